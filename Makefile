@@ -1,8 +1,9 @@
-# `make demo` and `make test` set up everything on a bare machine; a second run installs nothing.
+# `make demo` and `make test` set up what they need on a bare machine; a second run installs nothing.
 PYTHON ?= python3.11
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.swift-recovery-installed
+DEMO := $(VENV)/.swift-recovery-for-the-demo
 ETCD := $(VENV)/.etcd-looked-for
 EXTRAS := all,test,dev,docs
 FAULTS ?= 60
@@ -25,11 +26,19 @@ help:
 setup: $(STAMP)
 
 # torch comes first and alone: other packages then find it and do not choose one of their own.
+define INSTALL
+@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+$(PY) -m pip install --disable-pip-version-check "torch==2.13.0"
+$(PY) -m pip install --disable-pip-version-check -e ".[$(1)]"
+@touch $@
+endef
+
 $(STAMP): pyproject.toml
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --disable-pip-version-check "torch==2.13.0"
-	$(PY) -m pip install --disable-pip-version-check -e ".[$(EXTRAS)]"
-	@touch $@
+	$(call INSTALL,$(EXTRAS))
+
+# Without linters, tests and documentation.
+$(DEMO): pyproject.toml
+	$(call INSTALL,all)
 
 # Tests of the rendezvous over etcd need one. Where there is none, Debian's is unpacked into $(VENV): nothing is installed
 # and no service is started. Without it those tests are skipped.
@@ -41,7 +50,7 @@ $(ETCD): | $(STAMP)
 	  echo "there is no etcd here: the tests that need one are skipped (why: $(VENV)/etcd/log)"
 	@touch $@
 
-demo: $(STAMP)
+demo: $(or $(wildcard $(STAMP)),$(DEMO))
 	$(PY) -m examples.demo
 
 lint: $(STAMP)

@@ -26,7 +26,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.loop = TrainingLoop(None)
+        self.loop = TrainingLoop(None, "plugin")
         self.replays = False
         self.marks_tops = True
         self.engine: Any = None

@@ -12,6 +12,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 
 from lightning_swift import compat
+from lightning_swift.banner import leave_out
 from lightning_swift.strategy import workers_here
 from lightning_swift.support import check_ddp_options, check_device
 from shared_core import (
@@ -61,6 +62,7 @@ class SwiftFabricStrategy(DDPStrategy):
                 self._options[name] = absolute(self._options[name])
         SwiftConfig.from_env(base=SwiftConfig.from_dict(self._options))  # says now what is wrong with them
         self.job = install() if launched_by_swiftrun() else None
+        leave_out(self.job)
         if self.job is not None:
             prepare()
             compat.note_fabric_loaders()

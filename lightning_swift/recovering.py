@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swift import compat
+from lightning_swift.banner import leave_out
 from lightning_swift.capture import RunState
 from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.checkpoint_io import SwiftCheckpointIO
@@ -49,6 +50,7 @@ class RecoveringStrategy(CollectiveStrategy):
             job: of this worker; None where nobody recovers it.
         """
         self.job = job
+        leave_out(job)
         self.quiet = False
         self.sharing: Sharing | None = None
         self._run_state: RunState | None = None

@@ -233,7 +233,12 @@ def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:
 def console(message: str) -> None:
     """One readable line on stderr, marked as ours; lost where nothing can be written there, such as to a full disk."""
     with suppress(OSError, ValueError):
-        print(f"[swift] {visible(message)}", file=sys.stderr, flush=True)
+        print(marked(message), file=sys.stderr, flush=True)
+
+
+def marked(message: str) -> str:
+    """A line that is marked as ours."""
+    return f"[swift] {visible(message)}"
 
 
 def console_once(what: str, message: str, job_dir: Path | None = None) -> None:

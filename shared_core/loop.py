@@ -33,23 +33,36 @@ _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
 
 _SHARED_STEPS_ONLY = (
     "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one: write 'for step in "
-    "job.shared_steps(loader, epochs)' (with Accelerate: plugin.shared_steps(model, loader, epochs)), or choose "
-    "on_failure='replace'"
+    "{}', or choose on_failure='replace'"
+)
+_SHARED_STEPS = {"job": "job.shared_steps(loader, epochs)", "plugin": "plugin.shared_steps(model, loader, epochs)"}
+
+_NO_WAY_IN = (
+    "rank {}: the lost worker was in pass {} over the data, and the script's own epoch loop cannot be entered in the "
+    "middle: write 'for epoch in {}.epochs(n)'"
 )
 
-UNMARKED = (
-    "an epoch has made optimizer steps, but its batches were not read through job.steps(loader): a worker that "
-    "replaces a lost one computes all of that again, from its first batch, while the others wait. Write "
-    "'for step, batch in job.steps(loader):' in the place of 'enumerate(loader)' (with Accelerate: give the loader to "
-    "prepare())"
+_UNMARKED = (
+    "an epoch has made optimizer steps, but its batches were not read through {}: a worker that replaces a lost one "
+    "computes all of that again, from its first batch, while the others wait. {}"
 )
+#: By the name of the loop: a loader that marks its batches, and what to do.
+_MARKED = {
+    "job": ("job.steps(loader)", "Write 'for step, batch in job.steps(loader):' in the place of 'enumerate(loader)'"),
+    "plugin": ("a prepared loader", "Give the loader to accelerator.prepare(), and read from what that returns"),
+}
+UNMARKED = {name: _UNMARKED.format(*words) for name, words in _MARKED.items()}
 
 
 class _Unmarked:
-    """Warns once of an epoch that makes updates in batches that nothing marks."""
+    """Warns once of an epoch that makes updates in batches that nothing marks.
 
-    def __init__(self) -> None:
-        self._told = False
+    Args:
+        message: the warning.
+    """
+
+    def __init__(self, message: str) -> None:
+        self._message, self._told = message, False
         self._tops = self._updates = 0
 
     def look(self, job: Job | None) -> None:
@@ -62,8 +75,8 @@ class _Unmarked:
             return
         self._told = True
         if job.rank == 0:
-            console_once("unmarked", UNMARKED)
-            job.news.emit("warning", message=UNMARKED)
+            console_once("unmarked", self._message)
+            job.news.emit("warning", message=self._message)
 
 
 class TrainingLoop:
@@ -71,20 +84,24 @@ class TrainingLoop:
 
     Made by :func:`shared_core.attach`.
 
-    Attributes:
+    Args:
         job: the job of this worker; None without ``swiftrun``.
+        name: of what has ``epochs`` in the user's script, for messages: ``job``, or ``plugin`` under Accelerate.
+
+    Attributes:
+        job: see above.
         total_steps: batches used so far, of all epochs and loops.
         epoch: number of the epoch in progress; None outside :meth:`epochs`.
     """
 
-    def __init__(self, job: Job | None) -> None:
+    def __init__(self, job: Job | None, name: str = "job") -> None:
         self.job: Job | None = None
-        self.total_steps = 0
+        self._name, self.total_steps = name, 0
         self.epoch: int | None = None
         #: Odd inside epochs(), even before, between and after its calls.
         self._phase = 0
         self._round = 0
-        self._looked, self._unmarked = False, _Unmarked()
+        self._looked, self._unmarked = False, _Unmarked(UNMARKED[name])
         self._active: Callable[[], Any] = lambda: None
         self._registered = Registered()
         #: What the script's own code rests on at the start of the epoch (0) and after each of the last passes in it.
@@ -275,7 +292,7 @@ class TrainingLoop:
             Unsupported: with ``on_failure="reroute"``.
         """
         if self.job is not None and self.job.reroutes:
-            raise Unsupported(_SHARED_STEPS_ONLY)
+            raise Unsupported(_SHARED_STEPS_ONLY.format(_SHARED_STEPS[self._name]))
 
     def begin_round(self) -> bool:
         """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""
@@ -286,11 +303,7 @@ class TrainingLoop:
         if target is None:
             return True
         if target["epoch"] is None and target["round"] > 1:
-            self.job.fall_back(
-                f"rank {self.job.rank}: the lost worker was in pass {target['round']} over the data, and the "
-                "script's own epoch loop cannot be entered in the middle: write 'for epoch in job.epochs(n)' (with "
-                "Accelerate: plugin.epochs(n))"
-            )
+            self.job.fall_back(_NO_WAY_IN.format(self.job.rank, target["round"], self._name))
         here, there = (self._phase, self._round), (target["phase"], target["round"])
         if here < there:
             self._to_anchor(target["anchors"].get(self._round))

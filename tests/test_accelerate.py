@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from harness import Jobs, most
 
@@ -68,6 +70,13 @@ def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
 def test_the_handler_alone_survives_losses_in_the_first_epoch_and_warns(jobs: Jobs) -> None:
     result = jobs.check("acc.py", faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["--no-epochs"])
     assert result.stderr.count("for epoch in plugin.epochs(n)") == 1, result.tail()
+
+
+def test_later_losses_then_go_back_to_the_checkpoint_and_name_the_plugin(jobs: Jobs, tmp_path: Path) -> None:
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
+    result = jobs.run("acc.py", faults=[Fault(1, 14, "bucket", "SIGKILL")], args=["--no-epochs"], env=env)
+    [restart] = result.kinds("restart")
+    assert restart.fields["reason"].endswith("write 'for epoch in plugin.epochs(n)'"), result.tail()
 
 
 TEXT: dict[str, tuple[list[str], list[Fault]]] = {

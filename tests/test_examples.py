@@ -37,6 +37,11 @@ EXAMPLES: dict[str, tuple[list[str], list[Fault]]] = {
         ["--epochs", "2"],
         [Fault(1, 20, "bucket", "SIGKILL"), Fault(0, 60, "update.during", "SIGKILL", nth=3)],
     ),
+    "torch_fsdp2": (
+        ["--epochs", "2"],
+        [Fault(1, 20, "forward", "SIGKILL"), Fault(0, 60, "update.during", "SIGKILL", nth=3)],
+    ),
+    "fabric_minimal": ([], [Fault(1, 20, "bucket", "SIGKILL"), Fault(0, 60, "forward", "SIGKILL")]),
 }
 
 

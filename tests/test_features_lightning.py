@@ -124,6 +124,15 @@ def test_feature_with_a_loss(name: str, jobs: Jobs) -> None:
         assert result.reports[rank]["extra"] == reference.reports[rank]["extra"]
 
 
+def test_a_newcomer_leaves_out_the_start_banner(jobs: Jobs) -> None:
+    """And says what comes after it has taken its place."""
+    args = ["--feature", "epochs"]
+    plain, lost = (jobs.run("lit.py", faults=faults, args=args) for faults in ([], [Fault(0, 5, "bucket", "SIGKILL")]))
+    assert lost.kinds("newcomer_ready"), lost.tail()
+    for said in ("GPU available", "Initializing distributed", "distributed_backend", "`Trainer.fit` stopped"):
+        assert lost.stderr.count(said) == plain.stderr.count(said) > 0, f"{said}\n{lost.tail()}"
+
+
 @pytest.mark.parametrize("how", ["callback", "env"])
 def test_other_ways_in(how: str, jobs: Jobs) -> None:
     env = {"SWIFT_RECOVERY": "1"} if how == "env" else {}

@@ -10,9 +10,11 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.loop import UNMARKED
+from shared_core.loop import UNMARKED as WARNINGS
+from shared_core.testing.report import AWAIT
 from shared_core.testing.runner import compare
 
+UNMARKED = WARNINGS["job"]
 #: Arguments of the script, faults. On two ranks an epoch has six batches and seven tops, the last one for its end.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),
@@ -64,7 +66,7 @@ def test_later_losses_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     result = jobs.run("loop.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--no-epochs"], env=env)
     [restart] = result.kinds("restart")
-    assert "for epoch in job.epochs(n)" in restart.fields["reason"], result.tail()
+    assert restart.fields["reason"].endswith("write 'for epoch in job.epochs(n)'"), result.tail()
 
 
 def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:
@@ -74,6 +76,8 @@ def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:
     raised = [line for line in result.stderr.splitlines() if line.startswith("[rank")]  # of a traceback
     assert len([line for line in raised if said in line]) == 1, result.tail()
     assert "is lost" not in result.stderr, result.tail()
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("[swift] the job failed after ") and said in last and "loop.py:" in last, result.tail()
 
 
 def test_batches_that_nothing_marks_are_computed_again_and_the_user_is_told_once(jobs: Jobs) -> None:
@@ -103,3 +107,27 @@ def test_a_newcomer_that_cuts_off_a_log_says_so(mode: str, jobs: Jobs, tmp_path:
     assert len(result.kinds("warning")) == len(said)
     for line in said:
         assert line.startswith("[swift] rank 1: ") and "log1.txt" in line and 'open the file with "a"' in line
+
+
+@pytest.mark.parametrize("checkpoints", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_workers_that_start_again_and_cut_off_a_log_say_so(checkpoints: bool, jobs: Jobs, tmp_path: Path) -> None:
+    """Where they go on from a checkpoint: else they write all of it again."""
+    env = {"TMPDIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
+    options = ["--on-failure=restart", "--checkpoint-dir=kept"] if checkpoints else []
+    faults = [Fault(rank, 10, "bucket", "SIGKILL") for rank in ((1,) if checkpoints else (0, 1))]
+    result = jobs.run("loop.py", faults=faults, args=["--log", "w"], launcher_args=options, env=env)
+    assert result.status == 0 and len(result.kinds("restart")) == 1, result.tail()
+    said = [line for line in result.stderr.splitlines() if "cuts it off" in line]
+    assert len(said) == checkpoints, result.tail()
+    assert sorted(event.rank for event in result.kinds("warning")) == [0, 1] * checkpoints
+    assert all("Each worker runs the script from its start again" in line for line in said)
+
+
+def test_a_standby_that_cuts_off_a_log_says_so_at_once(jobs: Jobs, tmp_path: Path) -> None:
+    """Nobody is lost, so that what it writes itself is never shown."""
+    awaited = json.dumps({8: (1, 0)})
+    env = {"SWIFT_RECOVERY_STANDBY_PREPARED": "1", AWAIT: awaited, "TMPDIR": str(tmp_path)}
+    result = jobs.run("loop.py", args=["--log", "w"], env=env)
+    assert result.status == 0 and not result.kinds("lost"), result.tail()
+    [said] = [line for line in result.stderr.splitlines() if "cuts it off" in line]
+    assert said.startswith("[swift] standby of rank 1: ") and "log1.txt" in said, result.tail()

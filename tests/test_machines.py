@@ -93,6 +93,26 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
     assert statuses[lost] == -9
 
 
+@pytest.mark.nightly
+def test_a_newcomer_on_another_machine_that_cuts_off_a_log_says_so(site: Site, tmp_path: Path) -> None:
+    """The machines share the folder of the log, and that of the events, which say since when the job has trained."""
+    env = {"TMPDIR": str(tmp_path)}
+    cluster = site.start(site.machines, ["--epochs", "250", "--log", "w"], "loop.py", env=env)
+
+    def has_trained() -> bool:
+        began = [event.time for event in cluster.result(0, []).kinds("began")]
+        log = cluster.out / "log2.txt"
+        return bool(began) and log.exists() and log.stat().st_mtime > began[0] + 1.5
+
+    cluster.until(has_trained)
+    site.machines[3 - site.spare(cluster)].kill()
+    result, _ = cluster.finish()
+    assert result.status == 0, result.tail()
+    said = re.findall(r"^\[swift\] rank (\d): the script opens .* and cuts it off", result.stderr, re.M)
+    newcomers = [event.rank for event in result.kinds("newcomer_start") if event.fields["how"] != "prepared"]
+    assert sorted(map(int, said)) == sorted(newcomers) and {2, 3} <= set(newcomers), result.tail()
+
+
 def test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site: Site, tmp_path: Path) -> None:
     """Started again, it goes on from its checkpoint."""
     (tmp_path / "swift.json").write_text(

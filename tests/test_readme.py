@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,15 @@ def without_numbers(line: str) -> str:
 
 def test_the_readme_is_short() -> None:
     assert len(README.split()) <= 900
+
+
+def test_the_commands_that_install_name_what_there_is() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [torch] = set(re.findall(r"torch==([\d.]+)", (ROOT / "Makefile").read_text()))
+    for page in (README, START):
+        assert set(re.findall(r"torch==([\d.]+)", page)) == {torch}
+        asked = re.findall(r"pip install -e \"\.\[([\w,]+)\]\"", page)
+        assert asked and {extra for each in asked for extra in each.split(",")} <= extras.keys()
 
 
 def test_the_readme_shows_them() -> None:

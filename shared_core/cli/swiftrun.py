@@ -283,6 +283,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
 
     Raises:
         torch.distributed.elastic.multiprocessing.errors.ChildFailedError: the job failed; holds the first error.
+        SystemExit: the job failed, and its last line has said all.
         torch.distributed.elastic.multiprocessing.SignalException: the agent was told to end.
         SwiftError: for options that cannot be honoured.
     """
@@ -295,6 +296,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from torch.distributed.run import config_from_args, determine_local_world_size
 
     from shared_core.launcher.agent import Agent
+    from shared_core.launcher.elastic import raise_failure
     from shared_core.launcher.logs import WorkerLogs
     from shared_core.launcher.options import AgentOptions, Program
     from shared_core.system.secret import Secret, find
@@ -373,7 +375,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         result = agent.run()
         agent.records.succeeded()
         if result.is_failed():
-            raise ChildFailedError(os.path.basename(args.training_script), result.failures)
+            raise_failure(os.path.basename(args.training_script), result.failures)
         failed = False
     except ChildFailedError:
         raise

@@ -1,20 +1,44 @@
-"""What torchelastic records of a job, recorded through its public functions: events and metrics."""
+"""What torchelastic records of a job, recorded through its public functions: events, metrics and the failure."""
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NoReturn
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 from torch.distributed.elastic.events import record
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.metrics.api import put_metric
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 
 from shared_core.launcher.places import Places
+from shared_core.protocol.loss_policy import AS_ANY
+
+
+def raise_failure(name: str, failures: dict[int, ProcessFailure]) -> NoReturn:
+    """The job has failed.
+
+    Args:
+        name: of the user's script.
+        failures: by rank.
+
+    Raises:
+        ChildFailedError: which the interpreter prints as a table.
+        SystemExit: the console has said all that the table would say.
+    """
+    error = ChildFailedError(name, failures)
+    _, first = error.get_first_failure()
+    if not str(first.message).endswith(AS_ANY):
+        raise error
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and os.path.exists(first.error_file):
+        get_error_handler().dump_error_file(first.error_file, first.exitcode)  # as ``record`` does
+    raise SystemExit(1)
 
 
 class Records:

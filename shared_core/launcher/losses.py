@@ -15,7 +15,7 @@ from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import Event, Phase
 from shared_core.protocol.generation import Entry, Kind
-from shared_core.protocol.loss_policy import Death, LossBook, Verdict
+from shared_core.protocol.loss_policy import AS_ANY, Death, LossBook, Verdict
 from shared_core.protocol.resizing import Resizing
 from shared_core.system import process
 
@@ -133,6 +133,8 @@ class Losses:
         self._telling.ends("failed", rank=first.rank, reason=verdict.reason)
         # torchelastic has its own words for signals and for what is in an error file
         words = first.cause if first.exit_code >= 0 and not first.error_file else ""
+        if verdict.reason.endswith(AS_ANY):
+            words = verdict.reason
         self._attempts.fail(first.rank, first.pid, first.exit_code, first.error_file, words)
 
 

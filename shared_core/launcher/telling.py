@@ -105,6 +105,7 @@ class Telling:
             script=self._program.target,
             on_failure=config.on_failure,
             **facts(),
+            imports=list(self._program.preload if self._options.standbys else ()),
         )
 
     def newcomer(self, one: LiveWorker) -> None:

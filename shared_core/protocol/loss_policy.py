@@ -19,10 +19,11 @@ BACK_OFF_S = (0.0, 0.5, 1.0, 2.0)
 MISTAKES = frozenset(
     kind.__name__ for kind in (errors.ConfigError, errors.MissingExtra, errors.Unsupported, errors.UnsupportedOptimizer)
 )
-#: The end of the reason of a job that such an exception has ended.
+#: The end of the reason of a job that such an exception has ended; it says all that there is to say.
 AS_ANY = ", as any newcomer would"
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in .*$', re.MULTILINE)
-_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/shared_core/", "<frozen ", "<string>")
+_OURS = ("/shared_core/", "/lightning_swift/", "/accelerate_swift/")
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", *_OURS, "<frozen ", "<string>")
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ class LossBook:
             streak.clear()  # it made progress: not a loop
         streak.append(death)
         if death.error is not None and death.error.kind in MISTAKES:
-            return Verdict("end", reason=f"rank {death.rank} raised {death.error.kind}{AS_ANY}", first=death)
+            said = f"{' '.join(death.error.summary.split())} (at {death.error.place})"
+            return Verdict("end", reason=f"rank {death.rank} raised {said}{AS_ANY}", first=death)
         if death.error is not None and death.error.kind == "CollectiveTimeout":
             reason = f"rank {death.rank} waited in vain, and so would a newcomer: {death.error.summary}"
             return Verdict("end", reason=reason, first=death)

@@ -29,6 +29,8 @@ LEAST_BYTES = 16 << 20
 LOCK = "lock"
 #: Which job it is, see shared_core/system/card.py.
 CARD = "card.json"
+#: Start of the names of files that are made when a rank begins to train, see shared_core/worker/start/truncation.py.
+TRAINS = "trains."
 #: Folder of other machines' publications.
 MIRROR = "mirror"
 #: Folder of snapshots and of the process that writes them to storage, see shared_core/checkpoint/spool.py.
@@ -110,7 +112,8 @@ class JobDir:
         _sweep(self._logs.parent, _LOGS + PREFIX)  # their jobs may run where other folders in memory are seen
 
     def clear(self, keep: int | None = None) -> None:
-        """Remove what an attempt has left, but not the lock, snapshots, and what is kept for other machines.
+        """Remove what an attempt has left, but not the lock, snapshots, what is kept for other machines, and since when
+        ranks have trained.
 
         Args:
             keep: number of an attempt from which the next one goes on: its publications and what it handed on stay.
@@ -127,7 +130,7 @@ class JobDir:
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry.name != LOCK and not entry.name.startswith(TOLD):
+            elif entry.name != LOCK and not entry.name.startswith((TOLD, TRAINS)):
                 entry.unlink(missing_ok=True)
 
     def _clear_before(self, attempt: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shared_core.errors import ConfigError
-from shared_core.system.jobdir import JobDir, log_folder, own
+from shared_core.system.jobdir import TRAINS, JobDir, log_folder, own
 
 ROOT = Path(__file__).resolve().parents[2]
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as two users")
@@ -64,8 +64,11 @@ def test_folders_are_private_and_go_with_the_job(tmp_path: Path) -> None:
     logs = log_folder(tmp_path / "shared", job.path)
     assert [folder.stat().st_mode & 0o777 for folder in (job.path, logs)] == [0o700] * 2
     (logs / "rank0").mkdir()
+    for name in ("rank0", f"{TRAINS}0"):
+        (job.path / name).touch()
     job.clear()
     assert logs.exists() and not (logs / "rank0").exists()
+    assert (job.path / f"{TRAINS}0").exists() and not (job.path / "rank0").exists()
     job.remove()
     assert not job.path.exists() and not logs.exists()
 

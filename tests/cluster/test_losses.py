@@ -48,9 +48,10 @@ def test_the_same_exception_at_the_same_place_twice_is_shown_once() -> None:
 
 
 def test_a_mistake_in_the_program_is_not_tried_again() -> None:
-    mistake = RaisedError("ConfigError: no such option", "train.py:3", "")
+    mistake = RaisedError("ConfigError: no such option\nat all", "train.py:3", "")
     end = LossBook(budget=100).judge(death(code=1, error=mistake))
     assert (end.action, end.first and end.first.error) == ("end", mistake)
+    assert end.reason == "rank 1 raised ConfigError: no such option at all (at train.py:3), as any newcomer would"
 
 
 def test_exceptions_elsewhere_or_after_progress_are_not_the_same() -> None:
@@ -72,6 +73,7 @@ def test_place_is_the_innermost_frame_of_the_users_code() -> None:
         '  File "/home/u/train.py", line 12, in <module>\n    main()\n'
         '  File "/home/u/model.py", line 7, in forward\n    return self.linear(x)\n'
         '  File "/env/lib/python3.11/site-packages/torch/nn/linear.py", line 134, in forward\n    ...\n'
+        '  File "/home/u/swift-recovery/lightning_swift/strategy.py", line 90, in setup\n    ...\n'
         "RuntimeError: shapes\n"
     )
     data = {"message": {"message": "RuntimeError: shapes", "extraInfo": {"py_callstack": trace}}}

@@ -102,3 +102,4 @@ dist.destroy_process_group()
     )
     assert job.code == 0, job.stderr
     assert "imported []" in job.stdout
+    assert {"torch", "shared_core.loop"} <= set(job.of("start")[0].fields["imports"])

@@ -41,7 +41,7 @@ class News:
     ) -> None:
         self._events, self._runtime, self._updates, self._rolled_back = events, runtime, updates, rolled_back
         self._report = report
-        self._original, self._rank_dir = env.incarnation == 0, env.rank_dir
+        self._original, self._job_dir = env.incarnation == 0, env.job_dir
         self._first = env.rank == 0 and self._original
         #: What the agent is told once this worker trains; None where nobody waits for it.
         self._awaited: dict[str, Any] | None = {"rank": env.rank} if self._first and env.restart else None
@@ -135,7 +135,7 @@ class News:
             return
         self._begun = True
         if self._original:
-            truncation.training_begins(self._rank_dir)
+            truncation.training_begins(self._job_dir, self._runtime.rank)
         if self._first:
             top, whence = self._line
             self.emit("began", top=top, whence=whence)

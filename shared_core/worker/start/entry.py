@@ -23,7 +23,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
-from shared_core.errors import ConfigError, Unsupported
+from shared_core.errors import ConfigError, MissingExtra, Unsupported
 from shared_core.events import JOB_DIR, console
 from shared_core.protocol.request import Mode, StartRequest
 from shared_core.resources import what_to_do
@@ -165,7 +165,7 @@ def _run(request: StartRequest) -> None:
 
         with suppress(OSError):  # a full disk: the exception is still printed
             get_error_handler().record_exception(error)
-        if request.stderr or not isinstance(error, (ConfigError, Unsupported)):
+        if request.stderr or not isinstance(error, (ConfigError, MissingExtra, Unsupported)):
             _print_exception(error)
         else:
             _print_once(error, Path(request.env[JOB_DIR]))

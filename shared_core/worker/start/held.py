@@ -21,6 +21,12 @@ class HeldOutput:
                 self._held.append((fd, os.dup(fd), file))
                 os.dup2(file.fileno(), fd)
 
+    def write(self, fd: int, data: bytes) -> None:
+        """Write something that is not held, to standard output (1) or error (2)."""
+        real = next((real for held, real, _ in self._held if held == fd), fd)
+        with suppress(OSError):
+            os.write(real, data)
+
     def show(self) -> None:
         """Write out what was held, and hold nothing from now on."""
         for stream in (sys.stdout, sys.stderr):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from shared_core.events import console, marked
 from shared_core.protocol import worker_env
 from shared_core.system.background import Background
 from shared_core.system.title import set_title
@@ -25,6 +26,14 @@ def begin() -> None:
 def stands_by() -> bool:
     """Whether this process is a prepared standby."""
     return _held is not None
+
+
+def tell(message: str) -> None:
+    """Say something to the user now, though other output of a prepared standby is held."""
+    if _held is None:
+        console(message)
+    else:
+        _held.write(2, f"{marked(message)}\n".encode())
 
 
 def take_place(generation: int) -> None:

@@ -1,80 +1,134 @@
-"""Files that a newcomer cuts off in the script's code before its place: what its predecessor wrote there is lost.
+"""Files that a script cuts off when it runs again from its start: what was written there is lost.
 
-A script that opens its log with ``"w"`` before the loop does so again in a newcomer. An audit hook sees each file that
-is opened, and costs next to nothing once the place is reached. It cannot be removed, so newcomers alone have one.
+A script that opens its log with ``"w"`` before the loop does so again in a newcomer, in a prepared standby, and in all
+workers when they start again. An audit hook sees each file that is opened, and costs next to nothing once the worker
+trains. It cannot be removed, so the first workers of a job have none.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import site
 import sys
 import sysconfig
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from shared_core.events import EventLog, console
+from shared_core.events import EventLog, console_once, read_events
 from shared_core.protocol import worker_env
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import process
+from shared_core.system.jobdir import CARD, TRAINS
+from shared_core.worker.start import standing_by
 
-#: File in a rank's folder, made when its first worker begins to train.
-_TRAINS = "trains"
+#: A rank of another machine has begun to train at most so much later than rank 0, of which an event says it.
+_LATER_NS = 1_000_000_000
 _watching = False
 
 
-def training_begins(rank_dir: Path) -> None:
-    """The first worker of a rank comes to its first batch: what the script wrote before, a newcomer writes again."""
+def training_begins(job_dir: Path, rank: int) -> None:
+    """A rank comes to its first batch in an attempt: what the script wrote before, it writes again."""
+    stop()
     with suppress(OSError):  # no room: then nobody is warned
-        (rank_dir / _TRAINS).touch()
+        (job_dir / f"{TRAINS}{rank}").touch()
 
 
 def watch() -> None:
-    """In a newcomer: warn of each file that its script cuts off, until :func:`stop`. Other workers do nothing."""
+    """Where the script runs again: warn of each file that it cuts off, until :func:`stop`."""
     global _watching
-    if not worker_env.launched() or os.environ.get(worker_env.INCARNATION, "0") == "0":
+    if not worker_env.launched():
         return
-    env = worker_env.env()
-    with suppress(OSError):
-        since = (env.rank_dir / _TRAINS).stat().st_mtime_ns
-        ignored = tuple(os.path.join(os.path.realpath(folder), "") for folder in _ignored(env.job_dir))
-        _watching = True
-        sys.addaudithook(lambda event, args: _look(event, args, env, since, ignored) if _watching else None)
+    if {os.environ.get(name, "0") for name in (worker_env.INCARNATION, worker_env.RESTART)} == {"0"}:
+        return
+    looker = _looker(worker_env.env())
+    if looker is None:
+        return
+    look, _watching = looker.look, True
+    sys.addaudithook(lambda event, args: look(event, args) if _watching else None)
 
 
 def stop() -> None:
-    """The newcomer has reached its place: what its script opens now, its predecessor had not opened."""
+    """This worker has reached its place: what its script opens now, it had not opened before."""
     global _watching
     _watching = False
 
 
-def _ignored(job_dir: Path) -> list[str]:
+def _looker(env: WorkerEnv) -> _Looker | None:
+    """None where the job is computed again from its beginning, and its files with it."""
+    if env.incarnation:
+        return _Looker(env, math.inf)
+    if env.resized is None and env.config.checkpoint.dir is None:
+        return None
+    with suppress(OSError):
+        # What other workers of this attempt have written by now is new.
+        until = (env.job_dir / CARD).stat().st_mtime_ns
+        return _Looker(env, until)
+    return None
+
+
+@dataclass(frozen=True)
+class _Looker:
+    """Sees the files that are opened.
+
+    Attributes:
+        env: of this worker.
+        until: what was written later is passed over, in nanoseconds since the epoch.
+    """
+
+    env: WorkerEnv
+    until: float
+
+    def look(self, event: str, args: tuple[object, ...]) -> None:
+        """The audit hook."""
+        if event != "open" or not isinstance(args[2], int) or not args[2] & os.O_TRUNC:
+            return
+        if not isinstance(args[0], (str, bytes, os.PathLike)) or not _by_script(sys._getframe(2)):
+            return
+        with suppress(OSError, ValueError):  # not there yet
+            path = os.path.realpath(os.fsdecode(args[0]))
+            found = os.stat(path)
+            if not found.st_size or found.st_mtime_ns > self.until or path.startswith(_ignored(self.env.job_dir)):
+                return
+            if (since := self._since()) is not None and found.st_mtime_ns > since:
+                self._warn(path, found.st_size)
+
+    def _since(self) -> int | None:
+        """When the rank began to train, in nanoseconds since the epoch; None if nobody knows."""
+        env = self.env
+        with suppress(OSError):
+            return (env.job_dir / f"{TRAINS}{env.rank}").stat().st_mtime_ns
+        if env.events is None:
+            return None
+        # Its workers were on another machine, which is lost.
+        began = [each.time for each in read_events(env.events) if each.kind == "began" and each.run == env.run]
+        return int(began[-1] * 1e9) + _LATER_NS if began else None
+
+    def _warn(self, path: str, size: int) -> None:
+        env, who, again = self.env, "rank", "Each worker runs the script from its start again"
+        if standing_by.stands_by():
+            who, again = "standby of rank", "A prepared standby runs the script up to its loop while the worker trains"
+        elif env.incarnation:
+            again = "A newcomer runs the script from its start"
+        message = (
+            f"{who} {env.rank}: the script opens {path} for writing and cuts it off, {size} bytes are lost, some of "
+            f'them written since the training began. {again}: open the file with "a"'
+        )
+        if env.incarnation:
+            standing_by.tell(message)
+        else:
+            console_once("truncation", message)  # else each of the workers says it
+        EventLog(env.events, env.run).emit("warning", rank=env.rank, generation=env.generation, message=message)
+
+
+def _ignored(job_dir: Path) -> tuple[str, ...]:
     folders = [str(job_dir), "/dev", "/proc"]
     with suppress(OSError):  # none can be written to
         folders.append(os.environ.get("TMPDIR") or tempfile.gettempdir())
-    return folders
-
-
-def _look(
-    event: str, args: tuple[object, ...], env: worker_env.WorkerEnv, since: int, ignored: tuple[str, ...]
-) -> None:
-    if event != "open" or not isinstance(args[2], int) or not args[2] & os.O_TRUNC:
-        return
-    if not isinstance(args[0], (str, bytes, os.PathLike)) or not _by_script(sys._getframe(2)):
-        return
-    with suppress(OSError, ValueError):  # not there yet
-        path = os.path.realpath(os.fsdecode(args[0]))
-        found = os.stat(path)
-        if not found.st_size or found.st_mtime_ns <= since or path.startswith(ignored):
-            return
-        message = (
-            f"rank {env.rank}: the script opens {path} for writing and cuts it off, {found.st_size} bytes "
-            "are lost, some of them written since the training began. A newcomer runs the script from its start: open "
-            'the file with "a"'
-        )
-        console(message)
-        EventLog(env.events, env.run).emit("warning", rank=env.rank, generation=env.generation, message=message)
+    return tuple(os.path.join(os.path.realpath(folder), "") for folder in folders)
 
 
 def _by_script(frame: FrameType | None) -> bool:
