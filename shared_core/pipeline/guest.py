@@ -27,6 +27,7 @@ from shared_core.worker.state.undo import Undo
 from shared_core.worker.state.undo.undo import is_of_torch
 
 _PARAMS = ("params", "param_names")
+_OURS = __name__.partition(".")[0]
 
 
 class StageState:
@@ -42,8 +43,17 @@ class StageState:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes; None where workers cannot build each other's stages."""
-        return sum(t.nbytes for t in self._tensors()[1]) if self._possible else None
+        """Bytes; None where workers cannot build each other's stages, or hooks would be missed there."""
+        return sum(t.nbytes for t in self._tensors()[1]) if self._possible and not self.hooked else None
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the script has hooks on the optimizer of this worker's stage, but for which workers could move: they
+        may belong to the parameters of this stage, and a worker that has moved makes the other one's optimizer anew.
+        """
+        optimizer: Any = self._engine.optimizer
+        hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+        return self._possible and any(hook.__module__.partition(".")[0] != _OURS for hook in hooks)
 
     def terms(self) -> str:
         """What the optimizers of all stages must have in common."""

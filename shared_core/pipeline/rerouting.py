@@ -16,7 +16,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
-from shared_core.events import console
+from shared_core.events import console, console_once
 from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
@@ -43,6 +43,10 @@ from shared_core.worker.state.undo import Undo
 _RESULT = "pipeline step"
 #: The same of the evaluations since the batch top.
 _EVALUATIONS = "pipeline evaluations"
+_HOOKED = (
+    "the script has hooks on its optimizer, which would not run at a worker that computes in another stage: so after "
+    "losses no worker will move to one. This line stays away with reroute.normalise=false"
+)
 
 
 class Rerouting:
@@ -172,6 +176,8 @@ class Rerouting:
 
     def run(self) -> None:
         """Train on the next global batch."""
+        if self._stepped_at < 0 and self._job.config.reroute.normalise and self._layers.hooked:
+            console_once("hooks", _HOOKED)
         self._stepped_at = self._job.position.tops
         updates = self._job.updates
         if updates.state_version > updates.version:  # this one does nothing: the state contains it already
@@ -404,6 +410,11 @@ class _Layers:
     @property
     def state_bytes(self) -> int | None:
         return self._state.nbytes
+
+    @property
+    def hooked(self) -> bool:
+        """See :class:`StageState`."""
+        return self._state.hooked
 
     def terms(self) -> str:
         return self._state.terms()

@@ -187,8 +187,7 @@ class Evaluating:
         return known
 
     def _takers(self, lost: Collection[Worker], d: int, part: Part) -> list[Worker]:
-        host = host_of(self._topology, lost, d, part.stage)
-        return keepers(self._topology, lost, d, part.stage, {host} - {Worker(d, part.stage)})
+        return keepers(self._topology, lost, d, part.stage)
 
     def _source(self, lost: Collection[Worker], d: int, part: Part) -> int | None:
         for end in (part.stage, self._topology.stages - 1 - part.stage):

@@ -1,9 +1,9 @@
 """The data of pipelines at more workers than draw them, so that a step outlives both ends of a pipeline.
 
-Only the first and the last stage of a pipeline draw its data. In each step the first stage sends the inputs to peers of
-its stage, and the last one the labels, which *keep* them until the step is over. A peer has all that it keeps before
-its last forward, and no stage has its sum of gradients before all forwards are made: so once anything of a step is
-final, its data are kept. Whoever computes for a lost worker has its data in the same way.
+Only the first and the last stage of a pipeline draw its data. In each step the first stage sends the inputs to its
+peers, and the last one the labels, which *keep* them until the step is over. A peer has all that it keeps before its
+last forward, and no stage has its sum of gradients before all forwards are made: so once anything of a step is final,
+every worker of these stages has its data. Whoever computes for a lost worker has its data in the same way.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.step import Item, Step
 from shared_core.schedule.schedule import Action, Kind, Topology, Worker
-
-#: Peers that keep the data of a pipeline, as long as there are so many.
-KEEPERS = 2
-
 
 #: What is known of a micro-batch before anything has come.
 NOTHING: Item = (None, None)
@@ -49,15 +45,14 @@ def parts_of(topology: Topology) -> tuple[Part, Part]:
     return Part(MessageKind.INPUTS, 0, 0), Part(MessageKind.LABELS, topology.stages - 1, 1)
 
 
-def keepers(
-    topology: Topology, lost: Collection[Worker], pipeline: int, stage: int, readers: Collection[Worker]
-) -> list[Worker]:
-    """Who gets the data of a pipeline for one of its ends besides the worker at that end: peers that keep them, the
-    next ones, and those that compute with them.
+def keepers(topology: Topology, lost: Collection[Worker], pipeline: int, stage: int) -> list[Worker]:
+    """Who gets the data of a pipeline for one of its ends besides the worker at that end: all peers that are there.
+
+    Fewer would do for one loss. But workers of a machine are lost together, and then nobody could make a step again of
+    which a stage has its sum.
     """
     peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(1, topology.pipelines)]
-    there = [peer for peer in peers if peer not in lost]
-    return [peer for number, peer in enumerate(there) if number < KEEPERS or peer in readers]
+    return [peer for peer in peers if peer not in lost]
 
 
 def first_without_data(
@@ -201,8 +196,7 @@ class Keeping:
 
     def _takers(self, plan: StepPlan, d: int, part: Part) -> list[Worker]:
         """Who is to have a part, and has something left to do in the step."""
-        readers = {plan.plan.host(d, part.stage, j) for j in range(self._topology.micro_batches)}
-        found = keepers(self._topology, plan.plan.lost, d, part.stage, readers)
+        found = keepers(self._topology, plan.plan.lost, d, part.stage)
         own = Worker(d, part.stage)
         if any(move.target == own for move in self._places.moves):
             found.append(own)  # who computes there has drawn the data of another pipeline

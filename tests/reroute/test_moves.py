@@ -73,6 +73,12 @@ def test_nobody_moves_where_layers_are_tied(jobs: Jobs) -> None:
     assert not check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--tied", "two")).kinds("moved")
 
 
+def test_nobody_moves_where_hooks_would_be_missed(jobs: Jobs) -> None:
+    """The optimizer that a worker makes for another stage has none; all are told when the job begins."""
+    result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--hook"))
+    assert not result.kinds("moved") and len(result.told("the script has hooks on its optimizer")) == 1, result.tail()
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("args", [("--autocast",), ("--several", "--dropout", "0")], ids=("autocast", "several"))
 @pytest.mark.parametrize("plan", ["staggered", "decoupled", "coupled"])

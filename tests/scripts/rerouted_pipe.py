@@ -100,6 +100,14 @@ def micro_batches(
         yield x.to(dtype), y.to(dtype)
 
 
+def keep_small(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Right after an update."""
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.1, 0.1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
@@ -124,6 +132,7 @@ def main() -> None:
     parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two losses and the copies")
     parser.add_argument("--hold", type=int, default=-1, help="a rank: its newcomers wait for another one to be let in")
     parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
+    parser.add_argument("--hook", action="store_true", help="of the optimizer, which keeps parameters small")
     parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
     parser.add_argument("--odd-value", type=float, default=0.0)
     parser.add_argument("--work-ms", type=float, default=0.0)
@@ -184,6 +193,8 @@ def main() -> None:
 
     more = {"lr_scheduler": decayed} if args.decay else {}
     engine, *_ = (deepspeed.initialize if baseline else initialize)(model=net, config=config, **more)
+    if args.hook:
+        engine.optimizer.register_step_post_hook(keep_small)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows, args.odd, args.odd_value, dtype)
     losses, copies = [], Copies(args.copies)

@@ -77,8 +77,9 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch.optim:Optimizer.profile_hook_step(func)", "the step without its hooks is what it wraps"),
     (
         "torch.optim:Optimizer._optimizer_step_post_hooks",
-        "hidden gradients are back before the program's hooks see them",
+        "hidden gradients are back before the program's hooks see them; whether the program has any",
     ),
+    ("torch.optim:Optimizer._optimizer_step_pre_hooks", "whether the program has any"),
     ("torch.utils._pytree:tree_flatten", "nested batches"),
     ("torch.utils._pytree:tree_unflatten", "the same"),
     ("torch.utils._pytree:tree_map", "the same"),
