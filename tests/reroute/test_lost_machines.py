@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from harness import SCRIPTS, Jobs, most
-from machines import Cluster
 from rerouted import ORDERED, SCRIPT
 
+from shared_core.testing.cluster import Cluster
 from shared_core.testing.namespaces import machines, unavailable
 from shared_core.testing.runner import JobResult, compare
 
