@@ -30,6 +30,8 @@ MODELS = ("mlp", "gan", "bn", "plain", "accelerate", "averages", "by-hand")
 _OUTSIDE = ("averages", "by-hand")
 #: Pipelines by name, with their stages; stages without replicas are rebuilt from logs.
 PIPELINES = {"pipeline-2x2": 2, "pipeline-1x4": 4, "rerouted-2x2": 2, "rerouted-3x2": 2}
+#: Sharded models by name, with the replicas of each shard.
+SHARDED = {"fsdp2": 1, "hsdp": 2}
 #: Those that go on without lost workers, with their ranks.
 REROUTED = {"rerouted-2x2": 4, "rerouted-3x2": 6}
 STEPS = 14
@@ -66,6 +68,9 @@ _NTH: dict[str, dict[str, int]] = {
     | {"outside": 17},
     "by-hand": {"forward": 2, "collective.before": 4, "collective.after": 4, "bucket": 2, "update.during": 40}
     | {"outside": 10},
+    # Four groups of parameters: gathered four times in forward, three times in backward, reduced, and a sum of norms.
+    "fsdp2": {"collective.before": 12, "collective.after": 12, "update.during": 40},
+    "hsdp": {"collective.before": 16, "collective.after": 16, "update.during": 40},
     "gan": {
         "collective.before": 6,
         "collective.after": 6,
@@ -238,6 +243,8 @@ def _points(model: str) -> tuple[str, ...]:
     """Points that the job of a model meets."""
     if model == "plain":  # plain loops have neither
         return tuple(name for name in _COMMON if name != "validation")
+    if model in SHARDED:
+        return tuple(name for name in _COMMON if name not in ("validation", "bucket"))
     if model in _OUTSIDE:
         return (*(name for name in _COMMON if name != "validation"), "outside", "outside", "outside")
     return _COMMON if model == "gan" else (*_COMMON, "clip")
@@ -251,6 +258,8 @@ def _job(model: str, how: str) -> tuple[Path, list[str]]:
         return JOBS / "outside_job.py", ["--what", model]
     if model == "accelerate":
         return JOBS / "accelerate_job.py", []
+    if model in SHARDED:
+        return JOBS / "sharded_job.py", ["--replicas", str(SHARDED[model])]
     if model in PIPELINES:
         rerouted = ["--rerouted"] if model in REROUTED else []
         return JOBS / "pipeline_job.py", ["--stages", str(PIPELINES[model]), *rerouted]
@@ -299,6 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     models = {"all": MODELS, "pipelines": tuple(PIPELINES)}.get(args.model, (args.model,))
     if any(model in PIPELINES for model in models) and args.world != 4:
         raise SystemExit("soak: the number of ranks of a pipeline is given: leave --world at 4")
+    if any(args.world % SHARDED.get(model, 1) for model in models):
+        raise SystemExit("soak: each shard of hsdp has two replicas: give an even --world")
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"soak: seed {seed}, {args.faults} faults, {args.world} ranks, models {', '.join(models)}", flush=True)
     rows: list[dict[str, Any]] = []
@@ -357,7 +368,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=60, help="stop when so many have struck")
     parser.add_argument("--seed", type=int, help="repeats a soak; drawn and printed when not given")
     parser.add_argument("--world", type=int, default=4, help="ranks")
-    parser.add_argument("--model", choices=[*MODELS, *PIPELINES, "all", "pipelines"], default="all")
+    parser.add_argument("--model", choices=[*MODELS, *SHARDED, *PIPELINES, "all", "pipelines"], default="all")
     parser.add_argument("--how", choices=["strategy", "callback"], default="strategy", help="how the product gets in")
     parser.add_argument("--standbys", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="start each job in fresh interpreters, as from a shell")
