@@ -243,8 +243,8 @@ def _points(model: str) -> tuple[str, ...]:
     """Points that the job of a model meets."""
     if model == "plain":  # plain loops have neither
         return tuple(name for name in _COMMON if name != "validation")
-    if model in SHARDED:
-        return tuple(name for name in _COMMON if name not in ("validation", "bucket"))
+    if model in SHARDED:  # nobody gives a newcomer its shard
+        return tuple(name for name in _COMMON if name not in ("validation", "bucket", "recovery.giving"))
     if model in _OUTSIDE:
         return (*(name for name in _COMMON if name != "validation"), "outside", "outside", "outside")
     return _COMMON if model == "gan" else (*_COMMON, "clip")
