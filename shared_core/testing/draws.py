@@ -21,6 +21,8 @@ PIPELINES = {
     "moved-3x2": 2,
     "machines-3x2": 2,
 }
+#: Sharded models by name, with the replicas of each shard.
+SHARDED = {"fsdp2": 1, "hsdp": 2}
 #: Those that go on without lost workers, with their ranks.
 REROUTED = {"rerouted-2x2": 4, "rerouted-3x2": 6, "moved-3x2": 6, "machines-3x2": 6}
 #: Those that run on so many machines, with as many workers each.
@@ -61,6 +63,9 @@ _NTH: dict[str, dict[str, int]] = {
     | {"outside": 17},
     "by-hand": {"forward": 2, "collective.before": 4, "collective.after": 4, "bucket": 2, "update.during": 40}
     | {"outside": 10},
+    # Four groups of parameters: gathered four times in forward, three times in backward, reduced, and a sum of norms.
+    "fsdp2": {"collective.before": 12, "collective.after": 12, "update.during": 40},
+    "hsdp": {"collective.before": 16, "collective.after": 16, "update.during": 40},
     "gan": {
         "collective.before": 6,
         "collective.after": 6,
@@ -185,6 +190,8 @@ def _points(model: str) -> tuple[str, ...]:
     """Points that the job of a model meets."""
     if model == "plain":  # plain loops have neither
         return tuple(name for name in _COMMON if name != "validation")
+    if model in SHARDED:  # nobody gives a newcomer its shard
+        return tuple(name for name in _COMMON if name not in ("validation", "bucket", "recovery.giving"))
     if model in OUTSIDE:
         return (*(name for name in _COMMON if name != "validation"), "outside", "outside", "outside")
     return _COMMON if model == "gan" else (*_COMMON, "clip")

@@ -22,7 +22,18 @@ from typing import Any
 
 from shared_core.faults.spec import KINDS, POINTS, Fault
 from shared_core.testing.cluster import Cluster
-from shared_core.testing.draws import CHECKPOINTS, MODELS, ON_MACHINES, OUTSIDE, PIPELINES, REROUTED, STEPS, Run, plan
+from shared_core.testing.draws import (
+    CHECKPOINTS,
+    MODELS,
+    ON_MACHINES,
+    OUTSIDE,
+    PIPELINES,
+    REROUTED,
+    SHARDED,
+    STEPS,
+    Run,
+    plan,
+)
 from shared_core.testing.namespaces import machines, unavailable
 from shared_core.testing.plain import PlainLauncher
 from shared_core.testing.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
@@ -45,6 +56,8 @@ def _job(model: str, how: str) -> tuple[Path, list[str]]:
         return JOBS / "outside_job.py", ["--what", model]
     if model == "accelerate":
         return JOBS / "accelerate_job.py", []
+    if model in SHARDED:
+        return JOBS / "sharded_job.py", ["--replicas", str(SHARDED[model])]
     if model in PIPELINES:
         rerouted = ["--rerouted", *_WORDS.get(model, ())] if model in REROUTED else []
         return JOBS / "pipeline_job.py", ["--stages", str(PIPELINES[model]), *rerouted]
@@ -108,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
     if any(model in PIPELINES for model in models) and args.world != 4:
         raise SystemExit("soak: the number of ranks of a pipeline is given: leave --world at 4")
+    if any(args.world % SHARDED.get(model, 1) for model in models):
+        raise SystemExit("soak: each shard of hsdp has two replicas: give an even --world")
     seed = args.seed if args.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"soak: seed {seed}, {args.faults} faults, {args.world} ranks, models {', '.join(models)}", flush=True)
     rows: list[dict[str, Any]] = []
@@ -166,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=60, help="stop when so many have struck")
     parser.add_argument("--seed", type=int, help="repeats a soak; drawn and printed when not given")
     parser.add_argument("--world", type=int, default=4, help="ranks")
-    parser.add_argument("--model", choices=[*MODELS, *PIPELINES, "all", "pipelines"], default="all")
+    parser.add_argument("--model", choices=[*MODELS, *SHARDED, *PIPELINES, "all", "pipelines"], default="all")
     parser.add_argument("--how", choices=["strategy", "callback"], default="strategy", help="how the product gets in")
     parser.add_argument("--standbys", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="start each job in fresh interpreters, as from a shell")
