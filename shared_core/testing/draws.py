@@ -18,13 +18,14 @@ PIPELINES = {
     "pipeline-1x4": 4,
     "rerouted-2x2": 2,
     "rerouted-3x2": 2,
+    "shared-3x2": 2,
     "moved-3x2": 2,
     "machines-3x2": 2,
 }
 #: Sharded models by name, with the replicas of each shard.
 SHARDED = {"fsdp2": 1, "hsdp": 2}
 #: Those that go on without lost workers, with their ranks.
-REROUTED = {"rerouted-2x2": 4, "rerouted-3x2": 6, "moved-3x2": 6, "machines-3x2": 6}
+REROUTED = {"rerouted-2x2": 4, "rerouted-3x2": 6, "shared-3x2": 6, "moved-3x2": 6, "machines-3x2": 6}
 #: Those that run on so many machines, with as many workers each.
 ON_MACHINES = {"machines-3x2": 3}
 STEPS = 14
@@ -162,6 +163,8 @@ def plan(
         return _machine_lost(rng, number, model, kinds)
     if model == "moved-3x2":
         return Run(number, model, _moves(rng, model, kinds))
+    if model == "shared-3x2":  # nobody waits for newcomers
+        return Run(number, model, _rerouted(rng, model, kinds))
     if model in REROUTED:
         what = rng.random()
         if what < COPIED:

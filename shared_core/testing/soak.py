@@ -45,7 +45,11 @@ TIMEOUT_S = 90.0
 
 _REROUTE = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
 #: More arguments of a model's job: steps that take so long that workers move in it, or that a machine is lost in one.
-_WORDS = {"moved-3x2": ["--untied", "--work-ms", "5"], "machines-3x2": ["--work-ms", "20"]}
+_WORDS = {
+    "shared-3x2": ["--shared"],
+    "moved-3x2": ["--untied", "--work-ms", "5"],
+    "machines-3x2": ["--work-ms", "20"],
+}
 
 
 def _job(model: str, how: str) -> tuple[Path, list[str]]:

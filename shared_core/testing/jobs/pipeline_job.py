@@ -8,6 +8,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shared_core.testing.copies import Copies
 from shared_core.testing.digest import training_digest
@@ -52,12 +54,24 @@ def micro_batches(seed: int, noise: float) -> Iterator[tuple[torch.Tensor, torch
         yield x, x.sin()
 
 
+def shared_data(engine: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Data that any worker can read; an epoch ends within a step."""
+    from shared_core.pipeline import SharedData
+
+    pipelines = engine.grid.data_parallel_size
+    x = torch.randn(10 * ROWS * pipelines, WIDTH, generator=torch.Generator().manual_seed(1))
+    rows = TensorDataset(x, x.sin())
+    sampler: DistributedSampler[Any] = DistributedSampler(rows, pipelines, engine.grid.get_data_parallel_rank())
+    return SharedData(DataLoader(rows, ROWS, sampler=sampler), engine)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--rerouted", action="store_true", help="nothing is drawn from generators of the rank's own")
     parser.add_argument("--untied", action="store_true", help="all layers are those of one stage")
     parser.add_argument("--work-ms", type=float, default=0.0, help="what a forward of a layer takes at least")
+    parser.add_argument("--shared", action="store_true", help="data that any worker can read")
     parser.add_argument("--copies", default="", help="see shared_core.testing.copies")
     args = parser.parse_args()
     copies, Layer.work_s = Copies(args.copies), args.work_ms / 1000
@@ -97,6 +111,7 @@ def main() -> None:
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(dist.get_rank())
     data = micro_batches(engine.grid.get_data_parallel_rank(), 0.0 if args.rerouted else 0.01)
+    data = shared_data(engine) if args.shared else data
     losses = []
     for step in range(STEPS):
         copies.wait(step)
