@@ -226,8 +226,19 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _layers(module: nn.Module) -> list[str]:
-    """What layers say of themselves, which are named by their place."""
-    return [repr(layer) for name, layer in module.named_children() if name.isdigit()]
+    """What layers say of themselves, which are named by their place, and how many hooks they have."""
+    return [f"{layer!r}, {_hooks_of(layer)} hooks" for name, layer in module.named_children() if name.isdigit()]
+
+
+def _hooks_of(layer: nn.Module) -> int:
+    """Hooks of a layer's parts and parameters: those of its constructor, and what the script has registered since."""
+    count = 0
+    for part in layer.modules():
+        count += len(part._forward_hooks) + len(part._forward_pre_hooks)
+        count += len(part._backward_hooks) + len(part._backward_pre_hooks)
+    for parameter in layer.parameters():
+        count += len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+    return count
 
 
 def _buffers(module: nn.Module) -> list[Tensor]:

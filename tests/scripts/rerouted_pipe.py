@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two losses and the copies")
     parser.add_argument("--hold", type=int, default=-1, help="a rank: its newcomers wait for another one to be let in")
     parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
-    parser.add_argument("--hook", action="store_true", help="of the optimizer, which keeps parameters small")
+    parser.add_argument("--hook", choices=["optimizer", "layers"], help="it keeps parameters, or outputs, small")
     parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
     parser.add_argument("--odd-value", type=float, default=0.0)
     parser.add_argument("--work-ms", type=float, default=0.0)
@@ -212,7 +212,10 @@ def main() -> None:
 
     more = {"lr_scheduler": decayed} if args.decay else {}
     engine, *_ = (deepspeed.initialize if baseline else initialize)(model=net, config=config, **more)
-    if args.hook:
+    for block in net.modules() if args.hook == "layers" else ():
+        if isinstance(block, Block):
+            block.register_forward_hook(lambda _module, _inputs, outputs: outputs * 0.5)
+    if args.hook == "optimizer":
         engine.optimizer.register_step_post_hook(keep_small)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows, args.odd, args.odd_value, dtype)
