@@ -51,9 +51,11 @@ class StageState:
         """Whether the script has hooks on the optimizer of this worker's stage, but for which workers could move: they
         may belong to the parameters of this stage, and a worker that has moved makes the other one's optimizer anew.
         """
+        if not self._possible:
+            return False
         optimizer: Any = self._engine.optimizer
         hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
-        return self._possible and any(hook.__module__.partition(".")[0] != _OURS for hook in hooks)
+        return any(hook.__module__.partition(".")[0] != _OURS for hook in hooks)
 
     def terms(self) -> str:
         """What the optimizers of all stages must have in common."""
