@@ -5,7 +5,8 @@ peers, and the last one the labels, which *keep* them until the step is over. A 
 last forward, and no stage has its sum of gradients before all forwards are made: so once anything of a step is final,
 every worker of these stages has its data. Whoever computes for a lost worker has its data in the same way.
 
-Where one of those that draw can read other pipelines' data, too, it does so for a pipeline that has lost both ends.
+Where those that draw can read other pipelines' data, too, nobody keeps any, and one of them reads those of a pipeline
+that has lost both ends.
 """
 
 from __future__ import annotations
@@ -218,8 +219,12 @@ class Keeping:
             step.items[d, j] = item
 
     def _takers(self, plan: StepPlan, d: int, part: Part) -> list[Worker]:
-        """Who is to have a part, and has something left to do in the step."""
-        found = keepers(self._topology, plan.plan.lost, d, part.stage)
+        """Who is to have a part, and has something left to do in the step: all where they are kept, else who computes
+        with them.
+        """
+        hosts = {plan.plan.host(d, part.stage, j) for j in range(self._topology.micro_batches)}
+        peers = keepers(self._topology, plan.plan.lost, d, part.stage)
+        found = [peer for peer in peers if not self._readers or peer in hosts]
         own = Worker(d, part.stage)
         if any(move.target == own for move in self._places.moves):
             found.append(own)  # who computes there has drawn the data of another pipeline

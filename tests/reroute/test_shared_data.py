@@ -20,8 +20,8 @@ pytest.importorskip("deepspeed")
 WITHHELD = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}
 
 
-def kill(rank: int, step: int, nth: int = 1, point: str = "reroute.action") -> Fault:
-    return Fault(rank, step, point, "SIGKILL", nth=nth)
+def kill(rank: int, step: int, nth: int = 1, point: str = "reroute.action", after: int | None = None) -> Fault:
+    return Fault(rank, step, point, "SIGKILL", nth=nth, after=after)
 
 
 #: Arguments, number of workers, faults. Ranks 0 and 2 of four are a pipeline, of six ranks 0 and 3.
@@ -31,6 +31,7 @@ CASES: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
     "between_steps": ((), 4, [kill(1, 3, 1, "batch_top"), kill(3, 3, 1, "batch_top")]),
     "one_after_the_other": ((), 4, [kill(1, 2, 5), kill(3, 4, 3)]),
     "at_the_sum": ((), 4, [kill(0, 4, 1, "reroute.reduce"), kill(2, 4, 9)]),
+    "one_stage_is_ahead": ((), 4, [kill(2, 5), kill(0, 4, 1, "reroute.reduce", after=0)]),
     "who_reads_is_lost": ((), 6, [kill(0, 3, 2), kill(3, 3, 2), kill(1, 5, 3)]),
     "three_stages": (("--stages", "3"), 6, [kill(0, 3, 2), kill(4, 3, 3)]),
     "before_an_evaluation": (("--evaluate-after", "4"), 4, [kill(0, 3, 2), kill(2, 3, 2)]),
