@@ -96,7 +96,7 @@ TORN = {
 
 @pytest.mark.parametrize("name", most(TORN, *(TORN.keys() - {"after_a_bucket"})))
 def test_torn_survivors_go_on(name: str, jobs: Jobs) -> None:
-    result = run(jobs, TORN[name], "--one-optimizer", SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE="true")
+    result = run(jobs, TORN[name], "--one-optimizer", "--epochs", "5", SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE="true")
     check_exact(result, 3 - len(TORN[name]))
 
 

@@ -180,7 +180,7 @@ class Evaluating:
             channel.send_described(self._key(MessageKind.EVALUATION, stage + 1, d, j), outputs, behind)
 
     def _give(self, channel: MessageChannel, lost: Collection[Worker], d: int, part: Part) -> None:
-        having = self._held.get((d, part.kind), set())
+        having = {self._rank(self._me)} | self._held.get((d, part.kind), set())
         for rank in sorted({self._rank(taker) for taker in self._takers(lost, d, part)} - having):
             for j in range(self._count):
                 tensors = self._items[d, j][part.number]

@@ -13,8 +13,8 @@ from shared_core.testing import draws, soak
 
 def test_a_run_is_a_function_of_its_seed_and_number() -> None:
     models = tuple(draws.PIPELINES)
-    plans = [draws.plan(3, number, models, 4, None, KINDS) for number in range(200)]
-    assert plans == [draws.plan(3, number, models, 4, None, KINDS) for number in range(200)]
+    plans = [draws.plan(3, number, models, 4, None, KINDS) for number in range(500)]
+    assert plans == [draws.plan(3, number, models, 4, None, KINDS) for number in range(500)]
     assert {plan.strikes for plan in plans} == {1, 2, 3}
     faults = [fault for plan in plans for fault in plan.faults]
     assert {fault.rank for fault in faults} == set(range(6)) and {fault.kind for fault in faults} == set(KINDS)

@@ -104,7 +104,7 @@ def main() -> None:
     optimizers = [kind(model.net.parameters(), lr=1e-2), torch.optim.SGD([model.uses], lr=1.0)]
     if args.one_optimizer:
         both = [{"params": list(model.net.parameters()), "momentum": 0.9}, {"params": [model.uses], "lr": 1.0}]
-        optimizers = [torch.optim.SGD(both, lr=0.05)]
+        optimizers = [torch.optim.SGD(both, lr=0.01)]
     data = Numbered()
     sampler: DistributedSampler[object] = DistributedSampler(data, shuffle=True)
     if args.stream:
