@@ -19,7 +19,7 @@ help:
 	@echo "make nightly longer tests, which make test leaves out, PARALLEL=$(PARALLEL) at once"
 	@echo "make lint    linters and type checker only"
 	@echo "make docs    the documentation as a site, in runs/site; a broken link is an error"
-	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), and as many in pipelines"
+	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), as many in pipelines, FSDP2 and HSDP"
 	@echo "make bench   all benchmarks; results in runs/bench/"
 	@echo "make clean   remove what was built, keep the sources"
 
@@ -76,6 +76,8 @@ docs: $(STAMP)
 soak: $(STAMP)
 	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED)
 	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model pipelines
+	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model fsdp2
+	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model hsdp
 
 # A missed target does not keep the others from being measured.
 .IGNORE: bench

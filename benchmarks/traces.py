@@ -69,8 +69,8 @@ EXPLAINED = (
     "ReCycle's ideal has no communication, uneven stages or slow workers: with 20 to 23 workers it loses nothing, "
     "where 0.4 to 7.7 % were measured.",
     "This system: its overhead is of CPU workers that share cores; stalls of re-routing are the design's target. It "
-    "waits when a pipeline has lost both ends, until one of them is back. Rows that say 'not built' do not wait. A "
-    "rack of 8 is a whole pipeline.",
+    "waits when a pipeline has lost both ends, until one of them is back, except in rows with SharedData: data that "
+    "any worker can read. A rack of 8 is a whole pipeline.",
     "ReCycle's tables by frequency of failures (3.35B) and of 18.4B to 145.6B: the published numbers are not at hand, "
     "nor the layout, micro-batches, steps and returns behind them; the rows are of assumed ones (see the source), and "
     "nothing is compared.",

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from harness import SCRIPTS, Jobs
-from machines import Cluster
 
 from shared_core.config import SwiftConfig
 from shared_core.faults import Fault
 from shared_core.launcher.console import Story
+from shared_core.testing.cluster import Cluster
 from shared_core.testing.namespaces import machines, unavailable
 from shared_core.testing.runner import JobResult
 

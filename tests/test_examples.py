@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 from harness import Jobs, few
-from machines import Cluster
 
 from shared_core.faults import Fault
 from shared_core.system.secret import VARIABLE
+from shared_core.testing.cluster import Cluster
 from shared_core.testing.namespaces import machines, unavailable
 from shared_core.testing.runner import ROOT, JobResult, unconfirmed
 

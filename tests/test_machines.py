@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from etcd_server import Etcd, needs_etcd
 from harness import SCRIPTS, Jobs
-from machines import Cluster, alive
 
 from shared_core.checkpoint.spool import FOLDER, Spool
 from shared_core.faults import Fault
+from shared_core.testing.cluster import Cluster, alive
 from shared_core.testing.namespaces import Machine, machines, unavailable
 from shared_core.testing.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from harness import Jobs, armed, most
-from machines import Cluster
 
 from shared_core.faults import Fault
 from shared_core.faults.spec import dumps
+from shared_core.testing.cluster import Cluster
 from shared_core.testing.namespaces import machines, unavailable
 
 ROOT = Path(__file__).parents[1]

@@ -85,6 +85,21 @@ def test_the_others_go_on(name: str, jobs: Jobs) -> None:
     assert result.kinds("resize")[-1].fields["workers"] == 3 - len(faults)
 
 
+#: With updates overlapped with communication: survivors have updated a part of the parameters.
+TORN = {
+    "after_a_bucket": [Fault(1, 5, "bucket", "SIGKILL", nth=2)],
+    "amid_the_update": [Fault(2, 6, "update.during", "SIGKILL", nth=4)],
+    "after_the_update": [Fault(1, 5, "update.after", "SIGKILL")],
+    "another_meanwhile": [Fault(1, 5, "bucket", "SIGKILL", nth=2), Fault(2, ANY_STEP, "resize.cut", "SIGKILL")],
+}
+
+
+@pytest.mark.parametrize("name", most(TORN, *(TORN.keys() - {"after_a_bucket"})))
+def test_torn_survivors_go_on(name: str, jobs: Jobs) -> None:
+    result = run(jobs, TORN[name], "--one-optimizer", "--epochs", "5", SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE="true")
+    check_exact(result, 3 - len(TORN[name]))
+
+
 def test_four_three_two_four(jobs: Jobs) -> None:
     faults = [Fault(2, 5, "bucket", "SIGKILL"), Fault(1, 12, "update.during", "SIGKILL", nth=3)]
     result = run(jobs, faults, "--until", "4", nproc=4, SWIFT_RECOVERY_RESIZE_GROW_AFTER_S="4")

@@ -14,14 +14,25 @@ from shared_core.pipeline.compat import engines, import_deepspeed
 if TYPE_CHECKING:
     from shared_core.pipeline.engine import SwiftPipelineEngine, initialize, install
     from shared_core.pipeline.sharded import Shard, is_sharded
+    from shared_core.pipeline.shared_data import SharedData
 
-__all__ = ["Shard", "SwiftPipelineEngine", "engines", "import_deepspeed", "initialize", "install", "is_sharded"]
+__all__ = [
+    "Shard",
+    "SharedData",
+    "SwiftPipelineEngine",
+    "engines",
+    "import_deepspeed",
+    "initialize",
+    "install",
+    "is_sharded",
+]
 
 _find = lazily(
     __name__,
     {
         "shared_core.pipeline.engine": ("SwiftPipelineEngine", "initialize", "install"),
         "shared_core.pipeline.sharded": ("Shard", "is_sharded"),
+        "shared_core.pipeline.shared_data": ("SharedData",),
     },
 )
 

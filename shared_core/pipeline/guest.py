@@ -27,6 +27,7 @@ from shared_core.worker.state.undo import Undo
 from shared_core.worker.state.undo.undo import is_of_torch
 
 _PARAMS = ("params", "param_names")
+_OURS = __name__.partition(".")[0]
 
 
 class StageState:
@@ -38,8 +39,19 @@ class StageState:
 
     @property
     def nbytes(self) -> int | None:
-        """Bytes; None where workers cannot build each other's stages."""
-        return sum(t.nbytes for t in self._tensors()[1]) if self._possible else None
+        """Bytes; None where workers cannot build each other's stages, or hooks would be missed there."""
+        return sum(t.nbytes for t in self._tensors()[1]) if self._possible and not self.hooked else None
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the script has hooks on the optimizer of this worker's stage, but for which workers could move: they
+        may belong to the parameters of this stage, and a worker that has moved makes the other one's optimizer anew.
+        """
+        if not self._possible:
+            return False
+        optimizer: Any = self._engine.optimizer
+        hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
+        return any(hook.__module__.partition(".")[0] != _OURS for hook in hooks)
 
     def terms(self) -> str:
         """What the optimizers of all stages must have in common."""
@@ -210,8 +222,19 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _layers(module: nn.Module) -> list[str]:
-    """What layers say of themselves, which are named by their place."""
-    return [repr(layer) for name, layer in module.named_children() if name.isdigit()]
+    """What layers say of themselves, which are named by their place, and how many hooks they have."""
+    return [f"{layer!r}, {_hooks_of(layer)} hooks" for name, layer in module.named_children() if name.isdigit()]
+
+
+def _hooks_of(layer: nn.Module) -> int:
+    """Hooks of a layer's parts and parameters: those of its constructor, and what the script has registered since."""
+    count = 0
+    for part in layer.modules():
+        count += len(part._forward_hooks) + len(part._forward_pre_hooks)
+        count += len(part._backward_hooks) + len(part._backward_pre_hooks)
+    for parameter in layer.parameters():
+        count += len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+    return count
 
 
 def _buffers(module: nn.Module) -> list[Tensor]:

@@ -16,13 +16,14 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
 from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
-from shared_core.events import console
+from shared_core.events import console, console_once
 from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
 from shared_core.pipeline.guest import GuestLayers, StageState, set_gradients, square_sum
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.pipeline.sharded import is_sharded
+from shared_core.pipeline.shared_data import SharedData
 from shared_core.pipeline.stage import as_tuple, has_running_statistics
 from shared_core.pipeline.whole_optimizer import WholeOptimizer
 from shared_core.reroute.executor import Executor
@@ -31,7 +32,7 @@ from shared_core.reroute.keeping import DataAway
 from shared_core.reroute.messages import Tensors
 from shared_core.reroute.places import Places
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.step import Options, StageModel, StepResult, Tied
+from shared_core.reroute.step import Options, Reader, StageModel, StepResult, Tied
 from shared_core.reroute.summing import GROUPS, SumRule
 from shared_core.reroute.times import drift_line
 from shared_core.schedule.problem import Variant
@@ -43,6 +44,10 @@ from shared_core.worker.state.undo import Undo
 _RESULT = "pipeline step"
 #: The same of the evaluations since the batch top.
 _EVALUATIONS = "pipeline evaluations"
+_HOOKED = (
+    "the script has hooks on its optimizer, which would not run at a worker that computes in another stage: so after "
+    "losses no worker will move to one. This line stays away with reroute.normalise=false"
+)
 
 
 class Rerouting:
@@ -172,6 +177,8 @@ class Rerouting:
 
     def run(self) -> None:
         """Train on the next global batch."""
+        if self._stepped_at < 0 and self._job.config.reroute.normalise and self._layers.hooked:
+            console_once("hooks", _HOOKED)
         self._stepped_at = self._job.position.tops
         updates = self._job.updates
         if updates.state_version > updates.version:  # this one does nothing: the state contains it already
@@ -263,6 +270,7 @@ class _Layers:
         self._tied = _tied(engine, self._parameters)
         self._buffers = dict(engine.module.named_buffers())
         self._state = StageState(engine)
+        self.reader: Reader | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -292,8 +300,11 @@ class _Layers:
 
     def draw(self, micro_batches: int) -> list[tuple[Tensors, Tensors]]:
         """Inputs and labels of the next micro-batches of this pipeline."""
-        drawn = [compat.next_batch(self._engine) for _ in range(micro_batches)]
-        return [(as_tuple(batch[0]), as_tuple(batch[1])) for batch in drawn]
+        data, self.reader = self._engine.data_iterator, None
+        if isinstance(data, SharedData):
+            numbers, finish = range(data.drawn, data.drawn + micro_batches), self._engine.batch_fn or (lambda one: one)
+            self.reader = lambda pipeline: [_item(finish(data.read(pipeline, number))) for number in numbers]
+        return [_item(compat.next_batch(self._engine)) for _ in range(micro_batches)]
 
     def items(self) -> list[tuple[Tensors, Tensors]]:
         items = self.draw(int(self._engine.micro_batches))
@@ -405,6 +416,11 @@ class _Layers:
     def state_bytes(self) -> int | None:
         return self._state.nbytes
 
+    @property
+    def hooked(self) -> bool:
+        """See :class:`StageState`."""
+        return self._state.hooked
+
     def terms(self) -> str:
         return self._state.terms()
 
@@ -420,6 +436,10 @@ class _Layers:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad * factor  # not in place: a peer may still ask for the sum
+
+
+def _item(batch: Any) -> tuple[Tensors, Tensors]:
+    return as_tuple(batch[0]), as_tuple(batch[1])
 
 
 def trained(engine: InstrumentedEngine) -> list[nn.Parameter]:

@@ -17,7 +17,7 @@ from shared_core.faults import inject
 from shared_core.reroute.keeping import NOTHING, DataAway, Part, keepers, parts_of
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.places import WorkerPlace
-from shared_core.reroute.step import Item, StageModel
+from shared_core.reroute.step import Item, Reader, StageModel
 from shared_core.schedule.schedule import Topology, Worker
 
 #: Losses of each pipeline's micro-batches.
@@ -62,15 +62,18 @@ class Evaluating:
         self._now, self._count = When(-1, 0), 0
         self._items: dict[tuple[int, int], Item] = {}
         self._held: dict[tuple[int, int], set[int]] = {}
+        self._reader: Reader | None = None
 
-    def begin(self, top: int, micro_batches: int, items: Sequence[Item]) -> None:
+    def begin(self, top: int, micro_batches: int, items: Sequence[Item], reader: Reader | None) -> None:
         """The next evaluation.
 
         Args:
             top: number of the last batch top.
             micro_batches: of each pipeline.
             items: of this worker's pipeline, at its ends.
+            reader: of those of other pipelines, if this worker can read them.
         """
+        self._reader = reader
         self._now = When(top, self._now.number + 1 if self._now.top == top else 0)
         self._results = {when: losses for when, losses in self._results.items() if when.top >= top}
         self._count, self._held = micro_batches, {}
@@ -122,8 +125,14 @@ class Evaluating:
         topology, stage = self._topology, self._me.stage
         pipelines = range(topology.pipelines)
         sources = {(d, part): self._source(lost, d, part) for d in pipelines for part in self._parts}
-        if None in sources.values():
-            raise DataAway
+        if dark := {d for (d, _), source in sources.items() if source is None}:
+            reads = channel.lane.exchange(self._reader is not None)
+            reader = min((rank for rank, can in reads.items() if can), default=None)
+            if reader is None:
+                raise DataAway
+            sources = {place: reader if place[0] in dark else source for place, source in sources.items()}
+            if self._reader is not None and reader == self._rank(self._me):
+                self._items.update({(d, j): item for d in dark for j, item in enumerate(self._reader(d))})
         for (d, part), source in sources.items():
             if source == self._rank(self._me) and self._has_all(d, part):
                 self._give(channel, lost, d, part)
@@ -171,7 +180,7 @@ class Evaluating:
             channel.send_described(self._key(MessageKind.EVALUATION, stage + 1, d, j), outputs, behind)
 
     def _give(self, channel: MessageChannel, lost: Collection[Worker], d: int, part: Part) -> None:
-        having = self._held.get((d, part.kind), set())
+        having = {self._rank(self._me)} | self._held.get((d, part.kind), set())
         for rank in sorted({self._rank(taker) for taker in self._takers(lost, d, part)} - having):
             for j in range(self._count):
                 tensors = self._items[d, j][part.number]
@@ -187,8 +196,7 @@ class Evaluating:
         return known
 
     def _takers(self, lost: Collection[Worker], d: int, part: Part) -> list[Worker]:
-        host = host_of(self._topology, lost, d, part.stage)
-        return keepers(self._topology, lost, d, part.stage, {host} - {Worker(d, part.stage)})
+        return keepers(self._topology, lost, d, part.stage)
 
     def _source(self, lost: Collection[Worker], d: int, part: Part) -> int | None:
         for end in (part.stage, self._topology.stages - 1 - part.stage):

@@ -119,9 +119,11 @@ class Executor:
         self._roles.now.finishing.forget_before(self.step - 1)
         if begun is not None:  # it is begun again: its data are drawn
             mine.items.update({place: item for place, item in begun.items.items() if place[0] == self._me.pipeline})
+            mine.reader = begun.reader
         elif self._me.stage in (0, self._topology.stages - 1):
             for index, item in enumerate(self._model.items()):
                 mine.items[self._me.pipeline, index] = item
+            mine.reader = self._model.reader
         through_losses(lambda: self._go_on(mine), self.leave)
         self.step += 1
         assert mine.result is not None
@@ -150,7 +152,7 @@ class Executor:
 
     def begin_evaluation(self, top: int, micro_batches: int, items: Sequence[Item]) -> None:
         """See :meth:`Evaluating.begin`."""
-        self._evaluating.begin(top, micro_batches, items)
+        self._evaluating.begin(top, micro_batches, items, self._model.reader if items else None)
 
     def evaluate(self) -> Losses:
         """Make the evaluation that was begun, through losses.
@@ -282,7 +284,8 @@ class Executor:
         wrong = self._roles.prepare(self._channel, self.step, moves, told)
         vacant = self._places.vacant_after(moves, lane.ranks)
         views = lane.exchange(
-            self._roles.shapes() | {"wrong": wrong, "ready": self._planner.lies_ready(vacant), "steps": {}}
+            self._roles.shapes()
+            | {"wrong": wrong, "ready": self._planner.lies_ready(vacant), "steps": {}, "reads": _reads(self._steps)}
         )
         # All that is needed is there: whoever is still in the exchange when somebody is lost learns of the moves later.
         self._due, found = None, [view["wrong"] for view in views.values() if view["wrong"]]
@@ -308,6 +311,7 @@ class Executor:
             "moves": as_plain(self._places.moves),
             "moving": tell(self._model, self._options.moves, self._sent_bytes),
             "evaluating": self._evaluating.view(),
+            "reads": _reads(self._steps),
             "steps": self._roles.now.facts(self._steps),
         }
         return self._roles.now.measuring.view() | self._roles.shapes() | mine
@@ -333,6 +337,11 @@ class Executor:
             ranks = having[number]
             waiting = {rank for rank, view in views.items() if rank not in ranks and view["at"][0] <= number}
             role.finishing.pass_on_sums(step, ranks, waiting)
+
+
+def _reads(steps: Mapping[int, Step]) -> bool:
+    """Whether a worker with these steps can read the data of any pipeline."""
+    return any(step.reader is not None for step in steps.values())
 
 
 def _bytes_in(told: Mapping[int, Any]) -> int:

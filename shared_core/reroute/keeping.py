@@ -1,9 +1,12 @@
 """The data of pipelines at more workers than draw them, so that a step outlives both ends of a pipeline.
 
-Only the first and the last stage of a pipeline draw its data. In each step the first stage sends the inputs to peers of
-its stage, and the last one the labels, which *keep* them until the step is over. A peer has all that it keeps before
-its last forward, and no stage has its sum of gradients before all forwards are made: so once anything of a step is
-final, its data are kept. Whoever computes for a lost worker has its data in the same way.
+Only the first and the last stage of a pipeline draw its data. In each step the first stage sends the inputs to its
+peers, and the last one the labels, which *keep* them until the step is over. A peer has all that it keeps before its
+last forward, and no stage has its sum of gradients before all forwards are made: so once anything of a step is final,
+every worker of these stages has its data. Whoever computes for a lost worker has its data in the same way.
+
+Where those that draw can read other pipelines' data, too, nobody keeps any, and one of them reads those of a pipeline
+that has lost both ends.
 """
 
 from __future__ import annotations
@@ -12,16 +15,12 @@ from collections.abc import Collection, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
-from shared_core.errors import RecoveryFailed
+from shared_core.errors import RecoveryFailed, Unsupported
 from shared_core.reroute.history import StepPlan
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.step import Item, Step
 from shared_core.schedule.schedule import Action, Kind, Topology, Worker
-
-#: Peers that keep the data of a pipeline, as long as there are so many.
-KEEPERS = 2
-
 
 #: What is known of a micro-batch before anything has come.
 NOTHING: Item = (None, None)
@@ -49,15 +48,14 @@ def parts_of(topology: Topology) -> tuple[Part, Part]:
     return Part(MessageKind.INPUTS, 0, 0), Part(MessageKind.LABELS, topology.stages - 1, 1)
 
 
-def keepers(
-    topology: Topology, lost: Collection[Worker], pipeline: int, stage: int, readers: Collection[Worker]
-) -> list[Worker]:
-    """Who gets the data of a pipeline for one of its ends besides the worker at that end: peers that keep them, the
-    next ones, and those that compute with them.
+def keepers(topology: Topology, lost: Collection[Worker], pipeline: int, stage: int) -> list[Worker]:
+    """Who gets the data of a pipeline for one of its ends besides the worker at that end: all peers that are there.
+
+    Fewer would do for one loss. But workers of a machine are lost together, and then nobody could make a step again of
+    which a stage has its sum.
     """
     peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(1, topology.pipelines)]
-    there = [peer for peer in peers if peer not in lost]
-    return [peer for number, peer in enumerate(there) if number < KEEPERS or peer in readers]
+    return [peer for peer in peers if peer not in lost]
 
 
 def first_without_data(
@@ -79,12 +77,19 @@ def first_without_data(
     return next(number for number in count(first) if not needed <= set(held.get(number, ())))
 
 
+def readers_of(views: Mapping[int, Any]) -> list[int]:
+    """Ranks that can read the data of any pipeline, from what all have told."""
+    return sorted(rank for rank, view in views.items() if view["reads"])
+
+
 def data_until(topology: Topology, gone: frozenset[Worker], views: Mapping[int, Any]) -> int | None:
     """The first step whose data went with both ends of a pipeline, from what all have told; None if there is none.
 
     Raises:
         RecoveryFailed: a worker has made a part of it that cannot be made again.
     """
+    if readers_of(views):
+        return None
     held: dict[int, set[tuple[int, int]]] = {}
     for view in views.values():
         for number, facts in view["steps"].items():
@@ -115,6 +120,7 @@ class Keeping:
         self._places = place.places
         self._parts = parts_of(place.topology)
         self._held: dict[tuple[int, int, int], set[int]] = {}
+        self._readers: list[int] = []
 
     def held(self, step: Step) -> list[list[int]]:
         """(pipeline, kind of message) of the data of a step that this worker has; plain data for the others."""
@@ -127,9 +133,10 @@ class Keeping:
         Args:
             channel: over the lane.
             steps: of this worker.
-            views: what all workers have told, by rank: for each step, as text, what :meth:`held` says as ``data``.
+            views: what all workers have told, by rank: for each step, as text, what :meth:`held` says as ``data``; and
+                whether they can read other pipelines' data, as ``reads``.
         """
-        self._channel, self._held = channel, {}
+        self._channel, self._held, self._readers = channel, {}, readers_of(views)
         for rank, view in views.items():
             for number, facts in view["steps"].items():
                 for d, kind in facts["data"]:
@@ -146,7 +153,9 @@ class Keeping:
         for d in range(self._topology.pipelines):
             for part in self._parts:
                 source, there = self._source(step, plan, d, part), self._takers(plan, d, part)
-                if source == me and self._has_all(step, d, part):
+                if source == me and not self._has_all(step, d, part):
+                    self._read(step, d)
+                if source == me:
                     # Who has moved may be one of the keepers of what it has drawn itself.
                     having = {me} | self._held.get((step.number, d, part.kind), set())
                     for rank in sorted({self._rank(taker) for taker in there} - having):
@@ -197,12 +206,25 @@ class Keeping:
         for end in (part.stage, last - part.stage):
             if Worker(d, end) not in gone:  # it has drawn them, wherever it computes
                 return self._places.home_rank(Worker(d, end))
-        return min(self._held.get((step.number, d, part.kind), ()), default=None)
+        return min(self._held.get((step.number, d, part.kind)) or self._readers, default=None)
+
+    def _read(self, step: Step, d: int) -> None:
+        """Nobody has drawn the data of a pipeline, and all count on this worker for them."""
+        if step.reader is None:
+            raise Unsupported(
+                f"pipeline {d} has lost its first and its last stage, and the data of step {step.number} are no "
+                "SharedData, as those of a step before were: give the engine SharedData in every step, or in none"
+            )
+        for j, item in enumerate(step.reader(d)):
+            step.items[d, j] = item
 
     def _takers(self, plan: StepPlan, d: int, part: Part) -> list[Worker]:
-        """Who is to have a part, and has something left to do in the step."""
-        readers = {plan.plan.host(d, part.stage, j) for j in range(self._topology.micro_batches)}
-        found = keepers(self._topology, plan.plan.lost, d, part.stage, readers)
+        """Who is to have a part, and has something left to do in the step: all where they are kept, else who computes
+        with them.
+        """
+        hosts = {plan.plan.host(d, part.stage, j) for j in range(self._topology.micro_batches)}
+        peers = keepers(self._topology, plan.plan.lost, d, part.stage)
+        found = [peer for peer in peers if not self._readers or peer in hosts]
         own = Worker(d, part.stage)
         if any(move.target == own for move in self._places.moves):
             found.append(own)  # who computes there has drawn the data of another pipeline

@@ -17,12 +17,17 @@ from shared_core.errors import ConfigError, CorruptFile, SwiftError, WaitTimeout
 from shared_core.events import console
 from shared_core.schedule.check import Memory
 from shared_core.schedule.greedy import EFFORT
+from shared_core.schedule.optimal import has_solver
 from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times
 from shared_core.system.process import PACKAGE_ROOT, die_with_parent, run_module
+
+#: What the exact solver is given for one plan, in its own seconds, and actions of an iteration beyond which it is left
+#: out.
+EXACT_S, MOST_ACTIONS = 2.0, 1_500
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,11 @@ class Settings:
         """Plan for some losses; raises what ``planner.plan`` does."""
         return self.plan_within(lost, EFFORT)
 
-    def plan_within(self, lost: Collection[Worker], effort: int) -> IterationPlan:
+    def plan_exactly(self, lost: Collection[Worker]) -> IterationPlan:
+        """The same by the exact solver, as far as it gets; without OR-tools it raises MissingExtra."""
+        return self.plan_within(lost, EFFORT, EXACT_S)
+
+    def plan_within(self, lost: Collection[Worker], effort: int, time_limit: float = 0.0) -> IterationPlan:
         """The same with another effort."""
         return plan(
             self.topology,
@@ -55,6 +64,8 @@ class Settings:
             variant=self.variant,
             memory=self.memory,
             ordered=self.ordered,
+            time_limit=time_limit,
+            threads=1,
             effort=effort,
         )
 
@@ -103,25 +114,27 @@ class PlanStore:
         self.settings = settings
         self.folder = folder / settings.key
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._read: dict[tuple[Worker, ...], IterationPlan] = {}
+        self._read: dict[Path, IterationPlan] = {}
 
-    def look_up(self, lost: Collection[Worker]) -> IterationPlan | None:
-        """The plan for these losses, None if it has not been made yet. Reads one file, the first time."""
+    def look_up(self, lost: Collection[Worker], *, exact: bool = False) -> IterationPlan | None:
+        """The plan for these losses, None if it has not been made yet. Reads one file, the first time.
+
+        Args:
+            lost: places without a worker.
+            exact: the plan of the exact solver; None also where that has found no better one.
+        """
         pattern, names = canonical(self.settings.topology, lost, self.settings.times)
-        found = self._load(pattern)
+        found = self._load(pattern, self._path(pattern, exact))
         return None if found is None else rename(found, {new: old for old, new in names.items()})
 
     def make(self, lost: Collection[Worker]) -> IterationPlan:
         """The plan for these losses, made and stored if it is not there; raises what ``planner.plan`` does."""
         pattern, names = canonical(self.settings.topology, lost, self.settings.times)
-        found = self._load(pattern)
+        path = self._path(pattern)
+        found = self._load(pattern, path)
         if found is None:
             found = self.settings.plan(pattern)
-            path = self._path(pattern)
-            partial = path.with_suffix(f".{os.getpid()}.part")
-            partial.write_text(_sealed(found.to_json()), encoding="utf-8")
-            partial.replace(path)
-            self._read[pattern] = found
+            self._write(path, found)
         return rename(found, {new: old for old, new in names.items()})
 
     def fill(self, losses: int, wanted: Callable[[], bool] = lambda: True) -> int:
@@ -135,21 +148,45 @@ class PlanStore:
                 count += 1
         return count
 
+    def improve(self, losses: int, wanted: Callable[[], bool] = lambda: True) -> int:
+        """Give the exact solver each plan for 1 to so many losses that may not be the best, fewest first, while
+        ``wanted``; returns how many it has improved. Nothing is done without OR-tools, nor for large pipelines.
+        """
+        topology, count = self.settings.topology, 0
+        if 3 * topology.pipelines * topology.stages * topology.micro_batches > MOST_ACTIONS or not has_solver():
+            return 0
+        for pattern in (
+            one for number in range(1, losses + 1) for one in patterns(topology, number, self.settings.times)
+        ):
+            if not wanted():
+                break
+            if not self.make(pattern).optimal and self._load(pattern, self._path(pattern, True)) is None:
+                better = self.settings.plan_exactly(pattern)
+                if better.solver == "cp-sat":
+                    self._write(self._path(pattern, True), better)
+                    count += 1
+        return count
+
     def fill_in_background(self, losses: int) -> Filling:
-        """The same in a process of its own, of the lowest priority, which ends with this one."""
+        """Make and improve them in a process of its own, of the lowest priority, which ends with this one."""
         path = self.folder / "settings.json"
         path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
         command = run_module("shared_core.reroute.plan_cache", str(path), str(losses), str(os.getpid()))
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}
         return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
 
-    def _path(self, pattern: tuple[Worker, ...]) -> Path:
-        return self.folder / f"lost-{'_'.join(f'{d}.{s}' for d, s in pattern)}.json"
+    def _path(self, pattern: tuple[Worker, ...], exact: bool = False) -> Path:
+        return self.folder / f"{'exact' if exact else 'lost'}-{'_'.join(f'{d}.{s}' for d, s in pattern)}.json"
 
-    def _load(self, pattern: tuple[Worker, ...]) -> IterationPlan | None:
-        found = self._read.get(pattern)
+    def _write(self, path: Path, made: IterationPlan) -> None:
+        partial = path.with_suffix(f".{os.getpid()}.part")
+        partial.write_text(_sealed(made.to_json()), encoding="utf-8")
+        partial.replace(path)
+        self._read[path] = made
+
+    def _load(self, pattern: tuple[Worker, ...], path: Path) -> IterationPlan | None:
+        found = self._read.get(path)
         if found is None:
-            path = self._path(pattern)
             try:
                 found = IterationPlan.from_json(_opened(path.read_text(encoding="utf-8")))
                 if found.lost != pattern or found.topology != self.settings.topology:
@@ -159,7 +196,7 @@ class PlanStore:
             except (SwiftError, UnicodeDecodeError, OSError) as error:
                 console(f"the plan {path} is damaged and will be made again: {error}")
                 return None
-            self._read[pattern] = found
+            self._read[path] = found
         return found
 
 
@@ -215,7 +252,9 @@ def main() -> None:
     os.nice(19)
     die_with_parent(parent)
     settings = Settings.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    PlanStore(path.parent.parent, settings).fill(losses, lambda: os.getppid() == parent)
+    store, wanted = PlanStore(path.parent.parent, settings), lambda: os.getppid() == parent
+    store.fill(losses, wanted)
+    store.improve(losses, wanted)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 All workers measure, tell each other what they found, and go by the same times from the same step on. Each can then make
 any plan by itself and comes to the same one. So plans need not be handed round, and it does not matter which worker of
 a machine has made those that lie ready: one process in the background, for all workers of the machine. At a loss the
-survivors agree on whether all of them have the plan; if not, each makes one with less effort.
+survivors agree on whether all of them have the plan; if not, each makes one with less effort. Plans of the exact solver
+count if all have the same one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,27 +171,32 @@ class Plans:
             self._stores[name] = PlanStore(self._folder, settings)
         return self._stores[name]
 
-    def _has(self, settings: Settings, lost: frozenset[Worker]) -> bool:
-        """Whether this worker has a plan; reads one file, the first time."""
+    def _look_up(self, settings: Settings, lost: frozenset[Worker], *, exact: bool = False) -> IterationPlan | None:
+        """A plan that this worker has; reads one file, the first time."""
         try:
-            return self._store(settings).look_up(lost) is not None
+            return self._store(settings).look_up(lost, exact=exact)
         except ConfigError:  # half a file, say, on a full disk
-            return False
+            return None
 
     def lies_ready(self, lost: frozenset[Worker]) -> list[str]:
-        """Names of the times, in use and proposed, for which this worker has the plan for these losses."""
+        """Names of the times, in use and proposed, for which this worker has the plan for these losses; and of plans
+        that the exact solver has improved.
+        """
         if not self._losses:
             return []
         proposed = [] if self.proposal is None else [self.proposal.times]
         newest = [] if self.times is None else [self.times]
-        found = [self._settings(times) for times in (*newest, *proposed)]
-        return [settings.key for settings in found if self._has(settings, lost)]
+        ready = []
+        for settings in map(self._settings, (*newest, *proposed)):
+            ready += [settings.key] if self._look_up(settings, lost) is not None else []
+            ready += _names(settings, self._look_up(settings, lost, exact=True))
+        return ready
 
     def ready_for(self, lost: frozenset[Worker]) -> int:
         """Number of the proposal, if this worker has the plan for these losses that goes with it, else -1."""
         if self.proposal is None:
             return -1
-        ready = not self._losses or self._has(self._settings(self.proposal.times), lost)
+        ready = not self._losses or self._look_up(self._settings(self.proposal.times), lost) is not None
         return self.proposal.number if ready else -1
 
     def choose(self, lost: frozenset[Worker], ready: Collection[str]) -> None:
@@ -198,14 +205,22 @@ class Plans:
 
         Args:
             lost: what to plan for.
-            ready: names of the times for which all workers have the plan.
+            ready: what :meth:`lies_ready` has told at all workers.
+
+        Raises:
+            ConfigError: all others go by a plan of the exact solver that this worker does not have.
         """
         settings = self._settings(self.times)
-        self._make(settings, lost, settings.key in ready)
+        exact = next((name for name in ready if name.startswith(f"{settings.key}:")), "")
+        self._make(settings, lost, settings.key in ready, exact)
 
-    def _make(self, settings: Settings, lost: frozenset[Worker], ready: bool) -> IterationPlan:
+    def _make(self, settings: Settings, lost: frozenset[Worker], ready: bool, exact: str = "") -> IterationPlan:
         began, found = time.perf_counter(), None
-        if ready:
+        if exact:
+            found = self._look_up(settings, lost, exact=True)
+            if exact not in _names(settings, found):
+                raise ConfigError(f"the others have an exact plan for the loss of {sorted(lost)} that is not here")
+        elif ready:
             found = self._store(settings).look_up(lost) or settings.plan(lost)
         if found is None:
             found = settings.plan_within(lost, EFFORT)
@@ -242,8 +257,9 @@ class Plans:
 
         Returns:
             Plain data: the ``times``, the ``room``, the ``period_s`` that is expected, whether the plan was ``ready``,
-            and after how many seconds it was there (``planned_s``). After new times also what ``drifted``: pipeline,
-            stage, kind, seconds before and now; and the period with the plan until then (``period_before_s``).
+            its ``solver``, and after how many seconds it was there (``planned_s``). After new times also what
+            ``drifted``: pipeline, stage, kind, seconds before and now; and the period with the plan until then
+            (``period_before_s``).
         """
         now, staggered = self.plan(lost, self.since), self.variant is Variant.STAGGERED
         ready, seconds = self._looked_up
@@ -253,6 +269,7 @@ class Plans:
             "times": to_dict(self.times) if self.times is not None else None,
             "room": list(self.room),
             "ready": ready,
+            "solver": now.solver,
             "planned_s": seconds,
         }
         if switched and len(self._in_use) == _KEPT:
@@ -286,3 +303,9 @@ class Plans:
         if self._filling is not None:
             self._filling.stop()
             self._filling = None
+
+
+def _names(settings: Settings, exact: IterationPlan | None) -> list[str]:
+    """Of a plan of the exact solver, if there is one: by what is in it, as solvers of two machines may find two."""
+    digests = [hashlib.sha256(plan.to_json().encode()).hexdigest()[:16] for plan in (exact,) if plan is not None]
+    return [f"{settings.key}:{digest}" for digest in digests]

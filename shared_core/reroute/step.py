@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ from shared_core.schedule.schedule import Topology
 
 #: Inputs and labels of a micro-batch.
 Item = tuple[Tensors | None, Tensors | None]
+#: Reads what another pipeline gets of what a worker has drawn for its own.
+Reader = Callable[[int], Sequence[tuple[Tensors, Tensors]]]
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class HomeModel(StageModel, Protocol):
     def state_bytes(self) -> int | None:
         """Bytes of parameters and optimizer state; None where workers cannot build each other's stages."""
 
+    @property
+    def reader(self) -> Reader | None:
+        """Of what was drawn last; None where only the pipeline's own ends can draw."""
+
     def terms(self) -> str:
         """What workers of all stages must have in common before one of them moves: hyper-parameters."""
 
@@ -121,6 +127,7 @@ class Step:
         number: of the step.
         at: place in the row of the plan.
         items: inputs and labels of micro-batches, by (pipeline, micro-batch); None for what this worker does not have.
+        reader: of the items of other pipelines, where this worker can read them.
         made: messages that this worker has computed, for readers that need them again.
         records: forwards whose backward is still to be done.
         losses: of the micro-batches that this worker has computed at the last stage.
@@ -141,6 +148,7 @@ class Step:
     number: int
     at: int = 0
     items: dict[tuple[int, int], Item] = field(default_factory=dict)
+    reader: Reader | None = None
     made: dict[MessageKey, Tensors] = field(default_factory=dict)
     records: dict[tuple[int, int], tuple[StageBackward, Tensors]] = field(default_factory=dict)
     losses: dict[tuple[int, int], float] = field(default_factory=dict)

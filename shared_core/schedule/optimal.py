@@ -49,7 +49,7 @@ def improve(found: FoundSchedule, time_limit: float, workers: int = 2) -> FoundS
 
     Args:
         found: the greedy's plan of a whole iteration.
-        time_limit: seconds.
+        time_limit: seconds; of one thread, those of the solver's own count, so that the same input gives the same plan.
         workers: threads.
 
     Returns:
@@ -64,8 +64,11 @@ def improve(found: FoundSchedule, time_limit: float, workers: int = 2) -> FoundS
         problem = replace(problem, split_last=problem.topology.micro_batches)
     model = _Model(cp_model, problem, found)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = time_limit
     solver.parameters.num_workers = workers
+    if workers == 1:
+        solver.parameters.max_deterministic_time = time_limit
+    else:
+        solver.parameters.max_time_in_seconds = time_limit
     status = solver.solve(model.model)
     if model.exact and status in (cp_model.OPTIMAL, cp_model.FEASIBLE, cp_model.UNKNOWN):
         proven = model.tick * math.ceil(solver.best_objective_bound - 1e-6)

@@ -166,6 +166,7 @@ def plan(
     memory: Memory = NO_LIMIT,
     ordered: bool = False,
     time_limit: float = 0.0,
+    threads: int = 2,
     effort: int = EFFORT,
 ) -> IterationPlan:
     """Plan an iteration without the lost workers. Without a loss it is plain 1F1B.
@@ -178,6 +179,7 @@ def plan(
         memory: limits of the workers.
         ordered: all micro-batches of a lost worker go to one peer, W in ascending order.
         time_limit: seconds for the exact solver, which starts from the greedy's plan; 0 leaves it out.
+        threads: of that solver; see ``improve``.
         effort: actions that the greedy may place; see ``greedy``.
 
     Raises:
@@ -193,7 +195,7 @@ def plan(
         return healthy
     found, solver = greedy(problem, effort), "greedy"
     if time_limit > 0 and not found.optimal:
-        better = improve(found, time_limit)
+        better = improve(found, time_limit, threads)
         solver = "greedy" if better.schedule is found.schedule else "cp-sat"
         found = better
     found = fuse(found)

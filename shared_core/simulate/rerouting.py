@@ -20,8 +20,8 @@ from shared_core.simulate.layout import (
 )
 from shared_core.simulate.trace import TraceEvent
 
-#: What follows the name of a system that is credited with what is not built.
-ENDS = ", were lost ends not waited for (not built)"
+#: What follows the name of a job whose data any worker can read: it does not wait for lost ends of a pipeline.
+ENDS = ", SharedData"
 #: Moves that make a step shorter by less are not made; as in the planner, see ``schedule/normalise.py``.
 LEAST_GAIN = 0.02
 
@@ -129,8 +129,7 @@ class ThisSystem:
         on_failure: what is done.
         measured: times.
         checkpoints: where it starts again when state or data are gone.
-        ends: nobody waits for a pipeline that has lost both ends, because others can draw its data. No job does it yet:
-            it shows what building that is worth.
+        ends: nobody waits for a pipeline that has lost both ends, because others can read its data (``SharedData``).
     """
 
     layout: Layout

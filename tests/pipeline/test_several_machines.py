@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from harness import SCRIPTS, Jobs
-from machines import Cluster
 from pipelines import SCRIPT, starts
 
 from shared_core.faults import Fault
+from shared_core.testing.cluster import Cluster
 from shared_core.testing.namespaces import machines, unavailable
 from shared_core.testing.runner import JobResult, check_clean, compare, unconfirmed
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from shared_core.errors import ConfigError
 from shared_core.reroute.planning import Plans, Proposal, TimesInUse
 from shared_core.reroute.times import agree, from_dict, rounded, to_dict
 from shared_core.schedule.problem import Variant
@@ -53,7 +54,7 @@ def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path
         first._filling.wait(60)
     finally:
         first.stop()
-    assert len(first.lies_ready(LOST)) == 1 and first.lies_ready(LOST) == second.lies_ready(LOST)
+    assert first.lies_ready(LOST) and first.lies_ready(LOST) == second.lies_ready(LOST)
     for each in (first, second):
         each.choose(LOST, each.lies_ready(LOST))
     assert first.plan(LOST, 3) == second.plan(LOST, 3)
@@ -68,6 +69,28 @@ def test_a_plan_that_is_not_there_everywhere_is_made_by_each(tmp_path: Path) -> 
         each.adopt(TimesInUse(3, MEASURED), ROOM)
         each.choose(LOST, [])
     assert first.plan(LOST, 5) == second.plan(LOST, 5)
+
+
+def test_a_plan_that_misses_the_bound_is_improved(tmp_path: Path) -> None:
+    """And used by all that have the same one."""
+    pytest.importorskip("ortools.sat.python.cp_model")
+    shape, lost = Topology(3, 4, 6), frozenset({Worker(1, 1)})
+    first, second, elsewhere = (Plans(shape, Variant.COUPLED, False, tmp_path / name, 1) for name in "aab")
+    for each in (first, second, elsewhere):
+        each.adopt(TimesInUse(3, Times()), (4, 6, 6, 6))
+    store = first._store(first._settings(first.times))
+    greedy = store.make(lost)
+    assert not greedy.optimal and store.improve(1) >= 1
+    ready = first.lies_ready(lost)
+    assert len(ready) == 2 and second.lies_ready(lost) == ready and not elsewhere.lies_ready(lost)
+    for each in (first, second):
+        each.choose(lost, ready)
+        assert each.plan(lost, 3).solver == "cp-sat" and each.plan(lost, 3).slots < greedy.slots
+    assert first.plan(lost, 3) == second.plan(lost, 3) and first.facts(lost, switched=False)["solver"] == "cp-sat"
+    first.choose(lost, [])
+    assert first.plan(lost, 3).solver == "greedy"
+    with pytest.raises(ConfigError, match="the others have an exact plan"):
+        elsewhere.choose(lost, ready)
 
 
 def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path) -> None:
@@ -86,7 +109,7 @@ def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path)
         made._filling.wait(60)
     finally:
         made.stop()
-    assert made.ready_for(LOST) == 8 and made.plan(LOST, 9) is before and len(made.lies_ready(LOST)) == 1
+    assert made.ready_for(LOST) == 8 and made.plan(LOST, 9) is before and made.lies_ready(LOST)
     made.adopt(TimesInUse(13, slow, LOST), ROOM)
     assert made.proposal is None and made.plan(LOST, 12) is before
     assert Worker(0, 1) not in made.plan(LOST, 13).route.values()

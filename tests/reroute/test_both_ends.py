@@ -90,6 +90,8 @@ NEIGHBORS: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
     "before_the_end": (("--steps", "4"), 4, [kill(2, 4, 1, "update.after"), sums(0)]),
     "the_middle_stage_is_ahead": (("--stages", "3"), 6, [kill(2, 5, 1), sums(0), sums(4)]),
     "the_middle_stage_is_behind": (("--stages", "3"), 6, [kill(0, 5, 3), sums(2), kill(4, 5, 1, after=0)]),
+    # Of four pipelines: both ends of one, and all but one of those that have its inputs besides.
+    "one_peer_is_left": ((), 8, [kill(4, 5, 1), sums(0), sums(1), sums(2)]),
     # Rank 4 makes again what ranks 0 and 3 had passed to each other, until it is lost too.
     "who_makes_it_again_is_lost": ((), 6, [kill(3, 5, 1), sums(0), kill(4, 5, 3, "reroute.forward")]),
 }

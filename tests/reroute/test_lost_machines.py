@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from harness import SCRIPTS, Jobs, most
-from machines import Cluster
 from rerouted import ORDERED, SCRIPT
 
+from shared_core.testing.cluster import Cluster
 from shared_core.testing.namespaces import machines, unavailable
 from shared_core.testing.runner import JobResult, compare
 
@@ -53,6 +53,7 @@ LAYOUTS = {
     # A machine a pipeline: its data come with the machine that takes the place.
     "a_whole_pipeline": Layout(2, 2, (1,), 1, ("--in-a-row", "--steps", "14")),
     "a_whole_pipeline_of_three": Layout(3, 2, (2,), 1, ("--in-a-row", "--steps", "14")),
+    "a_whole_pipeline_that_others_read": Layout(2, 2, (1,), 0, ("--in-a-row", "--shared", "--steps", "14")),
     # A machine a stage: nobody has its parameters.
     "a_whole_stage": Layout(2, 2, (1,), 1, restarts=True),
 }

@@ -66,6 +66,19 @@ def test_nobody_moves_where_layers_are_tied(jobs: Jobs) -> None:
     assert not check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--tied", "two")).kinds("moved")
 
 
+def test_nobody_moves_where_hooks_would_be_missed(jobs: Jobs) -> None:
+    """The optimizer that a worker makes for another stage has none; all are told when the job begins."""
+    result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--hook", "optimizer"))
+    assert not result.kinds("moved") and len(result.told("the script has hooks on its optimizer")) == 1, result.tail()
+
+
+@pytest.mark.nightly
+def test_nobody_moves_where_layers_have_hooks_of_the_script(jobs: Jobs) -> None:
+    """Layers that are built anew have none; the event says so."""
+    result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--hook", "layers"))
+    assert not moves(result) and "was changed after it was built" in result.kinds("moved")[0].fields["why_not"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("args", [("--autocast",), ("--several", "--dropout", "0")], ids=("autocast", "several"))
 @pytest.mark.parametrize("plan", ["staggered", "decoupled", "coupled"])

@@ -15,6 +15,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shared_core.testing.copies import Copies, hold
 from shared_core.testing.digest import digest, training_digest
@@ -100,6 +101,31 @@ def micro_batches(
         yield x.to(dtype), y.to(dtype)
 
 
+class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Data by index, with noise that is drawn when an item is read.
+
+    Args:
+        number: how many.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._x = torch.randn(number, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._x[index] + 0.05 * torch.randn(WIDTH), self._x[index].sin()
+
+
+def keep_small(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Right after an update."""
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.clamp_(-0.1, 0.1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=6)
@@ -120,10 +146,12 @@ def main() -> None:
     parser.add_argument("--evaluate-after", type=int, default=0, help="steps; one evaluation")
     parser.add_argument("--evaluate-again", type=int, default=0, help="evaluations right after it, of other shapes")
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
+    parser.add_argument("--shared", action="store_true", help="data that any worker can read; 10 batches an epoch")
     parser.add_argument("--sum-evaluated", action="store_true", help="a sum over all workers after the evaluation")
     parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two losses and the copies")
     parser.add_argument("--hold", type=int, default=-1, help="a rank: its newcomers wait for another one to be let in")
     parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
+    parser.add_argument("--hook", choices=["optimizer", "layers"], help="it keeps parameters, or outputs, small")
     parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")
     parser.add_argument("--odd-value", type=float, default=0.0)
     parser.add_argument("--work-ms", type=float, default=0.0)
@@ -184,8 +212,20 @@ def main() -> None:
 
     more = {"lr_scheduler": decayed} if args.decay else {}
     engine, *_ = (deepspeed.initialize if baseline else initialize)(model=net, config=config, **more)
+    for block in net.modules() if args.hook == "layers" else ():
+        if isinstance(block, Block):
+            block.register_forward_hook(lambda _module, _inputs, outputs: outputs * 0.5)
+    if args.hook == "optimizer":
+        engine.optimizer.register_step_post_hook(keep_small)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     data = micro_batches(engine.grid.get_data_parallel_rank(), args.rows, args.odd, args.odd_value, dtype)
+    if args.shared:
+        from shared_core.pipeline import SharedData
+
+        pipelines = engine.grid.data_parallel_size
+        rows = Rows(10 * args.rows * pipelines)
+        sampler: DistributedSampler[object] = DistributedSampler(rows, pipelines, engine.grid.get_data_parallel_rank())
+        data = SharedData(DataLoader(rows, args.rows, sampler=sampler), engine)
     losses, copies = [], Copies(args.copies)
     hold(args.hold)
     for step in range(args.steps):

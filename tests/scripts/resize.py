@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--stream", action="store_true", help="an IterableDataset")
     parser.add_argument("--last", type=int, default=-1, help="a rank that is lost when all others have finished")
     parser.add_argument("--optimizer", default="AdamW")
+    parser.add_argument("--one-optimizer", action="store_true")
     parser.add_argument("--newcomers-hang", action="store_true", help="before the loop, for ever")
     args = parser.parse_args()
     if args.newcomers_hang and worker_env.env().incarnation:
@@ -101,6 +102,9 @@ def main() -> None:
     ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
     kind = getattr(torch.optim, args.optimizer)
     optimizers = [kind(model.net.parameters(), lr=1e-2), torch.optim.SGD([model.uses], lr=1.0)]
+    if args.one_optimizer:
+        both = [{"params": list(model.net.parameters()), "momentum": 0.9}, {"params": [model.uses], "lr": 1.0}]
+        optimizers = [torch.optim.SGD(both, lr=0.01)]
     data = Numbered()
     sampler: DistributedSampler[object] = DistributedSampler(data, shuffle=True)
     if args.stream:

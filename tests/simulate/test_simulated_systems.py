@@ -196,10 +196,10 @@ def test_cost_of_a_replacement_and_of_a_rerouted_loss() -> None:
     assert reroute.join(one, whole) == LossCost(0.4)
 
 
-def test_what_no_job_does_yet_is_counted_where_it_is_said_only() -> None:
+def test_lost_ends_are_waited_for_unless_others_can_read_the_data() -> None:
     """6 x 4: a pipeline without both ends has no data."""
     now, then = (ThisSystem(GCP, measured=MeasuredStalls(overhead=1.0), ends=ends) for ends in (False, True))
-    assert "not built" in then.name and "not built" not in now.name
+    assert "SharedData" in then.name and "SharedData" not in now.name
     ends = Pattern(GCP, frozenset({4, 7}))
     assert now.throughput(ends) == 0 and then.throughput(ends) == 1
     assert now.throughput(Pattern(GCP, frozenset({4, 11}))) == 1, "the ends of two pipelines"

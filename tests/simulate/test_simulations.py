@@ -37,7 +37,7 @@ def test_large_jobs() -> None:
 
 
 def test_racks_are_whole_pipelines() -> None:
-    """What is not built is most of the difference there, and has its own row."""
+    """Waits for lost ends are most of the difference there, and a job that has none its own row."""
     rows = {
         row.case.partition(": ")[2]: row.value or 0.0 for row in traces.scale_rows(10_000, 1) if "racks" in row.case
     }

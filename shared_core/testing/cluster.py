@@ -22,9 +22,8 @@ from shared_core.testing.namespaces import Machine, write_hosts
 from shared_core.testing.processes import MARK
 from shared_core.testing.report import OUT, start_time
 from shared_core.testing.runner import JobResult, collect
+from shared_core.testing.server import ROOT
 from shared_core.testing.warm import WarmLauncher
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def alive(one: dict[str, Any]) -> bool:

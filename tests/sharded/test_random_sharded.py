@@ -1,0 +1,44 @@
+"""Random faults in sharded models: a few in every run of the tests, many at night."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import few
+
+from shared_core.faults.spec import KINDS
+from shared_core.testing import draws, soak
+
+
+def test_a_run_is_a_function_of_its_seed_and_number() -> None:
+    models = tuple(draws.SHARDED)
+    plans = [draws.plan(3, number, models, 4, None, KINDS) for number in range(100)]
+    assert plans == [draws.plan(3, number, models, 4, None, KINDS) for number in range(100)]
+    assert {plan.model for plan in plans} == {"fsdp2", "hsdp"} and {len(plan.faults) for plan in plans} == {1, 2, 3}
+    faults = [fault for plan in plans for fault in plan.faults]
+    assert {fault.rank for fault in faults} == set(range(4)) and {fault.kind for fault in faults} == set(KINDS)
+    # In gathers, reductions and updates, both replicas of a shard in one run, and newcomers.
+    assert {"collective.before", "collective.after", "update.during", "join"} <= {fault.point for fault in faults}
+    assert any({0, 2} <= {f.rank for f in plan.faults} for plan in plans if plan.model == "hsdp")
+    assert any(fault.incarnation for fault in faults)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model", few(draws.SHARDED, "fsdp2"))
+def test_some_random_faults(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "soak.json"
+    status = soak.main(["--model", model, "--faults", "3", "--seed", "1", "--json", str(report)])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    summary = json.loads(report.read_text())
+    assert summary["struck"] >= 3 and not summary["failed"] and not summary["restarted"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", draws.SHARDED)
+def test_many_random_faults(model: str) -> None:
+    assert soak.main(["--model", model, "--faults", "60"]) == 0
