@@ -204,6 +204,8 @@ class _Watched(Accelerator):  # type: ignore[misc]
         job = self._swift_plugin.loop.job
         # As for evaluation: without DistributedDataParallel, which sums what each worker has computed itself.
         bare = evaluation_mode or (job is not None and job.reroutes)
+        if not bare:
+            self._swift_plugin.watch.refuse_wrapping(model)
         return self._swift_plugin.watch.note_model(super().prepare_model(model, device_placement, bare))
 
     def backward(self, loss: Any, **kwargs: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import model_has_dtensor
 from torch import nn
 from torch.optim import Optimizer
 
@@ -13,6 +15,9 @@ from shared_core import Job, SwiftConfig, TrainingLoop
 from shared_core.encoding import holds_weights
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
+
+#: How Accelerate leaves a sharded model as it is.
+_PREPARE = "prepare it with accelerator.prepare_model(model, evaluation_mode=True). See docs/accelerate.md"
 
 
 class Watch:
@@ -86,6 +91,13 @@ class Watch:
         if self.engine is not None:
             return
         models = self._models
+        asked = os.environ.get("ACCELERATE_USE_FSDP") == "true"  # by the script, or by accelerate launch
+        if asked and job.rank == 0 and not any(map(model_has_dtensor, models)):
+            console_once(
+                "fsdp_plugin",
+                "Accelerate shards on GPUs only: on a CPU it ignores fsdp_plugin, and uses DistributedDataParallel. "
+                "How to shard here: docs/accelerate.md",
+            )
         optimizers: list[Optimizer] = [each.optimizer for each in compat.optimizers_of(accelerator)]
         trained = [*models, *optimizers]
         if len(trained) != len(self._attached) or any(a is not b for a, b in zip(trained, self._attached, strict=True)):
@@ -96,8 +108,34 @@ class Watch:
 
     @property
     def training(self) -> bool:
-        """Whether the models are being trained rather than evaluated."""
+        """Whether the models are being trained rather than evaluated.
+
+        Raises:
+            Unsupported: if a sharded model is trained that was not prepared.
+        """
+        if not self._models and self._trains_shards():
+            raise Unsupported(
+                f"nobody can be replaced in the training of a sharded model that was not prepared: {_PREPARE}"
+            )
         return any(model.training for model in self._models)
+
+    def _trains_shards(self) -> bool:
+        from torch.distributed.tensor import DTensor
+
+        assert self._accelerator is not None
+        groups = [group for each in compat.optimizers_of(self._accelerator) for group in each.param_groups]
+        return any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+
+    def refuse_wrapping(self, model: nn.Module) -> None:
+        """Accelerate is about to put ``DistributedDataParallel`` around a model.
+
+        Raises:
+            Unsupported: for a sharded model.
+        """
+        if model_has_dtensor(model):
+            raise Unsupported(
+                f"on a CPU Accelerate puts DistributedDataParallel around a sharded model, too, unless you {_PREPARE}"
+            )
 
     def note_model(self, prepared: Any) -> Any:
         """Remember a model as it is after Accelerate has wrapped it; Accelerate itself keeps what it was before."""

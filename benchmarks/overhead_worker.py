@@ -35,16 +35,16 @@ def perceptron(layers: int, width: int, batch: int) -> tuple[nn.Module, Loss]:
     return net, loss
 
 
-def gpt2() -> tuple[nn.Module, Loss]:
-    """The demo's model on random bytes, in the demo's shape."""
+def gpt2(rows: int = 6, **shape: int) -> tuple[nn.Module, Loss]:
+    """The demo's model, in the demo's shape or another one, on ``rows`` windows of random bytes."""
     from examples.demo.model import CONTEXT, byte_gpt2
 
     def loss(model: nn.Module) -> torch.Tensor:
-        tokens = torch.randint(256, (6, CONTEXT))
+        tokens = torch.randint(256, (rows, CONTEXT))
         result: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
         return result
 
-    return byte_gpt2(), loss
+    return byte_gpt2(**shape), loss
 
 
 CASES: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {
@@ -53,7 +53,17 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {
     "1M": lambda: perceptron(4, 512, 32),
     "10M": lambda: perceptron(10, 1024, 32),
     "50M": lambda: perceptron(12, 2048, 32),
+    "fsdp2-10M": lambda: gpt2(rows=2, width=320, layers=8, heads=5),
+    "fsdp2-50M": lambda: gpt2(rows=2, width=640, layers=10, heads=10),
 }
+#: Cases in which ``fully_shard`` takes the place of DDP.
+SHARDED = ("fsdp2-10M", "fsdp2-50M")
+
+
+def imported(case: str) -> list[str]:
+    """Modules that a case needs besides this one's."""
+    sharded = ["benchmarks.fsdp2_side"] if case in SHARDED else []
+    return [*sharded, "examples.demo.model"] if sharded or case == "gpt2" else []
 
 
 class Trainer:
@@ -66,6 +76,10 @@ class Trainer:
         torch.manual_seed(1)
         net, self.loss = CASES[case]()
         self.parameters = sum(p.numel() for p in net.parameters())
+        if case in SHARDED:
+            from benchmarks import fsdp2_side
+
+            fsdp2_side.shard(net, net.get_submodule("transformer.h").children())
         torch.manual_seed(100 + int(os.environ["RANK"]))
         optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-4)
         if system == "torchft":
@@ -73,7 +87,7 @@ class Trainer:
 
             self.manager, self.model, self.optimizer = torchft_side.wrap(net, optimizer, case, min_replicas=4)
             return
-        self.model = nn.parallel.DistributedDataParallel(net)
+        self.model = net if case in SHARDED else nn.parallel.DistributedDataParallel(net)
         self.optimizer = optimizer
         if system.startswith("swift"):
             import shared_core
@@ -136,8 +150,8 @@ def main() -> None:
             if trainer is not None:
                 trainer.close()
             trainer = None
-            if message["build"] == "gpt2":
-                importlib.import_module("examples.demo.model")  # modules are not the model's memory
+            for name in imported(message["build"]):
+                importlib.import_module(name)  # modules are not the model's memory
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
             before = memory()

@@ -2,8 +2,8 @@
 
 Systems: this one with a standby, and without (``--standbys 0``); with fewer workers after a loss, and as many again
 later; on two machines (network namespaces), one of which is lost while a third waits; torchrun with a checkpoint every
-1, 5 and 20 steps; torchft where it is installed. The job is plain DDP on a 6-layer MLP of width 512 with four workers.
-For each kill:
+1, 5 and 20 steps; torchft where it is installed. The job is plain DDP on a 6-layer MLP of width 512 with four workers;
+in rows of FSDP2 it is a sharded MLP, and DDP of one that has as many parameters as a shard. For each kill:
 
 - stall: from the kill until ``optimizer.step`` has next returned on all ranks, and on the survivors alone (torchft's go
   on without the lost one, and its samples);
@@ -53,6 +53,7 @@ from benchmarks.recovery_traces import (
     step_time,
     user_time,
 )
+from benchmarks.recovery_worker import LAYERS, WIDTH
 from shared_core.events import read_events
 from shared_core.report import recoveries
 from shared_core.testing.namespaces import machines, unavailable
@@ -63,6 +64,8 @@ PATIENCE_S = 120.0
 STALL_TARGET_S = 0.6
 FACTOR_TARGET = 8.0
 READY_TARGET_MS = 60.0
+#: Stall of FSDP2 over that of DDP with a shard's parameters.
+SHARDED_TARGET = 2.0
 #: Seconds that a job goes on with fewer workers, starting them included, until it grows again.
 GROW_AFTER_S = 4.0
 #: Seconds that a spare machine waits before the next is lost, so that its standby has imported what it needs.
@@ -84,6 +87,9 @@ class System:
         timeout_s: torchft's other time-outs.
         resizes: the others go on without the lost worker, and the job grows again later.
         machines: whole machines are killed, and one more waits.
+        model: its layers and their width.
+        sharded: FSDP2 in the place of DDP; checkpoints are those of ``torch.distributed.checkpoint``.
+        pace: most steps before a kill.
     """
 
     name: str
@@ -96,6 +102,9 @@ class System:
     timeout_s: int = 60
     resizes: bool = False
     machines: int = 1
+    model: tuple[int, int] = (LAYERS, WIDTH)
+    sharded: bool = False
+    pace: int = 25
 
     @property
     def ours(self) -> bool:
@@ -105,7 +114,17 @@ class System:
     @property
     def judged(self) -> bool:
         """Whether the targets for a lost worker whose place a standby takes apply."""
-        return self.ours and self.standbys > 0 and not self.resizes and self.machines == 1
+        return self.ours and self.usual and self.standbys > 0 and not self.resizes and self.machines == 1
+
+    @property
+    def usual(self) -> bool:
+        """Whether the model is the one that systems are compared with."""
+        return self.model == (LAYERS, WIDTH)
+
+    def holds_a_shard_of(self, other: System) -> bool:
+        """Whether each worker has as many parameters as one of ``other``, a sharded job of four."""
+        layers, width = self.model
+        return self.ours and other.ours and other.sharded and not self.sharded and other.model == (layers, 2 * width)
 
 
 SYSTEMS = [
@@ -122,6 +141,12 @@ SYSTEMS = [
     System("in-memory commit every 20 steps", "commit", 4, 0, every=20),
     System("torchft, defaults", "torchft", 3, 0),
     System("torchft, heartbeat time-out 1 s", "torchft", 3, 1, heartbeat_ms=1000, timeout_s=5),
+    # Half the width: as many parameters as one shard of four.
+    System("swift, DDP, a shard of FSDP2's 10 M", "swift", 5, 0, model=(10, 512)),
+    System("swift, FSDP2, 10 M", "swift", 5, 0, model=(10, 1024), sharded=True),
+    System("torchrun, FSDP2, 10 M, async_save every 20", "torchrun", 3, 0, every=20, model=(10, 1024), sharded=True),
+    System("swift, DDP, a shard of FSDP2's 50 M", "swift", 3, 0, model=(12, 1024), pace=10),
+    System("swift, FSDP2, 50 M", "swift", 3, 0, model=(12, 2048), sharded=True, pace=10),
 ]
 
 
@@ -162,6 +187,7 @@ def folder_of(system: System, folder: Path) -> Path:
 def started(system: System, out: Path) -> Iterator[tuple[Workers, Any]]:
     """The job under ``system``, and the store in which its workers meet where no launcher helps them."""
     args = ["--system", system.system, "--out", str(out), "--every", str(system.every)]
+    args += ["--layers", str(system.model[0]), "--width", str(system.model[1]), *["--sharded"] * system.sharded]
     env = {"BENCH_TORCHFT_TIMEOUT_S": str(system.timeout_s)}
     if system.resizes:
         env |= {"SWIFT_RECOVERY_ON_FAILURE": "shrink", "SWIFT_RECOVERY_RESIZE_GROW_AFTER_S": str(GROW_AFTER_S)}
@@ -190,11 +216,11 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
     traces = Traces(out)
     outcome = Outcome(system)
     with started(system, out) as (workers, store):
-        wait(traces, workers, lambda: settled(traces, 25))
+        wait(traces, workers, lambda: settled(traces, system.pace))
         outcome.step_s = step_time(traces)
         for number in range(kills):
             rank = (WORKERS - 1 + number) % WORKERS
-            wait_for_a_moment(workers, traces, rng, outcome.step_s)
+            wait_for_a_moment(workers, traces, rng, outcome.step_s, system.pace)
             if system.resizes:
                 kill = resize(rank, workers, traces, out / "events.jsonl")
             elif workers.machines:
@@ -209,7 +235,7 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
                 f"{kill.recomputed} steps recomputed{growth}"
             )
         traces.refresh()
-        last = traces.furthest() + 60
+        last = traces.furthest() + max(3, min(60, round(2.0 / outcome.step_s)))
         (out / "stop").write_text(str(last))
         try:
             status = workers.wait(PATIENCE_S)
@@ -225,9 +251,9 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
     return outcome
 
 
-def wait_for_a_moment(workers: Workers, traces: Traces, rng: random.Random, step_s: float) -> None:
-    """Let the job go on until somewhere in a step, up to 20 steps later, so anywhere between two checkpoints."""
-    target = traces.furthest() + rng.randint(5, 25)
+def wait_for_a_moment(workers: Workers, traces: Traces, rng: random.Random, step_s: float, pace: int) -> None:
+    """Let the job go on until somewhere in a step, up to ``pace`` steps later: anywhere between two checkpoints."""
+    target = traces.furthest() + rng.randint(5, pace)
     wait(traces, workers, lambda: traces.furthest() >= target)
     time.sleep(rng.random() * step_s)
     traces.refresh()
@@ -356,8 +382,14 @@ def add_readiness(outcome: Outcome, path: Path) -> None:
                 break
 
 
-def rows_of(outcome: Outcome, best_other: float | None) -> list[Row]:
-    """Rows of one system."""
+def rows_of(outcome: Outcome, best_other: float | None, shard: float | None = None) -> list[Row]:
+    """Rows of one system.
+
+    Args:
+        outcome: what was measured.
+        best_other: the shortest median stall of other products, in seconds.
+        shard: median stall of DDP with as many parameters as a shard has, in seconds.
+    """
     name, kills, ours, judged = outcome.system.name, outcome.kills, outcome.system.ours, outcome.system.judged
     stalls = [kill.stall_s for kill in kills]
     median = statistics.median(stalls)
@@ -367,6 +399,10 @@ def rows_of(outcome: Outcome, best_other: float | None) -> list[Row]:
     else:
         rows.append(Row(name, "stall, median", median, "s"))
     rows.append(Row(name, "stall, maximum", max(stalls), "s"))
+    if shard is not None:
+        rows.append(
+            at_most(name, "stall / that of DDP with a shard's parameters", median / shard, "ratio", SHARDED_TARGET)
+        )
     if outcome.system.machines > 1:
         noticed = [kill.detected_s for kill in kills if kill.detected_s is not None]
         after = [kill.stall_s - kill.detected_s for kill in kills if kill.detected_s is not None]
@@ -387,7 +423,7 @@ def rows_of(outcome: Outcome, best_other: float | None) -> list[Row]:
         ready = [1e3 * kill.ready_s for kill in kills if kill.ready_s is not None]
         slowest = max(ready) if len(ready) == len(kills) else None
         rows.append(Row(name, "survivors ready, median", statistics.median(ready) if ready else None, "ms"))
-        if in_place and outcome.system.machines == 1:
+        if in_place and outcome.system.usual and outcome.system.machines == 1:
             rows.append(at_most(name, "survivors ready, maximum", slowest, "ms", READY_TARGET_MS))
         else:
             rows.append(Row(name, "survivors ready, maximum", slowest, "ms"))
@@ -428,9 +464,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             say(f"{system.name}: starting, {kills} kills")
             outcomes.append(run(system, kills, folder, random.Random(options.seed)))
-    others = [statistics.median(k.stall_s for k in o.kills) for o in outcomes if not o.system.ours]
+    stalls = {o.system.name: statistics.median(kill.stall_s for kill in o.kills) for o in outcomes}
+    others = [stalls[o.system.name] for o in outcomes if o.system.usual and not o.system.ours]
     best_other = min(others, default=None)
-    return finish([row for outcome in outcomes for row in rows_of(outcome, best_other)], options.json)
+    rows = []
+    for one in outcomes:
+        shard = next((o for o in outcomes if o.system.holds_a_shard_of(one.system)), None)
+        rows += rows_of(one, best_other, stalls[shard.system.name] if shard is not None else None)
+    return finish(rows, options.json)
 
 
 if __name__ == "__main__":

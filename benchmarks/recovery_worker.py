@@ -1,4 +1,4 @@
-"""Worker of the recovery benchmark: a plain DDP loop that notes when each optimizer step has returned.
+"""Worker of the recovery benchmark: a plain loop, of DDP or FSDP2, that notes when each optimizer step has returned.
 
 The systems differ only where a user of each would write something else.
 """
@@ -36,16 +36,16 @@ class Trace:
         os.write(self.fd, (json.dumps(line) + "\n").encode())
 
 
-def batch(step: int, rank: int) -> torch.Tensor:
-    """The batch of a rank in a step, (BATCH, WIDTH) float32."""
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step * 100 + rank))
+def batch(step: int, rank: int, width: int = WIDTH) -> torch.Tensor:
+    """The batch of a rank in a step, (BATCH, width) float32."""
+    return torch.randn(BATCH, width, generator=torch.Generator().manual_seed(step * 100 + rank))
 
 
-def result(net: nn.Module) -> dict[str, Any]:
+def result(net: nn.Module, width: int = WIDTH) -> dict[str, Any]:
     """Loss on the evaluation set, and a digest of the parameters' bits."""
     from shared_core.testing.digest import digest
 
-    batches = [batch(i, EVALUATION_RANK) for i in range(EVALUATED)]
+    batches = [batch(i, EVALUATION_RANK, width) for i in range(EVALUATED)]
     with torch.no_grad():
         losses = [(net(x) - x.sin()).pow(2).mean().item() for x in batches]
     return {"loss": sum(losses) / EVALUATED, "digest": digest([each.detach() for each in net.parameters()])}
@@ -114,13 +114,17 @@ def main() -> None:
     parser.add_argument("--system", choices=SYSTEMS, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--every", type=int, default=0, help="steps between two checkpoints")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--sharded", action="store_true", help="FSDP2; under swift and torchrun")
     options = parser.parse_args()
     rank = int(os.environ["RANK"])
     trace = Trace(options.out, rank)
     main_begin = time.time()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    net = nn.Sequential(*[part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
+    width = options.width
+    net = nn.Sequential(*[part for _ in range(options.layers) for part in (nn.Linear(width, width), nn.ReLU())])
     optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-3)
     counter = {"step": 0}
     job: Any = None
@@ -148,12 +152,19 @@ def main() -> None:
 
             job = shared_core.install()
         dist.init_process_group("gloo")
+        if options.sharded:
+            from benchmarks import fsdp2_side
+
+            optimizer = torch.optim.AdamW(fsdp2_side.shard(net, net[::2]).parameters(), lr=1e-3)
+            if options.system == "torchrun":
+                background = fsdp2_side.AsyncCheckpoints(options.out / "saved", net, optimizer, options.every)
+                counter["step"] = background.step
         if checkpoint.exists():
             saved = torch.load(checkpoint)
             net.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             counter["step"] = saved["step"]
-        model = nn.parallel.DistributedDataParallel(net)
+        model = net if options.sharded else nn.parallel.DistributedDataParallel(net)
         if options.system == "checkfreq" and rank == 0:
             from benchmarks.checkfreq_side import CheckFreq
 
@@ -173,7 +184,7 @@ def main() -> None:
 
         def one(model: Any, step: int = step) -> None:
             optimizer.zero_grad()
-            x = batch(step, rank)
+            x = batch(step, rank, width)
             (model(x) - x.sin()).pow(2).mean().backward()
             optimizer.step()
             if manager is None:
@@ -197,7 +208,9 @@ def main() -> None:
             torch.save(state, checkpoint.with_suffix(".tmp"))
             os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
             trace.note("saved", step=counter["step"])
-    trace.note("end", step=counter["step"], **result(net))
+    if options.sharded and background is not None:
+        background.wait()
+    trace.note("end", step=counter["step"], **result(net, width))
     if manager is not None:
         manager.shutdown(wait=False)
         os._exit(0)  # its threads do not end by themselves

@@ -194,6 +194,30 @@ def test_what_means_nothing_is_not_judged() -> None:
     assert {row.metric: row.value for row in rows}["stall after it was noticed, median"] == 0.5
 
 
+def test_a_sharded_model_is_compared_with_as_many_parameters() -> None:
+    pairs = [(a.name, b.name) for a in recovery.SYSTEMS for b in recovery.SYSTEMS if a.holds_a_shard_of(b)]
+    assert pairs == [(f"swift, DDP, a shard of FSDP2's {size}", f"swift, FSDP2, {size}") for size in ("10 M", "50 M")]
+    kill = recovery.Kill((1,), 5.0, 0.9, 0.9, 1.0, 0, 0.4, detected_s=0.1, ready_s=0.2)
+    outcome = recovery.Outcome(system("swift, FSDP2, 10 M"), [kill], 0.1, 0)
+    for shard, holds in ((0.5, True), (0.4, False)):
+        named = {row.metric: row for row in recovery.rows_of(outcome, best_other=5.0, shard=shard)}
+        ratio = named.pop("stall / that of DDP with a shard's parameters")
+        assert ratio.value == pytest.approx(0.9 / shard) and ratio.holds is holds
+        # Targets of another model.
+        assert named["stall, median"].target is None and named["survivors ready, maximum"].target is None
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["swift, FSDP2, 10 M", "async_save"])
+def test_a_short_real_run_with_a_sharded_model(name: str, tmp_path: Path) -> None:
+    small = replace(system(name), model=(4, 64), every=5 if system(name).every else 0)
+    outcome = recovery.run(small, 2, tmp_path, random.Random(3))
+    for kill in outcome.kills:
+        assert 0 < kill.survivors_s <= kill.stall_s <= kill.regained_s + 1e-6
+        assert kill.recomputed == 0 if small.ours else kill.recomputed < 2 * small.every + 2
+    assert outcome.lost_samples == 0
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["shrink", "spare"])
 def test_a_short_real_run_with_other_workers(name: str, tmp_path: Path) -> None:
@@ -228,6 +252,19 @@ def test_a_short_real_run_of_overhead() -> None:
     assert ratio.target == overhead.TARGETS["mlp"] and ratio.value is not None and 0.2 < ratio.value < 5
     assert (named["step time on gloo"].value or 0) > 0
     assert "peak memory of a worker, swift - gloo" in named
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_short_real_run_of_overhead_with_a_sharded_model() -> None:
+    with overhead.sides(["gloo", "swift"]) as ready:
+        rows = overhead.measure("fsdp2-10M", ready, steps=1, rounds=2)
+    named = {row.metric: row for row in rows}
+    ratio, memory = named["step time, swift / gloo"], named["peak memory of a worker, swift - gloo"]
+    assert ratio.target == 1.05 and ratio.value is not None and 0.2 < ratio.value < 5
+    assert memory.target == 1.25 and memory.value is not None and 0 < memory.value < 10
+    published = named["published by a worker in shared memory"].value
+    assert published is not None and published > 12 * 9.9 / WORKERS  # parameters and two moments of a shard
 
 
 def test_stages_that_replay_in_one_line() -> None:

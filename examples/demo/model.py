@@ -8,15 +8,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 CONTEXT = 128
 
 
-def byte_gpt2() -> GPT2LMHeadModel:
-    """GPT-2 of 1.2 million parameters over single bytes, dropout on."""
+def byte_gpt2(width: int = 128, layers: int = 6, heads: int = 4) -> GPT2LMHeadModel:
+    """GPT-2 over single bytes, dropout on; of 1.2 million parameters unless told otherwise."""
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=256,
             n_positions=CONTEXT,
-            n_embd=128,
-            n_layer=6,
-            n_head=4,
+            n_embd=width,
+            n_layer=layers,
+            n_head=heads,
             resid_pdrop=0.1,
             embd_pdrop=0.1,
             attn_pdrop=0.1,

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from harness import Jobs
 
 from shared_core.worker.comm.compat import ProcessGroupGloo
 from shared_core.worker.comm.kept_inputs import KeptInputs
@@ -55,3 +56,11 @@ def test_gloo_leaves_the_input_of_a_reduction_as_it_is() -> None:
         work.wait()
     assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
     assert torch.equal(torch.cat(outputs), inputs[0] + inputs[1])
+
+
+def test_what_was_gathered_is_let_go_of(jobs: Jobs) -> None:
+    """The log knows how to gather again, and keeps nothing else: twenty evaluations hold one shard."""
+    result = jobs.run("gathers.py")
+    assert result.status == 0, result.tail()
+    grown = [report["extra"]["grown"] for report in result.reports.values()]
+    assert len(grown) == 2 and max(grown) < 5, grown  # in whole models

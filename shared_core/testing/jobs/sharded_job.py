@@ -49,7 +49,7 @@ def sharded(replicas: int) -> FSDPModule:
     size = dist.get_world_size()
     shape = (replicas, size // replicas) if replicas > 1 else (size,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    for block in net[1:4]:
+    for block in list(net)[1:4]:
         fully_shard(block, mesh=mesh)
     return fully_shard(net, mesh=mesh)
 

@@ -33,6 +33,12 @@ def _root_detail(opts: Any) -> int:
     return int(opts.rootRank)
 
 
+def _room_of(tensors: Tensors) -> Callable[[], Tensors]:
+    """Makes room for tensors like these, which it does not keep: the log would keep what FSDP has gathered."""
+    described = [(tensor.size(), tensor.dtype) for tensor in tensors]
+    return lambda: [torch.empty(size, dtype=dtype) for size, dtype in described]
+
+
 def _reduce_detail(opts: Any) -> int:
     return int(getattr(opts.reduceOp, "op", opts.reduceOp).value) if hasattr(opts, "reduceOp") else 0
 
@@ -167,12 +173,13 @@ class SwiftProcessGroup(GroupIdentity):
         results = self._runtime.results
         again = results.sharded and self._state.size > 1
         kept, new = results.inputs.keep(input) if again else (input, False)
+        room = _room_of([output])
         op = Op(
             signature("all_gather_single", [input]),
             lambda inner: inner._allgather_base(output, input, opts),
             [output],
             value=[output],
-            redo=(lambda inner: inner._allgather_base(torch.empty_like(output), kept, opts)) if again else None,
+            redo=(lambda inner: inner._allgather_base(*room(), kept, opts)) if again else None,
             kept=[kept] if new else [],
             checksum=self._inputs_checksum([input]),
         )
@@ -203,6 +210,8 @@ class SwiftProcessGroup(GroupIdentity):
         """
         kept = [t.detach() if self._runtime.results.lent else t.detach().clone() for t in inputs]
 
+        room = _room_of(outputs)
+
         def run(inner: Any, outs: Tensors) -> Any:
             return call(inner, kept if name in _ONLY_READ else [t.clone() for t in kept], outs)
 
@@ -211,7 +220,7 @@ class SwiftProcessGroup(GroupIdentity):
             lambda inner: run(inner, outputs),
             outputs,
             value=value,
-            redo=lambda inner: run(inner, [torch.empty_like(t) for t in outputs]),
+            redo=lambda inner: run(inner, room()),
             kept=kept,
             full=full,
             checksum=self._inputs_checksum(inputs),
