@@ -30,10 +30,10 @@ class CollectiveStrategy(ParallelStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self.quiet:
-            super().barrier(*args, **kwargs)
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # that of the strategy behind this
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self.quiet else super().reduce(tensor, group, reduce_op)
+        return tensor if self.quiet else super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """As Lightning's, except that the source, too, goes on with what was delivered.
@@ -42,7 +42,7 @@ class CollectiveStrategy(ParallelStrategy):
         when a newcomer on the source rank takes them again; its peers already act on the first one.
         """
         if self.job is None or not dist.is_initialized():
-            return super().broadcast(obj, src)
+            return super().broadcast(obj, src)  # type: ignore[safe-super]
         if self.quiet:
             return obj
         with self.job.runtime.unchecked():
