@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shared_core.testing.digest import digest
 from shared_core.testing.jobs.common import Counting, final_digests, without_folder, without_ours
-from shared_core.testing.report import Report
+from shared_core.testing.report import Report, end_group
 from shared_core.testing.runner import BASELINE
 
 warnings.filterwarnings("ignore")
@@ -102,7 +102,7 @@ def train(trainer: pl.Trainer, module: pl.LightningModule, data: dict[str, Any],
     return {"digests": last | files(), "first": first}
 
 
-def main() -> None:
+def main() -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", default="strategy", choices=["strategy", "callback", "env"])
     parser.add_argument("--what", default="fit", choices=["fit", "calls", "files"])
@@ -153,7 +153,8 @@ def main() -> None:
     }
     done = train(trainer, module, data, args.what)
     report.finish(done.pop("digests"), **done)
+    return end_group()
 
 
 if __name__ == "__main__":
-    main()
+    group = main()  # let go of after the model: see plain_ddp.py
