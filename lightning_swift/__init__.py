@@ -21,11 +21,13 @@ from lightning_swift.checkpoint_io import SwiftCheckpointIO
 from lightning_swift.fabric import SwiftFabricStrategy, register_fabric
 from lightning_swift.fabric_loop import FabricLoop, attach
 from lightning_swift.pipeline import SwiftPipelineStrategy, register_pipeline
+from lightning_swift.sharded import SwiftFSDPStrategy, register_sharded
 from lightning_swift.strategy import SWIFT_NAMES, SwiftDDPStrategy, register
 from lightning_swift.support import refuse_pytorch_lightning
 
 register(SWIFT_NAMES)
 register_pipeline()
+register_sharded()
 register_fabric()
 refuse_pytorch_lightning()
 
@@ -35,6 +37,7 @@ __all__ = [
     "SwiftCheckpoint",
     "SwiftCheckpointIO",
     "SwiftDDPStrategy",
+    "SwiftFSDPStrategy",
     "SwiftFabricStrategy",
     "SwiftPipelineStrategy",
     "attach",

@@ -1,27 +1,30 @@
-"""``SwiftCallback()`` and ``SWIFT_RECOVERY=1``: recovery for a Trainer that asks for plain ``ddp``."""
+"""``SwiftCallback()`` and ``SWIFT_RECOVERY=1``: recovery for a Trainer that asks for a strategy of Lightning's own."""
 
 from __future__ import annotations
 
 import os
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_swift.compat import trainer_under_construction
 from lightning_swift.launcher import SwiftLauncher
+from lightning_swift.launching import LaunchingStrategy
+from lightning_swift.sharded import SwiftFSDPStrategy
 from lightning_swift.strategy import DDP_NAMES, SwiftDDPStrategy, register
 from lightning_swift.support import refuse_strategy
 from shared_core import install, launched_by_swiftrun
 
 _ENABLE = "SWIFT_RECOVERY"
+#: Strategies that take over objects of Lightning's.
+_KINDS: tuple[type[LaunchingStrategy], ...] = (SwiftDDPStrategy, SwiftFSDPStrategy)
 
 
 class SwiftCallback(pl.Callback):
     """Turns on recovery for ``Trainer(strategy="ddp", callbacks=[SwiftCallback()])``.
 
     A callback's hooks run after Lightning has created the process group, so it acts when it is constructed: from then
-    on the name ``ddp`` means :class:`~lightning_swift.SwiftDDPStrategy`. A ``DDPStrategy`` object is taken over in
-    place while its Trainer is built (:func:`callbacks_from_environment`).
+    on the name ``ddp`` means :class:`~lightning_swift.SwiftDDPStrategy`. An object of ``DDPStrategy`` or
+    ``ModelParallelStrategy`` is taken over in place while its Trainer is built (:func:`callbacks_from_environment`).
     """
 
     def __init__(self) -> None:
@@ -39,7 +42,7 @@ class SwiftCallback(pl.Callback):
             Unsupported: for another strategy, or for one that was made into a process group before this callback
                 existed.
         """
-        if not isinstance(trainer.strategy, SwiftDDPStrategy) and trainer.world_size > 1:
+        if not isinstance(trainer.strategy, LaunchingStrategy) and trainer.world_size > 1:
             raise refuse_strategy(trainer.strategy)
 
     @property
@@ -56,12 +59,12 @@ def callbacks_from_environment() -> list[pl.Callback]:
     if trainer is None:
         return []
     if any(isinstance(callback, SwiftCallback) for callback in getattr(trainer, "callbacks", ())):
-        if type(trainer.strategy) is DDPStrategy:
+        if type(trainer.strategy) in [kind.stock for kind in _KINDS]:
             _adopt(trainer)
         return []
     if os.environ.get(_ENABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
         return []
-    if not isinstance(trainer.strategy, DDPStrategy) and trainer.world_size == 1:
+    if not isinstance(trainer.strategy, SwiftDDPStrategy.stock) and trainer.world_size == 1:
         return []  # one device: nobody to lose
     return [SwiftCallback()]
 
@@ -71,11 +74,12 @@ def _adopt(trainer: pl.Trainer) -> None:
     started workers.
     """
     strategy = trainer.strategy
-    if not isinstance(strategy, DDPStrategy):
+    kind = next((kind for kind in _KINDS if isinstance(strategy, kind.stock)), None)
+    if kind is None:
         if trainer.world_size > 1:
             raise refuse_strategy(strategy)
         return
-    adopted = SwiftDDPStrategy.adopt(strategy)
+    adopted = kind.adopt(strategy)
     adopted.find_checkpoints()
     if adopted.job is not None and not isinstance(adopted._launcher, SwiftLauncher):
         adopted._configure_launcher()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 
 from shared_core import Job
 
@@ -15,8 +15,10 @@ from shared_core import Job
 _BROADCAST_BYTES = 1024
 
 
-class CollectiveStrategy(DDPStrategy):
-    """``DDPStrategy`` whose collectives can be left out, and whose sources go on with what was delivered.
+class CollectiveStrategy(ParallelStrategy):
+    """A strategy whose collectives can be left out, and whose sources go on with what was delivered.
+
+    It stands before the strategy of Lightning's whose collectives these are.
 
     Attributes:
         job: of this worker; None where nobody recovers it.
@@ -28,26 +30,26 @@ class CollectiveStrategy(DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self.quiet:
-            super().barrier(*args, **kwargs)
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # that of the strategy behind this
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self.quiet else super().reduce(tensor, group, reduce_op)
+        return tensor if self.quiet else super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As in ``DDPStrategy``, except that the source, too, goes on with what was delivered.
+        """As Lightning's, except that the source, too, goes on with what was delivered.
 
         Decisions that rest on the clock or on files (a time limit, the name of a checkpoint) may come out differently
         when a newcomer on the source rank takes them again; its peers already act on the first one.
         """
         if self.job is None or not dist.is_initialized():
-            return super().broadcast(obj, src)
+            return super().broadcast(obj, src)  # type: ignore[safe-super]
         if self.quiet:
             return obj
         with self.job.runtime.unchecked():
             return _broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """As in ``DDPStrategy``; a newcomer may contribute something else (whether a file exists by now)."""
+        """As Lightning's; a newcomer may contribute something else (whether a file exists by now)."""
         if self.job is None:
             return super().reduce_boolean_decision(decision, all)
         with self.job.runtime.unchecked():

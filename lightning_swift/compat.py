@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import lightning.pytorch.loggers.csv_logs as csv_logs
 import lightning.pytorch.loggers.tensorboard as tensorboard
 from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.fabric.wrappers import _FabricDataLoader, _unwrap_objects, is_wrapped
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
@@ -30,7 +31,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.progress import _BaseProgress, _BatchProgress, _ReadyCompletedTracker
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
@@ -64,6 +65,8 @@ FabricLoader = _FabricDataLoader
 ResultCollection = _ResultCollection
 ResultMetric = _ResultMetric
 
+#: File in the folder of a sharded checkpoint, of what is no part of a shard.
+METADATA_FILE = _METADATA_FILENAME
 #: Attributes of torchmetrics' metrics that are no state.
 METRIC_INTERNALS = frozenset(
     {"_defaults", "_persistent", "_reductions", "_cache", "_signature", "_dtype_convert", "_device"}
@@ -130,9 +133,14 @@ def syncs_layers(strategy: DDPStrategy) -> bool:
     return strategy._layer_sync is not None
 
 
-def backend_of(strategy: DDPStrategy) -> str | None:
-    """Backend of the process group."""
-    return strategy._process_group_backend
+def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
+    """Workers that tensors are divided over; ``auto``: as Lightning chooses."""
+    return strategy._tensor_parallel_size
+
+
+def set_data_parallel_size(strategy: ModelParallelStrategy, workers: int) -> None:
+    """Divide data, and parameters with it, over so many workers."""
+    strategy._data_parallel_size = workers
 
 
 def attach(trainer: pl.Trainer, model: pl.LightningModule, loaders: Mapping[str, Any], datamodule: Any) -> None:

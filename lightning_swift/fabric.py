@@ -13,7 +13,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 
 from lightning_swift import compat
 from lightning_swift.banner import leave_out
-from lightning_swift.strategy import workers_here
+from lightning_swift.launching import workers_here
 from lightning_swift.support import check_ddp_options, check_device
 from shared_core import (
     SwiftConfig,

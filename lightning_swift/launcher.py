@@ -49,7 +49,7 @@ class SwiftLauncher(compat.Launcher):
         job.register("lightning.entry", self._capture, self._restore)
         strategy.begin_entry(trainer)
         adopt_loops(trainer)
-        self._entering = (trainer, args)
+        self._entering, self._ended = (trainer, args), None
         decision = job.entries.begin()
         self._entering = None
         if decision.skip:
@@ -72,14 +72,9 @@ class SwiftLauncher(compat.Launcher):
 
     def _capture(self) -> Any:
         """At the end of an entry call: what the user's code finds after it. Peers go on and could not give it later."""
-        module = self._strategy.lightning_module
-        if not self._leaving or module is None:
+        if not self._leaving or self._strategy.lightning_module is None:
             return None
-        return {
-            "module": {name: value for name, value in module.state_dict().items() if hasattr(value, "dtype")},
-            "optimizers": [self._strategy.optimizer_state(optimizer) for optimizer in self._strategy.optimizers],
-            "averages": self._strategy.run_state.averages.states(),
-        }
+        return self._strategy.at_end()
 
     def _restore(self, data: Mapping[str, Any] | None) -> None:
         if self._entering is None or data is None:
@@ -107,6 +102,7 @@ class SwiftLauncher(compat.Launcher):
         try:
             compat.attach(trainer, model, loaders, datamodule)
             strategy.connect(model)
+            strategy.setup_environment()  # before the hooks that build the model: one may ask for the mesh
             compat.set_up(trainer)
             if fn == TrainerFn.FITTING:
                 strategy.setup_optimizers(trainer)
@@ -121,7 +117,8 @@ class SwiftLauncher(compat.Launcher):
             strategy.attach([strategy.lightning_module], [])
         assert strategy.job is not None
         random = read_random()  # Lightning seeds generators on the way
-        strategy.setup_environment()
+        if self._ended is None:
+            strategy.setup_environment()
         strategy.after_skip(trainer, self._ended)
         write_random(random)
         strategy.job.entries.skipped()

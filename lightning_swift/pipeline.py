@@ -181,7 +181,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
     def setup_environment(self) -> None:
         deepspeed = _deepspeed(self.root_device)
         super().setup_environment()
-        deepspeed.init_distributed(dist_backend=compat.backend_of(self), auto_mpi_discovery=False, verbose=False)
+        deepspeed.init_distributed(dist_backend=self.process_group_backend, auto_mpi_discovery=False, verbose=False)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None

@@ -28,7 +28,7 @@ from shared_core.loaders import wrap_loader
 
 
 class RecoveringStrategy(CollectiveStrategy):
-    """The part of :class:`~lightning_swift.SwiftDDPStrategy` that is at work while something is trained.
+    """The part of a strategy that is at work while something is trained.
 
     Attributes:
         config: options of the run.
@@ -40,7 +40,7 @@ class RecoveringStrategy(CollectiveStrategy):
     averages = True
     #: Whether all workers give their metrics the same values.
     metrics_alike = False
-    #: What is trained is built with collectives, in :meth:`after_skip`.
+    #: In a newcomer that skips an entry call, :meth:`after_skip` puts back what was trained.
     builds_late = False
 
     def _begin(self, job: Job | None) -> None:
@@ -75,24 +75,6 @@ class RecoveringStrategy(CollectiveStrategy):
                 self.job.keep_tops()
             self.run_state.loggers.opened()
 
-    def configure_ddp(self) -> None:
-        """Where survivors compute a lost worker's share, gradients are summed by :class:`Sharing`."""
-        if not self.reroutes:
-            super().configure_ddp()
-            return
-        assert self.job is not None and self.lightning_module is not None
-        number = 0 if self.sharing is None else self.sharing.number
-        if self.sharing is None:
-            self.job.lanes.at_end(self._settle)
-        self.job.trained.alike()
-        self.sharing = Sharing(
-            self.job, self.lightning_module.trainer, self.run_state.untouched, self.config.seed, number
-        )
-
-    def _settle(self) -> None:
-        assert self.sharing is not None
-        self.sharing.settle()
-
     def _check(self, trainer: pl.Trainer) -> None:
         if self.config.state.overlapped_update:
             check_overlapped_update(trainer)
@@ -119,8 +101,19 @@ class RecoveringStrategy(CollectiveStrategy):
         assert self.job is not None
         self.job.attach(modules, optimizers)
 
+    def at_end(self) -> dict[str, Any]:
+        """At the end of an entry call: the state of the module and the optimizers, which the user's code finds after
+        it. It is serialised at once.
+        """
+        assert self.lightning_module is not None
+        return {
+            "module": {k: value for k, value in self.lightning_module.state_dict().items() if hasattr(value, "dtype")},
+            "optimizers": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
+            "averages": self.run_state.averages.states(),
+        }
+
     def put_back(self, ended: Mapping[str, Any]) -> None:
-        """Put the module and the optimizers into the state that they had at the end of an entry call."""
+        """Inverse of :meth:`at_end`."""
         if self.lightning_module is not None:
             self.lightning_module.load_state_dict(ended["module"], strict=False)
         self.load_optimizer_state_dict({"optimizer_states": ended["optimizers"]})
@@ -131,7 +124,7 @@ class RecoveringStrategy(CollectiveStrategy):
 
         Args:
             trainer: its trainer.
-            ended: state of the module and the optimizers at the end of the call.
+            ended: from :meth:`at_end`.
         """
 
     @property
@@ -211,7 +204,7 @@ class RecoveringStrategy(CollectiveStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """As in ``DDPStrategy``; where the gradient is summed later, hooks for what follows are called later, too."""
+        """As Lightning's; where the gradient is summed later, hooks for what follows are called later, too."""
         if self.sharing is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         return self.sharing.backward(closure_loss)

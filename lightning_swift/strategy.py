@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal
@@ -12,30 +11,15 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_swift import compat
-from lightning_swift.checkpoint import SwiftCheckpoint
-from lightning_swift.launcher import SwiftLauncher
-from lightning_swift.recovering import RecoveringStrategy
-from lightning_swift.support import check_ddp_options, check_device, refuse_strategy
-from shared_core import (
-    Job,
-    SwiftConfig,
-    hand_over,
-    install,
-    launched_by_swiftrun,
-    under_plain_torchrun,
-    warn_plain_torchrun_once,
-)
-from shared_core.config import full_names
-from shared_core.trackers import prepare
-
-_DEFAULTS = dict(SwiftConfig().items())
+from lightning_swift.launching import LaunchingStrategy, given_options
+from lightning_swift.sharing import Sharing
+from lightning_swift.support import check_ddp_options, refuse_strategy
 
 
-class SwiftDDPStrategy(RecoveringStrategy):
+class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
     """``DDPStrategy`` that keeps a run going through the loss of workers, bit for bit.
 
     With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain
@@ -70,6 +54,7 @@ class SwiftDDPStrategy(RecoveringStrategy):
     """
 
     strategy_name = "swift_ddp"
+    stock = DDPStrategy
 
     def __init__(
         self,
@@ -116,109 +101,33 @@ class SwiftDDPStrategy(RecoveringStrategy):
             "checkpoint.every_steps": checkpoint_every_steps,
             "seed": seed,
         }
-        changed = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
-        self._take_over(standbys, changed | full_names(options or {}))
-
-    @classmethod
-    def adopt(cls, strategy: DDPStrategy) -> SwiftDDPStrategy:
-        """Turn an existing ``DDPStrategy`` object into this class, in place: Lightning already refers to it.
-
-        Raises:
-            Unsupported: if it is a subclass with behaviour of its own, or has options that are refused.
-        """
-        if isinstance(strategy, cls):
-            return strategy
-        if type(strategy) is not DDPStrategy:
-            raise refuse_strategy(strategy)
-        strategy.__class__ = cls
-        adopted: Any = strategy
-        adopted._take_over(standbys=1, options={})
-        found: SwiftDDPStrategy = adopted
-        return found
+        self._take_over(standbys, given_options(given, options))
 
     def _take_over(self, standbys: int, options: dict[str, Any]) -> None:
         check_ddp_options(*compat.ddp_options(self))
         if compat.start_method(self) != "popen":
             raise refuse_strategy(self)
-        self._standbys = standbys
-        self._options = options
-        #: The trainer has a callback that makes checkpoints.
-        self._saves = False
-        #: Options of the run: the environment (and what swiftrun was given) over the constructor's.
-        self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(options))
-        self._begin(install() if launched_by_swiftrun() else None)
-        if self.job is not None:
-            prepare()
-            self.job.options.check_told(options)
-
-    # -- launch -------------------------------------------------------------------------------------------------------
-
-    def _configure_launcher(self) -> None:
-        # The latest moment of the Trainer's construction where the number of devices is known; no process group exists
-        # yet.
-        self.find_checkpoints()
-        if self.job is not None:
-            self._launcher = SwiftLauncher(self)
-            return
-        warn_plain_torchrun_once()
-        super()._configure_launcher()
-        if self.hands_over:
-            self.hand_over()
-        elif self.num_processes > 1 and not under_plain_torchrun():
-            rank_zero_warn(
-                f"the workers were started through {type(self.cluster_environment).__name__}, which cannot replace one "
-                "that is lost: survivors cannot be kept alive. Start the script with swiftrun"
-            )
-
-    def find_checkpoints(self) -> None:
-        """In the constructor of a Trainer: take the options of its :class:`~lightning_swift.SwiftCheckpoint`.
-
-        Raises:
-            ConfigError: where they contradict what was said elsewhere.
-        """
-        said = SwiftConfig.from_env().changed
-        for callback in compat.callbacks_under_construction():
-            if isinstance(callback, SwiftCheckpoint):
-                self._options = callback.merged(self._options, said)
-                self._saves = True
-        self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(self._options))
-        if self.job is not None:
-            self.job.options.use_checkpoints(self._options)
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether nobody has started workers yet, so that ``swiftrun`` must: several, or one with checkpoints."""
-        assert self.cluster_environment is not None
-        external = self.cluster_environment.creates_processes_externally
-        needed = self.num_processes > 1 or self._saves
-        return self.job is None and needed and not external and not under_plain_torchrun()
-
-    def hand_over(self) -> None:
-        """Become ``swiftrun`` with the running script. Does not return.
-
-        Raises:
-            SwiftError: in a notebook, or where a process group exists already.
-        """
-        check_device((self.parallel_devices or [torch.device("cpu")])[0])
-        hand_over(self.num_processes, self._standbys, self._options)
+        super()._take_over(standbys, options)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
-    def setup_environment(self) -> None:
-        if self.job is not None:
-            check_device(self.root_device)
-        super().setup_environment()
+    def configure_ddp(self) -> None:
+        """Where survivors compute a lost worker's share, gradients are summed by :class:`Sharing`."""
+        if not self.reroutes:
+            super().configure_ddp()
+            return
+        assert self.job is not None and self.lightning_module is not None
+        number = 0 if self.sharing is None else self.sharing.number
+        if self.sharing is None:
+            self.job.lanes.at_end(self._settle)
+        self.job.trained.alike()
+        self.sharing = Sharing(
+            self.job, self.lightning_module.trainer, self.run_state.untouched, self.config.seed, number
+        )
 
-    @property
-    def num_processes(self) -> int:
-        """See :func:`workers_here`."""
-        return workers_here(getattr(self, "job", None), super().num_processes)
-
-
-def workers_here(job: Job | None, devices: int) -> int:
-    """Workers of this machine, which may be fewer than the devices that were asked for."""
-    started = os.environ.get("LOCAL_WORLD_SIZE") if job is not None else None
-    return devices if started is None else int(started)
+    def _settle(self) -> None:
+        assert self.sharing is not None
+        self.sharing.settle()
 
 
 def register(names: tuple[str, ...] = ("swift_ddp",), *, override: bool = False) -> None:

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelPruning,
 )
+from lightning.pytorch.strategies import FSDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_swift.averages import AVERAGING
@@ -56,9 +57,9 @@ def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
                 raise Unsupported(f"swift recovery does not support {type(callback).__name__}: {reason}")
         if not averages and isinstance(callback, AVERAGING):
             raise Unsupported(
-                f"swift recovery does not support {type(callback).__name__} in a pipeline or with "
-                "on_failure='reroute': nobody else has a lost worker's average. Choose strategy='swift_ddp' with "
-                "on_failure='replace', or average checkpoints after training"
+                f"swift recovery does not support {type(callback).__name__} in a pipeline, with sharded "
+                "models or with on_failure='reroute': nobody else has a lost worker's average. Choose "
+                "strategy='swift_ddp' with on_failure='replace', or average checkpoints after training"
             )
 
 
@@ -130,10 +131,15 @@ def check_ddp_options(
 
 def refuse_strategy(strategy: object) -> Unsupported:
     """The error for a trainer whose strategy cannot be adopted."""
+    if isinstance(strategy, FSDPStrategy):
+        why = "it shards with FullyShardedDataParallel (FSDP1). Call fully_shard() in configure_model() and choose"
+        instead = "swift_fsdp"
+    else:
+        why, instead = "spawned workers, and strategies of other kinds, cannot be recovered. Choose", "swift_ddp"
     return Unsupported(
-        f"swift recovery works with strategy='ddp' or 'swift_ddp', not with {type(strategy).__name__}: sharded or "
-        "spawned workers have no replica that could stand in for a lost one. Choose strategy='swift_ddp', or remove "
-        "SwiftCallback (or SWIFT_RECOVERY from the environment)"
+        "swift recovery works with strategy='ddp', 'swift_ddp' or 'swift_fsdp', not with "
+        f"{type(strategy).__name__}: {why} strategy={instead!r}, or remove SwiftCallback (or SWIFT_RECOVERY from the "
+        "environment)"
     )
 
 

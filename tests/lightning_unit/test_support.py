@@ -20,7 +20,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
-from lightning_swift import SwiftCallback, SwiftDDPStrategy
+from lightning_swift import SwiftCallback, SwiftDDPStrategy, SwiftFSDPStrategy
 from lightning_swift.loops import SwiftEvaluationLoop, SwiftFitLoop, SwiftTrainingEpochLoop, adopt_loops
 from lightning_swift.strategy import DDP_NAMES
 from lightning_swift.support import check_device, check_trainer
@@ -36,7 +36,7 @@ from shared_core.errors import ConfigError, Unsupported
             ["powerSGD_hook", "Remove ddp_comm_hook"],
         ),
         ({"model_averaging_period": 4}, ["post-local SGD", "Remove"]),
-        ({"start_method": "spawn"}, ["strategy='ddp' or 'swift_ddp'"]),
+        ({"start_method": "spawn"}, ["strategy='ddp', 'swift_ddp' or 'swift_fsdp'", "spawned workers"]),
     ],
 )
 def test_options_of_ddp(options: dict[str, Any], words: list[str]) -> None:
@@ -79,16 +79,27 @@ def test_callbacks(callback: pl.Callback, word: str) -> None:
 
 
 def test_other_strategies() -> None:
-    with pytest.raises(Unsupported, match="works with strategy='ddp' or 'swift_ddp', not with FSDPStrategy"):
-        SwiftDDPStrategy.adopt(FSDPStrategy(accelerator=None))  # type: ignore[arg-type]
-    with pytest.raises(Unsupported, match="works with strategy='ddp' or 'swift_ddp', not with ModelParallelStrategy"):
-        SwiftDDPStrategy.adopt(ModelParallelStrategy())  # type: ignore[arg-type]
+    for kind in (SwiftDDPStrategy, SwiftFSDPStrategy):
+        with pytest.raises(Unsupported, match="not with FSDPStrategy: it shards with .*FSDP1.* strategy='swift_fsdp'"):
+            kind.adopt(FSDPStrategy(accelerator=None))
+    with pytest.raises(Unsupported, match="'swift_ddp' or 'swift_fsdp', not with ModelParallelStrategy"):
+        SwiftDDPStrategy.adopt(ModelParallelStrategy())
 
     class Own(DDPStrategy):
         pass
 
     with pytest.raises(Unsupported, match="Own"):
         SwiftDDPStrategy.adopt(Own())
+
+
+def test_shards_of_tensors() -> None:
+    """``auto`` is Lightning's default: all devices of a machine."""
+    for options in ({}, {"tensor_parallel_size": 2}):
+        with pytest.raises(Unsupported, match="tensor parallelism cannot: use strategy='swift_fsdp'"):
+            SwiftFSDPStrategy.adopt(ModelParallelStrategy(**options))
+    adopted = SwiftFSDPStrategy.adopt(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
+    assert type(adopted) is SwiftFSDPStrategy and SwiftFSDPStrategy.adopt(adopted) is adopted
+    assert SwiftFSDPStrategy(data="seeded", seed=3).config.seed == 3
 
 
 def test_other_devices() -> None:

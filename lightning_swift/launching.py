@@ -1,0 +1,159 @@
+"""How the workers of a strategy are started, and where it has its options from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_swift import compat
+from lightning_swift.checkpoint import SwiftCheckpoint
+from lightning_swift.launcher import SwiftLauncher
+from lightning_swift.recovering import RecoveringStrategy
+from lightning_swift.support import check_device, refuse_strategy
+from shared_core import (
+    Job,
+    SwiftConfig,
+    hand_over,
+    install,
+    launched_by_swiftrun,
+    under_plain_torchrun,
+    warn_plain_torchrun_once,
+)
+from shared_core.config import full_names
+from shared_core.trackers import prepare
+
+_DEFAULTS = dict(SwiftConfig().items())
+
+
+class LaunchingStrategy(RecoveringStrategy):
+    """The part of a strategy that is at work before anything is trained.
+
+    With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain
+    ``torchrun`` it trains as :attr:`stock` does and says that survivors cannot be kept alive.
+
+    Attributes:
+        stock: Lightning's own class, whose objects :meth:`adopt` takes over.
+        config: options of the run.
+    """
+
+    stock: type[ParallelStrategy]
+
+    @classmethod
+    def adopt(cls, strategy: Strategy) -> Self:
+        """Turn an object of :attr:`stock` into this class, in place: Lightning already refers to it.
+
+        Raises:
+            Unsupported: if it is of another class (a subclass may have behaviour of its own), or has options that are
+                refused.
+        """
+        if isinstance(strategy, cls):
+            return strategy
+        if type(strategy) is not cls.stock:
+            raise refuse_strategy(strategy)
+        adopted: Any = strategy
+        adopted.__class__ = cls
+        adopted._take_over(standbys=1, options={})
+        found: Self = adopted
+        return found
+
+    def _take_over(self, standbys: int, options: dict[str, Any]) -> None:
+        """Begin, with the stock part of the object complete.
+
+        Raises:
+            ConfigError: for an unknown option or a bad value.
+            Unsupported: for an option that is refused.
+        """
+        self._standbys = standbys
+        self._options = options
+        #: The trainer has a callback that makes checkpoints.
+        self._saves = False
+        #: Options of the run: the environment (and what swiftrun was given) over the constructor's.
+        self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(options))
+        self._begin(install() if launched_by_swiftrun() else None)
+        if self.job is not None:
+            prepare()
+            self.job.options.check_told(options)
+
+    # -- launch -------------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        # The latest moment of the Trainer's construction where the number of devices is known; no process group exists
+        # yet.
+        self.find_checkpoints()
+        if self.job is not None:
+            self._launcher = SwiftLauncher(self)
+            return
+        warn_plain_torchrun_once()
+        super()._configure_launcher()
+        if self.hands_over:
+            self.hand_over()
+        elif self.num_processes > 1 and not under_plain_torchrun():
+            rank_zero_warn(
+                f"the workers were started through {type(self.cluster_environment).__name__}, which cannot replace one "
+                "that is lost: survivors cannot be kept alive. Start the script with swiftrun"
+            )
+
+    def find_checkpoints(self) -> None:
+        """In the constructor of a Trainer: take the options of its :class:`~lightning_swift.SwiftCheckpoint`.
+
+        Raises:
+            ConfigError: where they contradict what was said elsewhere.
+        """
+        said = SwiftConfig.from_env().changed
+        for callback in compat.callbacks_under_construction():
+            if isinstance(callback, SwiftCheckpoint):
+                self._options = callback.merged(self._options, said)
+                self._saves = True
+        self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(self._options))
+        if self.job is not None:
+            self.job.options.use_checkpoints(self._options)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether nobody has started workers yet, so that ``swiftrun`` must: several, or one with checkpoints."""
+        assert self.cluster_environment is not None
+        external = self.cluster_environment.creates_processes_externally
+        needed = self.num_processes > 1 or self._saves
+        return self.job is None and needed and not external and not under_plain_torchrun()
+
+    def hand_over(self) -> None:
+        """Become ``swiftrun`` with the running script. Does not return.
+
+        Raises:
+            SwiftError: in a notebook, or where a process group exists already.
+        """
+        check_device((self.parallel_devices or [torch.device("cpu")])[0])
+        hand_over(self.num_processes, self._standbys, self._options)
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        if self.job is not None:
+            check_device(self.root_device)
+        super().setup_environment()
+
+    @property
+    def num_processes(self) -> int:
+        """See :func:`workers_here`."""
+        return workers_here(getattr(self, "job", None), len(self.parallel_devices or ()))
+
+
+def workers_here(job: Job | None, devices: int) -> int:
+    """Workers of this machine, which may be fewer than the devices that were asked for."""
+    started = os.environ.get("LOCAL_WORLD_SIZE") if job is not None else None
+    return devices if started is None else int(started)
+
+
+def given_options(given: Mapping[str, Any], more: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options of the job, by their full names.
+
+    Args:
+        given: arguments of a constructor, by the full names of their options; defaults are left out.
+        more: further options, by name.
+    """
+    return {name: value for name, value in given.items() if value != _DEFAULTS[name]} | full_names(dict(more or {}))
