@@ -16,11 +16,11 @@ from shared_core.pipeline.zero import SwiftZeroEngine  # noqa: E402
 
 
 def _choose(name: str, ours: type) -> None:
-    stock = getattr(deepspeed, name)
+    stock: type = getattr(deepspeed, name)
 
     def choose(given: Mapping[str, Any]) -> type:
         config = given.get("config")
-        return ours if isinstance(config, dict) and "swift_recovery" in config else stock  # type: ignore[no-any-return]
+        return ours if isinstance(config, dict) and "swift_recovery" in config else stock
 
     choose_engines(name, choose)
 

@@ -222,7 +222,7 @@ def remember(engine: Any, values: Mapping[str, Any]) -> None:
 
 def forget_order(optimizer: Any) -> None:
     """ZeRO-3: have DeepSpeed forget in which order modules have gathered their parameters. By that order it gathers
-    ahead and keeps what it will need again, so a newcomer that does not know it would gather other things than its peers.
+    ahead and keeps what it will need again, and a newcomer, which does not know it, would gather other things.
     """
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     if not coordinator.is_invalid_trace():

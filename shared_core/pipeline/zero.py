@@ -93,8 +93,9 @@ class ZeroState:
     @property
     def step_bytes(self) -> int:
         """Gradients of each micro-batch, and gathered parameters, in fp32 at most."""
-        numel = sum(getattr(each, "ds_numel", each.numel()) for each in self._engine.module.parameters())
-        return 4 * numel * (1 + int(self._engine.gradient_accumulation_steps()))
+        numel: int = sum(getattr(each, "ds_numel", each.numel()) for each in self._engine.module.parameters())
+        micro_batches: int = self._engine.gradient_accumulation_steps()
+        return 4 * numel * (1 + micro_batches)
 
     def reshard(self) -> None:
         """Let go of gathered parameters."""
