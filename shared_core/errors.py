@@ -45,7 +45,7 @@ class Unsupported(SwiftError, NotImplementedError):
     """The job uses a feature that cannot be recovered exactly, and is refused before anything is lost.
 
     Use what the message suggests instead. What is supported is on these pages: docs/what_survives.md,
-    docs/lightning_support.md, docs/accelerate.md, docs/sharded.md, docs/pipelines.md, docs/operations.md.
+    docs/lightning_support.md, docs/accelerate.md, docs/sharded.md, docs/zero.md, docs/pipelines.md, docs/operations.md.
     """
 
 

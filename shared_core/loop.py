@@ -26,6 +26,7 @@ from shared_core.job import Job, current_job
 from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
 from shared_core.registered import Registered
 from shared_core.sharing import SharedStep, StepSharing, shared_steps
+from shared_core.worker.sharded.own import Owner
 
 #: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
 _ANCHORS = 8
@@ -405,6 +406,8 @@ def attach(*objects: Any) -> TrainingLoop:
             "call shared_core.install() first"
         )
     loop = TrainingLoop(job)
+    engines = [each for each in objects if isinstance(each, Owner)]
+    objects = tuple(each for each in objects if not any(engine.holds(each) for engine in engines))
     models = [each for each in objects if isinstance(each, nn.Module)]
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
     loop._modules = models

@@ -113,6 +113,7 @@ SCRIPTS: dict[str, tuple[str, int, list[str], Fault, int]] = {
     "lightning": ("lit.py", 2, ["--feature", "all"], Fault(1, 6, "bucket", "SIGKILL"), 5),
     "transformers": ("hf_trainer.py", 2, [], Fault(1, 6, "bucket", "SIGKILL"), 5),
     "pipeline": ("pipe.py", 4, PIPELINE, Fault(3, 4, "pipe.backward", "SIGKILL"), 6),
+    "zero": ("zero.py", 2, ["--stage", "3"], Fault(1, 5, "forward", "SIGKILL"), 4),
 }
 
 

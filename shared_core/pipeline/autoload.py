@@ -1,5 +1,6 @@
 """Imported by a worker before its program where the DeepSpeed configuration has a ``"swift_recovery"`` section:
-``deepspeed.initialize`` then makes an engine whose stages survive, and nothing in the program changes.
+``deepspeed.initialize`` then makes an engine that survives. Nothing in a program with a pipeline changes; one without
+attaches the engine, and loops over ``job.steps``.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ from typing import Any
 
 from shared_core.pipeline.compat import choose_engines, import_deepspeed
 
-deepspeed = import_deepspeed()  # before the engine's module imports it
+deepspeed = import_deepspeed()  # before the engines' modules import it
 from shared_core.pipeline.engine import SwiftPipelineEngine, install  # noqa: E402
+from shared_core.pipeline.zero import SwiftZeroEngine  # noqa: E402
 
-_Stock = deepspeed.PipelineEngine
 
+def _choose(name: str, ours: type) -> None:
+    stock: type = getattr(deepspeed, name)
 
-def _choose(given: Mapping[str, Any]) -> type:
-    config = given.get("config")
-    wanted = isinstance(config, dict) and "swift_recovery" in config
-    return SwiftPipelineEngine if wanted else _Stock
+    def choose(given: Mapping[str, Any]) -> type:
+        config = given.get("config")
+        return ours if isinstance(config, dict) and "swift_recovery" in config else stock
+
+    choose_engines(name, choose)
 
 
 install()
-choose_engines(_choose)
+_choose("PipelineEngine", SwiftPipelineEngine)
+_choose("DeepSpeedEngine", SwiftZeroEngine)

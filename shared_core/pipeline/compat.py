@@ -20,6 +20,8 @@ CHECKED_WITH = "deepspeed 0.19.8"
 _ENGINE, _MODULE = "deepspeed.runtime.pipe.engine:PipelineEngine", "deepspeed.runtime.pipe.module:PipelineModule"
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_DEEPSPEED = "deepspeed.runtime.engine:DeepSpeedEngine"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 
 #: ``module:name``, with its parameters where it is overridden or called; why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
@@ -55,6 +57,14 @@ NAMES: tuple[tuple[str, str], ...] = (
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._lazy_init_hp_params_optimizer_state(self)",
         "the same",
     ),
+    ("deepspeed:DeepSpeedEngine", "patched: the same as with PipelineEngine"),
+    (f"{_DEEPSPEED}._backward_epilogue(self)", "overridden: gradients are pending from here on"),
+    (f"{_DEEPSPEED}._take_model_step(self, lr_kwargs)", "overridden: an update; no gradients are pending after it"),
+    (f"{_DEEPSPEED}._step_applied", "published: was_step_applied() says it"),
+    (f"{_DEEPSPEED}._global_grad_norm", "published: get_global_grad_norm() says it"),
+    (f"{_DEEPSPEED}._is_gradient_accumulation_boundary", "published: what the script has set"),
+    (f"{_DEEPSPEED}._unmanaged_backward_count", "published: samples are counted with it"),
+    (f"{_COORDINATOR}._invalidate_trace(self)", "the order in which modules gather is forgotten before each forward"),
 )
 
 
@@ -103,18 +113,19 @@ def engines(kind: type) -> Iterator[None]:
         deepspeed.PipelineEngine = stock
 
 
-def choose_engines(choose: Callable[[Mapping[str, Any]], type]) -> None:
-    """Patch: have ``deepspeed.PipelineEngine(...)``, as ``deepspeed.initialize`` calls it, make an engine of the class
-    that ``choose`` says.
+def choose_engines(name: str, choose: Callable[[Mapping[str, Any]], type]) -> None:
+    """Patch: have ``deepspeed.PipelineEngine(...)``, or ``deepspeed.DeepSpeedEngine(...)``, as ``deepspeed.initialize``
+    calls it, make an engine of the class that ``choose`` says.
 
     The name stays that of a class: ``isinstance``, ``issubclass`` and subclasses mean what they did.
 
     Args:
+        name: of the class.
         choose: of the keyword arguments.
     """
     import deepspeed
 
-    deepspeed.PipelineEngine = choosing(deepspeed.PipelineEngine, choose)
+    setattr(deepspeed, name, choosing(getattr(deepspeed, name), choose))
 
 
 def choosing(stock: type, choose: Callable[[Mapping[str, Any]], type]) -> type:
@@ -183,6 +194,39 @@ def use_one_buffer(engine: Any) -> None:
 def next_batch(engine: Any) -> Any:
     """The next micro-batch of the data."""
     return engine._next_batch()
+
+
+#: What an engine without a pipeline remembers from step to step.
+_REMEMBERED = (
+    "global_steps",
+    "global_samples",
+    "micro_steps",
+    "skipped_steps",
+    "_step_applied",
+    "_global_grad_norm",
+    "_is_gradient_accumulation_boundary",
+    "_unmanaged_backward_count",
+)
+
+
+def remembered(engine: Any) -> dict[str, Any]:
+    """What an engine without a pipeline remembers from step to step, by name."""
+    return {name: getattr(engine, name) for name in _REMEMBERED}
+
+
+def remember(engine: Any, values: Mapping[str, Any]) -> None:
+    """Inverse of :func:`remembered`."""
+    for name, value in values.items():
+        setattr(engine, name, value)
+
+
+def forget_order(optimizer: Any) -> None:
+    """ZeRO-3: have DeepSpeed forget in which order modules have gathered their parameters. By that order it gathers
+    ahead and keeps what it will need again, and a newcomer, which does not know it, would gather other things.
+    """
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
 
 
 def gradient_norm(engine: Any) -> Any:

@@ -9,6 +9,7 @@ predecessor's batch, with reduced gradients and gathered parameters from the log
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,23 +73,39 @@ class Shard:
         groups = outer.bf16_groups if isinstance(outer, BF16_Optimizer) else outer.bit16_groups
         if any(parameter.grad is not None for group in groups for parameter in group):
             raise SwiftError("gradients are pending at the top of a batch: train through train_batch() alone")
-        return {
-            "masters": [master.detach() for master in self._masters],
-            "state": [dict(self._inner.state.get(master, {})) for master in self._masters],
-            "groups": [{k: v for k, v in group.items() if k != "params"} for group in self._inner.param_groups],
-            "facts": {name: getattr(outer, name) for name in _FACTS if hasattr(outer, name)},
-        }
+        return captured(outer, self._masters)
 
     def restore(self, values: dict[str, Any]) -> None:
         """Put a captured shard in place."""
-        masters = self._masters
-        self._inner.state.clear()
-        for master, stored, state in zip(masters, values["masters"], values["state"], strict=True):
-            master.data.copy_(stored)
-            if state:
-                self._inner.state[master] = state
-        for group, options in zip(self._inner.param_groups, values["groups"], strict=True):
-            group.update(options)
-        for name, value in values["facts"].items():
-            setattr(self._outer, name, value)
+        put_back(self._outer, self._masters, values)
         compat.link_moments(self._outer, there=all(values["state"]))
+
+
+def captured(outer: Any, masters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Masters, moments, hyper-parameters: live tensors, to be written at once.
+
+    Args:
+        outer: one of DeepSpeed's optimizers that shard.
+        masters: flat tensors that the optimizer inside steps.
+    """
+    inner = outer.optimizer
+    return {
+        "masters": [master.detach() for master in masters],
+        "state": [dict(inner.state.get(master, {})) for master in masters],
+        "groups": [{k: v for k, v in group.items() if k != "params"} for group in inner.param_groups],
+        "facts": {name: getattr(outer, name) for name in _FACTS if hasattr(outer, name)},
+    }
+
+
+def put_back(outer: Any, masters: Sequence[torch.Tensor], values: Mapping[str, Any]) -> None:
+    """Inverse of :func:`captured`."""
+    inner = outer.optimizer
+    inner.state.clear()
+    for master, stored, state in zip(masters, values["masters"], values["state"], strict=True):
+        master.data.copy_(stored)
+        if state:
+            inner.state[master] = state
+    for group, options in zip(inner.param_groups, values["groups"], strict=True):
+        group.update(options)
+    for name, value in values["facts"].items():
+        setattr(outer, name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,18 +42,7 @@ def models() -> dict[str, Callable[[], Sequence[nn.Module]]]:
         split = parallelize_module(net(), mesh["tp"], {"0": ColwiseParallel()})
         return [fully_shard(split, mesh=mesh["dp"])]
 
-    def zero() -> Sequence[nn.Module]:
-        import deepspeed
-
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 1},
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        }
-        engine, *_ = deepspeed.initialize(model=net(), config=config, dist_init_required=False)
-        return [engine]
-
-    return {each.__name__: each for each in (fsdp1, offload, beside_ddp, tensor_parallel, both, zero)}
+    return {each.__name__: each for each in (fsdp1, offload, beside_ddp, tensor_parallel, both)}
 
 
 def options() -> dict[str, tuple[SwiftConfig, int]]:
@@ -78,9 +66,6 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--zero", action="store_true", help="only that")
-    args = parser.parse_args()
     report = Report()
     shared_core.install()
     dist.init_process_group("gloo")
@@ -89,8 +74,7 @@ def main() -> None:
     attach = job.attach
     refused = {}
     for name, make in models().items():
-        if (name == "zero") == args.zero:
-            refused[name] = said(lambda make=make: attach(make(), []))  # type: ignore[misc]
+        refused[name] = said(lambda make=make: attach(make(), []))  # type: ignore[misc]
     fine = [fully_shard(net(), mesh=init_device_mesh("cpu", (1,)))]
     for name, (config, machines) in options().items():
         refused[name] = said(lambda c=config, m=machines: refuse(fine, sharded_modules(fine), c, m))  # type: ignore[misc]

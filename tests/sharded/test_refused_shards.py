@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from harness import Jobs
 
 from shared_core.testing.runner import ROOT
@@ -34,13 +33,6 @@ def test_each_is_refused_with_a_line(jobs: Jobs) -> None:
     for name, words in SAYS.items():
         assert words in refused[name], (name, refused[name])
         assert refused[name].endswith("See docs/sharded.md") or name == "nothing"
-
-
-@pytest.mark.nightly
-def test_zero_is_refused_with_a_line(jobs: Jobs) -> None:
-    result = jobs.run("sharded_refusals.py", nproc=1, args=["--zero"])
-    assert result.status == 0, result.tail()
-    assert "a DeepSpeed engine without a pipeline (ZeRO)" in result.reports[0]["extra"]["refused"]["zero"]
 
 
 def test_the_page_quotes_the_lines() -> None:

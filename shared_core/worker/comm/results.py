@@ -36,6 +36,7 @@ class Results:
         peak_bytes: what a group's log took of memory at most.
         inputs: of operations that can run again.
         sharded: parameters are divided over the ranks, and gathered: their shards are kept, not what they gave.
+        padded: inputs of reduce-scatter have places that nobody has written, so no newcomer has the same there.
         lent: in here nobody overwrites the inputs of operations.
     """
 
@@ -53,11 +54,11 @@ class Results:
         self._spilling = Spilling(state.rank)
         self.spilled_bytes = self.peak_bytes = 0
         self.inputs = KeptInputs()
-        self.sharded = self.lent = False
+        self.sharded = self.padded = self.lent = False
 
-    def shard(self, sharded: bool) -> None:
-        """See the attribute. All ranks call this at the same place of the program."""
-        self.sharded = sharded
+    def shard(self, sharded: bool, *, padded: bool) -> None:
+        """See the attributes. All ranks call this at the same place of the program."""
+        self.sharded, self.padded = sharded, padded
 
     @contextmanager
     def lending(self) -> Iterator[None]:

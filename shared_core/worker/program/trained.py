@@ -16,6 +16,7 @@ from shared_core.errors import Unsupported
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.op import Op
+from shared_core.worker.sharded.own import Owner, OwnState
 from shared_core.worker.sharded.shard import SHARD, Shard
 from shared_core.worker.sharded.support import refuse, sharded_modules
 from shared_core.worker.state.attached import Attached
@@ -66,7 +67,7 @@ class Trained:
         self._alike = self._keeps_tops = False
         self._loose: Loose
         self.replicas: list[int] = []
-        self.shard: Shard | None = None
+        self.shard: OwnState | None = None
 
     def attach(
         self,
@@ -78,9 +79,9 @@ class Trained:
     ) -> None:
         """See :meth:`Job.attach`."""
         self._refuse_devices(modules)
-        fully_sharded = sharded_modules(modules)
-        if fully_sharded:
-            refuse(modules, fully_sharded, self._config, self._machines)
+        divided = sharded_modules(modules)
+        if divided:
+            refuse(modules, divided, self._config, self._machines, optimizers)
         self._buckets.attach(modules)
         if self._buckets.modules and self._config.reroutes:
             raise Unsupported(
@@ -101,16 +102,16 @@ class Trained:
         self._loose = Loose(replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()})
         # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own; a
         # shard is published with all that was changed.
-        loose = self._loose if alike and not self._config.reroutes and not fully_sharded else None
+        loose = self._loose if alike and not self._config.reroutes and not divided else None
         self._updates.attach(
             replicated,
             undo=self._config.resizes,
             sharded=sharded,
-            own=bool(fully_sharded),
+            own=bool(divided),
             loose=loose,
             parts=self._overlaps,
         )
-        self._attach_shard(fully_sharded, replicated)
+        self._attach_shard(divided, replicated)
         if self._keeps_tops:
             self._updates.outside.expect()
         if replicas is not None:
@@ -118,9 +119,10 @@ class Trained:
         if not self._config.log.spill_bytes:
             # Of two steps: gradients (in fp32 at most) and, of a sharded stage, gathered parameters.
             extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
-            self._runtime.results.limit(max(2 * (replicated.nbytes + extra), 4 << 20))
+            step = self.shard.step_bytes if self.shard is not None else replicated.nbytes + extra
+            self._runtime.results.limit(max(2 * step, 4 << 20))
         self._register(Attached(modules, replicated, alike=alike))
-        if (optimizers or sharded) and os.environ.get("SWIFT_FAULTS") and modules:
+        if (optimizers or sharded or divided) and os.environ.get("SWIFT_FAULTS") and modules:
             self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
 
     def _forward_done(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
@@ -155,12 +157,14 @@ class Trained:
         if wanted == "always" or (wanted == "auto" and alone):
             self._runtime.results.log_to_disk()
 
-    def _attach_shard(self, fully_sharded: Sequence[Any], replicated: Replicated) -> None:
+    def _attach_shard(self, divided: Sequence[Any], replicated: Replicated) -> None:
         if self.shard is not None:
             self._parts.unregister(SHARD)
-        results = self._runtime.results
-        results.shard(bool(fully_sharded))
-        self.shard = Shard(fully_sharded, replicated, results) if fully_sharded else None
+        results, self.shard = self._runtime.results, None
+        if divided:
+            engine = divided[0]
+            self.shard = engine.own_state() if isinstance(engine, Owner) else Shard(divided, replicated, results)
+        results.shard(self.shard is not None, padded=self.shard is not None and self.shard.padded)
         if self.shard is not None:
             self._parts.register(SHARD, self.shard.capture, self.shard.restore)
 

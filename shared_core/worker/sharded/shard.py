@@ -25,13 +25,15 @@ _REPLICATED = -1
 
 
 class Shard:
-    """The shard of one rank.
+    """The shard of one rank; see :class:`~shared_core.worker.sharded.own.OwnState`.
 
     Args:
         modules: those with ``fully_shard``.
         replicated: all parameters, sharded or not, and the optimizers.
         results: the log of operations. FSDP reduces gradients from memory of their own, which it does not overwrite.
     """
+
+    padded = False
 
     def __init__(self, modules: Sequence[Any], replicated: Replicated, results: Results) -> None:
         self._modules, self._replicated = list(modules), replicated
@@ -43,6 +45,11 @@ class Shard:
         here. All ranks agree, because the script decides it.
         """
         return compat.unsettled(self._modules)
+
+    @property
+    def step_bytes(self) -> int:
+        """What the logs of a step take of memory, about, in bytes."""
+        return self._replicated.nbytes
 
     def reshard(self) -> None:
         """Let go of gathered parameters, as after a backward. An evaluation leaves those of the root gathered, and a

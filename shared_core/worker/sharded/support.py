@@ -13,22 +13,28 @@ from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
 from shared_core.worker.sharded import compat
 from shared_core.worker.sharded.local import is_distributed
+from shared_core.worker.sharded.own import Owner
 
 _PAGE = "See docs/sharded.md"
 
 
 def sharded_modules(modules: Sequence[nn.Module]) -> list[Any]:
-    """Those of these modules, and of the modules in them, to which ``fully_shard`` was applied.
+    """Engines among these modules that divide their models themselves; else those of these modules, and of the modules
+    in them, to which ``fully_shard`` was applied.
 
     Raises:
-        Unsupported: for FSDP1, for engines of DeepSpeed, and for distributed tensors that ``fully_shard`` has not made.
+        Unsupported: for FSDP1, for engines of DeepSpeed that were made without recovery, and for distributed tensors
+            that ``fully_shard`` has not made.
     """
+    owners = [each for each in modules if isinstance(each, Owner)]
+    if owners:
+        return owners
     # What is not imported is not used.
     fsdp, deepspeed = sys.modules.get("torch.distributed.fsdp"), sys.modules.get("deepspeed")
     if deepspeed is not None and any(isinstance(each, deepspeed.DeepSpeedEngine) for each in modules):
         raise Unsupported(
-            "a DeepSpeed engine without a pipeline (ZeRO) cannot be recovered: use fully_shard() of "
-            f"torch.distributed.fsdp, or a pipeline with ZeRO stage 0 or 1. {_PAGE}"
+            'this DeepSpeed engine was made without recovery: add "swift_recovery": {} to its configuration, where '
+            f"swiftrun finds it before the program runs. {_PAGE}"
         )
     every = [child for module in modules for child in module.modules()] if fsdp is not None else []
     if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in every):
@@ -48,14 +54,21 @@ def sharded_modules(modules: Sequence[nn.Module]) -> list[Any]:
     return found
 
 
-def refuse(modules: Sequence[nn.Module], sharded: Sequence[Any], config: SwiftConfig, machines: int) -> None:
+def refuse(
+    modules: Sequence[nn.Module],
+    sharded: Sequence[Any],
+    config: SwiftConfig,
+    machines: int,
+    optimizers: Sequence[Any] = (),
+) -> None:
     """Refuse what cannot be exact, or is not built yet.
 
     Args:
         modules: all that are trained.
-        sharded: those of them with ``fully_shard``.
+        sharded: those of them with ``fully_shard``, or the engine.
         config: the options of the job.
         machines: on which the job runs.
+        optimizers: that were attached.
 
     Raises:
         Unsupported: naming it, and what to do instead.
@@ -74,6 +87,12 @@ def refuse(modules: Sequence[nn.Module], sharded: Sequence[Any], config: SwiftCo
         raise Unsupported(
             f"this job runs on {machines} machines, and a shard has no copy on another one: use one machine. {_PAGE}"
         )
+    if isinstance(sharded[0], Owner):
+        if len(modules) > 1 or optimizers:
+            raise Unsupported(
+                f"a job with a DeepSpeed engine trains nothing else: attach the engine, loaders and counters. {_PAGE}"
+            )
+        return
     if compat.offloads(sharded):
         raise Unsupported(f"CPUOffloadPolicy cannot be recovered: leave offload_policy out. {_PAGE}")
     if any(isinstance(each, DistributedDataParallel) for each in modules):

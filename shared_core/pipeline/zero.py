@@ -1,0 +1,230 @@
+"""DeepSpeed's engine without a pipeline, whose ZeRO divides optimizer state, gradients and parameters over the ranks.
+
+Each rank publishes all that it has at each batch top: with stage 3 its partition of the parameters, with stages 1 and 2
+all of them, and its partition of the masters and moments. A newcomer takes that, and runs its predecessor's batch again
+with its updates. What ranks gather they gather again for it; what they reduce comes from the log, or is reduced again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from shared_core.errors import Unsupported
+from shared_core.job import current_job
+from shared_core.pipeline import compat
+from shared_core.pipeline.sharded import captured, evaluates, put_back
+from shared_core.worker.sharded.own import Owner
+
+_PAGE = "See docs/zero.md"
+#: Of DeepSpeed's optimizers that divide: what each calls the flat tensors that the optimizer inside steps.
+_MASTERS = {
+    "BF16_Optimizer": "fp32_groups_flat_partition",
+    "DeepSpeedZeroOptimizer": "single_partition_of_fp32_groups",
+    "DeepSpeedZeroOptimizer_Stage3": "fp32_partitioned_groups_flat",
+}
+
+
+class SwiftZeroEngine(Owner, DeepSpeedEngine):  # type: ignore[misc]
+    """A :class:`deepspeed.DeepSpeedEngine` whose workers can be replaced, once it is given to
+    :func:`shared_core.attach`. Outside ``swiftrun`` it is DeepSpeed's engine.
+
+    Attributes:
+        pending: there are gradients that no update has used yet.
+    """
+
+    pending = False
+
+    def own_state(self) -> ZeroState:
+        """What this rank has of the model."""
+        refuse_zero(self)
+        return ZeroState(self)
+
+    def holds(self, each: object) -> bool:
+        """Whether the engine has this inside: its model, optimizers, or schedule of learning rates."""
+        optimizer = self.optimizer
+        own = (self.module, optimizer, getattr(optimizer, "optimizer", None), self.lr_scheduler)
+        return each is not None and any(each is part for part in own)
+
+    def _backward_epilogue(self) -> None:
+        self.pending = True
+        super()._backward_epilogue()
+
+    def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
+        job = current_job()
+        if job is None:
+            super()._take_model_step(*args, **kwargs)
+            return
+        if job.trained.shard is None:
+            raise Unsupported(
+                "the DeepSpeed engine takes a step, and its batches are not known: write job = "
+                f"shared_core.attach(engine), and read the batches through job.steps(loader). {_PAGE}"
+            )
+        with job.updates.steps.update():
+            super()._take_model_step(*args, **kwargs)
+        self.pending = False
+
+
+class ZeroState:
+    """What one rank has; see :class:`~shared_core.worker.sharded.own.OwnState`.
+
+    Args:
+        engine: with one of DeepSpeed's optimizers that divide.
+    """
+
+    def __init__(self, engine: SwiftZeroEngine) -> None:
+        self._engine, self._optimizer = engine, engine.optimizer
+        self.padded = self._divides_parameters = engine.zero_optimization_stage() == 3
+        if self._divides_parameters:
+            # Before DeepSpeed's own. A second one, of a later attach(), finds nothing to do.
+            forget = lambda *_: compat.forget_order(self._optimizer)  # noqa: E731
+            engine.module.register_forward_pre_hook(forget, prepend=True)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether gradients are pending; between the micro-batches of a step no newcomer can begin."""
+        return self._engine.pending
+
+    @property
+    def step_bytes(self) -> int:
+        """Gradients of each micro-batch, and gathered parameters, in fp32 at most."""
+        numel: int = sum(getattr(each, "ds_numel", each.numel()) for each in self._engine.module.parameters())
+        micro_batches: int = self._engine.gradient_accumulation_steps()
+        return 4 * numel * (1 + micro_batches)
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters."""
+        if self._divides_parameters:
+            self._optimizer.empty_partition_cache()
+
+    @property
+    def _masters(self) -> list[torch.Tensor]:
+        return list(getattr(self._optimizer, _MASTERS[type(self._optimizer).__name__]))
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        """What is here of each; in fp32 with stage 3 that of trained ones is in the masters."""
+        masters = {each.untyped_storage().data_ptr() for each in self._masters}
+        for parameter in self._engine.module.parameters():
+            part = getattr(parameter, "ds_tensor", parameter).detach()
+            if part.untyped_storage().data_ptr() not in masters:
+                yield part
+
+    def capture(self) -> dict[str, Any]:
+        """Parameters, masters, moments, hyper-parameters, counters: live tensors, to be written at once."""
+        schedule = self._engine.lr_scheduler
+        return {
+            "parameters": list(self._parameters()),
+            "optimizer": captured(self._optimizer, self._masters),
+            "engine": compat.remembered(self._engine),
+            "schedule": schedule.state_dict() if schedule is not None else None,
+            "partition": self._of_partition() if self._divides_parameters else {},
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Put a captured state in place."""
+        self.reshard()
+        for part, stored in zip(self._parameters(), values["parameters"], strict=True):
+            part.copy_(stored)
+        put_back(self._optimizer, self._masters, values["optimizer"])
+        if not self._divides_parameters:
+            compat.link_moments(self._optimizer, there=all(values["optimizer"]["state"]))
+        compat.remember(self._engine, values["engine"])
+        if values["schedule"] is not None:
+            self._engine.lr_scheduler.load_state_dict(values["schedule"])
+        if self._divides_parameters:
+            self._put_back_of_partition(values["partition"])
+
+    def gradients(self) -> dict[int, Any]:
+        """None are pending where a newcomer can begin."""
+        return {}
+
+    def set_gradients(self, gradients: Mapping[int, Any]) -> None:
+        """See :meth:`gradients`."""
+
+    # -- stage 3 alone -------------------------------------------------------------------------------------------------
+
+    def _of_partition(self) -> dict[str, Any]:
+        """What DeepSpeed remembers of parameters: gradients of the last step, which it uses again for those that a
+        batch does not reach; and those that it has noticed to be used by a module that they are not in, or returned by
+        one, by its numbers.
+        """
+        module = self._engine.module
+        uses = {each.ds_id: [p.ds_id for _, p in each.ds_external_parameters()] for each in _numbered(module)}
+        return {
+            "gradients": self._optimizer.grad_partitions_flat_buffer,
+            "uses": {number: found for number, found in uses.items() if found},
+            "returned": [p.ds_id for p in module.parameters() if p.is_external_param],
+        }
+
+    def _put_back_of_partition(self, values: Mapping[str, Any]) -> None:
+        self._optimizer.grad_partitions_flat_buffer.copy_(values["gradients"])
+        module = self._engine.module
+        parameters = {parameter.ds_id: parameter for parameter in module.parameters()}
+        for each in _numbered(module):
+            for number in values["uses"].get(each.ds_id, ()):
+                deepspeed.zero.register_external_parameter(each, parameters[number])
+        for number in values["returned"]:
+            parameters[number].is_external_param = True
+
+
+def _numbered(module: Any) -> list[Any]:
+    return [each for each in module.modules() if hasattr(each, "ds_id")]
+
+
+def refuse_zero(engine: Any) -> None:
+    """Refuse what cannot be exact, or is not built yet.
+
+    Raises:
+        Unsupported: naming it, and what to do instead.
+    """
+    for name, wrong in _found(engine):
+        if wrong:
+            raise Unsupported(f"{name}. {_PAGE}")
+
+
+def _found(engine: Any) -> Iterator[tuple[str, bool]]:
+    """What is refused, from the most general on, and whether it is there."""
+    zero, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    yield "an engine without an optimizer cannot be recovered: only training is", evaluates(optimizer)
+    yield (
+        "ZeRO stage 0 divides nothing, and cannot be recovered: use stage 1, 2 or 3, or DistributedDataParallel alone",
+        zero == 0,
+    )
+    yield (
+        "fp16 with its loss scale cannot be recovered in this version: train in bf16 or fp32",
+        engine.fp16_enabled() or getattr(optimizer, "torch_autocast_gradscaler", None) is not None,
+    )
+    offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
+    yield (
+        "offload of optimizer or parameters cannot be recovered: leave offload_optimizer and offload_param out",
+        any(each is not None and each.device != "none" for each in offloads),
+    )
+    yield (
+        "the parts of ZeRO++ cannot be recovered: leave zero_hpz_partition_size and zero_quantized_* out",
+        engine.zero_hpz_partition_size() > 1
+        or bool(
+            engine.zero_quantized_weights()
+            or engine.zero_quantized_nontrainable_weights()
+            or engine.zero_quantized_gradients()
+        ),
+    )
+    yield "experts cannot be recovered", bool(engine.has_moe_layers)
+    yield (
+        "only data parallelism can be recovered: leave tensor, sequence and expert parallelism out",
+        engine.mpu is not None or dist.get_world_size(engine.seq_data_parallel_group) != dist.get_world_size(),
+    )
+    yield (
+        "data efficiency and DeepCompile cannot be recovered: leave data_efficiency and compile out",
+        bool(engine.data_efficiency_enabled() or engine.is_deepcompile_enabled()),
+    )
+    inner = getattr(optimizer, "optimizer", None)
+    yield (
+        f"{type(optimizer).__name__} around {type(inner).__name__} cannot be recovered: use an optimizer of torch, or "
+        "torch_adam in the DeepSpeed configuration, and ZeRO without additions",
+        type(optimizer).__name__ not in _MASTERS or not type(inner).__module__.startswith("torch.optim"),
+    )

@@ -1,0 +1,55 @@
+"""What one rank has of a model that is divided over the ranks, whoever has divided it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class OwnState(Protocol):
+    """Parameters and optimizer state that this rank publishes, because no other one has all of them.
+
+    Attributes:
+        unsettled: there is what belongs to no shard (gradients that are not reduced yet), so no newcomer can begin
+            here. All ranks agree, because the script decides it.
+        step_bytes: what the logs of a step take of memory, about, in bytes.
+        padded: inputs of reductions have places that nobody has written.
+    """
+
+    @property
+    def unsettled(self) -> bool: ...
+    @property
+    def step_bytes(self) -> int: ...
+    @property
+    def padded(self) -> bool: ...
+
+    def reshard(self) -> None:
+        """Let go of gathered parameters, so that a newcomer and its peers gather the same from here on."""
+
+    def capture(self) -> dict[str, Any]:
+        """All of it: live tensors, to be written at once."""
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`capture`."""
+
+    def gradients(self) -> dict[int, Any]:
+        """Those that are pending where it is not unsettled, by place, as plain data."""
+
+    def set_gradients(self, gradients: Mapping[int, Any]) -> None:
+        """Inverse of :meth:`gradients`."""
+
+
+class Owner:
+    """Base of modules that divide a model themselves: engines."""
+
+    def own_state(self) -> OwnState:
+        """What this rank has.
+
+        Raises:
+            Unsupported: it cannot be recovered.
+        """
+        raise NotImplementedError
+
+    def holds(self, each: object) -> bool:
+        """Whether this is a part of the engine, and what it has is in :meth:`own_state`: its optimizer, say."""
+        raise NotImplementedError

@@ -1,0 +1,106 @@
+"""DeepSpeed's ZeRO without a pipeline loses workers and ends, on every rank, with the bits of stock DeepSpeed without a
+loss: parameters, masters and moments of all shards, counters, generators."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Jobs, few
+
+from shared_core.faults import ANY_STEP, Fault
+from shared_core.testing.runner import compare
+
+pytest.importorskip("deepspeed")
+
+STAGES = ["1", "2", "3"]
+#: Two epochs have six batches and seven tops each, the last one for the end. With stages 1 and 2 a step reduces six
+#: times, sums the norm, and gathers; with stage 3 it gathers more than ten times before its first reduction.
+LOSSES: dict[str, tuple[int, list[Fault]]] = {
+    "in_the_forward": (2, [Fault(1, 4, "forward", "SIGKILL")]),
+    "a_reduction": (4, [Fault(2, 4, "collective.before", "SIGKILL", nth=4)]),
+    "after_a_reduction": (2, [Fault(0, 9, "collective.after", "SIGKILL", nth=3)]),
+    "late_in_the_step": (4, [Fault(3, 5, "collective.before", "SIGKILL", nth=8)]),
+    "in_the_update": (4, [Fault(1, 5, "update.during", "SIGKILL", nth=20)]),
+    "before_the_update": (2, [Fault(0, 3, "update.before", "SIGKILL")]),
+    "after_the_update": (2, [Fault(1, 11, "update.after", "SIGKILL")]),
+    "at_a_batch_top": (4, [Fault(0, 6, "batch_top", "SIGKILL")]),
+    "in_the_first_batch": (2, [Fault(1, 1, "collective.after", "SIGKILL", nth=6)]),
+    "before_the_first_batch": (2, [Fault(1, 0, "startup", "SIGKILL")]),
+    "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=5), Fault(3, 4, "forward", "SIGKILL")]),
+    "all_but_one": (4, [Fault(rank, 4, "update.before", "SIGKILL") for rank in (0, 1, 2)]),
+    "one_rank_again": (2, [Fault(1, step, "forward", "SIGKILL", incarnation=n) for n, step in enumerate((3, 4, 10))]),
+    "the_newcomer": (
+        4,
+        [Fault(1, 4, "update.before", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
+    ),
+    "a_survivor_in_the_recovery": (
+        4,
+        [Fault(1, 4, "forward", "SIGKILL"), Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL")],
+    ),
+    "the_newcomer_in_the_same_batch": (
+        2,
+        [
+            Fault(1, 5, "update.during", "SIGKILL", nth=9),
+            Fault(1, 5, "collective.after", "SIGKILL", nth=5, incarnation=1),
+        ],
+    ),
+    "stopped": (2, [Fault(1, 3, "collective.before", "SIGSTOP", nth=5)]),
+}
+#: What each makes of DeepSpeed: how it is started, and the optimizer that it has then.
+WAYS: dict[str, tuple[list[str], str]] = {
+    "bf16_1": (["--stage", "1", "--bf16"], "DeepSpeedZeroOptimizer"),
+    "bf16_2": (["--stage", "2", "--bf16"], "DeepSpeedZeroOptimizer"),
+    "bf16_3": (["--stage", "3", "--bf16"], "DeepSpeedZeroOptimizer_Stage3"),
+    "bf16_accumulated_in_fp32_1": (["--stage", "1", "--bf16", "--accumulate-fp32"], "BF16_Optimizer"),
+    "bf16_accumulated_in_fp32_2": (["--stage", "2", "--bf16", "--accumulate-fp32"], "DeepSpeedZeroOptimizer"),
+    "bf16_accumulated_in_fp32_3": (["--stage", "3", "--bf16", "--accumulate-fp32"], "DeepSpeedZeroOptimizer_Stage3"),
+    "accumulate_1": (["--stage", "1", "--accumulate", "3"], "DeepSpeedZeroOptimizer"),
+    "accumulate_2": (["--stage", "2", "--accumulate", "3"], "DeepSpeedZeroOptimizer"),
+    "accumulate_3": (["--stage", "3", "--accumulate", "3"], "DeepSpeedZeroOptimizer_Stage3"),
+    "reduce_2": (["--stage", "2", "--reduce"], "DeepSpeedZeroOptimizer"),
+    "scattered_1": (["--stage", "1", "--scattered"], "DeepSpeedZeroOptimizer"),
+    "scattered_3": (["--stage", "3", "--scattered"], "DeepSpeedZeroOptimizer_Stage3"),
+    "evaluate_1": (["--stage", "1", "--evaluate"], "DeepSpeedZeroOptimizer"),
+    "evaluate_3": (["--stage", "3", "--evaluate"], "DeepSpeedZeroOptimizer_Stage3"),
+    "borrow_3": (["--stage", "3", "--borrow"], "DeepSpeedZeroOptimizer_Stage3"),
+    "freeze_2": (["--stage", "2", "--freeze"], "DeepSpeedZeroOptimizer"),
+    "freeze_3": (["--stage", "3", "--freeze"], "DeepSpeedZeroOptimizer_Stage3"),
+    "skip_1": (["--stage", "1", "--skip"], "DeepSpeedZeroOptimizer"),
+    "skip_2": (["--stage", "2", "--skip"], "DeepSpeedZeroOptimizer"),
+    "skip_3": (["--stage", "3", "--skip"], "DeepSpeedZeroOptimizer_Stage3"),
+}
+USUAL = [
+    ("1", "in_the_update"),
+    ("1", "a_reduction"),
+    ("2", "late_in_the_step"),
+    ("2", "two_at_once"),
+    ("3", "in_the_forward"),
+    ("3", "a_reduction"),
+    ("3", "in_the_update"),
+]
+CASES = {f"{stage}-{name}": (stage, name) for stage in STAGES for name in LOSSES}
+
+
+@pytest.mark.parametrize("case", few(CASES, *(f"{stage}-{name}" for stage, name in USUAL)))
+def test_a_loss_changes_no_bit(case: str, jobs: Jobs) -> None:
+    stage, name = CASES[case]
+    nproc, faults = LOSSES[name]
+    result = jobs.check("zero.py", nproc=nproc, args=["--stage", stage], faults=faults)
+    assert {report["extra"]["engine"] for report in result.reports.values()} == {"SwiftZeroEngine"}
+
+
+@pytest.mark.parametrize("way", few(WAYS, "bf16_1", "bf16_accumulated_in_fp32_1", "bf16_3", "accumulate_2"))
+def test_ways_of_training(way: str, jobs: Jobs) -> None:
+    args, optimizer = WAYS[way]
+    faults = [Fault(1, 5, "collective.before", "SIGKILL", nth=2), Fault(0, 9, "update.during", "SIGKILL", nth=7)]
+    if "--accumulate" in args:  # the end of a step, and its middle
+        faults = [Fault(1, 6, "collective.before", "SIGKILL", nth=2), Fault(0, 9, "forward", "SIGKILL")]
+    result = jobs.check("zero.py", args=args, faults=faults)
+    assert {report["extra"]["optimizer"] for report in result.reports.values()} == {optimizer}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_a_loss_nothing_differs(stage: str, jobs: Jobs) -> None:
+    result = jobs.run("zero.py", nproc=4, args=["--stage", stage])
+    compare(result, jobs.reference("zero.py", nproc=4, args=["--stage", stage]))
+    assert not result.kinds("lost")
