@@ -132,7 +132,7 @@ def test_another_member_is_asked(tmp_path: Path) -> None:
     """Where one refuses, hangs, or loses the answer to a request that took effect."""
     with Etcd(tmp_path) as one, socket.create_server(("127.0.0.1", 0)) as hangs:
         nobody = f"127.0.0.1:1,127.0.0.1:{hangs.getsockname()[1]}"
-        store = backend(f"{nobody},{one.endpoints}", timeout_s=0.2)
+        store = backend(f"{nobody},{one.endpoints}", timeout_s=1.0)
         stored = store.set_state(b"one")
         assert stored is not None and stored[2]
         assert store.endpoint == parse_endpoints(one.endpoints, "etcd")[0]
