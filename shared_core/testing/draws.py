@@ -282,7 +282,8 @@ def _in_a_copy(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tu
     elif whose == "giver":
         second = Fault(min(peers), ANY_STEP, "copy.give", kind)
     else:
-        second = Fault(rank, ANY_STEP, "copy.take", kind, rng.randint(1, 2), incarnation=1)
+        # At the first message: more come only if the others still train, and they may wait by then.
+        second = Fault(rank, ANY_STEP, "copy.take", kind, incarnation=1)
     return (first, second), f"{place + 2}:{2 if whose == 'newcomer' else 1}"
 
 
