@@ -235,7 +235,7 @@ class Attempts:
             self._wakeup.tell()  # its process is there
 
     def _in_what(self) -> Start:
-        address = self._crew.meeting.address if self._crew is not None else ""
+        address = self._crew.address if self._crew is not None else ""
         return Start(self.places, self.now, address, self._resizing.line, self._telling.run_id)
 
     def _take(self, places: Places) -> None:
@@ -249,12 +249,12 @@ class Attempts:
         self._starter.open_logs(mine)
         team = crew.team(self._attempt, self.number) if crew is not None else None
         if crew is not None:
-            self._telling.call(crew.meeting.run_id)
+            self._telling.call(crew.run_id)
         self.close()
         place = (self._spec.local_addr or LOOPBACK, 0 if self.number else self._store_port)
         if team is not None and crew is not None:
-            if self._attempt is None and crew.meeting.line:  # given a place in the middle of the job
-                line = Resized.from_json(crew.meeting.line, "first")
+            if self._attempt is None and crew.line:  # given a place in the middle of the job
+                line = Resized.from_json(crew.line, "first")
                 self._resizing.start_over(line)
                 crew.gather(team.machines, line)
             self.number, place = team.number, (team.host, team.port)

@@ -40,9 +40,6 @@ class Crew:
         stop_workers: called on a thread when the workers of this machine must be killed at once.
         number: gives the number of the attempt.
         secret: that this machine has.
-
-    Attributes:
-        meeting: see above.
     """
 
     def __init__(
@@ -56,19 +53,24 @@ class Crew:
         number: Callable[[], int],
         secret: Secret,
     ) -> None:
-        self.meeting, self._job_dir = meeting, job_dir
-        self.pause, self.changed = pause, wake
-        self._stop_workers, self._number = stop_workers, number
+        self._meeting, self._job_dir = meeting, job_dir
+        self._wake, self._stop_workers = wake, stop_workers
         self._gone: set[str] = set()
         self._copies = Copies(job_dir / CHECKPOINTS)
         self._secret, self._key = secret, derive(secret.raw, meeting.get_run_id())
         self._listener: socket.socket | None = None
         self._server: MirrorServer | None = None
         self._sender: Sender | None = None
-        self.mark = "" if secret.named else mark(self._key)
+        self._pause, self._number = pause, number
+        self._mark = "" if secret.named else mark(self._key)
         meeting.attend(self)
 
     # -- what the meeting asks of this machine ------------------------------------------------------------------------
+
+    @property
+    def mark(self) -> str:
+        """See :class:`Listener`."""
+        return self._mark
 
     @property
     def number(self) -> int:
@@ -80,20 +82,38 @@ class Crew:
         on a key.
         """
         if self._listener is None:
-            ports = self.meeting.ports
+            ports = self._meeting.ports
             if ports.store:
                 ports.take(address, ports.store).close()  # if this machine is to host the store
             self._listener = ports.take(address, ports.copies)
         return int(self._listener.getsockname()[1])
 
+    def pause(self, seconds: float) -> None:
+        """See :class:`Listener`."""
+        self._pause(seconds)
+
+    def changed(self) -> None:
+        """See :class:`Listener`."""
+        self._wake()
+
     def fence(self, reason: str) -> None:
         """See :class:`Listener`."""
         self._stop_workers()
-        if self.meeting.port:
-            sever(self.meeting.port)  # the agent's main thread may wait there
-        self.changed()
+        if self._meeting.port:
+            sever(self._meeting.port)  # the agent's main thread may wait there
+        self._wake()
 
     # -- what the agent asks of the others ----------------------------------------------------------------------------
+
+    @property
+    def run_id(self) -> str:
+        """Of this start of the job, equal on all machines."""
+        return self._meeting.run_id
+
+    @property
+    def address(self) -> str:
+        """This machine's."""
+        return self._meeting.address
 
     def team(self, before: Attempt | None, number: int) -> Team | None:
         """This machine's place in the attempt that begins.
@@ -102,7 +122,7 @@ class Crew:
             before: the attempt that ends; None if this machine was just given its place.
             number: of the attempt that begins after it.
         """
-        team = self.meeting.team
+        team = self._meeting.team
         if team is not None and self._server is None:
             self._open(first=team.slot == 0)
         if team is None or before is None:
@@ -111,12 +131,12 @@ class Crew:
 
     def _open(self, *, first: bool) -> None:
         """Exchange copies from now on."""
-        self._key, said = agreed_key(self._key, self._secret, self.meeting.agreed, first=first)
+        self._key, said = agreed_key(self._key, self._secret, self._meeting.agreed, first=first)
         if said:
             console(said)
         leave(self._job_dir, self._key)
         self._server = MirrorServer(self._job_dir / MIRROR, self._copies.serve, self._key, self._listener)
-        self._sender = Sender(self._copies, lambda: self.meeting.name, self._key)
+        self._sender = Sender(self._copies, lambda: self._meeting.name, self._key)
 
     def check(self, ledger: Ledger) -> None:
         """May this machine's workers go on?
@@ -124,19 +144,19 @@ class Crew:
         Raises:
             Fenced: if not.
         """
-        lease, team = self.meeting.lease, self.meeting.team
+        lease, team = self._meeting.lease, self._meeting.team
         if self._sender is not None:
             self._sender.machines = ledger.machines
         if lease is None or team is None:
             return
         if lease.fenced:
             raise Fenced(lease.fenced)
-        if ledger.machines[team.slot] != self.meeting.name:
+        if ledger.machines[team.slot] != self._meeting.name:
             raise Fenced("its lease ran out, and its place was given away")
 
     def why(self, error: Exception) -> str:
         """Why this machine had to stop its workers, where ``error`` ended its part."""
-        return (self.meeting.lease.fenced if self.meeting.lease is not None else "") or str(error)
+        return (self._meeting.lease.fenced if self._meeting.lease is not None else "") or str(error)
 
     def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing, *, restart: bool) -> Entry | None:
         """Give the places of lost machines to spare ones, or go on with another number of machines.
@@ -150,7 +170,7 @@ class Crew:
         Returns:
             The ledger's entry; None if there is nothing to do, or another agent was first.
         """
-        lease, ledger = self.meeting.lease, attempt.ledger
+        lease, ledger = self._meeting.lease, attempt.ledger
         if lease is None:
             return None
         lease.expect(ledger.machines)
@@ -189,9 +209,14 @@ class Crew:
         Raises:
             Fenced: if it has none.
         """
-        if not self.meeting.regroup(machines, number) or self.meeting.team is None:
+        if not self._meeting.regroup(machines, number) or self._meeting.team is None:
             raise Fenced("the others go on without this machine")
-        return self.meeting.team.slot
+        return self._meeting.team.slot
+
+    @property
+    def line(self) -> str:
+        """What the attempt goes on from in which this machine was given its place; see :class:`Resizing`."""
+        return self._meeting.line
 
     def gather(self, machines: Sequence[str | None], line: Resized) -> None:
         """Get what all ranks of the attempt before had published, and the state that was handed on."""
@@ -209,9 +234,18 @@ class Crew:
         """Get what the last holders of ``ranks``, on a machine that is lost, had published, from who kept it."""
         taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
         if taken:
-            others = [machine for machine in ledger.machines if machine != self.meeting.name]
+            others = [machine for machine in ledger.machines if machine != self._meeting.name]
             with _from_others(taken):
                 mirror.fetch(others, taken, number, self._job_dir)
+
+    @property
+    def job_ends_here(self) -> bool:
+        """Whether the job cannot outlive this machine."""
+        return self._meeting.store_dies_here
+
+    def leave(self, *, over: bool) -> None:
+        """Go, and say so; see :meth:`Meeting.leave`."""
+        self._meeting.leave(over=over)
 
     def send_no_more(self) -> None:
         """The job ends on this machine: its snapshots are not copied any more. Others may ask for what is here."""

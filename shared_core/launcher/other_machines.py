@@ -70,8 +70,8 @@ class OtherMachines:
         """Go, and say so."""
         attempts = self._attempts
         over = attempts.begun and attempts.now.ledger.over is not None
-        if attempts.begun and not over and self._crew.meeting.store_dies_here:
+        if attempts.begun and not over and self._crew.job_ends_here:
             attempts.write_failure(attempts.places.ranks[0], "the machine that hosts the store was told to end")
             over = True
-        self._crew.meeting.leave(over=over)
+        self._crew.leave(over=over)
         self._crew.close()
