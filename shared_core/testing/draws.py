@@ -271,7 +271,7 @@ def _in_a_copy(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tu
     that gives it the state, or of another one. The others wait at a later step for the copy to begin.
     """
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
-    rank, place = rng.randrange(world), rng.randrange(4)
+    rank, place = rng.randrange(world), rng.randrange(1, 5)  # before the first batch newcomers are waited for
     peers = [each for each in range(world) if each // pipelines == rank // pipelines and each != rank]
     others = [each for each in range(world) if each != rank and (pipelines > 2 or each not in peers)]
     whose = rng.choice(("newcomer", "giver", "other") if pipelines > 2 else ("newcomer", "other"))

@@ -138,7 +138,7 @@ def test_another_member_is_asked(tmp_path: Path) -> None:
         assert store.endpoint == parse_endpoints(one.endpoints, "etcd")[0]
         begun = time.monotonic()
         assert store.get_state() == stored[:2]
-        assert time.monotonic() - begun < 0.2, "the member that answered last is asked first"
+        assert time.monotonic() - begun < 1.0, "the member that answered last is asked first"
         with pytest.raises(
             RendezvousConnectionError, match=r"127.0.0.1:1: .*refused.*; http://127.0.0.1:\d+: timed out"
         ):
