@@ -168,7 +168,7 @@ class PlanStore:
         return count
 
     def fill_in_background(self, losses: int) -> Filling:
-        """Make and improve them in a process of its own, of the lowest priority, which ends with this one."""
+        """Make and improve them in a separate process with the lowest priority, which ends with this one."""
         path = self.folder / "settings.json"
         path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
         command = run_module("shared_core.reroute.plan_cache", str(path), str(losses), str(os.getpid()))

@@ -1,4 +1,4 @@
-"""Ports for tests whose servers are programs of their own, which must be told one."""
+"""Free ports, for tests that tell another program where to listen."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_nobody_moves_where_hooks_would_be_missed(jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 def test_nobody_moves_where_layers_have_hooks_of_the_script(jobs: Jobs) -> None:
-    """Layers that are built anew have none; the event says so."""
+    """Layers that are rebuilt have none; the event says so."""
     result = check(jobs, [kill(3, 4), kill(4, 4, 6)], (*LONG, "--hook", "layers"))
     assert not moves(result) and "was changed after it was built" in result.kinds("moved")[0].fields["why_not"]
 
