@@ -5,33 +5,21 @@ from __future__ import annotations
 
 import pytest
 from harness import Jobs, few
+from shard_losses import EVERYWHERE
 
-from shared_core.faults import ANY_STEP, Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import compare
 
 #: Four groups of parameters: in each batch a forward gathers four times, a backward gathers three times and reduces
 #: four times, and clipping sums once. Two epochs have six batches and seven tops each, the last one for the end.
 FSDP: dict[str, tuple[int, list[Fault]]] = {
+    **EVERYWHERE,
     "a_gather_in_forward": (2, [Fault(1, 4, "collective.before", "SIGKILL", nth=3)]),
     "a_reduction_in_backward": (4, [Fault(2, 4, "collective.before", "SIGKILL", nth=8)]),
     "after_a_reduction": (2, [Fault(0, 9, "collective.after", "SIGKILL", nth=7)]),
     "while_it_sums_the_norm": (4, [Fault(3, 5, "collective.before", "SIGKILL", nth=12)]),
-    "in_the_update": (4, [Fault(1, 5, "update.during", "SIGKILL", nth=20)]),
-    "after_the_update": (2, [Fault(1, 11, "update.after", "SIGKILL")]),
-    "at_a_batch_top": (4, [Fault(0, 6, "batch_top", "SIGKILL")]),
     "in_the_first_batch": (2, [Fault(0, 1, "collective.after", "SIGKILL", nth=6)]),
-    "before_the_first_batch": (2, [Fault(1, 0, "startup", "SIGKILL")]),
     "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=9), Fault(3, 4, "forward", "SIGKILL")]),
-    "all_but_one": (4, [Fault(rank, 4, "update.before", "SIGKILL") for rank in (0, 1, 2)]),
-    "one_rank_again": (2, [Fault(1, step, "forward", "SIGKILL", incarnation=n) for n, step in enumerate((3, 4, 10))]),
-    "the_newcomer": (
-        4,
-        [Fault(1, 4, "update.before", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
-    ),
-    "a_survivor_in_the_recovery": (
-        4,
-        [Fault(1, 4, "forward", "SIGKILL"), Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL")],
-    ),
     "the_newcomer_in_the_same_batch": (
         2,
         [
@@ -39,7 +27,6 @@ FSDP: dict[str, tuple[int, list[Fault]]] = {
             Fault(1, 5, "collective.after", "SIGKILL", nth=9, incarnation=1),
         ],
     ),
-    "stopped": (2, [Fault(1, 3, "collective.before", "SIGSTOP", nth=5)]),
     "at_any_moment": (4, [Fault(1, 3, "batch_top", "SIGKILL", delay_s=0.01)]),
 }
 #: Two replicas of two shards: ranks 0 and 2 hold the same.

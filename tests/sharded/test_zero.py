@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 from harness import Jobs, few
+from shard_losses import EVERYWHERE
 
-from shared_core.faults import ANY_STEP, Fault
+from shared_core.faults import Fault
 from shared_core.testing.runner import compare
 
 pytest.importorskip("deepspeed")
@@ -15,27 +16,14 @@ STAGES = ["1", "2", "3"]
 #: Two epochs have six batches and seven tops each, the last one for the end. With stages 1 and 2 a step reduces six
 #: times, sums the norm, and gathers; with stage 3 it gathers more than ten times before its first reduction.
 LOSSES: dict[str, tuple[int, list[Fault]]] = {
+    **EVERYWHERE,
     "in_the_forward": (2, [Fault(1, 4, "forward", "SIGKILL")]),
     "a_reduction": (4, [Fault(2, 4, "collective.before", "SIGKILL", nth=4)]),
     "after_a_reduction": (2, [Fault(0, 9, "collective.after", "SIGKILL", nth=3)]),
     "late_in_the_step": (4, [Fault(3, 5, "collective.before", "SIGKILL", nth=8)]),
-    "in_the_update": (4, [Fault(1, 5, "update.during", "SIGKILL", nth=20)]),
     "before_the_update": (2, [Fault(0, 3, "update.before", "SIGKILL")]),
-    "after_the_update": (2, [Fault(1, 11, "update.after", "SIGKILL")]),
-    "at_a_batch_top": (4, [Fault(0, 6, "batch_top", "SIGKILL")]),
     "in_the_first_batch": (2, [Fault(1, 1, "collective.after", "SIGKILL", nth=6)]),
-    "before_the_first_batch": (2, [Fault(1, 0, "startup", "SIGKILL")]),
     "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=5), Fault(3, 4, "forward", "SIGKILL")]),
-    "all_but_one": (4, [Fault(rank, 4, "update.before", "SIGKILL") for rank in (0, 1, 2)]),
-    "one_rank_again": (2, [Fault(1, step, "forward", "SIGKILL", incarnation=n) for n, step in enumerate((3, 4, 10))]),
-    "the_newcomer": (
-        4,
-        [Fault(1, 4, "update.before", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
-    ),
-    "a_survivor_in_the_recovery": (
-        4,
-        [Fault(1, 4, "forward", "SIGKILL"), Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL")],
-    ),
     "the_newcomer_in_the_same_batch": (
         2,
         [
@@ -43,7 +31,6 @@ LOSSES: dict[str, tuple[int, list[Fault]]] = {
             Fault(1, 5, "collective.after", "SIGKILL", nth=5, incarnation=1),
         ],
     ),
-    "stopped": (2, [Fault(1, 3, "collective.before", "SIGSTOP", nth=5)]),
 }
 #: What each makes of DeepSpeed: how it is started, and the optimizer that it has then.
 WAYS: dict[str, tuple[list[str], str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -39,17 +40,17 @@ class OwnState(Protocol):
         """Inverse of :meth:`gradients`."""
 
 
-class Owner:
+class Owner(ABC):
     """Base of modules that divide a model themselves: engines."""
 
+    @abstractmethod
     def own_state(self) -> OwnState:
         """What this rank has.
 
         Raises:
             Unsupported: it cannot be recovered.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def holds(self, each: object) -> bool:
         """Whether this is a part of the engine, and what it has is in :meth:`own_state`: its optimizer, say."""
-        raise NotImplementedError
