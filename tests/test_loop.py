@@ -12,7 +12,7 @@ from harness import Jobs, most
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.loop import UNMARKED as WARNINGS
 from shared_core.testing.report import AWAIT
-from shared_core.testing.runner import compare
+from shared_core.testing.runner import JobResult, compare
 
 UNMARKED = WARNINGS["job"]
 #: Arguments of the script, faults. On two ranks an epoch has six batches and seven tops, the last one for its end.
@@ -104,7 +104,7 @@ def test_a_newcomer_that_cuts_off_a_log_says_so(mode: str, jobs: Jobs, tmp_path:
     result = jobs.check("loop.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--log", mode], env=env)
     said = [line for line in result.stderr.splitlines() if "cuts it off" in line]
     assert len(said) == (mode == "w"), result.tail()
-    assert len(result.kinds("warning")) == len(said)
+    assert len(_warned_of_logs(result)) == len(said)
     for line in said:
         assert line.startswith("[swift] rank 1: ") and "log1.txt" in line and 'open the file with "a"' in line
 
@@ -119,8 +119,13 @@ def test_workers_that_start_again_and_cut_off_a_log_say_so(checkpoints: bool, jo
     assert result.status == 0 and len(result.kinds("restart")) == 1, result.tail()
     said = [line for line in result.stderr.splitlines() if "cuts it off" in line]
     assert len(said) == checkpoints, result.tail()
-    assert sorted(event.rank for event in result.kinds("warning")) == [0, 1] * checkpoints
+    assert _warned_of_logs(result) == [0, 1] * checkpoints, result.tail()
     assert all("Each worker runs the script from its start again" in line for line in said)
+
+
+def _warned_of_logs(result: JobResult) -> list[int]:
+    """The ranks; a busy machine may give reasons to warn of other things."""
+    return sorted(event.rank for event in result.kinds("warning") if "cuts it off" in event.fields["message"])
 
 
 def test_a_standby_that_cuts_off_a_log_says_so_at_once(jobs: Jobs, tmp_path: Path) -> None:
@@ -129,5 +134,6 @@ def test_a_standby_that_cuts_off_a_log_says_so_at_once(jobs: Jobs, tmp_path: Pat
     env = {"SWIFT_RECOVERY_STANDBY_PREPARED": "1", AWAIT: awaited, "TMPDIR": str(tmp_path)}
     result = jobs.run("loop.py", args=["--log", "w"], env=env)
     assert result.status == 0 and not result.kinds("lost"), result.tail()
-    [said] = [line for line in result.stderr.splitlines() if "cuts it off" in line]
-    assert said.startswith("[swift] standby of rank 1: ") and "log1.txt" in said, result.tail()
+    # A busy machine may have the next rank's standby ready too, before the job ends.
+    [said] = [line for line in result.stderr.splitlines() if "cuts it off" in line and "standby of rank 1: " in line]
+    assert said.startswith("[swift] ") and "log1.txt" in said, result.tail()

@@ -13,6 +13,7 @@ import site
 import sys
 import sysconfig
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +61,13 @@ def stop() -> None:
 def _looker(env: WorkerEnv) -> _Looker | None:
     """None where the job is computed again from its beginning, and its files with it."""
     if env.incarnation:
-        return _Looker(env, math.inf)
+        return _Looker(env, math.inf, time.time_ns())
     if env.resized is None and env.config.checkpoint.dir is None:
         return None
     with suppress(OSError):
         # What other workers of this attempt have written by now is new.
         until = (env.job_dir / CARD).stat().st_mtime_ns
-        return _Looker(env, until)
+        return _Looker(env, until, until)
     return None
 
 
@@ -77,10 +78,12 @@ class _Looker:
     Attributes:
         env: of this worker.
         until: what was written later is passed over, in nanoseconds since the epoch.
+        started: when this worker or its attempt did, in nanoseconds since the epoch.
     """
 
     env: WorkerEnv
     until: float
+    started: int
 
     def look(self, event: str, args: tuple[object, ...]) -> None:
         """The audit hook."""
@@ -97,10 +100,16 @@ class _Looker:
                 self._warn(path, found.st_size)
 
     def _since(self) -> int | None:
-        """When the rank began to train, in nanoseconds since the epoch; None if nobody knows."""
+        """When the rank began to train, in nanoseconds since the epoch; None if nobody knows.
+
+        Another worker of this machine may have begun later, and have written until then what all write; but not one
+        that is as new as this.
+        """
         env = self.env
         with suppress(OSError):
-            return (env.job_dir / f"{TRAINS}{env.rank}").stat().st_mtime_ns
+            own = (env.job_dir / f"{TRAINS}{env.rank}").stat().st_mtime_ns
+            others = [path.stat().st_mtime_ns for path in env.job_dir.glob(f"{TRAINS}*")]
+            return max([own, *(other for other in others if other <= self.started)])
         if env.events is None:
             return None
         # Its workers were on another machine, which is lost.
