@@ -7,6 +7,7 @@ The server process imports torch and Lightning once and forks the workers of eac
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import resource
@@ -32,6 +33,9 @@ PRELOAD = (
     "accelerate",
     "transformers.models.gpt2.modeling_gpt2",
     "deepspeed",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "shared_core.loop",
+    "shared_core.testing.report",
 )
 
 
@@ -167,6 +171,7 @@ def _main() -> None:
 
     torch.set_num_threads(1)
     import_all()
+    gc.freeze()  # as ``shared_core.testing.warm``
     _serve(*pipes())
 
 

@@ -41,7 +41,7 @@ PRELOAD = (
     "accelerate",
     "accelerate_swift",
     "transformers.models.gpt2.modeling_gpt2",
-    "shared_core.pipeline.engine",
+    "shared_core.pipeline.warm",
 )
 #: Seconds that what a job started has to be gone in, once its launcher is.
 GRACE_S = 1.0
