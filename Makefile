@@ -10,6 +10,8 @@ FAULTS ?= 60
 PARALLEL ?= 2
 SEED ?= 1
 export OMP_NUM_THREADS ?= 1
+# Else each of the many processes of a test run compiles the packages again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test nightly lint format docs soak bench clean
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 #: Cases of one test; the others have their turn in other nights.
-A_NIGHT = 6
+A_NIGHT = 3
 
 
 def drawn(items: list[pytest.Item], seed: int) -> list[pytest.Item]:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import few
 
 from shared_core.faults.spec import KINDS
 from shared_core.testing import draws, soak
@@ -25,9 +24,9 @@ def test_a_run_is_a_function_of_its_seed_and_number() -> None:
     assert any(fault.incarnation for fault in faults)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("model", few(draws.SHARDED, "fsdp2"))
+@pytest.mark.parametrize("model", draws.SHARDED)
 def test_some_random_faults(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "soak.json"
     status = soak.main(["--model", model, "--faults", "3", "--seed", "1", "--json", str(report)])
