@@ -8,6 +8,7 @@ job meets it.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_ACCELERATOR}._optimizers", "what is trained"),
     (f"{_ACCELERATOR}._schedulers", "their state is published"),
     (f"{_ACCELERATOR}._custom_objects", "objects registered for checkpointing are published"),
-    (f"{_ACCELERATOR}._prepare_deepspeed(self, *args)", "overridden: a pipeline's engine has no forward"),
+    (f"{_ACCELERATOR}._prepare_deepspeed(self, *args)", "overridden: engines that survive"),
     (f"{_ACCELERATOR}.deepspeed_engine_wrapped", "what backward() turns to is exchanged"),
     ("accelerate.state:GradientState._set_sync_gradients(self, sync_gradients)", "a newcomer goes on in a window"),
     ("accelerate.state:PartialState._shared_state", "whether Accelerate has set up a process group already"),
@@ -78,6 +79,11 @@ def accelerator_under_construction() -> Accelerator | None:
 def is_set_up() -> bool:
     """Whether Accelerate has set up a process group, or found that there is none."""
     return bool(PartialState._shared_state)
+
+
+def uses_deepspeed() -> bool:
+    """Whether the ``Accelerator`` that is built was given DeepSpeed's plugin; it notes that in the environment."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
 
 
 def become(target: Any, mixin: type) -> None:

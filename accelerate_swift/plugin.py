@@ -17,7 +17,7 @@ from accelerate_swift.data import gate, unwrapped
 from accelerate_swift.launch import hand_over_if_needed
 from accelerate_swift.state import RunState
 from accelerate_swift.watch import Watch
-from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched_by_swiftrun
+from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched_by_swiftrun, pipeline
 from shared_core.checkpoint import absolute
 from shared_core.config import full_names
 from shared_core.errors import ConfigError, Unsupported
@@ -101,7 +101,13 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
     def group_options(self) -> dict[str, Any]:
         """What the user's own handler says of the process group."""
-        return {} if self._init is None else dict(self._init.to_kwargs())
+        given = {} if self._init is None else dict(self._init.to_kwargs())
+        if compat.uses_deepspeed() and not torch.cuda.is_available():
+            # On a CPU, Accelerate chooses neither a backend for DeepSpeed nor the device.
+            pipeline.import_deepspeed()
+            os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cpu")
+            return {"backend": "gloo"} | given
+        return given
 
     # -- what the user calls ------------------------------------------------------------------------------------------
 
@@ -207,6 +213,16 @@ class _Watched(Accelerator):  # type: ignore[misc]
         if not bare:
             self._swift_plugin.watch.refuse_wrapping(model)
         return self._swift_plugin.watch.note_model(super().prepare_model(model, device_placement, bare))
+
+    def _prepare_deepspeed(self, *args: Any) -> Any:
+        if self._swift_plugin.watch.replays:  # a pipeline
+            return super()._prepare_deepspeed(*args)
+        with pipeline.engines(pipeline.SwiftZeroEngine):
+            result = super()._prepare_deepspeed(*args)
+        for each in result:
+            if isinstance(each, pipeline.SwiftZeroEngine):
+                self._swift_plugin.watch.note_model(each)
+        return result
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """As in ``Accelerator``; a policy of checkpoints hears the loss, which is not read here."""

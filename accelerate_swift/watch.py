@@ -86,8 +86,10 @@ class Watch:
                 "without a GPU, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
             )
         kind = accelerator.distributed_type.value
-        if kind not in ("NO", "MULTI_CPU") and self.engine is None:
-            raise Unsupported(f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU is supported")
+        if kind not in ("NO", "MULTI_CPU", "DEEPSPEED"):
+            raise Unsupported(
+                f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU and DEEPSPEED are supported"
+            )
         if self.engine is not None:
             return
         models = self._models
@@ -98,7 +100,9 @@ class Watch:
                 "Accelerate shards on GPUs only: on a CPU it ignores fsdp_plugin, and uses DistributedDataParallel. "
                 "How to shard here: docs/accelerate.md",
             )
-        optimizers: list[Optimizer] = [each.optimizer for each in compat.optimizers_of(accelerator)]
+        # An engine of DeepSpeed has its optimizer inside.
+        inside = kind == "DEEPSPEED"
+        optimizers: list[Optimizer] = [] if inside else [each.optimizer for each in compat.optimizers_of(accelerator)]
         trained = [*models, *optimizers]
         if len(trained) != len(self._attached) or any(a is not b for a, b in zip(trained, self._attached, strict=True)):
             self._attached = trained
@@ -117,7 +121,8 @@ class Watch:
             raise Unsupported(
                 f"nobody can be replaced in the training of a sharded model that was not prepared: {_PREPARE}"
             )
-        return any(model.training for model in self._models)
+        # DeepSpeed's engine passes the mode on, and stays in its own.
+        return any(getattr(model, "module", model).training for model in self._models)
 
     def _trains_shards(self) -> bool:
         from torch.distributed.tensor import DTensor

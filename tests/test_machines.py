@@ -106,7 +106,7 @@ def test_a_newcomer_on_another_machine_that_cuts_off_a_log_says_so(site: Site, t
 
     cluster.until(has_trained)
     site.machines[3 - site.spare(cluster)].kill()
-    result, _ = cluster.finish()
+    result, _ = cluster.finish(timeout_s=80.0)
     assert result.status == 0, result.tail()
     said = re.findall(r"^\[swift\] rank (\d): the script opens .* and cuts it off", result.stderr, re.M)
     newcomers = [event.rank for event in result.kinds("newcomer_start") if event.fields["how"] != "prepared"]

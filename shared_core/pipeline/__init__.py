@@ -1,5 +1,5 @@
-"""Pipelines: DeepSpeed's engine with stages that survive (``initialize``, ``SwiftPipelineEngine``), and which messages
-are logged (``grouping``, pure functions of plain data).
+"""DeepSpeed: its pipeline engine with stages that survive (``initialize``, ``SwiftPipelineEngine``), its engine with
+ZeRO (``SwiftZeroEngine``), and which messages are logged (``grouping``, pure functions of plain data).
 
 DeepSpeed is imported on first use: ``swiftctl`` plans where neither torch nor DeepSpeed is installed.
 """
@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from shared_core.pipeline.engine import SwiftPipelineEngine, initialize, install
     from shared_core.pipeline.sharded import Shard, is_sharded
     from shared_core.pipeline.shared_data import SharedData
+    from shared_core.pipeline.zero import SwiftZeroEngine
 
 __all__ = [
     "Shard",
     "SharedData",
     "SwiftPipelineEngine",
+    "SwiftZeroEngine",
     "engines",
     "import_deepspeed",
     "initialize",
@@ -33,6 +35,7 @@ _find = lazily(
         "shared_core.pipeline.engine": ("SwiftPipelineEngine", "initialize", "install"),
         "shared_core.pipeline.sharded": ("Shard", "is_sharded"),
         "shared_core.pipeline.shared_data": ("SharedData",),
+        "shared_core.pipeline.zero": ("SwiftZeroEngine",),
     },
 )
 

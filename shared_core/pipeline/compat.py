@@ -100,17 +100,18 @@ def import_deepspeed() -> Any:
 
 @contextmanager
 def engines(kind: type) -> Iterator[None]:
-    """Patch: have ``deepspeed.initialize`` make pipeline engines of class ``kind``; it names its own, and offers no
-    hook.
+    """Patch: have ``deepspeed.initialize`` make engines of class ``kind``, a pipeline's or those of other models; it
+    names its own, and offers no hook.
     """
     import deepspeed
 
-    stock = deepspeed.PipelineEngine
-    deepspeed.PipelineEngine = kind
+    name = "PipelineEngine" if issubclass(kind, deepspeed.PipelineEngine) else "DeepSpeedEngine"
+    stock = getattr(deepspeed, name)
+    setattr(deepspeed, name, kind)
     try:
         yield
     finally:
-        deepspeed.PipelineEngine = stock
+        setattr(deepspeed, name, stock)
 
 
 def choose_engines(name: str, choose: Callable[[Mapping[str, Any]], type]) -> None:

@@ -32,8 +32,9 @@ SAYS = {
 }
 
 
-def test_the_script_of_the_page(jobs: Jobs, tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+@pytest.mark.parametrize("number", [0, 1], ids=["deepspeed", "accelerate"])
+def test_the_scripts_of_the_page(number: int, jobs: Jobs, tmp_path: Path) -> None:
+    code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[number]
     script = tmp_path / "train_zero.py"
     script.write_text(WITHOUT_COMPILER + code)
     faults = [Fault(1, 20, "update.during", "SIGKILL", nth=5), Fault(0, 40, "forward", "SIGKILL")]

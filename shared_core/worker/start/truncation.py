@@ -61,7 +61,10 @@ def stop() -> None:
 def _looker(env: WorkerEnv) -> _Looker | None:
     """None where the job is computed again from its beginning, and its files with it."""
     if env.incarnation:
-        return _Looker(env, math.inf, time.time_ns())
+        now = time.time_ns()
+        # While a standby runs the script, its worker writes on. What is newer than another newcomer comes from others
+        # of its kind.
+        return _Looker(env, math.inf if standing_by.stands_by() else now, now)
     if env.resized is None and env.config.checkpoint.dir is None:
         return None
     with suppress(OSError):
