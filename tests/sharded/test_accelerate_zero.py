@@ -15,6 +15,7 @@ STAGES = ["1", "2", "3"]
 LOSSES: dict[str, tuple[int, list[Fault]]] = {
     **EVERYWHERE,
     "in_the_update": (4, [Fault(1, 5, "update.during", "SIGKILL", nth=3)]),
+    "stopped": (2, [Fault(1, 3, "collective.before", "SIGSTOP")]),
     "a_reduction": (4, [Fault(2, 4, "collective.before", "SIGKILL", nth=2)]),
     "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL"), Fault(3, 4, "forward", "SIGKILL")]),
 }
