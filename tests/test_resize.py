@@ -90,7 +90,7 @@ TORN = {
     "after_a_bucket": [Fault(1, 5, "bucket", "SIGKILL", nth=2)],
     "amid_the_update": [Fault(2, 6, "update.during", "SIGKILL", nth=4)],
     "after_the_update": [Fault(1, 5, "update.after", "SIGKILL")],
-    "another_meanwhile": [Fault(1, 5, "bucket", "SIGKILL", nth=2), Fault(2, ANY_STEP, "resize.cut", "SIGKILL")],
+    "another_meanwhile": [Fault(1, 5, "bucket", "SIGKILL", nth=2), Fault(2, ANY_STEP, "resize.severed", "SIGKILL")],
 }
 
 
