@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
+from acc_sharded import Noisy, net
 from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from accelerate.utils import set_seed
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from zero import whole
 
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report, generators_digest
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(15, 31), nn.Linear(31, 15), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(self.up(x).relu()))
-
-
-class Noisy(TensorDataset):
-    """Noise is drawn when an item is read."""
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        (x,) = super().__getitem__(index)
-        return (x + 0.05 * torch.randn(8) + 0.01 * random.random() + 0.01 * float(np.random.rand()),)
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(8, 15), Block(), Block(), Block(), nn.LayerNorm(15), nn.Linear(15, 3))
-
-
-def whole(engine: Any) -> dict[str, str]:
-    """Of all parameters, put together from all ranks: in fp32, and moments."""
-    keys, parameters = ("exp_avg", "exp_avg_sq"), list(engine.module.parameters())
-    return {
-        "masters": digest([safe_get_full_fp32_param(p) for p in parameters]),
-        "moments": digest([safe_get_full_optimizer_state(p, key) for p in parameters for key in keys]),
-    }
 
 
 def main() -> None:
