@@ -20,7 +20,7 @@ PLACES = {
     "backward": ("pipe.backward", 2),
     "update begins": ("update.before", 1),
     "in the update": ("update.during", 20),
-    "late in the update": ("update.during", 60),
+    "late in the update": ("update.during", 30),
     "after the update": ("update.after", 1),
     "reduce": ("pipe.reduce", 1),
     "gathering parameters": ("collective.before", 2),
@@ -64,8 +64,8 @@ def test_one_of_each_stage_at_once(jobs: Jobs, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_newcomer_is_lost_too(jobs: Jobs, mode: str) -> None:
     faults = [
-        Fault(2, 3, "update.during", "SIGKILL", 60),
-        Fault(2, 3, "update.during", "SIGKILL", 20, incarnation=1),
+        Fault(2, 3, "update.during", "SIGKILL", 20),
+        Fault(2, 3, "update.during", "SIGKILL", 10, incarnation=1),
         Fault(3, 4, "update.after", "SIGKILL"),
     ]
     jobs.check("pipe.py", nproc=4, faults=faults, args=MODES[mode])

@@ -258,7 +258,9 @@ def test_any_losses_change_no_bit(seeds: range) -> None:
         network = simulate(kills)
         lost, let_in = lost + network.losses, let_in + network.let_in
         some_let_in += network.some_let_in
-        assert network.results, f"kills {kills}"
+        if not network.results:  # all were lost before a newcomer had the state: a job starts again
+            assert {rank for rank, number in kills if not number} == {*range(WORLD)}, f"kills {kills}"
+            continue
         for rank, (found, seen) in network.results.items():
             assert torch.equal(found, value) and seen == outcomes, f"rank {rank}, kills {kills}"
     assert lost > len(seeds) // 2 and let_in > len(seeds) // 4 and some_let_in > 0
