@@ -91,8 +91,9 @@ class Writer:
 
     def _newest(self) -> Outgoing | None:
         """The newest complete snapshot, if it is to be written and was not; older ones are let go."""
-        with self._lock:
+        with self._lock, contextlib.suppress(FileNotFoundError):  # the job's folder goes while this looks
             return self._find_newest()
+        return None
 
     def _find_newest(self) -> Outgoing | None:
         newest = max((spool.attempt for spool in self._spool.all_attempts()), default=0)
