@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -302,7 +303,7 @@ def test_nothing_is_left_at_the_end(pair: list[OneMachine]) -> None:
             coming.answer()
     assert not second.spool.folder.exists()
     late, ours = socket.socketpair()
-    with late, ours:
+    with late, ours, ThreadPoolExecutor(1) as own_thread:  # which gets a low priority
         with pytest.raises(ConnectionError, match="the job ends"):
-            second.copies.serve(Link(late, None, serves=True), b"P", header)
+            own_thread.submit(second.copies.serve, Link(late, None, serves=True), b"P", header).result()
     assert not second.spool.folder.exists()
