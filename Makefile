@@ -21,7 +21,7 @@ help:
 	@echo "make nightly longer tests, which make test leaves out, PARALLEL=$(PARALLEL) at once"
 	@echo "make lint    linters and type checker only"
 	@echo "make docs    the documentation as a site, in runs/site; a broken link is an error"
-	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), as many in pipelines, FSDP2 and HSDP"
+	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), as many in pipelines, FSDP2, HSDP and ZeRO-3"
 	@echo "make bench   all benchmarks; results in runs/bench/"
 	@echo "make clean   remove what was built, keep the sources"
 
@@ -80,6 +80,7 @@ soak: $(STAMP)
 	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model pipelines
 	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model fsdp2
 	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model hsdp
+	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model zero3
 
 # A missed target does not keep the others from being measured.
 .IGNORE: bench

@@ -22,8 +22,9 @@ PIPELINES = {
     "moved-3x2": 2,
     "machines-3x2": 2,
 }
-#: Sharded models by name, with the replicas of each shard.
-SHARDED = {"fsdp2": 1, "hsdp": 2}
+#: Sharded models by name, with the replicas of each shard; ZeRO's with its stage.
+SHARDED = {"fsdp2": 1, "hsdp": 2, "zero3": 1}
+ZERO = {"zero3": 3}
 #: Those that go on without lost workers, with their ranks.
 REROUTED = {"rerouted-2x2": 4, "rerouted-3x2": 6, "shared-3x2": 6, "moved-3x2": 6, "machines-3x2": 6}
 #: Those that run on so many machines, with as many workers each.
@@ -67,6 +68,7 @@ _NTH: dict[str, dict[str, int]] = {
     # Four groups of parameters: gathered four times in forward, three times in backward, reduced, and a sum of norms.
     "fsdp2": {"collective.before": 12, "collective.after": 12, "update.during": 40},
     "hsdp": {"collective.before": 16, "collective.after": 16, "update.during": 40},
+    "zero3": {"collective.before": 20, "collective.after": 20, "update.during": 10},
     "gan": {
         "collective.before": 6,
         "collective.after": 6,

@@ -31,6 +31,7 @@ from shared_core.testing.draws import (
     REROUTED,
     SHARDED,
     STEPS,
+    ZERO,
     Run,
     plan,
 )
@@ -60,6 +61,8 @@ def _job(model: str, how: str) -> tuple[Path, list[str]]:
         return JOBS / "outside_job.py", ["--what", model]
     if model == "accelerate":
         return JOBS / "accelerate_job.py", []
+    if model in ZERO:
+        return JOBS / "zero_job.py", ["--stage", str(ZERO[model])]
     if model in SHARDED:
         return JOBS / "sharded_job.py", ["--replicas", str(SHARDED[model])]
     if model in PIPELINES:

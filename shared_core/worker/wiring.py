@@ -100,7 +100,6 @@ class Worker:
             buckets,
             passes,
             Overlapped(updates.steps, buckets.layout, joining),
-            machines=len(env.machines),
         )
         publishing = Publishing(
             position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints

@@ -10,11 +10,14 @@ import argparse
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import shared_core
@@ -59,8 +62,23 @@ class Net(nn.Module):
         return self.net(x).squeeze(1), self.uses[indices]
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    """All of it, where it is divided over the ranks."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+
+
+def shard(model: Net, replicas: int) -> None:
+    """Divide it over the ranks, with so many replicas of each shard."""
+    size = dist.get_world_size()
+    shape = (replicas, size // replicas) if replicas > 1 else (size,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    fully_shard(model.net, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 class First:
-    """Parameters as the first batch of this process finds them; known to nobody who could put it back.
+    """Parameters, and moments of a divided model, as the first batch of this process finds them; known to nobody who
+    could put it back.
 
     With ``HOLD_AT`` in the environment a process waits in that batch to be killed.
     """
@@ -68,10 +86,14 @@ class First:
     def __init__(self) -> None:
         self.parameters = ""
 
-    def batch(self, number: int, model: nn.Module) -> None:
+    def batch(self, number: int, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         """A batch begins; batches are counted over all epochs, from 0."""
         if not self.parameters:
-            self.parameters = digest([parameter.detach() for parameter in model.parameters()])
+            found = [whole(parameter.detach()) for parameter in model.parameters()]
+            if isinstance(model, FSDPModule):
+                states = [state for each in optimizers for state in each.state.values()]
+                found += [whole(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq") if key in state]
+            self.parameters = digest(found)
         if os.environ.get("HOLD_AT") == str(number):
             threading.Event().wait()
 
@@ -89,6 +111,7 @@ def main() -> None:
     parser.add_argument("--last", type=int, default=-1, help="a rank that is lost when all others have finished")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--one-optimizer", action="store_true")
+    parser.add_argument("--sharded", type=int, default=0, help="replicas of each shard; 0 for DDP")
     parser.add_argument("--newcomers-hang", action="store_true", help="before the loop, for ever")
     args = parser.parse_args()
     if args.newcomers_hang and worker_env.env().incarnation:
@@ -99,7 +122,9 @@ def main() -> None:
     world, dist_rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(3)
     model = Net()
-    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    if args.sharded:
+        shard(model, args.sharded)
+    ddp = model if args.sharded else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
     kind = getattr(torch.optim, args.optimizer)
     optimizers = [kind(model.net.parameters(), lr=1e-2), torch.optim.SGD([model.uses], lr=1.0)]
     if args.one_optimizer:
@@ -119,7 +144,7 @@ def main() -> None:
         for _, (indices, x) in job.steps(loader):
             step = job.total_steps
             report.count(f"batch {step}")
-            FIRST.batch(step, model)
+            FIRST.batch(step, model, optimizers)
             guess, uses = ddp(indices, x)
             loss = (guess - x.sin().sum(1)).square().mean()
             for optimizer in optimizers:
@@ -132,9 +157,10 @@ def main() -> None:
             seen.total += total.item() / world
             seen.batches += 1
         seen.losses.append(seen.total / seen.batches)
-        seen.exact.append(bool((model.uses.detach() == epoch + 1).all()))
+        times = whole(model.uses.detach())
+        seen.exact.append(bool((times == epoch + 1).all()))
         seen.worlds.append(world)
-        seen.used.append(int(model.uses.sum()))
+        seen.used.append(int(times.sum()))
         seen.total, seen.batches = 0.0, 0
         if epoch + 1 >= args.epochs and (not args.until or world == args.until):
             break

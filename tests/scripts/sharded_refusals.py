@@ -45,15 +45,12 @@ def models() -> dict[str, Callable[[], Sequence[nn.Module]]]:
     return {each.__name__: each for each in (fsdp1, offload, beside_ddp, tensor_parallel, both)}
 
 
-def options() -> dict[str, tuple[SwiftConfig, int]]:
+def options() -> dict[str, SwiftConfig]:
     return {
-        "reroute": (SwiftConfig(on_failure="reroute"), 1),
-        "shrink": (SwiftConfig(on_failure="shrink"), 1),
-        "restart": (SwiftConfig(on_failure="restart"), 1),
-        "resize": (SwiftConfig(resize={"replace_timeout_s": 1.0}), 1),
-        "checkpoints": (SwiftConfig(checkpoint={"dir": "kept"}), 1),
-        "overlapped": (SwiftConfig(state={"overlapped_update": True}), 1),
-        "machines": (SwiftConfig(), 2),
+        "reroute": SwiftConfig(on_failure="reroute"),
+        "shrink": SwiftConfig(on_failure="shrink"),
+        "resize": SwiftConfig(resize={"replace_timeout_s": 1.0}),
+        "overlapped": SwiftConfig(state={"overlapped_update": True}),
     }
 
 
@@ -76,8 +73,8 @@ def main() -> None:
     for name, make in models().items():
         refused[name] = said(lambda make=make: attach(make(), []))  # type: ignore[misc]
     fine = [fully_shard(net(), mesh=init_device_mesh("cpu", (1,)))]
-    for name, (config, machines) in options().items():
-        refused[name] = said(lambda c=config, m=machines: refuse(fine, sharded_modules(fine), c, m))  # type: ignore[misc]
+    for name, config in options().items():
+        refused[name] = said(lambda c=config: refuse(fine, sharded_modules(fine), c))  # type: ignore[misc]
     refused["nothing"] = said(lambda: attach(fine, []))
     report.finish({}, refused=refused)
     dist.destroy_process_group()

@@ -30,6 +30,8 @@ from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
+from shared_core.worker.sharded.regroup import OLD_RANKS
+from shared_core.worker.sharded.shard import SHARD
 from shared_core.worker.state.replicated import Replicated
 
 RANDOM, GRADIENTS, BUFFERS = "swift.random", "swift.gradients", "swift.buffers"
@@ -62,7 +64,10 @@ def load(line: Line, env: WorkerEnv) -> Loaded:
             mine["records"] = [each for each in mine["records"] if each[0][1] not in top.members]  # of other groups
             collect = partial(collect_stage, line, tops)
         else:
+            shards = [each["parts"].get(SHARD) for each in locals_]
             deal_out(mine["parts"], [each["parts"] for each in locals_], env)
+            if any(shards):
+                mine["parts"][SHARD] = {OLD_RANKS: shards}
     except Unsupported as error:
         raise Unsupported(
             f"the checkpoint at batch top {line.step} was made by {count} workers and cannot be used by "
@@ -227,5 +232,7 @@ def _check(old: Sequence[Mapping[str, Any]]) -> None:
             raise Unsupported("gradients of several batches were being added up")
         if len(replicas) > 1:
             raise Unsupported("the stages of its pipeline had replicas")
+        if "layouts" not in each["parts"].get(SHARD, {"layouts": ()}):
+            raise Unsupported("DeepSpeed has divided its model")
         if replicas and each["parts"].get(BUFFERS):
             raise Unsupported("its layers have buffers, which are known by their place in a stage only")

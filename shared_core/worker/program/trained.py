@@ -41,7 +41,6 @@ class Trained:
         buckets: of DDP modules.
         passes: through them.
         overlapped: makes updates of their parameters early, where that is wanted.
-        machines: on which the job runs.
 
     Attributes:
         replicas: ranks that train the same parameters, where not all do; else empty.
@@ -57,9 +56,7 @@ class Trained:
         buckets: Buckets,
         passes: Passes,
         overlapped: Overlapped,
-        machines: int,
     ) -> None:
-        self._machines = machines
         self._config, self._runtime, self._updates, self._parts = config, runtime, updates, parts
         self._buckets, self._passes, self._overlapped = buckets, passes, overlapped
         self._overlaps = False
@@ -81,7 +78,7 @@ class Trained:
         self._refuse_devices(modules)
         divided = sharded_modules(modules)
         if divided:
-            refuse(modules, divided, self._config, self._machines, optimizers)
+            refuse(modules, divided, self._config, optimizers)
         self._buckets.attach(modules)
         if self._buckets.modules and self._config.reroutes:
             raise Unsupported(

@@ -16,6 +16,7 @@ from shared_core.worker.comm.results import Results
 from shared_core.worker.sharded import compat
 from shared_core.worker.sharded.local import is_distributed, local_part
 from shared_core.worker.sharded.reduction import ReduceFromOwnMemory
+from shared_core.worker.sharded.regroup import OLD_RANKS, Layout, regrouped
 from shared_core.worker.state.replicated import Replicated
 
 #: Name of the registered state.
@@ -74,12 +75,20 @@ class Shard:
             for number, optimizer in enumerate(replicated.optimizers)
             for parameter, state in optimizer.state.items()
         ]
-        return {"parameters": [local_part(each).detach() for each in replicated.parameters], "states": states}
+        return {
+            "parameters": [local_part(each).detach() for each in replicated.parameters],
+            "states": states,
+            "layouts": [_layout(each) for each in replicated.parameters],
+        }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Put a captured shard in place; optimizers get the tensors themselves."""
+        """Put a captured shard in place, or this rank's part of what another number of ranks has captured; optimizers
+        get the tensors themselves.
+        """
         self.reshard()
         replicated = self._replicated
+        if OLD_RANKS in values:
+            values = regrouped(values[OLD_RANKS], [_layout(each) for each in replicated.parameters])
         with torch.no_grad():
             for parameter, stored in zip(replicated.parameters, values["parameters"], strict=True):
                 local_part(parameter).copy_(stored)
@@ -103,6 +112,13 @@ class Shard:
         for place, packed in gradients.items():
             parameter = self._replicated.parameters[place]
             parameter.grad = _unpacked(parameter, packed)
+
+
+def _layout(parameter: Any) -> Layout:
+    if not is_distributed(parameter):
+        return None
+    mesh, last = parameter.device_mesh, parameter.device_mesh.ndim - 1  # replicas come before shards
+    return parameter.placements[last].dim, mesh.size(last), mesh.get_local_rank(last)
 
 
 def _packed(key: str, value: Any) -> Any:
@@ -135,7 +151,10 @@ def _unpacked(parameter: Any, packed: Any) -> Any:
     from torch.distributed.tensor import Shard as Sharded
 
     local, shape, stride, places = packed
-    placements = [Replicate() if place == _REPLICATED else Sharded(place) for place in places]
+    mesh = parameter.device_mesh
+    # Of ranks in other numbers there may have been no replicas, or some: their dimension comes first.
+    placements = [Replicate() if place == _REPLICATED else Sharded(place) for place in places][-mesh.ndim :]
+    placements = [Replicate()] * (mesh.ndim - len(placements)) + placements
     return DTensor.from_local(
-        local, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
     )

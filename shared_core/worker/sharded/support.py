@@ -58,7 +58,6 @@ def refuse(
     modules: Sequence[nn.Module],
     sharded: Sequence[Any],
     config: SwiftConfig,
-    machines: int,
     optimizers: Sequence[Any] = (),
 ) -> None:
     """Refuse what cannot be exact, or is not built yet.
@@ -67,26 +66,18 @@ def refuse(
         modules: all that are trained.
         sharded: those of them with ``fully_shard``, or the engine.
         config: the options of the job.
-        machines: on which the job runs.
         optimizers: that were attached.
 
     Raises:
         Unsupported: naming it, and what to do instead.
     """
-    if config.on_failure != "replace" or config.resizes:
+    if config.reroutes or config.resizes:
         chosen = f"on_failure={config.on_failure!r}" if config.on_failure != "replace" else "resize.replace_timeout_s"
-        raise Unsupported(f"{chosen} does not work with sharded models: use on_failure='replace' alone. {_PAGE}")
-    if config.checkpoint.dir is not None:
         raise Unsupported(
-            "checkpoints of this product do not hold sharded state: leave checkpoint.dir out, and save with "
-            f"torch.distributed.checkpoint. {_PAGE}"
+            f"{chosen} does not work with sharded models: use on_failure='replace' alone, or 'restart'. {_PAGE}"
         )
     if config.state.overlapped_update:
         raise Unsupported(f"state.overlapped_update is for DistributedDataParallel: leave it out. {_PAGE}")
-    if machines > 1:
-        raise Unsupported(
-            f"this job runs on {machines} machines, and a shard has no copy on another one: use one machine. {_PAGE}"
-        )
     if isinstance(sharded[0], Owner):
         if len(modules) > 1 or optimizers:
             raise Unsupported(

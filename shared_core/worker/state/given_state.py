@@ -36,11 +36,11 @@ class GivenState:
         self._undo: Undo | None = None
         self._parts: Parts | None = None
 
-    def attach(self, replicated: Replicated, sharded: bool, undo: Undo | None, parts: Parts | None) -> None:
+    def attach(self, replicated: Replicated | None, sharded: bool, undo: Undo | None, parts: Parts | None) -> None:
         """This state is given from now on.
 
         Args:
-            replicated: what is trained.
+            replicated: what is trained; None where nothing is given.
             sharded: its optimizer's state is divided over the replicas.
             undo: of the updates since the last batch top, if it is kept.
             parts: of the next update, where parts of it are made early.
@@ -116,7 +116,7 @@ class GivenState:
         return not self._gate.updating and self._count.state >= version
 
     def _export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": []}
+        nothing: dict[str, Any] = {"parameters": 0, "states": [], "tensors": [], "here": True}
         return self._replicated.export() if self._replicated is not None else (nothing, [])
 
     @contextmanager

@@ -132,7 +132,7 @@ class Updates:
             self.replicated = replicated
             self.followers.able = not sharded and not own and made is None
             self._images.attach(len(replicated.optimizers), sharded, own)
-            self.given.attach(replicated, sharded, self._undo, made)
+            self.given.attach(None if own else replicated, sharded, self._undo, made)
             self.outside.attach(replicated, loose)
             self.steps.attach(replicated, made, own)
 

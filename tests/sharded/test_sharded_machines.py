@@ -1,0 +1,53 @@
+"""A machine with shards is lost: a spare one takes its place with the copies that another machine has of them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from harness import SCRIPTS, Jobs, most
+
+from shared_core.testing.cluster import Cluster
+from shared_core.testing.namespaces import machines, unavailable
+from shared_core.testing.runner import check_clean, compare
+
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
+
+#: Ranks 0 and 1, and 2 and 3, are on one machine. Of HSDP that is the only machine with one replica of each shard.
+JOBS: dict[str, tuple[str, list[str]]] = {
+    "fsdp2": ("sharded.py", []),
+    "hsdp": ("sharded.py", ["--replicas", "2"]),
+    "zero_1": ("zero.py", ["--stage", "1"]),
+    "zero_3": ("zero.py", ["--stage", "3"]),
+}
+
+
+def lose_a_machine(kind: str, jobs: Jobs, at: int = 20) -> None:
+    script, args = JOBS[kind]
+    args = [*args, "--epochs", "10"]
+    reference = jobs.reference(script, nproc=4, args=args)
+    with machines(3) as made, contextlib.ExitStack() as at_end:
+        cluster = Cluster(jobs.warm, made, jobs.folder("machines"), SCRIPTS / script, args=args)
+        at_end.callback(cluster.stop)
+        cluster.until(lambda: cluster.tops(2) >= at, 60.0)
+        lost = cluster.place_of(2)
+        made[lost].kill()
+        result, statuses = cluster.finish(120.0)
+    assert sorted(statuses) == [-9, 0, 0] and statuses[lost] == -9, result.tail()
+    compare(result, reference)
+    check_clean(result)
+    assert {event.rank for event in result.kinds("lost")} == {2, 3}, result.tail()
+    assert "continues from the checkpoint" not in result.stderr
+
+
+@pytest.mark.parametrize("kind", most(JOBS, "hsdp", "zero_1", "zero_3"))
+def test_a_machine_is_lost(kind: str, jobs: Jobs) -> None:
+    lose_a_machine(kind, jobs)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("at", [1, 7, 8, 33, 60])
+def test_a_machine_is_lost_again(kind: str, at: int, jobs: Jobs) -> None:
+    """In the first batch, at the end of an epoch, and wherever it is then."""
+    lose_a_machine(kind, jobs, at)
