@@ -56,13 +56,16 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Loss]]] = {
     "fsdp2-10M": lambda: gpt2(rows=2, width=320, layers=8, heads=5),
     "fsdp2-50M": lambda: gpt2(rows=2, width=640, layers=10, heads=10),
 }
-#: Cases in which ``fully_shard`` takes the place of DDP.
-SHARDED = ("fsdp2-10M", "fsdp2-50M")
+CASES |= {"zero3-10M": CASES["fsdp2-10M"], "zero3-50M": CASES["fsdp2-50M"]}
+#: Cases in which ``fully_shard``, or DeepSpeed's ZeRO-3, takes the place of DDP.
+ZERO = ("zero3-10M", "zero3-50M")
+SHARDED = ("fsdp2-10M", "fsdp2-50M", *ZERO)
 
 
 def imported(case: str) -> list[str]:
     """Modules that a case needs besides this one's."""
-    sharded = ["benchmarks.fsdp2_side"] if case in SHARDED else []
+    side = "benchmarks.zero_side" if case in ZERO else "benchmarks.fsdp2_side"
+    sharded = [side] if case in SHARDED else []
     return [*sharded, "examples.demo.model"] if sharded or case == "gpt2" else []
 
 
@@ -73,9 +76,18 @@ class Trainer:
         self.system = system
         self.job: Any = None
         self.manager: Any = None
+        self.model: Any = None
         torch.manual_seed(1)
         net, self.loss = CASES[case]()
         self.parameters = sum(p.numel() for p in net.parameters())
+        if case in ZERO:
+            from benchmarks import zero_side
+
+            self.model = zero_side.engine(net, 1e-4, 2, survives=system == "swift")
+            self.optimizer = zero_side.Stepper(self.model)
+            torch.manual_seed(100 + int(os.environ["RANK"]))
+            self._attach([])
+            return
         if case in SHARDED:
             from benchmarks import fsdp2_side
 
@@ -89,12 +101,15 @@ class Trainer:
             return
         self.model = net if case in SHARDED else nn.parallel.DistributedDataParallel(net)
         self.optimizer = optimizer
-        if system.startswith("swift"):
+        self._attach([optimizer])
+
+    def _attach(self, optimizers: list[Any]) -> None:
+        if self.system.startswith("swift"):
             import shared_core
 
             self.job = shared_core.current_job()
             assert self.job is not None, "not started by swiftrun"
-            self.job.attach([self.model], [optimizer])
+            self.job.attach([self.model], optimizers)
 
     def run(self, steps: int) -> dict[str, float]:
         """Seconds for ``steps`` steps: by the clock, and of the processor on all threads."""
@@ -103,7 +118,11 @@ class Trainer:
             if self.job is not None:
                 self.job.batch_top()
             self.optimizer.zero_grad()
-            self.loss(self.model).backward()
+            loss = self.loss(self.model)
+            if hasattr(self.optimizer, "backward"):
+                self.optimizer.backward(loss)
+            else:
+                loss.backward()
             self.optimizer.step()
         return {"seconds": time.perf_counter() - begin, "processor": time.process_time() - busy}
 

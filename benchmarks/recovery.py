@@ -3,7 +3,7 @@
 Systems: this one with a standby, and without (``--standbys 0``); with fewer workers after a loss, and as many again
 later; on two machines (network namespaces), one of which is lost while a third waits; torchrun with a checkpoint every
 1, 5 and 20 steps; torchft where it is installed. The job is plain DDP on a 6-layer MLP of width 512 with four workers;
-in rows of FSDP2 it is a sharded MLP, and DDP of one that has as many parameters as a shard. For each kill:
+in rows of FSDP2 and ZeRO-3 it is a sharded MLP, and DDP of one that has as many parameters as a shard. For each kill:
 
 - stall: from the kill until ``optimizer.step`` has next returned on all ranks, and on the survivors alone (torchft's go
   on without the lost one, and its samples);
@@ -64,7 +64,7 @@ PATIENCE_S = 120.0
 STALL_TARGET_S = 0.6
 FACTOR_TARGET = 8.0
 READY_TARGET_MS = 60.0
-#: Stall of FSDP2 over that of DDP with a shard's parameters.
+#: Stall of FSDP2 and ZeRO-3 over that of DDP with a shard's parameters.
 SHARDED_TARGET = 2.0
 #: Seconds that a job goes on with fewer workers, starting them included, until it grows again.
 GROW_AFTER_S = 4.0
@@ -88,7 +88,8 @@ class System:
         resizes: the others go on without the lost worker, and the job grows again later.
         machines: whole machines are killed, and one more waits.
         model: its layers and their width.
-        sharded: FSDP2 in the place of DDP; checkpoints are those of ``torch.distributed.checkpoint``.
+        sharded: what divides the model: ``fsdp2``, with checkpoints of ``torch.distributed.checkpoint``, or ``zero3``;
+            empty for DDP.
         pace: most steps before a kill.
     """
 
@@ -103,7 +104,7 @@ class System:
     resizes: bool = False
     machines: int = 1
     model: tuple[int, int] = (LAYERS, WIDTH)
-    sharded: bool = False
+    sharded: str = ""
     pace: int = 25
 
     @property
@@ -142,11 +143,13 @@ SYSTEMS = [
     System("torchft, defaults", "torchft", 3, 0),
     System("torchft, heartbeat time-out 1 s", "torchft", 3, 1, heartbeat_ms=1000, timeout_s=5),
     # Half the width: as many parameters as one shard of four.
-    System("swift, DDP, a shard of FSDP2's 10 M", "swift", 5, 0, model=(10, 512)),
-    System("swift, FSDP2, 10 M", "swift", 5, 0, model=(10, 1024), sharded=True),
-    System("torchrun, FSDP2, 10 M, async_save every 20", "torchrun", 3, 0, every=20, model=(10, 1024), sharded=True),
-    System("swift, DDP, a shard of FSDP2's 50 M", "swift", 3, 0, model=(12, 1024), pace=10),
-    System("swift, FSDP2, 50 M", "swift", 3, 0, model=(12, 2048), sharded=True, pace=10),
+    System("swift, DDP, a shard of FSDP2's or ZeRO-3's 10 M", "swift", 5, 0, model=(10, 512)),
+    System("swift, FSDP2, 10 M", "swift", 5, 0, model=(10, 1024), sharded="fsdp2"),
+    System("swift, ZeRO-3, 10 M", "swift", 5, 0, model=(10, 1024), sharded="zero3"),
+    System("torchrun, FSDP2, 10 M, async_save every 20", "torchrun", 3, 0, every=20, model=(10, 1024), sharded="fsdp2"),
+    System("swift, DDP, a shard of FSDP2's or ZeRO-3's 50 M", "swift", 3, 0, model=(12, 1024), pace=10),
+    System("swift, FSDP2, 50 M", "swift", 3, 0, model=(12, 2048), sharded="fsdp2", pace=10),
+    System("swift, ZeRO-3, 50 M", "swift", 3, 0, model=(12, 2048), sharded="zero3", pace=10),
 ]
 
 
@@ -187,7 +190,8 @@ def folder_of(system: System, folder: Path) -> Path:
 def started(system: System, out: Path) -> Iterator[tuple[Workers, Any]]:
     """The job under ``system``, and the store in which its workers meet where no launcher helps them."""
     args = ["--system", system.system, "--out", str(out), "--every", str(system.every)]
-    args += ["--layers", str(system.model[0]), "--width", str(system.model[1]), *["--sharded"] * system.sharded]
+    args += ["--layers", str(system.model[0]), "--width", str(system.model[1])]
+    args += ["--sharded", system.sharded] if system.sharded else []
     env = {"BENCH_TORCHFT_TIMEOUT_S": str(system.timeout_s)}
     if system.resizes:
         env |= {"SWIFT_RECOVERY_ON_FAILURE": "shrink", "SWIFT_RECOVERY_RESIZE_GROW_AFTER_S": str(GROW_AFTER_S)}

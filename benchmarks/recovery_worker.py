@@ -1,4 +1,5 @@
-"""Worker of the recovery benchmark: a plain loop, of DDP or FSDP2, that notes when each optimizer step has returned.
+"""Worker of the recovery benchmark: a plain loop, of DDP, FSDP2 or ZeRO-3, that notes when each optimizer step has
+returned.
 
 The systems differ only where a user of each would write something else.
 """
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=0, help="steps between two checkpoints")
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--width", type=int, default=WIDTH)
-    parser.add_argument("--sharded", action="store_true", help="FSDP2; under swift and torchrun")
+    parser.add_argument("--sharded", choices=["fsdp2", "zero3"], help="under swift; FSDP2 under torchrun, too")
     options = parser.parse_args()
     rank = int(os.environ["RANK"])
     trace = Trace(options.out, rank)
@@ -152,7 +153,12 @@ def main() -> None:
 
             job = shared_core.install()
         dist.init_process_group("gloo")
-        if options.sharded:
+        if options.sharded == "zero3":
+            from benchmarks import zero_side
+
+            model = zero_side.engine(net, 1e-3, BATCH, survives=options.system == "swift")
+            optimizer = zero_side.Stepper(model)
+        elif options.sharded:
             from benchmarks import fsdp2_side
 
             optimizer = torch.optim.AdamW(fsdp2_side.shard(net, net[::2]).parameters(), lr=1e-3)
@@ -164,7 +170,8 @@ def main() -> None:
             net.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
             counter["step"] = saved["step"]
-        model = net if options.sharded else nn.parallel.DistributedDataParallel(net)
+        if options.sharded != "zero3":
+            model = net if options.sharded else nn.parallel.DistributedDataParallel(net)
         if options.system == "checkfreq" and rank == 0:
             from benchmarks.checkfreq_side import CheckFreq
 
@@ -172,7 +179,7 @@ def main() -> None:
             background.next = counter["step"] + 1
         if job is not None:
             job.entries.begin()
-            job.attach([model], [optimizer])
+            job.attach([model], [] if options.sharded == "zero3" else [optimizer])
             job.register("counter", lambda: counter, counter.update)
     trace.note("loop", user_s=time.time() - main_begin, import_s=main_begin - BEGIN)
 
@@ -185,7 +192,11 @@ def main() -> None:
         def one(model: Any, step: int = step) -> None:
             optimizer.zero_grad()
             x = batch(step, rank, width)
-            (model(x) - x.sin()).pow(2).mean().backward()
+            loss = (model(x) - x.sin()).pow(2).mean()
+            if options.sharded == "zero3":
+                optimizer.backward(loss)
+            else:
+                loss.backward()
             optimizer.step()
             if manager is None:
                 counter["step"] = step + 1
@@ -210,7 +221,7 @@ def main() -> None:
             trace.note("saved", step=counter["step"])
     if options.sharded and background is not None:
         background.wait()
-    trace.note("end", step=counter["step"], **result(net, width))
+    trace.note("end", step=counter["step"], **result(model if options.sharded else net, width))
     if manager is not None:
         manager.shutdown(wait=False)
         os._exit(0)  # its threads do not end by themselves

@@ -15,7 +15,11 @@ def test_a_run_is_a_function_of_its_seed_and_number() -> None:
     models = tuple(draws.SHARDED)
     plans = [draws.plan(3, number, models, 4, None, KINDS) for number in range(100)]
     assert plans == [draws.plan(3, number, models, 4, None, KINDS) for number in range(100)]
-    assert {plan.model for plan in plans} == {"fsdp2", "hsdp", "zero3"} and {len(plan.faults) for plan in plans} == {1, 2, 3}
+    assert {plan.model for plan in plans} == {"fsdp2", "hsdp", "zero3"} and {len(plan.faults) for plan in plans} == {
+        1,
+        2,
+        3,
+    }
     faults = [fault for plan in plans for fault in plan.faults]
     assert {fault.rank for fault in faults} == set(range(4)) and {fault.kind for fault in faults} == set(KINDS)
     # In gathers, reductions and updates, both replicas of a shard in one run, and newcomers.

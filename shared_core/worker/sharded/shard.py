@@ -155,6 +155,4 @@ def _unpacked(parameter: Any, packed: Any) -> Any:
     # Of ranks in other numbers there may have been no replicas, or some: their dimension comes first.
     placements = [Replicate() if place == _REPLICATED else Sharded(place) for place in places][-mesh.ndim :]
     placements = [Replicate()] * (mesh.ndim - len(placements)) + placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
