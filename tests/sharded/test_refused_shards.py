@@ -14,9 +14,9 @@ SAYS = {
     "beside_ddp": "a job has sharded models or models in DistributedDataParallel, not both",
     "tensor_parallel": "is a DTensor that fully_shard() has not made",
     "both": "only FSDP2 (one mesh dimension) and HSDP (two) can be recovered, without tensor parallelism",
-    "reroute": "on_failure='reroute' does not work with sharded models: use on_failure='replace' alone, or 'restart'",
-    "shrink": "on_failure='shrink' does not work with sharded models: use on_failure='replace' alone, or 'restart'",
-    "resize": "resize.replace_timeout_s does not work with sharded models: use on_failure='replace' alone, or 'restart'",
+    "reroute": "on_failure='reroute' does not work with sharded models: use on_failure='replace' alone",
+    "shrink": "on_failure='shrink' does not work with sharded models: use on_failure='replace' alone",
+    "resize": "resize.replace_timeout_s does not work with sharded models: use on_failure='replace' alone",
     "overlapped": "state.overlapped_update is for DistributedDataParallel: leave it out",
     "nothing": "not refused",
 }

@@ -1,4 +1,4 @@
-"""The soak's job with DeepSpeed's ZeRO: dropout, augmentation, clipping, a schedule, and an evaluation after each epoch.
+"""The soak's job with DeepSpeed's ZeRO: dropout, augmentation, clipping, a schedule, an evaluation after each epoch.
 
 Fourteen steps in two epochs.
 """
