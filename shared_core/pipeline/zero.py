@@ -18,8 +18,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from shared_core.errors import Unsupported
 from shared_core.job import current_job
 from shared_core.pipeline import compat
+from shared_core.pipeline.repartition import Piece, repartitioned
 from shared_core.pipeline.sharded import captured, evaluates, put_back
 from shared_core.worker.sharded.own import Owner
+from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS
 
 _PAGE = "See docs/zero.md"
 #: Of DeepSpeed's optimizers that divide: what each calls the flat tensors that the optimizer inside steps.
@@ -84,6 +86,7 @@ class ZeroState:
             # Before DeepSpeed's own. A second one, of a later attach(), finds nothing to do.
             forget = lambda *_: compat.forget_order(self._optimizer)  # noqa: E731
             engine.module.register_forward_pre_hook(forget, prepend=True)
+        self._rows = self._pieces()
 
     @property
     def unsettled(self) -> bool:
@@ -106,19 +109,40 @@ class ZeroState:
     def _masters(self) -> list[torch.Tensor]:
         return list(getattr(self._optimizer, _MASTERS[type(self._optimizer).__name__]))
 
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        """What is here of each; in fp32 with stage 3 that of trained ones is in the masters."""
+    def _pieces(self) -> list[list[Piece]]:
+        """What the masters are made of."""
+        if not self._divides_parameters:
+            ranks = dist.get_world_size()
+            return [[Piece(i, ranks * each.numel(), each.numel())] for i, each in enumerate(self._masters)]
+        places = {id(each): place for place, each in enumerate(self._engine.module.parameters())}
+        return [
+            [Piece(places[id(each)], each.ds_numel, each.partition_numel()) for each in group]
+            for group in self._optimizer.fp16_groups
+        ]
+
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """What is here of each, and elements of the whole; in fp32 with stage 3 that of trained ones is in the
+        masters.
+        """
         masters = {each.untyped_storage().data_ptr() for each in self._masters}
         for parameter in self._engine.module.parameters():
             part = getattr(parameter, "ds_tensor", parameter).detach()
             if part.untyped_storage().data_ptr() not in masters:
-                yield part
+                yield part, getattr(parameter, "ds_numel", parameter.numel())
+
+    def _layout(self) -> dict[str, Any]:
+        """What another number of ranks needs to know; nothing where the order depends on the number."""
+        if getattr(self._optimizer, "round_robin_gradients", False):
+            return {}
+        divided = self._divides_parameters
+        wholes = [numel for _, numel in self._parameters()] if divided else []
+        return {LAYOUT: {"masters": [[list(piece) for piece in row] for row in self._rows], "parameters": wholes}}
 
     def capture(self) -> dict[str, Any]:
         """Parameters, masters, moments, hyper-parameters, counters: live tensors, to be written at once."""
         schedule = self._engine.lr_scheduler
-        return {
-            "parameters": list(self._parameters()),
+        return self._layout() | {
+            "parameters": [part for part, _ in self._parameters()],
             "optimizer": captured(self._optimizer, self._masters),
             "engine": compat.remembered(self._engine),
             "schedule": schedule.state_dict() if schedule is not None else None,
@@ -126,9 +150,13 @@ class ZeroState:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Put a captured state in place."""
+        """Put a captured state in place, or this rank's part of what another number of ranks has captured."""
         self.reshard()
-        for part, stored in zip(self._parameters(), values["parameters"], strict=True):
+        parts = [part for part, _ in self._parameters()]
+        if OLD_RANKS in values:
+            sizes = [part.numel() for part in parts]
+            values = repartitioned(values[OLD_RANKS], self._rows, sizes, dist.get_rank())
+        for part, stored in zip(parts, values["parameters"], strict=True):
             part.copy_(stored)
         put_back(self._optimizer, self._masters, values["optimizer"])
         if not self._divides_parameters:

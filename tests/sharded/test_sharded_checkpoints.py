@@ -100,13 +100,31 @@ def state_of(folder: Path, step: int, shards: int) -> str:
     return digest(whole)
 
 
-def test_what_deepspeed_has_divided_serves_no_other_number(jobs: Jobs, tmp_path: Path) -> None:
-    args, env = ["--stage", "1", "--epochs", "8"], options(tmp_path, every=5)
-    with running(jobs, "zero.py", args, env=env, launcher_args=RESTART) as job:
-        job.until(lambda: bool(committed(tmp_path)), 60.0)
+#: Workers before and after, and arguments.
+ZERO: dict[str, tuple[tuple[int, int], list[str]]] = {
+    "stage 1, 4 to 3": ((4, 3), ["--stage", "1"]),
+    "stage 2, 2 to 4": ((2, 4), ["--stage", "2"]),
+    "stage 3, 4 to 3": ((4, 3), ["--stage", "3"]),
+    "stage 3, 2 to 4": ((2, 4), ["--stage", "3"]),
+    "bf16, stage 1, 4 to 2": ((4, 2), ["--stage", "1", "--bf16"]),
+    "bf16, stage 3, 4 to 3": ((4, 3), ["--stage", "3", "--bf16"]),
+}
+
+
+@pytest.mark.parametrize("change", most(ZERO, *(name for name in ZERO if name != "stage 3, 4 to 3")))
+def test_another_number_of_workers_goes_on_with_zero(change: str, jobs: Jobs, tmp_path: Path) -> None:
+    (before, after), args = ZERO[change]
+    env, at = options(tmp_path / "checkpoints", every=9), 9
+    hold = env | {"HOLD_AT": str(at + 1)}
+    with running(jobs, "zero_resize.py", args, env=hold, launcher_args=RESTART, nproc=before) as job:
+        job.until(lambda: at in committed(tmp_path / "checkpoints", before), 60.0)
         job.kill()
-        job.end()
-    with running(jobs, "zero.py", args, env=env, launcher_args=RESTART, nproc=1) as job:
-        result = job.end()
-    assert result.status == 1
-    assert "was made by 2 workers and cannot be used by 1: DeepSpeed has divided its model" in result.stderr
+        kept = (job.end().out / f"state{at - 1}").read_text()
+    with running(jobs, "zero_resize.py", args, env=env, launcher_args=RESTART, nproc=after) as job:
+        result = finished(job)
+    assert went_on_from(result) == {at}, result.tail()
+    assert sorted(result.reports) == list(range(after)), result.tail()
+    for report in result.reports.values():
+        extra = report["extra"]
+        assert extra["first"] == kept, result.tail()
+        assert extra["exact"] == [True, True] and extra["losses"][-1] < extra["losses"][0], (extra, result.tail())

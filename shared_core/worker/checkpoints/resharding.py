@@ -30,7 +30,7 @@ from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
-from shared_core.worker.sharded.regroup import OLD_RANKS
+from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS
 from shared_core.worker.sharded.shard import SHARD
 from shared_core.worker.state.replicated import Replicated
 
@@ -232,7 +232,7 @@ def _check(old: Sequence[Mapping[str, Any]]) -> None:
             raise Unsupported("gradients of several batches were being added up")
         if len(replicas) > 1:
             raise Unsupported("the stages of its pipeline had replicas")
-        if "layouts" not in each["parts"].get(SHARD, {"layouts": ()}):
-            raise Unsupported("DeepSpeed has divided its model")
+        if LAYOUT not in each["parts"].get(SHARD, {LAYOUT: ()}):
+            raise Unsupported("DeepSpeed has divided its model in an order that depends on it (round_robin_gradients)")
         if replicas and each["parts"].get(BUFFERS):
             raise Unsupported("its layers have buffers, which are known by their place in a stage only")

@@ -12,8 +12,9 @@ import torch
 
 from shared_core.errors import CorruptFile
 
-#: Key of a captured state that stands for the states of all old ranks.
-OLD_RANKS = "old ranks"
+#: Key of a captured state that stands for the states of all old ranks; and of what another number of ranks must know,
+#: which is missing where it could not go on.
+OLD_RANKS, LAYOUT = "old ranks", "layout"
 #: Where a tensor's part belongs: (dimension that is divided, number of parts, this part); None for a whole tensor.
 Layout = tuple[int, int, int] | None
 
@@ -57,7 +58,7 @@ def regrouped(old: Sequence[Mapping[str, Any]], layouts: Sequence[Layout]) -> di
     Raises:
         CorruptFile: the old ranks' shards do not belong together.
     """
-    theirs: list[list[Layout]] = [[tuple(one) if one else None for one in each["layouts"]] for each in old]
+    theirs: list[list[Layout]] = [[tuple(one) if one else None for one in each[LAYOUT]] for each in old]
     if any(len(each) != len(layouts) for each in theirs):
         raise CorruptFile(f"the shards have {len(theirs[0])} parameters, the model has {len(layouts)}")
 
@@ -77,4 +78,4 @@ def regrouped(old: Sequence[Mapping[str, Any]], layouts: Sequence[Layout]) -> di
                 packed = (local, *packed[1:])
             mine[key] = packed
         states.append([number, place, mine])
-    return {"parameters": parameters, "states": states, "layouts": list(layouts)}
+    return {"parameters": parameters, "states": states, LAYOUT: list(layouts)}

@@ -16,7 +16,7 @@ from shared_core.worker.comm.results import Results
 from shared_core.worker.sharded import compat
 from shared_core.worker.sharded.local import is_distributed, local_part
 from shared_core.worker.sharded.reduction import ReduceFromOwnMemory
-from shared_core.worker.sharded.regroup import OLD_RANKS, Layout, regrouped
+from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS, Layout, regrouped
 from shared_core.worker.state.replicated import Replicated
 
 #: Name of the registered state.
@@ -78,7 +78,7 @@ class Shard:
         return {
             "parameters": [local_part(each).detach() for each in replicated.parameters],
             "states": states,
-            "layouts": [_layout(each) for each in replicated.parameters],
+            LAYOUT: [_layout(each) for each in replicated.parameters],
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
