@@ -312,7 +312,7 @@ def link_moments(optimizer: Any, *, there: bool) -> None:
 
     Args:
         optimizer: one of DeepSpeed's that shards.
-        there: every master has moments by now; else they are linked when they are made.
+        there: an update has been made; else they are linked when one is.
     """
     optimizer._hp_optimizer_states_linked = False
     if there:

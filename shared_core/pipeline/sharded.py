@@ -78,7 +78,7 @@ class Shard:
     def restore(self, values: dict[str, Any]) -> None:
         """Put a captured shard in place."""
         put_back(self._outer, self._masters, values)
-        compat.link_moments(self._outer, there=all(values["state"]))
+        compat.link_moments(self._outer, there=any(values["state"]))
 
 
 def captured(outer: Any, masters: Sequence[torch.Tensor]) -> dict[str, Any]:

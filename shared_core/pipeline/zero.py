@@ -160,7 +160,7 @@ class ZeroState:
             part.copy_(stored)
         put_back(self._optimizer, self._masters, values["optimizer"])
         if not self._divides_parameters:
-            compat.link_moments(self._optimizer, there=all(values["optimizer"]["state"]))
+            compat.link_moments(self._optimizer, there=any(values["optimizer"]["state"]))
         compat.remember(self._engine, values["engine"])
         if values["schedule"] is not None:
             self._engine.lr_scheduler.load_state_dict(values["schedule"])

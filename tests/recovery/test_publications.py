@@ -134,6 +134,21 @@ def test_every_truncation_and_every_flipped_byte_is_noticed(tmp_path: pathlib.Pa
     assert board.tops() == [Top(1, 0, 0, "batch", {"w": 3})]
 
 
+def test_a_flipped_bit_in_large_tensors_is_noticed(tmp_path: pathlib.Path) -> None:
+    """Their checksum is another one: that of sums."""
+    board = Board(tmp_path / "rank0")
+    state = {"a": torch.arange(50_001.0), "b": torch.arange(70_003, dtype=torch.uint8), "c": torch.arange(3.0)}
+    board.publish_top(Top(1, 0, 0, "batch", {}), state)
+    assert all(torch.equal(each, state[name]) for name, each in board.read_top(1).items())
+    path = tmp_path / "rank0" / "top.1"
+    whole = path.read_bytes()
+    size = HEADER_BYTES + sum(struct.unpack_from("<IQ", whole))
+    for place in [*range(0, size, 997), *range(size - 70_003, size, 499), size - 1]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        with pytest.raises(CorruptFile):
+            board.read_top(1)
+
+
 class Deadly:
     """Mapped memory to which 512 bytes are written at once, whose process is killed before one of these writes."""
 

@@ -52,6 +52,7 @@ def main() -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
         "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 20},
         "bf16": {"enabled": args.bf16},
         "steps_per_print": None,
@@ -84,7 +85,8 @@ def main() -> Any:
             seen.total += total.item() / world
             seen.batches += 1
         seen.losses.append(seen.total / seen.batches)
-        seen.exact.append(bool((safe_get_full_fp32_param(engine.module.uses) == epoch + 1).all()))
+        uses = safe_get_full_fp32_param(engine.module.uses)
+        seen.exact.append(bool((uses == epoch + 1).all()))
         seen.total, seen.batches = 0.0, 0
     report.finish({}, **vars(seen), first=first)
     return end_group()

@@ -7,14 +7,20 @@ import struct
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
+
+import numpy as np
 
 from shared_core.encoding.plain import Piece
 from shared_core.errors import CorruptFile
 from shared_core.resources import write_all
 
-_HEADER = struct.Struct("<IQI")  # length of the head, length of the payload, checksum of all of this
+_HEADER = struct.Struct("<IQI")  # length of what is before the payload, length of that, checksum of all of this
 HEADER_BYTES = _HEADER.size
+_COUNT = struct.Struct("<I")  # of pieces in the payload; their lengths follow, 8 bytes each, and the head
+#: Of pieces from this size on, the checksum is that of sums of blocks of so many 64-bit words.
+_LARGE, _WORDS = 1 << 16, 1 << 10
 #: Pieces that the system is given in one call.
 _AT_ONCE = 64
 _LENGTHS = struct.Struct("<IQ")
@@ -27,11 +33,25 @@ def packed(head: bytes, payload: Sequence[Piece]) -> list[Piece]:
         head: read without the payload.
         payload: in pieces.
     """
-    size = sum(map(len, payload))
-    crc = zlib.crc32(head, zlib.crc32(_LENGTHS.pack(len(head), size)))
+    sizes = np.array([len(piece) for piece in payload], np.uint64)
+    head = _COUNT.pack(len(payload)) + sizes.tobytes() + head
+    return [_HEADER.pack(len(head), int(sizes.sum()), _checksum(head, payload)) + head, *payload]
+
+
+def _checksum(head: bytes, payload: Sequence[Piece]) -> int:
+    """Of a file. The lengths count too: where one piece begins and the other ends is nowhere else."""
+    crc = zlib.crc32(head, zlib.crc32(_LENGTHS.pack(len(head), sum(map(len, payload)))))
     for piece in payload:
-        crc = zlib.crc32(piece, crc)
-    return [_HEADER.pack(len(head), size, crc) + head, *payload]
+        crc = _add_large(piece, crc) if len(piece) >= _LARGE else zlib.crc32(piece, crc)
+    return crc
+
+
+def _add_large(piece: Piece, crc: int) -> int:
+    """At the speed of memory, ten times that of the CRC: a changed word changes the sum of its block."""
+    end = len(piece) // (8 * _WORDS) * 8 * _WORDS
+    words = np.frombuffer(piece, np.uint64, count=end // 8)
+    sums = words.reshape(-1, _WORDS).sum(axis=1, dtype=np.uint64)
+    return zlib.crc32(memoryview(piece)[end:], zlib.crc32(sums.tobytes(), crc))
 
 
 def write_file(path: Path, data: Sequence[Piece]) -> None:
@@ -114,7 +134,8 @@ def read_file(path: Path, *, payload: bool = True) -> tuple[bytes, Piece]:
         raise FileNotFoundError(f"{path} holds no publication")
     head = bytes(data[HEADER_BYTES : HEADER_BYTES + head_len])
     body = data[HEADER_BYTES + head_len :][:payload_len]
-    # The lengths count too: where one begins and the other ends is nowhere else.
-    if len(body) != payload_len or zlib.crc32(body, zlib.crc32(head, zlib.crc32(data[: _LENGTHS.size]))) != crc:
+    at = _COUNT.size + 8 * _COUNT.unpack_from(head)[0] if len(head) >= _COUNT.size else -1
+    ends = [0, *accumulate(map(int, np.frombuffer(head[_COUNT.size : at], np.uint64)))] if 0 < at <= len(head) else [-1]
+    if not len(body) == payload_len == ends[-1] or _checksum(head, [body[a:b] for a, b in pairwise(ends)]) != crc:
         raise CorruptFile(f"{path} is damaged: its checksum does not match")
-    return head, body if payload else b""
+    return head[at:], body if payload else b""
