@@ -147,12 +147,12 @@ def _unpacked(parameter: Any, packed: Any) -> Any:
         return packed
     if len(packed) == 1:
         return packed[0]
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor, Placement, Replicate
     from torch.distributed.tensor import Shard as Sharded
 
     local, shape, stride, places = packed
     mesh = parameter.device_mesh
     # Of ranks in other numbers there may have been no replicas, or some: their dimension comes first.
-    placements = [Replicate() if place == _REPLICATED else Sharded(place) for place in places][-mesh.ndim :]
-    placements = [Replicate()] * (mesh.ndim - len(placements)) + placements
+    places = ([_REPLICATED] * mesh.ndim + list(places))[-mesh.ndim :]
+    placements: list[Placement] = [Replicate() if place == _REPLICATED else Sharded(place) for place in places]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
