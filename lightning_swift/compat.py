@@ -18,6 +18,7 @@ import lightning.fabric.loggers.tensorboard as fabric_tensorboard
 import lightning.pytorch as pl
 import lightning.pytorch.loggers.csv_logs as csv_logs
 import lightning.pytorch.loggers.tensorboard as tensorboard
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.fabric.wrappers import _FabricDataLoader, _unwrap_objects, is_wrapped
@@ -138,7 +139,7 @@ def tensor_parallel_size(strategy: ModelParallelStrategy) -> int | str:
     return strategy._tensor_parallel_size
 
 
-def set_data_parallel_size(strategy: ModelParallelStrategy, workers: int) -> None:
+def set_data_parallel_size(strategy: ModelParallelStrategy | FabricModelParallelStrategy, workers: int) -> None:
     """Divide data, and parameters with it, over so many workers."""
     strategy._data_parallel_size = workers
 

@@ -135,7 +135,7 @@ def attach(*objects: Any) -> FabricLoop:
             (schedulers, averages of the weights).
 
     Raises:
-        ConfigError: under ``swiftrun``, if the strategy of Fabric is not ``swift_ddp``; if an object has no state.
+        ConfigError: under ``swiftrun``, if the strategy of Fabric is none of this package; if an object has no state.
         Unsupported: where the number of workers may change, or others compute a lost worker's share.
     """
     return FabricLoop(shared_core.attach(*(compat.without_fabric(each) for each in objects)))

@@ -149,4 +149,6 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_FABRIC_LOADER}._num_iter_calls", "the number of a pass, by which it is shuffled"),
     ("lightning.fabric.utilities.data:_set_sampler_epoch(dataloader, epoch)", "shuffles by the number of the pass"),
     ("lightning.fabric.strategies:DDPStrategy._configure_launcher(self)", "before there is a process group"),
+    ("lightning.fabric.strategies:ModelParallelStrategy._configure_launcher(self)", "the same"),
+    ("lightning.fabric.strategies:ModelParallelStrategy._data_parallel_size", "chosen: all workers"),
 )

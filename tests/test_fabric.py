@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from harness import Jobs, few
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shared_core.faults import Fault
+from shared_core.testing.digest import digest
 from shared_core.testing.runner import compare
 
 #: Arguments of the script, faults. On two ranks an epoch has six batches and seven tops, the last one for its end.
@@ -21,10 +24,17 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "bf16": (["--precision", "bf16-mixed"], [Fault(1, 10, "bucket", "SIGKILL")]),
     "again": (["--again"], [Fault(1, 10, "bucket", "SIGKILL"), Fault(0, 18, "forward", "SIGKILL")]),
     "bar": (["--bar"], [Fault(1, 10, "bucket", "SIGKILL")]),
+    "sharded": (
+        ["--sharded"],
+        [Fault(1, 10, "collective.before", "SIGKILL", nth=3), Fault(0, 18, "update.during", "SIGKILL", nth=5)],
+    ),
+    "sharded_first_batch": (["--sharded"], [Fault(0, 1, "collective.after", "SIGKILL", nth=4)]),
+    "sharded_evaluation": (["--sharded", "--evaluate-first"], [Fault(1, 14, "collective.before", "SIGKILL")]),
+    "sharded_accumulate": (["--sharded", "--accumulate", "2"], [Fault(1, 11, "forward", "SIGKILL")]),
 }
 
 
-@pytest.mark.parametrize("name", few(CASES, "middle_of_an_epoch", "evaluated_before"))
+@pytest.mark.parametrize("name", few(CASES, "middle_of_an_epoch", "evaluated_before", "sharded"))
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     jobs.check("fabric.py", faults=faults, args=args)
@@ -33,6 +43,29 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
 @pytest.mark.nightly
 def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
     compare(jobs.run("fabric.py"), jobs.reference("fabric.py"))
+
+
+@pytest.mark.nightly
+def test_a_sharded_checkpoint_of_fabric_has_the_same_bits(jobs: Jobs, tmp_path: Path) -> None:
+    """A worker is lost after the first of them, and another one while one is written."""
+    faults = [Fault(1, 10, "forward", "SIGKILL"), Fault(0, 14, "collective.before", "SIGKILL", nth=3)]
+    found = []
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+        args = ["--sharded", "--save", str(tmp_path / name)]
+        if name == "with":
+            result = jobs.run("fabric.py", faults=faults, args=args)
+        else:
+            compare(result, jobs.reference("fabric.py", args=args))
+        found.append({step: restored(tmp_path / name / f"{step}.ckpt") for step in (6, 12, 18)})
+    assert found[0] == found[1]
+
+
+def restored(folder: Path) -> str:
+    """Digest of what a checkpoint of shards holds."""
+    whole = folder.with_suffix(".pt")
+    dcp_to_torch_save(folder, whole)
+    return digest(torch.load(whole, weights_only=False))
 
 
 @pytest.mark.nightly

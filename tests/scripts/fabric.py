@@ -5,18 +5,27 @@ from __future__ import annotations
 import argparse
 import os
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import lightning_swift
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report, end_group, generators_digest
+
+
+def shard(net: Any, mesh: Any) -> Any:
+    for layer in (net[0], net[-1]):
+        fully_shard(layer, mesh=mesh["data_parallel"])
+    return fully_shard(net, mesh=mesh["data_parallel"])
 
 
 def train() -> dist.ProcessGroup:
@@ -29,15 +38,26 @@ def train() -> dist.ProcessGroup:
     parser.add_argument("--again", action="store_true", help="set up the training loader in each epoch")
     parser.add_argument("--bar", action="store_true", help="show progress")
     parser.add_argument("--cut", action="store_true", help="use the first batches of a pass only")
+    parser.add_argument("--sharded", action="store_true", help="FSDP2")
+    parser.add_argument("--save", type=Path, help="a checkpoint of Fabric's after each epoch, in this folder")
     args = parser.parse_args()
     report = Report()
-    strategy = "ddp" if os.environ.get("SWIFT_BASELINE") else "swift_ddp"
+    stock = bool(os.environ.get("SWIFT_BASELINE"))
+    strategy: Any = "ddp" if stock else "swift_ddp"
+    if args.sharded and stock:
+        strategy = ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+    elif args.sharded:
+        strategy = lightning_swift.SwiftFabricFSDPStrategy(shard)
     precision: Any = args.precision
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=precision)
     fabric.launch()
     fabric.seed_everything(3, verbose=False)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
-    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    if args.sharded:  # parameters are other ones afterwards
+        model = fabric.setup_module(net)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    else:
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
     data = torch.randn(46, 8, generator=torch.Generator().manual_seed(5))
 
@@ -81,6 +101,8 @@ def train() -> dist.ProcessGroup:
             seen.batches += 1
         scheduler.step()
         evaluate()
+        if args.save:
+            fabric.save(args.save / f"{seen.batches}.ckpt", {"model": model, "optimizer": optimizer, "loss": seen.loss})
     digests = training_digest(net, [optimizer.optimizer], [scheduler], vars(seen))
     report.finish(digests | {"generators": generators_digest()}, **vars(seen))
     return end_group()
