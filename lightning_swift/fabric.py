@@ -126,8 +126,8 @@ class SwiftFabricFSDPStrategy(_Surviving, ModelParallelStrategy):
     bit. Data, and the model with them, are divided over all workers.
 
     Args:
-        parallelize_fn: given a module and the device mesh, calls ``fully_shard`` with ``mesh["data_parallel"]``, or with
-            a mesh of two dimensions (HSDP), and returns the module.
+        parallelize_fn: given a module and the device mesh, calls ``fully_shard`` with ``mesh["data_parallel"]``, or
+            with a mesh of two dimensions (HSDP), and returns the module.
         save_distributed_checkpoint: as in ``ModelParallelStrategy``.
         standbys: as in :class:`SwiftFabricStrategy`.
         options: see there.

@@ -22,6 +22,10 @@ _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _DEEPSPEED = "deepspeed.runtime.engine:DeepSpeedEngine"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
+_TRACE_MODE, _MODULE_ORDER, _PARAMETER_ORDER, _FETCHED_AT, _USE = (
+    f"_PartitionedParameterCoordinator__{name}"
+    for name in ("trace_mode", "submodule_order", "param_order", "step_id_module_fetched_for", "ParamInTrace")
+)
 
 #: ``module:name``, with its parameters where it is overridden or called; why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
@@ -64,7 +68,11 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_DEEPSPEED}._global_grad_norm", "published: get_global_grad_norm() says it"),
     (f"{_DEEPSPEED}._is_gradient_accumulation_boundary", "published: what the script has set"),
     (f"{_DEEPSPEED}._unmanaged_backward_count", "published: samples are counted with it"),
-    (f"{_COORDINATOR}._invalidate_trace(self)", "the order in which modules gather is forgotten before each forward"),
+    (f"{_COORDINATOR}.{_TRACE_MODE}", "published: what DeepSpeed knows of the order in which modules gather"),
+    (f"{_COORDINATOR}.{_MODULE_ORDER}", "the same"),
+    (f"{_COORDINATOR}.{_PARAMETER_ORDER}", "the same"),
+    (f"{_COORDINATOR}.{_FETCHED_AT}", "the same"),
+    (f"{_COORDINATOR}.{_USE}", "the same"),
 )
 
 
@@ -221,13 +229,43 @@ def remember(engine: Any, values: Mapping[str, Any]) -> None:
         setattr(engine, name, value)
 
 
-def forget_order(optimizer: Any) -> None:
-    """ZeRO-3: have DeepSpeed forget in which order modules have gathered their parameters. By that order it gathers
-    ahead and keeps what it will need again, and a newcomer, which does not know it, would gather other things.
+def gathering_order(optimizer: Any, module: Any) -> dict[str, Any]:
+    """ZeRO-3: what DeepSpeed has learned of the order in which modules gather their parameters. By that it gathers
+    ahead, and keeps what it will need again.
+
+    Args:
+        optimizer: DeepSpeed's.
+        module: all of the model.
     """
     coordinator = optimizer.parameter_offload.get_param_coordinator()
-    if not coordinator.is_invalid_trace():
-        coordinator._invalidate_trace()
+    modules = {id(each): place for place, each in enumerate(module.modules())}
+    parameters = {id(each): place for place, each in enumerate(module.parameters())}
+    return {
+        "mode": getattr(coordinator, _TRACE_MODE).name,
+        "modules": [modules[id(each)] for each in getattr(coordinator, _MODULE_ORDER)],
+        "parameters": [
+            (parameters[id(each.param)], each.step_id_last_used_at) for each in getattr(coordinator, _PARAMETER_ORDER)
+        ],
+    }
+
+
+def set_gathering_order(optimizer: Any, module: Any, order: Mapping[str, Any]) -> None:
+    """Inverse of :func:`gathering_order`. What depends on it DeepSpeed makes as the next forward begins."""
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    modules, parameters = list(module.modules()), list(module.parameters())
+    mode = type(getattr(coordinator, _TRACE_MODE))[order["mode"]]
+    learned: Any = tuple if mode.name == "COMPLETE" else list  # to which more is added
+    used = getattr(type(coordinator), _USE)
+    setattr(coordinator, _TRACE_MODE, mode)
+    setattr(coordinator, _MODULE_ORDER, learned(modules[place] for place in order["modules"]))
+    setattr(
+        coordinator,
+        _PARAMETER_ORDER,
+        learned(used(param=parameters[place], step_id_last_used_at=step) for place, step in order["parameters"]),
+    )
+    if mode.name == "RECORD":
+        for step, place in enumerate(order["modules"]):
+            getattr(coordinator, _FETCHED_AT)[modules[place].ds_id].append(step)
 
 
 def gradient_norm(engine: Any) -> Any:

@@ -82,10 +82,6 @@ class ZeroState:
     def __init__(self, engine: SwiftZeroEngine) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         self.padded = self._divides_parameters = engine.zero_optimization_stage() == 3
-        if self._divides_parameters:
-            # Before DeepSpeed's own. A second one, of a later attach(), finds nothing to do.
-            forget = lambda *_: compat.forget_order(self._optimizer)  # noqa: E731
-            engine.module.register_forward_pre_hook(forget, prepend=True)
         self._rows = self._pieces()
 
     @property
@@ -178,8 +174,8 @@ class ZeroState:
 
     def _of_partition(self) -> dict[str, Any]:
         """What DeepSpeed remembers of parameters: gradients of the last step, which it uses again for those that a
-        batch does not reach; and those that it has noticed to be used by a module that they are not in, or returned by
-        one, by its numbers.
+        batch does not reach; those that it has noticed to be used by a module that they are not in, or returned by one,
+        by its numbers; and the order in which modules gather.
         """
         module = self._engine.module
         uses = {each.ds_id: [p.ds_id for _, p in each.ds_external_parameters()] for each in _numbered(module)}
@@ -187,6 +183,7 @@ class ZeroState:
             "gradients": self._optimizer.grad_partitions_flat_buffer,
             "uses": {number: found for number, found in uses.items() if found},
             "returned": [p.ds_id for p in module.parameters() if p.is_external_param],
+            "order": compat.gathering_order(self._optimizer, module),
         }
 
     def _put_back_of_partition(self, values: Mapping[str, Any]) -> None:
@@ -198,6 +195,7 @@ class ZeroState:
                 deepspeed.zero.register_external_parameter(each, parameters[number])
         for number in values["returned"]:
             parameters[number].is_external_param = True
+        compat.set_gathering_order(self._optimizer, module, values["order"])
 
 
 def _numbered(module: Any) -> list[Any]:
