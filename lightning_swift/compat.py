@@ -18,7 +18,7 @@ import lightning.fabric.loggers.tensorboard as fabric_tensorboard
 import lightning.pytorch as pl
 import lightning.pytorch.loggers.csv_logs as csv_logs
 import lightning.pytorch.loggers.tensorboard as tensorboard
-from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.fabric.wrappers import _FabricDataLoader, _unwrap_objects, is_wrapped

@@ -11,8 +11,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.strategies import STRATEGY_REGISTRY, ModelParallelStrategy
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
@@ -38,14 +40,10 @@ from shared_core.trackers import prepare
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    _Stock = DDPStrategy
-else:
-    _Stock = object
-
 _OF_THE_STRATEGY = frozenset(inspect.signature(DDPStrategy.__init__).parameters)
 
 
-class _Surviving(_Stock):
+class _Surviving(ParallelStrategy):
     """What these strategies add to a strategy of Fabric, which comes after this class in theirs."""
 
     job: Job | None = None
@@ -85,7 +83,7 @@ class _Surviving(_Stock):
     @property
     def num_processes(self) -> int:
         """See :func:`workers_here`."""
-        return workers_here(self.job, super().num_processes)
+        return workers_here(self.job, super().num_processes)  # type: ignore[misc]
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
         """As in the stock strategy; a policy of checkpoints hears the loss, which is not read here."""
