@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpointed import committed, finished, options, running, saved, went_on_from
-from harness import Jobs, most
+from harness import Jobs, few, most
 
 from shared_core.encoding.plain import loads
 from shared_core.faults import Fault
@@ -41,14 +41,25 @@ def test_killed_as_a_whole_it_goes_on_where_it_was(kind: str, jobs: Jobs, tmp_pa
     assert went_on_from(result) == {newest}, result.tail()
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", JOBS)
+#: Those with more workers than two, and loops that are the frameworks' own.
+RESTARTED: dict[str, tuple[int, str, list[str]]] = {
+    **{kind: (4, script, args) for kind, (script, args) in JOBS.items()},
+    "lightning": (2, "lit_sharded.py", []),
+    "lightning_hsdp": (4, "lit_sharded.py", ["--replicas", "2"]),
+    "fabric": (2, "fabric.py", ["--sharded"]),
+    "accelerate": (2, "acc_sharded.py", []),
+    "accelerate_zero_2": (2, "acc_zero.py", ["--stage", "2"]),
+    "accelerate_zero_3": (2, "acc_zero.py", ["--stage", "3"]),
+}
+
+
+@pytest.mark.parametrize("kind", few(RESTARTED, "lightning"))
 def test_on_failure_restart_all_go_back_to_it(kind: str, jobs: Jobs, tmp_path: Path) -> None:
-    script, args = JOBS[kind]
+    nproc, script, args = RESTARTED[kind]
     env = options(tmp_path, every=4, checkpoint_background=False, on_failure="restart")
-    result = jobs.run(script, nproc=4, args=args, faults=[Fault(1, 9, "forward", "SIGKILL")], env=env)
+    result = jobs.run(script, nproc=nproc, args=args, faults=[Fault(1, 9, "forward", "SIGKILL")], env=env)
     assert result.status == 0, result.tail()
-    compare(result, jobs.reference(script, nproc=4, args=args))
+    compare(result, jobs.reference(script, nproc=nproc, args=args))
     assert went_on_from(result) == {8}, result.tail()
 
 
