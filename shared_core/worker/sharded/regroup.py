@@ -45,7 +45,8 @@ def part_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
         return whole
     dim, count, number = layout
     chunks = torch.chunk(whole, count, dim)
-    return chunks[number] if number < len(chunks) else whole.narrow(dim, 0, 0)
+    part = chunks[number] if number < len(chunks) else whole.narrow(dim, 0, 0)
+    return part.clone(memory_format=torch.contiguous_format)  # the whole is let go
 
 
 def regrouped(old: Sequence[Mapping[str, Any]], layouts: Sequence[Layout]) -> dict[str, Any]:
