@@ -9,9 +9,11 @@ import hashlib
 import json
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +58,15 @@ def _put(files: Mapping[str, bytes], _folder: Path) -> bytes:
     return _header(files, _STEP) + _BREAK + b"".join(frames(_rest(files)))
 
 
+def _apart(call: Callable[[], None]) -> None:
+    """On a thread of its own, as in an agent: it gets a low priority."""
+    with ThreadPoolExecutor(1) as own:
+        own.submit(call).result()
+
+
 def _serve(kind: bytes, data: bytes, copies: Copies) -> bytes:
     header, _, rest = data.partition(_BREAK)
-    return answered(rest, lambda sock: copies.serve(Link(sock, None, serves=True), kind, header))
+    return answered(rest, lambda sock: _apart(lambda: copies.serve(Link(sock, None, serves=True), kind, header)))
 
 
 def _given(answer: bytes) -> bytes | None:
@@ -144,7 +152,7 @@ def _take_changed(data: bytes, folder: Path) -> Any:
         link = Link(sock, KEY, serves=True)
         with suppress(ConnectionError):
             for frame in link.frames(lambda kind: 1 << 20):
-                copies.serve(link, frame.kind, frame.data)
+                _apart(partial(copies.serve, link, frame.kind, frame.data))
 
     answered(stream, serve)
     good = whole(pieces, stream) == len(pieces)
