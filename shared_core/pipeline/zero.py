@@ -83,6 +83,7 @@ class ZeroState:
         self._engine, self._optimizer = engine, engine.optimizer
         self.padded = self._divides_parameters = engine.zero_optimization_stage() == 3
         self._rows = self._pieces()
+        self._layout = self._find_layout()
 
     @property
     def unsettled(self) -> bool:
@@ -126,7 +127,7 @@ class ZeroState:
             if part.untyped_storage().data_ptr() not in masters:
                 yield part, getattr(parameter, "ds_numel", parameter.numel())
 
-    def _layout(self) -> dict[str, Any]:
+    def _find_layout(self) -> dict[str, Any]:
         """What another number of ranks needs to know; nothing where the order depends on the number."""
         if getattr(self._optimizer, "round_robin_gradients", False):
             return {}
@@ -137,7 +138,7 @@ class ZeroState:
     def capture(self) -> dict[str, Any]:
         """Parameters, masters, moments, hyper-parameters, counters: live tensors, to be written at once."""
         schedule = self._engine.lr_scheduler
-        return self._layout() | {
+        return self._layout | {
             "parameters": [part for part, _ in self._parameters()],
             "optimizer": captured(self._optimizer, self._masters),
             "engine": compat.remembered(self._engine),

@@ -59,7 +59,7 @@ def _put(files: Mapping[str, bytes], _folder: Path) -> bytes:
 
 
 def _apart(call: Callable[[], None]) -> None:
-    """On a thread of its own, as in an agent: it gets a low priority."""
+    """Run this on another thread: serving lowers the priority of the thread that does it."""
     with ThreadPoolExecutor(1) as own:
         own.submit(call).result()
 
