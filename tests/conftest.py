@@ -32,6 +32,9 @@ FOLDER_GRACE_S = 60.0
 #: Threads that libraries start once and keep for the life of the process.
 LASTING_THREADS = ("pytest_timeout", "asyncio", "tqdm", "IPythonHistory", "ThreadPoolExecutor")
 
+#: Unbuffered, a line and its end are two writes, and what another worker prints may come between them.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than half a minute")

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any
 
 from torch.utils.data import (
@@ -28,6 +28,8 @@ from shared_core.loaders.reader import Asked, Start
 from shared_core.loaders.seeded import SeededBatch, SeededIndex, place_seed
 
 _SAMPLER = -1
+#: Indices drawn at once where none of them is read: too few for a run of the garbage collector.
+_SKIPPED_AT_ONCE = 256
 #: Samplers known to draw global randomness at most with their first index: nothing to watch later.
 _KNOWN_SAMPLERS = (
     BatchSampler,
@@ -46,7 +48,8 @@ class Follow:
     Attributes:
         way: which indices are given to be read.
         draws: what the sampler drew from.
-        prepare: called with the number of each index before it is drawn.
+        prepare: called with the number of each index before it is drawn, unless it is one of the ``quiet`` ones.
+        quiet: numbers of indices before which nothing is put back.
         states: of loader workers, by the number of the batch before which each is put back.
         ends: no index is given.
         starts: where loader workers begin each pass over a stream, from the one in which they are started.
@@ -55,6 +58,7 @@ class Follow:
     way: Way = field(default_factory=lambda: Way((), 0))
     draws: Draws = field(default_factory=dict)
     prepare: Callable[[int], None] | None = None
+    quiet: range = range(0)
     states: Mapping[int, Any] = field(default_factory=dict)
     ends: bool = False
     starts: Sequence[Start] = ()
@@ -127,6 +131,9 @@ class Drawing(Iterator[Any]):
 
     def _draw_up_to(self, wanted: int) -> None:
         while self._number <= wanted:
+            if self._known and self._number in self._follow.quiet and self._number < wanted:
+                self._skip(min(wanted, self._follow.quiet.stop, self._number + _SKIPPED_AT_ONCE))
+                continue
             number = self._number
             if self._follow.prepare is not None:
                 self._follow.prepare(number)
@@ -137,8 +144,18 @@ class Drawing(Iterator[Any]):
                 before = RawRandom()
                 self._drawn = next(self._source)
                 self._log.note(number, before, RawRandom())
-            self._number += 1
-            self._sums.append((self._number, zlib.crc32(repr(self._drawn).encode(), self._sums[-1][1])))
+            self._count([self._drawn])
+
+    def _skip(self, wanted: int) -> None:
+        drawn = list(islice(self._source, wanted - self._number))
+        if not drawn:
+            raise StopIteration
+        self._drawn = drawn[-1]
+        self._count(drawn)
+
+    def _count(self, drawn: Sequence[Any]) -> None:
+        self._number += len(drawn)
+        self._sums.append((self._number, zlib.crc32("".join(map(repr, drawn)).encode(), self._sums[-1][1])))
 
 
 class Indices:

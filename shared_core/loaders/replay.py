@@ -143,7 +143,9 @@ class _Replay:
             for worker, each in record.loader_workers.items():
                 states[begin + (worker - begin) % workers] = each
         prepare = self._prepare if self._engine.in_process and self._engine.kind is not Kind.SEEDED else None
-        return Follow(self._way, record.draws, prepare, states)
+        noisy = max([0, *record.draws, *record.fetches, *(record.rereads or {})])
+        quiet = range(noisy + 1, record.delivered - len(self._recent))
+        return Follow(self._way, record.draws, prepare, quiet, states)
 
     def _prepare(self, number: int) -> None:
         """Put this process where it was before a batch was drawn and read."""

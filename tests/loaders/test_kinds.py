@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from kinds import KINDS, LOG, ROWS, SIZE, Counter, Life, Stateful
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from shared_core import waiting
 from shared_core.loaders import read_random, wrap_loader
 from shared_core.loaders.engine import Kind, kind_of
+from shared_core.loaders.indices import Drawing, Follow
+from shared_core.loaders.place import Way
 from shared_core.loaders.reshard import divide, order_name, taken_up, used
 
 EPOCHS = 3
@@ -57,6 +60,18 @@ def test_in_process(name: str, ahead: int) -> None:
     """Lost in the first epoch, twice; in the second; at the last one's first and last batch."""
     later = [] if name in ALL_AGAIN else [(1, 0), (1, 5), (2, 0), (2, 9)]
     live_and_die(name, ahead, 0, [(0, 0), (0, 4), (0, 7), *later])
+
+
+def test_a_far_place_is_reached_without_a_look_at_each_batch() -> None:
+    rows, looked_at = RandomSampler(range(8000), generator=torch.Generator().manual_seed(0)), []
+    batches = list(BatchSampler(rows, 4, drop_last=False))
+    follow = Follow(Way((), 1900), prepare=looked_at.append, quiet=range(3, 1850))
+    rows.generator.manual_seed(0)
+    drawing = Drawing(iter(BatchSampler(rows, 4, drop_last=False)), True, 0, follow, {}, lambda: None)
+    drawing.arrive()
+    assert looked_at == [*range(3), *range(1850, 1900)]
+    assert drawing.sum_at(1900) == zlib.crc32("".join(map(repr, batches[:1900])).encode())
+    assert list(drawing) == batches[1900:]
 
 
 @pytest.mark.parametrize("name", ["plain", "lazy", "reading"])
