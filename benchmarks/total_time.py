@@ -12,7 +12,7 @@ so slower systems get off lightly here. For each:
 - final loss on a fixed set that nobody trains on, and whether the parameters are bit for bit those without failures.
 
 ``--simulated``: days of training, one loss in 1 to 48 hours, from measured stalls and given times of the job
-(``shared_core.simulate.total_time``).
+(:mod:`benchmarks.simulated_training`).
 """
 
 from __future__ import annotations

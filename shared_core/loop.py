@@ -80,6 +80,42 @@ class _Unmarked:
             job.news.emit("warning", message=self._message)
 
 
+class _Anchors:
+    """What the script's own code rests on, besides the model: at the start of an epoch (0) and after each of the last
+    passes in it.
+
+    Args:
+        registered: values that the script counts.
+
+    Attributes:
+        taken: by number of passes.
+        loaders: of the script.
+    """
+
+    def __init__(self, registered: Registered) -> None:
+        self._registered = registered
+        self.loaders: Loaders
+        self.taken: dict[int, bytes] = {}
+
+    def take(self, passes: int) -> None:
+        """The script is at the start of an epoch, or after so many passes in it."""
+        if passes == 0:
+            self.taken.clear()
+        values = self._registered.capture_counters()
+        self.taken[passes] = dumps({"random": read_random(), "values": values, "owned": self.loaders.owned()})
+        if passes > _ANCHORS:
+            self.taken.pop(passes - _ANCHORS, None)
+
+    def restore(self, taken: Mapping[int, bytes], passes: int) -> None:
+        """Put back what a predecessor has taken there."""
+        if passes not in taken:
+            return
+        found = loads(taken[passes])
+        self._registered.restore_counters(found["values"])
+        self.loaders.set_owned(found["owned"])
+        write_random(found["random"])
+
+
 class TrainingLoop:
     """A training loop that survives the loss of workers. Without ``swiftrun`` it is a plain loop.
 
@@ -105,8 +141,7 @@ class TrainingLoop:
         self._looked, self._unmarked = False, _Unmarked(UNMARKED[name])
         self._active: Callable[[], Any] = lambda: None
         self._registered = Registered()
-        #: What the script's own code rests on at the start of the epoch (0) and after each of the last passes in it.
-        self._anchors: dict[int, bytes] = {}
+        self._anchors = _Anchors(self._registered)
         self._config = SwiftConfig()
         self._modules: list[nn.Module] = []
         self._sharing: StepSharing | None = None
@@ -137,9 +172,11 @@ class TrainingLoop:
                     target = None
                     yield number
                     self._unmarked.look(self.job)
-            finally:
+            finally:  # also where the script leaves the loop
                 self.epoch = None
-        self._next_phase()
+                self._next_phase()
+        else:
+            self._next_phase()
 
     def steps(self, loader: Any) -> Iterator[tuple[int, Any]]:
         """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; see :attr:`total_steps`.
@@ -249,6 +286,11 @@ class TrainingLoop:
             self.job.keep_tops()
         return counters
 
+    def note_loss(self, loss: torch.Tensor | float) -> None:
+        """Tell the policy ``value`` the loss of this batch; a tensor is not read at once."""
+        if self.job is not None:
+            self.job.note_loss(loss)
+
     # -- what adapters call -------------------------------------------------------------------------------------------
 
     def begin(self, job: Job, config: SwiftConfig, *, replays: bool = False) -> None:
@@ -260,7 +302,7 @@ class TrainingLoop:
             replays: newcomers run the whole script, and so count and draw all that their predecessors did.
         """
         self.job, self._config = job, config
-        self._loaders = Loaders(job, config)
+        self._loaders = self._anchors.loaders = Loaders(job, config)
         if replays:
             return
         job.register(_PLACE, self._capture_place, self._restore_place)
@@ -299,6 +341,7 @@ class TrainingLoop:
         """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""
         assert self.job is not None
         self._round += 1
+        self.job.entries.goes_on()
         self.job.checkpoints.note_reachable(self.epoch is not None or self._round == 1)
         target = self._target()
         if target is None:
@@ -307,15 +350,15 @@ class TrainingLoop:
             self.job.fall_back(_NO_WAY_IN.format(self.job.rank, target["round"], self._name))
         here, there = (self._phase, self._round), (target["phase"], target["round"])
         if here < there:
-            self._to_anchor(target["anchors"].get(self._round))
+            self._anchors.restore(target["anchors"], self._round)
+            self._begin_part()
         return bool(there <= here)
 
     def end_round(self) -> None:
         """The training loader of this round was left."""
         if self.epoch is not None and not self.joining and not sys.is_finalizing():
-            self._anchors[self._round] = self._anchor()
-            if self._round > _ANCHORS:
-                self._anchors.pop(self._round - _ANCHORS, None)
+            self._anchors.take(self._round)
+            self._begin_part()
 
     def activate(self, position: Any) -> None:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
@@ -337,6 +380,12 @@ class TrainingLoop:
 
     def _next_phase(self) -> None:
         self._phase, self._round, self._looked = self._phase + 1, 0, False
+        self._begin_part()
+
+    def _begin_part(self) -> None:
+        """What the script does from here to its next batch top a newcomer does again, with the same results."""
+        if self.job is not None and not sys.is_finalizing():
+            self.job.entries.between(self._phase, self.epoch, self._round)
 
     def _look_around(self, frame: FrameType | None) -> None:
         if self.job is not None:
@@ -344,30 +393,15 @@ class TrainingLoop:
             self._loaders.look_around(frame, self._phase)
 
     def _begin_epoch(self, number: int, target: Mapping[str, Any] | None) -> None:
-        """Args:
-        number: of the epoch.
-        target: the predecessor's place, if it is in this epoch.
-        """
+        """With the predecessor's place, if it is in this epoch."""
         self.epoch, self._round = number, 0
         if self.job is None:
             return
+        self._begin_part()
         if target is not None:
-            self._to_anchor(target["anchors"].get(0))
+            self._anchors.restore(target["anchors"], 0)
         else:
-            self._anchors = {0: self._anchor()}
-
-    def _anchor(self) -> bytes:
-        """What the script's code between two passes rests on, besides the model."""
-        values = self._registered.capture_counters()
-        return dumps({"random": read_random(), "values": values, "owned": self._loaders.owned()})
-
-    def _to_anchor(self, anchor: bytes | None) -> None:
-        if anchor is None:
-            return
-        found = loads(anchor)
-        self._registered.restore_counters(found["values"])
-        self._loaders.set_owned(found["owned"])
-        write_random(found["random"])
+            self._anchors.take(0)
 
     def _capture_place(self) -> dict[str, Any]:
         return {
@@ -375,11 +409,11 @@ class TrainingLoop:
             "epoch": self.epoch,
             "round": self._round,
             "steps": self.total_steps,
-            "anchors": self._anchors,
+            "anchors": self._anchors.taken,
         }
 
     def _restore_place(self, place: Mapping[str, Any]) -> None:
-        self.total_steps, self._anchors = place["steps"], dict(place["anchors"])
+        self.total_steps, self._anchors.taken = place["steps"], dict(place["anchors"])
 
 
 def attach(*objects: Any) -> TrainingLoop:

@@ -16,7 +16,8 @@ from shared_core.events import console
 QUIET_S = 5.0
 #: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
 FOREVER_S = 20 * 86400.0
-HANGS = "It may hang in its start-up; raise wait_timeout_s if it is only slow."
+HANGS = "It may hang in its start-up; raise detection.wait_timeout_s if it is only slow."
+_STUCK = "It may hang: see what it printed last, or where each rank is with swiftctl status."
 
 
 class Keys(Protocol):
@@ -51,7 +52,7 @@ class Wait:
         limit_s: seconds until the wait ends with an error; ``math.inf`` for none.
         bound: name of the option or time-out that sets the limit.
         ends: what happens at the limit; where there is none, until when the wait goes on.
-        advice: what the user can do, the end of the error.
+        advice: what the user can do, the end of the error; by the bound if none is given.
         speaks: asked once when there is something to say; False leaves it to others that wait for the same.
         say: prints a line.
         clock: seconds.
@@ -65,13 +66,14 @@ class Wait:
         *,
         bound: str = "wait_timeout_s",
         ends: str = "this ends with an error",
-        advice: str = HANGS,
+        advice: str | None = None,
         speaks: Callable[[], bool] = lambda: True,
         say: Callable[[str], None] = console,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._who, self._what, self._limit_s = who, what, limit_s
-        self._bound, self._ends, self._advice, self._speaks = bound, ends, advice, speaks
+        self._bound, self._ends, self._speaks = bound, ends, speaks
+        self._advice = advice or (HANGS if "wait_timeout_s" in bound else _STUCK)
         self._say, self._clock = say, clock
         self._begin = clock()
         self._quiet_s: float = quiet_s(limit_s)

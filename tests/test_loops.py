@@ -13,7 +13,7 @@ from shared_core.testing.runner import check_clean, compare, unconfirmed
 
 EACH = (
     "tqdm fresh own_generator generator enumerate islice zip map wrapper list nested turns left empty rounds stream "
-    "bare_generator workers"
+    "bare_generator workers agreed"
 ).split()
 
 #: Forms, one after the other with two epochs each, and where workers are lost. The end of a pass is a batch top, too.
@@ -40,6 +40,15 @@ JOBS: dict[str, tuple[str, list[Fault]]] = {
             Fault(0, 31, "bucket", "SIGKILL", incarnation=1),
             Fault(1, 39, "bucket", "SIGKILL", incarnation=2),
             Fault(0, 49, "bucket", "SIGKILL", incarnation=2),
+        ],
+    ),
+    "what_rank_0_gives_out": (
+        "agreed tqdm",
+        [
+            Fault(1, 5, "bucket", "SIGKILL"),
+            Fault(0, 7, "bucket", "SIGKILL"),
+            Fault(1, 11, "forward", "SIGKILL", incarnation=1),
+            Fault(0, 14, "bucket", "SIGKILL", incarnation=1),
         ],
     ),
 }

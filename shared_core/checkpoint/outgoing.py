@@ -105,15 +105,16 @@ class Outgoing:
             while len(sizes) > 1 and sum(sizes.values()) + need > quota:
                 oldest = min(sizes)
                 warn(
-                    f"the quota of {quota} bytes does not hold two checkpoints beside one that is being written: the "
-                    "older one is removed before, so that one is there meanwhile"
+                    f"checkpoint.quota_bytes={quota} has no room for two checkpoints and the one that is being written:"
+                    " the oldest is removed first, so one is left meanwhile. Raise the quota to keep two"
                 )
                 store.remove(storage, oldest)
                 del sizes[oldest]
             if sum(sizes.values()) + need > quota:
                 raise QuotaFull(
-                    f"{need} bytes more than the {sum(sizes.values())} of earlier checkpoints exceed the quota of "
-                    f"{quota} bytes; earlier checkpoints are as they were: raise the quota"
+                    f"the checkpoint of step {self.step} needs {need} bytes, and with the {sum(sizes.values())} of "
+                    f"earlier ones they exceed the quota of {quota} bytes (checkpoint.quota_bytes). Earlier"
+                    " checkpoints are as they were: raise the quota"
                 )
         free = storage.free()
         if free is not None and free < need:

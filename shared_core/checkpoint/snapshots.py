@@ -86,7 +86,11 @@ class Snapshots:
         spool, made = self._spool, []
         held = spool.steps()
         if step not in held and len(held) >= MOST + bool(spool.held()):
-            self._tell("slow", f"{len(held)} snapshots wait in memory for the writer: that of step {step} is skipped")
+            self._tell(
+                "slow",
+                f"{len(held)} snapshots wait in memory for the writer, which is slower than they are made: none is"
+                f" made at step {step}. Make them less often (checkpoint.every_steps), or use faster storage",
+            )
             return False
         try:
             folder = spool.folder_of(step)

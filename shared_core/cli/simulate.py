@@ -30,18 +30,27 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     forms = ", ".join(f"{name}:{form}" for name, form in FORMS.items())
     command.add_argument("--trace", metavar="TRACE", default="gcp", help=f"a file, gcp (24 workers), {forms}")
-    command.add_argument("--workers", metavar="N", type=whole(1), help="where the trace does not say it")
+    command.add_argument(
+        "--workers", metavar="N", type=whole(1), help="number of workers, for a trace that does not name it"
+    )
     command.add_argument("--stages", metavar="N", type=whole(1), default=4, help="pipeline stages (4)")
     command.add_argument(
-        "--micro-batches", metavar="N", type=whole(1), help="of a pipeline in a step (3 times the stages)"
+        "--micro-batches",
+        metavar="N",
+        type=whole(1),
+        help="micro-batches of each pipeline in a step (3 times --stages)",
     )
     command.add_argument(
-        "--systems", metavar="NAME", nargs="+", default=list(choices.DEFAULT), help="which; an unknown one lists them"
+        "--systems",
+        metavar="NAME",
+        nargs="+",
+        default=list(choices.DEFAULT),
+        help="systems to compare; an unknown name lists all",
     )
     command.add_argument(
-        "--hours", metavar="H", type=number(above=True), help="length of the trace (24, or all of a file)"
+        "--hours", metavar="H", type=number(above=True), help="length of the trace in hours (24, or the whole file)"
     )
-    command.add_argument("--seed", metavar="N", type=whole(-MOST), default=0, help="for everything that is drawn (0)")
+    command.add_argument("--seed", metavar="N", type=whole(-MOST), default=0, help="seed of everything random (0)")
     command.add_argument(
         "--spares", metavar="N", type=whole(), default=0, help="spare workers, which take over at once"
     )
@@ -56,10 +65,17 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         kind = number(above=flag in ("--step-s", "--write-s"))
         command.add_argument(flag, metavar="S", type=kind, default=value, help=f"{text} ({value:g})")
     command.add_argument(
-        "--interval-s", metavar="S", type=number(above=True), help="work between checkpoints (Young's)"
+        "--interval-s",
+        metavar="S",
+        type=number(above=True),
+        help="seconds of work between checkpoints (Young's formula)",
     )
     command.add_argument(
-        "--layers", metavar="N", type=whole(1), default=times.layers, help="of the model, for Oobleck (32)"
+        "--layers",
+        metavar="N",
+        type=whole(1),
+        default=times.layers,
+        help="layers of the model; only Oobleck uses it (32)",
     )
     command.add_argument(
         "--overhead",

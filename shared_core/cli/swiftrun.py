@@ -160,9 +160,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.several:
         _check_meeting(args)
     elif args.rdzv_backend not in _ALONE:
-        raise ConfigError(f"--rdzv-backend {args.rdzv_backend}: one machine needs none, or one of {', '.join(_ALONE)}")
+        raise ConfigError(
+            f"--rdzv-backend {args.rdzv_backend}: one machine needs no rendezvous; leave it out, or give one of "
+            f"{', '.join(_ALONE)}"
+        )
     if args.numa_binding is not None:
-        raise ConfigError("--numa-binding: not in this version; bind in the script, or use torchrun.")
+        raise ConfigError("--numa-binding is not supported in this version: bind in the script, or use torchrun")
     if args.module and args.no_python:
         raise ConfigError("--module and --no-python exclude each other")
     args.store_port = args.port or 0
@@ -204,7 +207,7 @@ def _check_meeting(args: argparse.Namespace) -> None:
     from shared_core.launcher.rendezvous_store import BACKENDS, C10D, parse_endpoints
 
     if args.standalone:
-        raise ConfigError("--standalone is for one machine")
+        raise ConfigError("--standalone is for one machine: leave it out, or leave out --nnodes and --spare-nodes")
     if args.rdzv_backend == "static":
         # torchrun's default for --master-addr: the machines meet there
         args.rdzv_backend = C10D

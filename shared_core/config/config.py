@@ -283,7 +283,7 @@ def _tell_of(former: Mapping[str, str]) -> None:
     if former and first and not _old_names_told and ENV_PREFIX + "HANDED_OVER" not in os.environ:
         _old_names_told = True
         which = ", ".join(f"{old} is now {new}" for old, new in sorted(former.items()))
-        console(f"options have sections: {which}; the old names still work, see docs/configuration.md")
+        console(f"some options have new names: {which}. The old names still work (docs/configuration.md)")
 
 
 def _build(values: Mapping[str, Any]) -> SwiftConfig:

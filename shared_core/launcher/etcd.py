@@ -194,10 +194,10 @@ def _tls(options: Mapping[str, Any]) -> ssl.SSLContext | None:
     files = {name: str(options[name]) for name in ("cacert", "cert", "key") if options.get(name)}
     protocol = str(options.get("protocol", "https" if files else "http"))
     if protocol not in ("http", "https"):
-        raise ConfigError(f"--rdzv-conf protocol={protocol}: http or https")
+        raise ConfigError(f"--rdzv-conf protocol={protocol}: must be http or https")
     if protocol == "http":
         if files:
-            raise ConfigError(f"--rdzv-conf {', '.join(files)}: for protocol=https only")
+            raise ConfigError(f"--rdzv-conf {', '.join(files)}: for protocol=https only; set it, or leave these out")
         return None
     try:
         context = ssl.create_default_context(cafile=files.get("cacert"))

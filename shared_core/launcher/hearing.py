@@ -120,7 +120,7 @@ class Hearing:
         try:
             config = before.merged(said)
         except ConfigError as error:
-            console(f"what a worker has said of its checkpoints is passed over: {error}")
+            console(f"the checkpoint options that a worker reported are ignored: {error}")
             return
         self._last_checkpoint.want()
         if config.checkpoint.dir != before.checkpoint.dir:

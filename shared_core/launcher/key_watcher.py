@@ -125,5 +125,5 @@ def _read(name: str, raw: bytes) -> Any:
     try:
         return said.read(name, raw)
     except DamagedRecord as error:
-        console(f"what a worker has said is passed over: {error}")
+        console(f"a worker's message to the launcher cannot be read and is ignored: {error}")
         return None

@@ -141,4 +141,7 @@ class Losses:
 def _note_late(dead: Collection[tuple[LiveWorker, int]]) -> None:
     for one, code in dead:
         if code != 0 and one.cause != CANCELLED:
-            console(f"rank {one.rank} {process.describe_exit(code)} after its goodbye; its work was finished")
+            was = "was " if code < 0 else ""
+            console(
+                f"rank {one.rank} had finished its work when it {was}{process.describe_exit(code)}: nothing is lost"
+            )

@@ -289,7 +289,11 @@ class Sender:
                 # Once is nothing: the other machine is being lost or has ended, or a newer snapshot took the place.
                 self._failures += 1
                 if self._failures > 1:
-                    self._tell(f"no copy of its newest snapshot on another machine for now: {error}")
+                    self._tell(
+                        f"this machine's newest snapshot is not copied to another machine for now ({error}). It is "
+                        f"tried again every {RETRY_S:g} s; if this machine is lost before, the job goes back to the "
+                        "newest checkpoint in storage"
+                    )
                 wait = RETRY_S
 
     def _look(self) -> None:
@@ -333,7 +337,10 @@ class Sender:
         if answer == _NOT_YET:
             return
         if answer == _FULL:
-            self._tell(f"{to} has no room in its memory for a copy of snapshots: what survives a machine is in storage")
+            self._tell(
+                f"{to} has no room in memory for a copy of this machine's snapshots: if this machine is lost, the job "
+                "goes back to the newest checkpoint in storage. Free memory there (/dev/shm)"
+            )
         else:
             self._said = ""
         self._sent = to, key

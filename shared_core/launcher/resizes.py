@@ -65,8 +65,9 @@ class Resizes:
         stay = sorted(set(attempts.places.ranks) - set(late) - attempts.roster.lost)
         if not late or not stay or attempts.phase is not Phase.RUNNING:
             return
-        why = f"nobody has taken the place of {ranks(late)} in {self._config.resize.replace_timeout_s:g} s"
-        console(f"{why} (replace_timeout_s): the others go on without")
+        limit_s = self._config.resize.replace_timeout_s
+        why = f"nobody has taken the place of {ranks(late)} within {limit_s:g} s (resize.replace_timeout_s)"
+        console(f"{why}: the others go on without {'it' if len(late) == 1 else 'them'}")
         if self._begin(stay, len(stay)):
             attempts.roster.lose(late)
             attempts.kill_ranks(late, why)
@@ -105,7 +106,7 @@ class Resizes:
         attempts = self._attempts
         if attempts.phase is not Phase.RESIZING or generation != attempts.now.generation:
             return
-        console(f"the number of workers cannot change now ({reason}): lost ones are replaced")
+        console(f"the number of workers cannot change now ({reason}): lost workers are replaced instead")
         self._telling.warn(f"the number of workers cannot change: {reason}")
         self._resizing.decline(time.monotonic(), len(attempts.places.ranks))
         if (entry := attempts.now.next_generation((), time.time(), ends=True)) is not None:

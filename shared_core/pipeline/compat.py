@@ -96,8 +96,8 @@ def import_deepspeed() -> Any:
     chosen = get_accelerator().device_name()
     if chosen != "cpu":
         raise ConfigError(
-            f"DeepSpeed has chosen {chosen!r} when it was imported, and this version trains on CPUs only: set "
-            "DS_ACCELERATOR=cpu in the environment, or import DeepSpeed later"
+            f"DeepSpeed chose the accelerator {chosen!r} when it was imported, but this version trains on CPUs only: "
+            "set DS_ACCELERATOR=cpu in the environment, or import DeepSpeed after shared_core"
         )
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
@@ -221,6 +221,11 @@ _REMEMBERED = (
 def remembered(engine: Any) -> dict[str, Any]:
     """What an engine without a pipeline remembers from step to step, by name."""
     return {name: getattr(engine, name) for name in _REMEMBERED}
+
+
+def in_micro_batches(engine: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine with another number of micro-batches in a step remembers, between two steps."""
+    return {**values, "micro_steps": values["global_steps"] * engine.gradient_accumulation_steps()}
 
 
 def remember(engine: Any, values: Mapping[str, Any]) -> None:

@@ -110,11 +110,15 @@ class GuestLayers:
         buffers = _buffers(module)
         if [name for name, _ in named] != description["names"] or len(buffers) != description["buffers"]:
             raise ReplicaMismatch(
-                f"stage {number} is trained with the parameters {description['names']}, and has "
-                f"{[name for name, _ in named]} when it is built again"
+                f"rank {job.rank}: stage {number} has other parameters or buffers when it is built again to stand in "
+                "for a lost worker. Build layers the same way each time: not by rank, and without counters or random "
+                "choices"
             )
         if _layers(module) != description["layers"]:
-            raise ReplicaMismatch(f"stage {number} was changed after it was built: here its layers are others")
+            raise ReplicaMismatch(
+                f"rank {job.rank}: a layer of stage {number} was changed, or given a hook, after it was built, so it "
+                "cannot be built again here. Do that in the layer's constructor, or use on_failure='replace'"
+            )
         for (_, parameter), trained in zip(named, description["trained"], strict=True):
             parameter.requires_grad_(trained)
         self._optimizer = _like(engine.optimizer, [[named[i][1] for i in group] for group in description["groups"]])

@@ -79,6 +79,8 @@ class ZeroState:
         engine: with one of DeepSpeed's optimizers that divide.
     """
 
+    apart = False
+
     def __init__(self, engine: SwiftZeroEngine) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         self.padded = self._divides_parameters = engine.zero_optimization_stage() == 3
@@ -153,6 +155,7 @@ class ZeroState:
         if OLD_RANKS in values:
             sizes = [part.numel() for part in parts]
             values = repartitioned(values[OLD_RANKS], self._rows, sizes, dist.get_rank())
+            values["engine"] = compat.in_micro_batches(self._engine, values["engine"])
         for part, stored in zip(parts, values["parameters"], strict=True):
             part.copy_(stored)
         put_back(self._optimizer, self._masters, values["optimizer"])

@@ -219,7 +219,10 @@ class Plans:
         if exact:
             found = self._look_up(settings, lost, exact=True)
             if exact not in _names(settings, found):
-                raise ConfigError(f"the others have an exact plan for the loss of {sorted(lost)} that is not here")
+                raise ConfigError(
+                    f"the others have an exact plan for the loss of {', '.join(map(str, sorted(lost)))} that this "
+                    "worker cannot read: its file was removed or changed while the job ran. Start the job again"
+                )
         elif ready:
             found = self._store(settings).look_up(lost) or settings.plan(lost)
         if found is None:

@@ -61,7 +61,9 @@ def own(folder: Path) -> bool:
     except FileExistsError:
         found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise ConfigError(f"{folder} is not a folder of this user, who may not trust it: choose another log.dir")
+        raise ConfigError(
+            f"{folder} is not a folder of this user, so its contents cannot be trusted: choose another log.dir"
+        )
     folder.chmod(0o700)
     return False
 

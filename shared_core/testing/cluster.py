@@ -156,6 +156,11 @@ class Cluster:
         progress = progress_file.read_progress(Path(folders[-1]) / f"rank{rank}" / "progress") if folders else None
         return progress[0] if progress else 0
 
+    def kept(self, rank: int) -> list[str]:
+        """Names of the batch tops for which a rank keeps what it has published."""
+        folder = Path(self.workers(rank)[-1]["job_dir"]) / f"rank{rank}"
+        return sorted(path.name for path in folder.rglob("top.*") if path.suffix != ".tmp")
+
     def finish(self, timeout_s: float = 40.0) -> tuple[JobResult, list[int]]:
         """Wait for the end: the result (its status is the worst of the machines that were not killed) and each
         machine's status."""

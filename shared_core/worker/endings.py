@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from shared_core.errors import WaitTimeout, told
 from shared_core.events import console
-from shared_core.waiting import Wait
+from shared_core.waiting import Wait, ranks_text
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.start import standing_by
@@ -40,10 +40,11 @@ class Endings:
 
     def cannot_complete(self, what: str) -> NoReturn:
         """The program is in an operation that waits for absent ranks, and nothing lets them in. Does not return."""
-        absent = ", ".join(map(str, sorted(self._runtime.absent)))
+        absent = sorted(self._runtime.absent)
         self.fall_back(
-            f"rank {self._runtime.rank} is in {what}, which waits for all ranks, and rank {absent} is absent. With "
-            "on_failure='reroute' only training steps go on without a lost rank"
+            f"rank {self._runtime.rank} is in {what}, which waits for all ranks, and {ranks_text(absent)} "
+            f"{'is' if len(absent) == 1 else 'are'} absent. With on_failure='reroute' only training steps go on "
+            "without a lost rank: leave other collectives out of the loop, or use on_failure='replace'"
         )
 
     def fail(self, error: BaseException) -> None:

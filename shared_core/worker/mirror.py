@@ -107,7 +107,10 @@ class Mirror:
     def _give_up(self, error: OSError) -> None:
         # Mostly the other machine is being lost, and the next generation names another.
         self._drop()
-        message = f"rank {self._rank}: no copy of its state on another machine until the next generation ({error})"
+        message = (
+            f"rank {self._rank}: no copy of its state on another machine until the next loss or resize ({error}). If "
+            "this machine is lost before, the job may go back to its newest checkpoint"
+        )
         self._trouble = threading.Timer(_TROUBLE_S, console, [message])
         self._trouble.daemon = True
         self._trouble.start()

@@ -103,7 +103,7 @@ raise ValueError("a mistake")
         assert job.code != 0 and causes == ["ValueError: a mistake"] * 2, job.stderr
     else:
         job = run(tmp_path, script, nproc=3)
-        assert job.code == 0 and "after its goodbye" not in job.stderr, job.stderr
+        assert job.code == 0 and "had finished its work" not in job.stderr, job.stderr
     assert all(f"ends {rank}" in job.stdout for rank in range(3)), "what is printed last is not lost"
 
 

@@ -22,7 +22,7 @@ from shared_core.testing.report import Report, end_group, generators_digest
 
 FORMS = (
     "tqdm fresh own_generator generator enumerate islice zip map wrapper list nested turns left empty rounds stream "
-    "bare_generator workers"
+    "bare_generator workers agreed"
 ).split()
 
 
@@ -75,6 +75,13 @@ def train() -> dist.ProcessGroup:
     np.random.seed(rank)
     random.seed(rank)
 
+    def given_out(tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's, at all ranks."""
+        tensor = tensor if rank == 0 else torch.empty_like(tensor)
+        dist.broadcast(tensor, 0)
+        return tensor
+
+    table, places = given_out(torch.rand(20_000)), given_out(torch.randperm(20_000))
     job = shared_core.attach(model, optimizer)
     seen = job.register(loss=0.0, batches=0)
 
@@ -127,6 +134,12 @@ def train() -> dist.ProcessGroup:
         for index, (x,) in job.steps(loader):
             update(x + 0.1 * torch.randn(8, generator=noise), index)
 
+    def agreed(epoch: int) -> None:
+        for _ in range(2):
+            order = given_out(torch.randperm(40))
+            for index, (x,) in job.steps(DataLoader(data, batch_size=10, sampler=order[rank::2].tolist())):
+                update(x + table[places[seen.batches]], index)
+
     def endless(epoch: int) -> None:
         for index, (x,) in job.steps(stream):
             update(x, index)
@@ -152,6 +165,7 @@ def train() -> dist.ProcessGroup:
         "stream": endless,
         "bare_generator": bare,
         "workers": lambda epoch: simple(islice(DataLoader(data, batch_size=10, shuffle=True, num_workers=1), 3)),
+        "agreed": agreed,
         "shared_stream": lambda epoch: simple(islice(stream, 3)),
     }
     for form in args.forms:
@@ -161,6 +175,8 @@ def train() -> dist.ProcessGroup:
             total = torch.tensor(float(seen.batches))
             dist.all_reduce(total)
             seen.loss += total.item()
+            if form == "agreed" and epoch == 1:
+                break
     report.finish(
         training_digest(net, [optimizer], [], vars(seen)) | {"generators": generators_digest()},
         own=own.initial_seed(),

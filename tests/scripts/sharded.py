@@ -43,7 +43,7 @@ def sharded(args: argparse.Namespace) -> nn.Sequential:
     shape = (args.replicas, size // args.replicas) if args.replicas > 1 else (size,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.mixed else MixedPrecisionPolicy()
-    for block in net[1:4]:
+    for block in net if args.bare_root else net[1:4]:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     return fully_shard(net, mesh=mesh, mp_policy=policy)
 
@@ -63,6 +63,10 @@ def train() -> dist.ProcessGroup:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--sync", action="store_true", help="reduce the gradients of each micro-batch")
     parser.add_argument("--evaluate", action="store_true", help="after each epoch")
+    parser.add_argument("--evaluate-first", action="store_true", help="before the model is attached")
+    parser.add_argument(
+        "--bare-root", action="store_true", help="shard all layers, so that nothing is left in the root"
+    )
     parser.add_argument("--freeze", action="store_true", help="a block's statistics, from the third batch of an epoch")
     args = parser.parse_args()
     report = Report()
@@ -80,8 +84,14 @@ def train() -> dist.ProcessGroup:
     np.random.seed(rank)
     random.seed(rank)
 
+    def error() -> float:
+        model.eval()
+        with torch.no_grad():
+            return model(data[:6]).square().mean().item()
+
+    before = error() if args.evaluate_first else 0.0
     job = shared_core.attach(model, optimizer, scheduler, loader)
-    seen = job.register(loss=0.0, batches=0)
+    seen = job.register(loss=before, batches=0)
     for epoch in job.epochs(args.epochs):
         sampler.set_epoch(epoch)
         model.train()
@@ -101,9 +111,7 @@ def train() -> dist.ProcessGroup:
                 optimizer.zero_grad()
         scheduler.step()
         if args.evaluate:
-            model.eval()
-            with torch.no_grad():
-                seen.loss += model(data[:6]).square().mean().item()
+            seen.loss += error()
     model.reshard()
     digests = training_digest(model, [optimizer], [scheduler], vars(seen))
     report.finish(digests | {"generators": generators_digest()}, **vars(seen))

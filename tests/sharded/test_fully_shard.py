@@ -45,6 +45,12 @@ WAYS: dict[str, list[str]] = {
     "evaluate": ["--evaluate"],
     "freeze": ["--freeze"],
 }
+#: In the first batch after an evaluation, and later.
+AFTER_EVALUATIONS = [
+    Fault(1, 1, "collective.before", "SIGKILL", nth=7),
+    Fault(0, 8, "collective.before", "SIGKILL", nth=7),
+    Fault(1, 11, "update.during", "SIGKILL", nth=3, incarnation=1),
+]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +76,11 @@ def test_ways_of_training(way: str, jobs: Jobs) -> None:
         else Fault(0, 9, "forward", "SIGKILL"),
     ]
     jobs.check("sharded.py", args=WAYS[way], faults=faults)
+
+
+@pytest.mark.parametrize("root", ["", "--bare-root"], ids=["whole_root", "bare_root"])
+def test_evaluations_before_and_between(root: str, jobs: Jobs) -> None:
+    jobs.check("sharded.py", args=["--evaluate", "--evaluate-first", *root.split()], faults=AFTER_EVALUATIONS)
 
 
 @pytest.mark.nightly

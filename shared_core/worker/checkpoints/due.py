@@ -83,7 +83,7 @@ class StoreEntries:
             try:
                 found.append(decode(store.get(key), Count, key))
             except DamagedRecord as error:
-                console(f"{error}. No checkpoint is made for it")
+                console(f"{error}. The checkpoint that it asked for is not made; training goes on")
                 found.append(_NEVER)
             count += 1
         return found

@@ -232,7 +232,9 @@ class InnerGroup:
         group = cls(pg, place, met.places, rank, tuple(members), wait_timeout_s)
         try:
             who, whom = f"rank {rank}", f"its peers to accept the sockets of {what}"
-            poll(group._known, abandoned, Wait(who, whom, connect_timeout_s))
+            slow = "A firewall may be in the way; raise detection.connect_timeout_s if the peers are only slow."
+            wait = Wait(who, whom, connect_timeout_s, bound="detection.connect_timeout_s", advice=slow)
+            poll(group._known, abandoned, wait)
         except PermissionError as error:
             group.discard()
             raise RecoveryFailed(

@@ -13,6 +13,9 @@ from shared_core.errors import SwiftError
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.group_log import Logged
 
+#: Entry call, group, operation and part of the program, and which of these it is.
+RecordKey = tuple[int, str, str, int]
+
 
 class BucketInput(Protocol):
     """Where the content of a gradient bucket can be computed from while its reduction is under way."""
@@ -37,8 +40,8 @@ class Listener(Protocol):
     def kept_for(self, group: str) -> Mapping[int, Logged]:
         """What was logged for a group that a newcomer makes again while it replays, by sequence number."""
 
-    def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:
-        """Keep what a start-up operation gave, for newcomers of this rank."""
+    def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
+        """Keep what a start-up operation gave, for newcomers of this rank; nothing if it was too large."""
 
     def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
         """Keep the checksum of an operation's input, for a newcomer of this rank."""

@@ -69,6 +69,11 @@ class Results:
         finally:
             self.lent = False
 
+    @property
+    def knows_tops(self) -> bool:
+        """Whether this rank sees which batch tops the others have published."""
+        return self._marks is not None
+
     def limit(self, max_bytes: int) -> None:
         """Spill a group's results above so much memory."""
         self.max_bytes = max_bytes
@@ -97,7 +102,7 @@ class Results:
             entry = Entry(op.signature, op.top, op.results, pooled=not op.borrowed, borrowed=op.borrowed)
         group.log.put(op.seq, entry)
         if op.full and op.top > self._state.stable:
-            if group is self._groups.world:
+            if group.size == self._state.world_size:
                 # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
                 self.settle(op.top)
             elif self.sharded:

@@ -12,7 +12,7 @@ import torch
 from shared_core.errors import SwiftError
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.compute_turn import Turn
-from shared_core.worker.comm.listener import Listener
+from shared_core.worker.comm.listener import Listener, RecordKey
 
 
 class SharedState:
@@ -29,6 +29,9 @@ class SharedState:
         starting: a newcomer before its join: operations are answered from its predecessor's records.
         in_startup: results are recorded for later newcomers, which start as this worker does.
         entry: number of the entry call; -1 before the first, and -2 - e between call e and the next.
+        part: which part of the program, that newcomers run again, starts up; empty for the first.
+        keeps_small: only small results are recorded: the part repeats itself.
+        held: what is recorded in this part, which newcomers may never ask for; None where it is kept at once.
         records: what a predecessor has recorded.
         expected: checksums of the predecessor's inputs, by group and sequence number.
         top: index of the last published batch top.
@@ -48,10 +51,11 @@ class SharedState:
         self.turn = Turn()
         self.generation = self.latest = self.entry = -1
         self.broken = self.starting = False
-        self.in_startup = True
+        self.in_startup, self.part, self.keeps_small = True, "", False
+        self.held: list[tuple[RecordKey, list[torch.Tensor]]] | None = None
         self.absent: frozenset[int] = frozenset()
         self.ended: SwiftError | None = None
-        self.records: dict[tuple[int, str, str, int], list[torch.Tensor]] = {}
+        self.records: dict[RecordKey, list[torch.Tensor]] = {}
         self.expected: dict[tuple[int, int], int] = {}
         self.top = self.stable = 0
         self.beside: tuple[float, tuple[int, ...], str] | None = None
@@ -105,10 +109,24 @@ class SharedState:
         with self.lock:
             self.entry, self.in_startup = entry, True
 
-    def start_up_again(self) -> None:
-        """What the program does up to the next batch top a newcomer does again."""
+    def start_up_again(self, part: str = "", *, hold: bool = False) -> None:
+        """What the program does up to the next batch top a newcomer does again.
+
+        Args:
+            part: name of what begins here; empty to go on with the same part.
+            hold: a newcomer does it again only if another batch top follows before the next part: see
+                :meth:`keep_held`.
+        """
         with self.lock:
-            self.in_startup = True
+            self.in_startup, self.part, self.keeps_small = True, part or self.part, not part
+            self.held = [] if hold else None
+
+    def keep_held(self) -> None:
+        """Another batch top follows in this part: newcomers need what it has recorded."""
+        with self.lock:
+            held, self.held = self.held, None
+        for key, results in held or ():
+            self.listener.record(key, results)
 
     def passed_top(self, top: int) -> int:
         """This rank has published a batch top. Returns the newest one that every rank is known to have published."""
@@ -116,7 +134,7 @@ class SharedState:
             self.top, self.in_startup = top, False
             return self.stable
 
-    def answer_from(self, records: dict[tuple[int, str, str, int], list[torch.Tensor]]) -> None:
+    def answer_from(self, records: dict[RecordKey, list[torch.Tensor]]) -> None:
         """From now on operations are answered from what a predecessor has recorded."""
         with self.lock:
             self.starting, self.records = True, records

@@ -69,6 +69,7 @@ class BatchTops:
         if self._buckets.unsettled():  # counts the tops that could be recovery points, so it is asked last
             return False
         self._deferred = 0
+        self._trained.meet()
         self._publishing.at_top("batch", grads)
         return False
 

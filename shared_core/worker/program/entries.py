@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,16 @@ from shared_core.worker.recovery.reporting import News
 from shared_core.worker.recovery.start import Start
 from shared_core.worker.state.local_state import Parts, Position
 from shared_core.worker.state.publications import Board
+from shared_core.worker.state.records import RecordKey
+
+#: Name of a result that was kept between two passes, or before the first.
+_OF_AN_EPOCH = re.compile(r".* in (\d+)\.(\d+)\.\d+")
+
+
+def _is_earlier(key: RecordKey, phase: int, epoch: int) -> bool:
+    """Whether this was kept in an epoch before that one."""
+    part = _OF_AN_EPOCH.fullmatch(key[2])
+    return part is not None and (int(part[1]), int(part[2])) < (phase, epoch)
 
 
 @dataclass(frozen=True)
@@ -102,11 +113,23 @@ class Entries:
         """As :meth:`Job.batch_top`, at the start of a stand-alone evaluation."""
         return self._tops.evaluation()
 
-    def between(self) -> None:
-        """What the script does from here to the next batch top a newcomer does again, whose place is further on: small
-        results of collectives are kept for it.
+    def between(self, phase: int = 0, epoch: int | None = None, pass_: int = 0) -> None:
+        """What the script does from here to the next batch top a newcomer does again, whose place is further on.
+        Results of collectives are kept for it.
+
+        Args:
+            phase: of the script, by loops over epochs; 0 where calls count: then only small results are kept.
+            epoch: the one that this is in, if it is in one; what was kept in those before the last is let go of.
+            pass_: how many passes of it there were. After one, all is let go of if no other follows.
         """
-        self._runtime.start_up_again()
+        part = f"{phase}" if epoch is None else f"{phase}.{epoch}.{pass_}"
+        self._runtime.start_up_again(part if phase else "", hold=pass_ > 0)
+        if epoch is not None and not self._joining.pending:
+            self._board.records.forget(lambda key: _is_earlier(key, phase, epoch - 1))
+
+    def goes_on(self) -> None:
+        """Another pass of the same epoch begins."""
+        self._runtime.keep_held()
 
     def _leave(self) -> None:
         """What the script does between two entry calls is start-up, too, with operations that are counted apart."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -61,7 +62,7 @@ class Trained:
         self._buckets, self._passes, self._overlapped = buckets, passes, overlapped
         self._overlaps = False
         self._handles: list[Any] = []
-        self._alike = self._keeps_tops = False
+        self._alike = self._keeps_tops = self._meets = False
         self._loose: Loose
         self.replicas: list[int] = []
         self.shard: OwnState | None = None
@@ -94,6 +95,9 @@ class Trained:
         self._overlaps = self._config.state.overlapped_update and bool(optimizers) and self._runtime.world_size > 1
         if self._overlaps:
             check(self._buckets.modules, optimizers)
+        for module in divided:
+            if not isinstance(module, Owner):
+                module.reshard()  # after an evaluation the root's parameters are whole
         replicated = Replicated(modules, optimizers)
         alike = replicas is None and not sharded
         self._loose = Loose(replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()})
@@ -162,8 +166,10 @@ class Trained:
             engine = divided[0]
             self.shard = engine.own_state() if isinstance(engine, Owner) else Shard(divided, replicated, results)
         results.shard(self.shard is not None, padded=self.shard is not None and self.shard.padded)
+        self._meets = False
         if self.shard is not None:
             self._parts.register(SHARD, self.shard.capture, self.shard.restore)
+            self._meets = self.shard.apart and not results.knows_tops
 
     def _register(self, attached: Attached) -> None:
         self._passes.attach(attached.buffers)
@@ -193,6 +199,13 @@ class Trained:
         return self.replicas or range(self._runtime.world_size if everybody else 0)
 
     # -- at batch tops -------------------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """The end of an operation of all ranks tells each of them that the others have published the last batch top, so
+        what is older can go. Where the model has no such operation, and nobody sees it, here is one.
+        """
+        if self._meets:
+            dist.all_reduce(torch.zeros(1))
 
     def gradients(self) -> dict[int, Any]:
         """Those that are pending, by place, as plain data."""

@@ -120,7 +120,10 @@ class Exchange:
             except NotConnected as error:
                 attempt += 1
                 if attempt == MAX_ATTEMPTS:
-                    raise RecoveryFailed(f"rank {self._rank}: nobody was lost, and yet: {error}") from error
+                    raise RecoveryFailed(
+                        f"rank {self._rank}: no connection in {MAX_ATTEMPTS} attempts, although all processes run "
+                        f"({error}). Check the network, and firewalls between the machines"
+                    ) from error
             except CorruptFile as error:
                 raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
 

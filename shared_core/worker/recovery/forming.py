@@ -174,9 +174,11 @@ class Forming:
             GenerationAbandoned: in all others, when that is known.
         """
         if self._env.rank in plan.leave:
-            lost = ", ".join(map(str, plan.newcomers))
             self._events.emit("together", rank=self._env.rank, generation=generation, newcomers=list(plan.newcomers))
-            console(f"rank {self._env.rank} starts again together with rank {lost}: they share a group of log.groups")
+            console(
+                f"rank {self._env.rank} starts again together with {ranks_text(plan.newcomers)}: they share a group of "
+                "log.groups"
+            )
             os._exit(EXIT_STALE)
         whom = f"{ranks_text(plan.leave)} to end, which start again together with {ranks_text(plan.newcomers)}"
         first = min(set(range(self._env.world_size)) - set(plan.leave), default=0)

@@ -23,7 +23,7 @@ from shared_core.faults import inject
 from shared_core.protocol.codec import decode
 from shared_core.protocol.generation import knock_key, lane_key, still_key
 from shared_core.protocol.rounds import Round, letting_key
-from shared_core.waiting import Keys, wait_for
+from shared_core.waiting import Keys, ranks_text, wait_for
 from shared_core.worker import link
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.recovery.copies import Copies
@@ -170,7 +170,10 @@ class Lanes:
                     raise GenerationAbandoned(str(error)) from error
                 if isinstance(error, (SwiftError, inject.FaultInjected)):
                     raise
-        raise NotConnected(f"rank {rank}: nobody was lost, and yet ranks {ranks} do not reach each other for a lane")
+        raise NotConnected(
+            f"rank {rank}: {ranks_text(ranks)} do not reach each other, although all of them run. Check the network, "
+            "and firewalls between their machines"
+        )
 
     def _wait(
         self,
@@ -268,7 +271,8 @@ class Lanes:
         other = [rank for rank, entry in said.items() if entry not in (None, self._position.entry)]
         if waits and other:
             self._recovery.endings.fall_back(
-                f"newcomers of ranks {other} are in another call of the program than the others"
+                f"the newcomer of {ranks_text(other)} is in another call of the program (fit, validate, ...) than the "
+                "others, so it cannot be let in: all ranks must make the same calls"
             )
         return tuple(rank for rank, entry in said.items() if entry == self._position.entry)
 
@@ -284,7 +288,7 @@ class Lanes:
                 self._recovery.endings.give_up(error)
             if key not in self._passed_over:
                 self._passed_over.add(key)
-                console(f"{error}. Its newcomer cannot be let in")
+                console(f"{error}. The newcomer that wrote it is not let in; its rank stays absent")
             return None
 
     def let_in(self, ranks: Sequence[int]) -> bool:

@@ -205,6 +205,7 @@ def _wait(inner: InnerGroup, place: int, what: str, limit_s: float | None = None
         f"rank {inner.members[place]} {what}",
         inner.wait_timeout_s if limit_s is None else limit_s,
         bound="wait_timeout_s" if limit_s is None else "a fixed limit",
-        advice="It may hang, or the network is too slow: raise wait_timeout_s.",
+        advice="It may hang, or the network is too slow"
+        + (": raise detection.wait_timeout_s." if limit_s is None else "."),
         speaks=lambda: not idle,
     )

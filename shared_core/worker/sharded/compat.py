@@ -19,6 +19,8 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch.distributed.fsdp:FSDPModule._get_fsdp_state(self)", "what a module waits for at a batch top"),
     (f"{_FULLY_SHARD}._fsdp_state:FSDPState._fsdp_param_groups", "the same"),
     (f"{_GROUP}._all_gather_result", "parameters that are being gathered ahead of the next forward"),
+    (f"{_GROUP}._post_forward_indices", "what a forward without a backward leaves behind, by which FSDP gathers ahead"),
+    (f"{_GROUP}.comm_ctx", "the same: post_forward_order"),
     (f"{_GROUP}._partial_reduce_output", "gradients that replicas have not summed yet"),
     (f"{_GROUP}._reduce_scatter_comm", "whether the script has set its own way to reduce"),
     (f"{_FULLY_SHARD}._fsdp_collectives:DefaultReduceScatter", "the same"),
@@ -49,6 +51,14 @@ def reduce_by(modules: Iterable[Any], reduce_scatter: Any) -> None:
         groups = list(_groups([module]))
         if len(groups) == 1 and type(groups[0]._reduce_scatter_comm) is DefaultReduceScatter:
             module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def forget_forward(modules: Iterable[Any]) -> None:
+    """No backward follows the last forwards: an evaluation's, say. A backward would gather ahead by their order too."""
+    for group in _groups(modules):
+        group._post_forward_indices.clear()
+        if hasattr(group.comm_ctx, "post_forward_order"):  # from the first forward on
+            group.comm_ctx.post_forward_order.clear()
 
 
 def unsettled(modules: Iterable[Any]) -> bool:

@@ -15,6 +15,7 @@ class OwnState(Protocol):
             here. All ranks agree, because the script decides it.
         step_bytes: what the logs of a step take of memory, about, in bytes.
         padded: inputs of reductions have places that nobody has written.
+        apart: no operation of the model is of all ranks.
     """
 
     @property
@@ -23,6 +24,8 @@ class OwnState(Protocol):
     def step_bytes(self) -> int: ...
     @property
     def padded(self) -> bool: ...
+    @property
+    def apart(self) -> bool: ...
 
     def reshard(self) -> None:
         """Let go of gathered parameters, so that a newcomer and its peers gather the same from here on."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shared_core.errors import UnsupportedOptimizer
 from shared_core.worker.comm.results import Results
@@ -48,16 +49,24 @@ class Shard:
         return compat.unsettled(self._modules)
 
     @property
+    def apart(self) -> bool:
+        """With HSDP gradients are summed within shards, and then within replicas."""
+        divided: list[Any] = [each for each in self._replicated.parameters if is_distributed(each)]
+        meshes = [each.device_mesh for each in divided]
+        return any(mesh.ndim > 1 or mesh.size() < dist.get_world_size() for mesh in meshes)
+
+    @property
     def step_bytes(self) -> int:
         """What the logs of a step take of memory, about, in bytes."""
         return self._replicated.nbytes
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, as after a backward. An evaluation leaves those of the root gathered, and a
-        newcomer that begins after it must gather them where its peers do.
+        """Let go of gathered parameters, as after a backward, and of the order of forwards. An evaluation leaves both,
+        and a newcomer that begins after it must gather where its peers do.
         """
         for module in self._modules:
             module.reshard()
+        compat.forget_forward(self._modules)
 
     def capture(self) -> dict[str, Any]:
         """Parameters and optimizer state: live tensors, to be written at once.

@@ -104,7 +104,8 @@ def _exec(request: StartRequest) -> NoReturn:
     try:
         os.execvp(request.target, [request.target, *request.args])
     except OSError as error:
-        print(f"cannot run {request.target}: {error}", file=sys.stderr, flush=True)
+        rank = request.env.get("RANK", "?")
+        print(f"[swift] rank {rank} cannot run {request.target}: {error}", file=sys.stderr, flush=True)
         os._exit(127)
 
 

@@ -66,8 +66,9 @@ class GivenState:
             ready = self._gate.condition.wait_for(lambda: self._has(min_version, top), timeout=timeout_s)
             if not ready:
                 raise RecoveryFailed(
-                    f"waited {timeout_s:.0f} s for the state to contain {min_version} updates; it has "
-                    f"{self._count.state}"
+                    f"the state did not get to update {min_version} within {timeout_s:.0f} s (it is at update "
+                    f"{self._count.state}), so no newcomer can be given it. A step hangs, or is slow: then raise "
+                    "detection.wait_timeout_s"
                 )
             kept = self._outside.given(top)
             if kept is None and top is not None:

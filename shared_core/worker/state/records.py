@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from shared_core.worker.state.overflow import Overflow
 from shared_core.worker.state.publication_file import append_whole, write_bare
 
 _RECORD = struct.Struct("<II")  # length, checksum
+#: Bytes that are added before old ones are let go of.
+_FORGET_BYTES = 16 << 20
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 #: (entry call, what it is, name, batch top).
 RecordKey = tuple[int, str, str, int]
@@ -38,6 +42,8 @@ class RecordFile:
     def __init__(self, folder: Path, mirror: Mirror | None, disk: Overflow) -> None:
         self._path, self._mirror, self._disk = folder / "records", mirror, disk
         self._whole = False
+        self._added = 0
+        self._lock = threading.Lock()
         self._file = os.open(self._path, _APPEND, 0o600)
 
     def open_again(self) -> None:
@@ -47,16 +53,28 @@ class RecordFile:
 
     def add(self, key: RecordKey, results: Any) -> None:
         """Append results."""
-        payload = dumps((key, results))
-        data = _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
-        if not self._whole:
-            self._cut()
-        try:
-            append_whole(self._file, data)
-        except OSError:
-            self._move(data)
-        if self._mirror is not None:
-            self._mirror.append(self._path.name, data)
+        data = _packed(key, results)
+        with self._lock:
+            self._added += len(data)
+            if not self._whole:
+                self._cut()
+            try:
+                append_whole(self._file, data)
+            except OSError:
+                self._move([self._path.read_bytes(), data])
+            if self._mirror is not None:
+                self._mirror.append(self._path.name, data)
+
+    def forget(self, gone: Callable[[RecordKey], bool]) -> None:
+        """Let go of results, once so much was added that it is worth writing the others again."""
+        with self._lock:
+            if self._added < _FORGET_BYTES:
+                return
+            self._added = 0
+            kept = [_packed(key, results) for key, results in self.read() if not gone(key)]
+            self._move(kept)
+            if self._mirror is not None:
+                self._mirror.write(self._path.name, kept)
 
     def read(self) -> Records:
         """All of them, in order; a torn last one is left out.
@@ -75,9 +93,8 @@ class RecordFile:
             at = end
         return found
 
-    def _move(self, data: bytes) -> None:
-        """There was no room to append ``data``: write all records again."""
-        payload = [self._path.read_bytes(), data]
+    def _move(self, payload: list[bytes]) -> None:
+        """Write all records again."""
         self._disk.write(self._path, sum(map(len, payload)), lambda there: write_bare(there, payload))
         self.open_again()
 
@@ -92,6 +109,11 @@ class RecordFile:
             os.ftruncate(self._file, at)
             if self._mirror is not None:
                 self._mirror.write(self._path.name, [data[:at]])
+
+
+def _packed(key: RecordKey, results: Any) -> bytes:
+    payload = dumps((key, results))
+    return _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def _end_of_record(data: bytes, at: int) -> int:
