@@ -275,6 +275,17 @@ def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib
         index -= 1  # it begins at the newest top, and publishes it again
 
 
+def test_records_are_let_go_of_once_they_are_many(tmp_path: pathlib.Path) -> None:
+    board = Board(tmp_path / "rank0")
+    for number in range(5):
+        board.records.add((0, "w", "broadcast", number), [torch.full((1 << 20,), float(number))])
+        board.records.forget(lambda key: key[3] < 2)
+        kept = [key[3] for key, _ in Board(tmp_path / "rank0").records.read()]
+        assert kept == [*range(0 if number < 3 else 2, number + 1)], "at 16 MiB"
+    board.records.add((0, "w", "broadcast", 7), [torch.ones(2)])
+    assert [float(results[0][0]) for _, results in board.records.read()] == [2.0, 3.0, 4.0, 1.0]
+
+
 def test_records_survive_a_torn_last_one(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
     for number in range(3):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from shared_core.errors import Unsupported
+from shared_core.worker.comm import compat
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.state import SharedState
@@ -59,30 +61,36 @@ class StartUp:
         if recorded == [] and op.results:
             raise Unsupported(
                 f"rank {state.rank}: a newcomer needs the result of {op.signature[0]} that its predecessor got "
-                f"({_size(op.results)} bytes), which was too large to be kept. Outside the training passes exchange "
-                f"at most {_MOST_BYTES >> 20} MiB at once, or have each rank read or compute the data itself"
+                f"({sum(each.nbytes for each in op.results)} bytes), which was too large to be kept. Outside the "
+                f"training passes exchange at most {_MOST_BYTES >> 20} MiB at once, or have each rank read or compute "
+                "the data itself"
             )
         if recorded is not None and [t.shape for t in recorded] == [t.shape for t in op.results]:
             return recorded
         return neutral(op, inputs)
 
     def _record(self, key: RecordKey, op: Op) -> None:
-        """Have the result kept, unless it may be parameters."""
-        state, size = self._state, _size(op.results)
+        """Have the result kept, unless it may be parameters or gradients."""
+        state, size = self._state, sum(each.nbytes for each in op.results)
+        if state.part and compat.in_backward():  # of a batch whose top was no recovery point
+            return
         parameters = all(each.is_floating_point() for each in op.results)
         if size > _SMALL_BYTES and (state.keeps_small or (parameters and _hands_out())):
             return
-        held = state.held
-        if held is None:
-            keep = size <= _MOST_BYTES
-            op.future.add_done_callback(lambda _: state.listener.record(key, op.results if keep else []))
-            return
-        keep = size + sum(_size(each) for _, each in held) <= _MOST_HELD_BYTES
-        op.future.add_done_callback(lambda _: held.append((key, [t.clone() for t in op.results if keep])))
+        held, fits = state.held, size <= _MOST_BYTES
+        if held is not None:
+            fits = held.nbytes + size <= _MOST_HELD_BYTES
+            held.nbytes += size if fits else 0
 
+        def put(_: Any) -> None:
+            results = op.results if fits else []
+            with state.lock:
+                if held is not None and state.held is held:
+                    held.entries.append((key, [each.clone() for each in results]))
+                    return
+            state.listener.record(key, results)
 
-def _size(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)
+        op.future.add_done_callback(put)
 
 
 def _hands_out() -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +14,19 @@ from shared_core.errors import SwiftError
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.comm.listener import Listener, RecordKey
+
+
+@dataclass
+class Held:
+    """Results that newcomers may never ask for.
+
+    Attributes:
+        entries: keys and results.
+        nbytes: of what is to be an entry, finished or not.
+    """
+
+    entries: list[tuple[RecordKey, list[torch.Tensor]]] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class SharedState:
@@ -52,7 +66,7 @@ class SharedState:
         self.generation = self.latest = self.entry = -1
         self.broken = self.starting = False
         self.in_startup, self.part, self.keeps_small = True, "", False
-        self.held: list[tuple[RecordKey, list[torch.Tensor]]] | None = None
+        self.held: Held | None = None
         self.absent: frozenset[int] = frozenset()
         self.ended: SwiftError | None = None
         self.records: dict[RecordKey, list[torch.Tensor]] = {}
@@ -119,13 +133,13 @@ class SharedState:
         """
         with self.lock:
             self.in_startup, self.part, self.keeps_small = True, part or self.part, not part
-            self.held = [] if hold else None
+            self.held = Held() if hold else None
 
     def keep_held(self) -> None:
         """Another batch top follows in this part: newcomers need what it has recorded."""
         with self.lock:
             held, self.held = self.held, None
-        for key, results in held or ():
+        for key, results in held.entries if held is not None else ():
             self.listener.record(key, results)
 
     def passed_top(self, top: int) -> int:

@@ -9,13 +9,14 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shared_core.encoding.plain import dumps, loads
-from shared_core.errors import CorruptFile
+from shared_core.errors import CorruptFile, SwiftError
 from shared_core.worker.mirror import Mirror
 from shared_core.worker.state.overflow import Overflow
 from shared_core.worker.state.publication_file import append_whole, write_bare
@@ -66,8 +67,10 @@ class RecordFile:
                 self._mirror.append(self._path.name, data)
 
     def forget(self, gone: Callable[[RecordKey], bool]) -> None:
-        """Let go of results, once so much was added that it is worth writing the others again."""
-        with self._lock:
+        """Let go of results, once so much was added that it is worth writing the others again. Where that fails, all
+        are kept.
+        """
+        with self._lock, suppress(SwiftError, OSError):
             if self._added < _FORGET_BYTES:
                 return
             self._added = 0
