@@ -188,7 +188,25 @@ class _Ranks:
         return self.said(key, f"to say its {key}")
 
 
-class Alone:
+class _NoNewcomers:
+    """What a training loop says for newcomers, where no worker has to find the place of another."""
+
+    def note_reachable(self, reachable: bool) -> None:
+        """Of no meaning here."""
+
+    def between(self, phase: int, epoch: int | None, pass_: int) -> None:
+        """The same."""
+
+    def goes_on(self) -> None:
+        """The same."""
+
+    @property
+    def entries(self) -> _NoNewcomers:
+        """Itself."""
+        return self
+
+
+class Alone(_NoNewcomers):
     """What a training loop needs of a job where nobody replaces lost workers: batch tops with checkpoints.
 
     Args:
@@ -242,8 +260,9 @@ class Alone:
         """Have state follow."""
         self._parts.register(name, capture, restore)
 
-    def note_reachable(self, reachable: bool) -> None:
-        """Of no meaning here: no worker has to find the place of another."""
+    def note_loss(self, loss: torch.Tensor | float) -> None:
+        """See :meth:`Job.note_loss`."""
+        self.loss = loss
 
     @property
     def checkpoints(self) -> Alone:

@@ -167,7 +167,7 @@ def test_nobody_takes_the_place_in_time(jobs: Jobs) -> None:
     env = {"SWIFT_RECOVERY_RESIZE_REPLACE_TIMEOUT_S": "0.3"}
     result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--newcomers-hang", options=[], **env)
     check_exact(result, 2)
-    assert "nobody has taken the place of rank 1 in 0.3 s" in result.stderr
+    assert "nobody has taken the place of rank 1 within 0.3 s" in result.stderr
 
 
 def test_a_newcomer_in_time_takes_the_place(jobs: Jobs) -> None:

@@ -106,7 +106,7 @@ def test_quota(spool: Spool, where: Path) -> None:
     assert steps_of(where) == [20, 30]
     snapshot(spool, 40, where, size=50_000, quota_bytes=2 * size + 3000)
     code, said = run_writer(spool)
-    assert code == 0 and len(said) == 1 and "the older one is removed before" in said[0]
+    assert code == 0 and len(said) == 1 and "the oldest is removed first" in said[0]
     assert steps_of(where) == [30, 40]
     said = failing_quota(spool, where, size)
     assert len(said) == 1 and "exceed the quota" in said[0] and "raise the quota" in said[0]
@@ -119,7 +119,7 @@ def failing_quota(spool: Spool, where: Path, size: int) -> list[str]:
             snapshot(spool, step, where, size=50_000, quota_bytes=size + 3000)
             until(lambda step=step: spool.status().failed == step, f"step {step} to fail")
             assert spool.status().cause == "quota"
-        return [line for line in finish(writer)[1] if "the older one is removed before" not in line]
+        return [line for line in finish(writer)[1] if "the oldest is removed first" not in line]
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def main() -> None:
     random.seed(rank)
     loop = {"step": 0, "loss_sum": 0.0}
     time.sleep(args.startup)
-    print(f"rank {rank} is ready")
+    print(f"rank {rank} is ready", flush=True)
     if job is not None:
         job.attach([ddp], [optimizer])
         job.register("scheduler", scheduler.state_dict, scheduler.load_state_dict)
