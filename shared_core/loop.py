@@ -80,6 +80,9 @@ class _Unmarked:
             job.news.emit("warning", message=self._message)
 
 
+_COUNT_FIRST = "{0}.epochs({1}, {2}): the end of the range comes first, as in {0}.epochs({2}, start={1})"
+
+
 class _Anchors:
     """What the script's own code rests on, besides the model: at the start of an epoch (0) and after each of the last
     passes in it.
@@ -160,6 +163,8 @@ class TrainingLoop:
             count: end of the range.
             start: first number.
         """
+        if start > count:
+            raise ConfigError(_COUNT_FIRST.format(self._name, count, start))
         self._next_phase()
         self.refuse_own_steps()
         target = self._target()

@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from harness import Jobs
 
+import shared_core
 from shared_core.errors import ConfigError
 from shared_core.faults import Fault
 from shared_core.testing.runner import ROOT
@@ -109,3 +111,10 @@ def test_faults_that_cannot_be_read_say_why(jobs: Jobs) -> None:
     )
     assert done.returncode == 1
     assert "unknown point 'buckets'; did you mean 'bucket'?" in done.stderr
+
+
+def test_the_end_of_a_range_of_epochs_comes_first() -> None:
+    loop = shared_core.attach(net := torch.nn.Linear(2, 2), torch.optim.SGD(net.parameters(), 0.1))
+    assert list(loop.epochs(4, start=1)) == [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"job.epochs\(1, 4\): .* as in job.epochs\(4, start=1\)"):
+        next(loop.epochs(1, 4))
