@@ -86,8 +86,7 @@ def main() -> None:
             if outside and step % 3 == 0:
                 average.update_parameters(model)
             seen.loss += loss.item()
-            if isinstance(loop, shared_core.Checkpointer):
-                loop.loss = loss
+            loop.note_loss(loss)
     state = [*model.state_dict().values(), *average.state_dict().values()]
     state += [value for each in optimizer.state.values() for value in each.values()]
     # one write: under torchrun, print() would write the end of the line by itself, and lines of two ranks mix
