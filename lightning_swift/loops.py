@@ -30,7 +30,7 @@ def _strategy(trainer: pl.Trainer) -> RecoveringStrategy:
 
 
 class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
-    """Marks the top of each batch, before Lightning's SIGTERM broadcast and before the fetch."""
+    """Marks the top of each batch, before the fetch."""
 
     def advance(self, data_fetcher: compat.DataFetcher) -> None:
         # In the middle of an accumulation window gradients are pending, which are nobody's published state. The last
@@ -65,10 +65,10 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
         sharing.behind = False
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Rank 0's flag, which :class:`SwiftSignalConnector` never sets; it would wait for workers that are away."""
-        job = _strategy(self.trainer).job
-        if job is None or not job.reroutes:
-            super()._broadcast_sigterm_tensor()
+        """Nothing: :class:`SwiftSignalConnector` never sets the flag that rank 0 would give out here.
+
+        Lightning also drops whatever error this collective meets, so the rank would go on beside the others.
+        """
 
 
 class SwiftAutomaticOptimization(compat.AutomaticOptimization):

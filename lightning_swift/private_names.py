@@ -22,7 +22,7 @@ _FABRIC_LOADER = "lightning.fabric.wrappers:_FabricDataLoader"
 NAMES: tuple[tuple[str, str], ...] = (
     # -- loops that get batch tops
     (f"{_EPOCH}.advance(self, data_fetcher)", "the batch top lies before it; there is no hook before the fetch"),
-    (f"{_EPOCH}._broadcast_sigterm_tensor(self)", "would wait for workers that are away under reroute"),
+    (f"{_EPOCH}._broadcast_sigterm_tensor(self)", "a collective for a flag that is never set; it drops errors"),
     (f"{_EPOCH}._should_check_val_fx(self, data_fetcher)", "what follows a batch talks to all workers"),
     (f"{_EPOCH}._should_accumulate(self)", "whether a batch ends with a step"),
     (f"{_EPOCH}._batches_that_stepped", "step number of rows in the logs"),

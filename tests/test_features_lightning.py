@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "two_losses": ("all", [Fault(0, 3, "update.during", "SIGKILL", nth=7), Fault(1, 8, "forward", "os._exit")]),
     "no_sampler": ("no_sampler", [Fault(1, 5, "forward", "SIGKILL")]),
     "unused": ("unused", [Fault(0, 6, "bucket", "SIGKILL")]),
-    "by_hand": ("by_hand", [Fault(1, 4, "update.after", "SIGKILL"), Fault(0, 9, "forward", "SIGKILL")]),
+    "by_hand": ("by_hand", [Fault(1, 4, "update.after", "SIGKILL"), Fault(0, 9, "collective.before", "exception")]),
     "by_hand_first_batch": ("by_hand", [Fault(0, 1, "update.after", "SIGKILL")]),
     "weight_averaging_update": ("weight_averaging", [Fault(1, 4, "update.after", "SIGKILL")]),
     "weight_averaging_forward": ("weight_averaging", [Fault(0, 5, "forward", "SIGKILL")]),
