@@ -209,7 +209,7 @@ class SwiftProcessGroup(GroupIdentity):
         its own.
         """
         results = self._runtime.results
-        kept = [t.detach() if results.lent else t.detach().clone() for t in inputs]
+        kept = [t.detach() if results.lent else results.copied(t.detach()) for t in inputs]
 
         room = _room_of(outputs)
 
@@ -223,6 +223,7 @@ class SwiftProcessGroup(GroupIdentity):
             value=value,
             redo=lambda inner: run(inner, room()),
             kept=kept,
+            kept_pooled=not results.lent,
             full=full,
             checksum=0 if results.padded and name == "reduce_scatter_single" else self._inputs_checksum(inputs),
         )

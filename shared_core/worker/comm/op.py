@@ -37,6 +37,7 @@ class Op:
             no copy.
         redo: for rank-specific operations: as ``start``, but into scratch outputs.
         kept: inputs kept for ``redo``.
+        kept_pooled: they are in pooled buffers.
         full: every member contributes, so its end proves that all have come so far.
         awaited: the program's thread does nothing but wait for it.
         begun: ``time.monotonic()`` when it was issued, in this generation.
@@ -55,6 +56,7 @@ class Op:
         "install",
         "installed",
         "kept",
+        "kept_pooled",
         "lazy",
         "redo",
         "results",
@@ -78,6 +80,7 @@ class Op:
         lazy: bool = False,
         redo: Start | None = None,
         kept: list[torch.Tensor] | None = None,
+        kept_pooled: bool = False,
         full: bool = True,
         checksum: int = 0,
     ) -> None:
@@ -95,7 +98,7 @@ class Op:
         self.copy_results, self.borrowed = copy_results, borrowed
         self.lazy = lazy
         self.redo = redo
-        self.kept = kept or []
+        self.kept, self.kept_pooled = kept or [], kept_pooled
         self.full = full
         self.checksum = checksum
         self.inner_work: Any = None

@@ -91,11 +91,15 @@ class Results:
         with self._state.lock:
             return self.pool.take(like)
 
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in a pooled buffer; raises what :meth:`buffer` raises."""
+        return self.buffer(tensor).copy_(tensor)
+
     def keep(self, group: GroupState, op: Op) -> Entry:
         """Log a finished operation. Callers hold the lock, and call :meth:`archive` without it."""
         group.done.add(op.seq)
         if op.redo is not None:
-            entry = Entry(op.signature, op.top, [], redo=op.redo, kept=op.kept)
+            entry = Entry(op.signature, op.top, [], redo=op.redo, kept=op.kept, pooled=op.kept_pooled)
         elif op.copy_results:
             entry = Entry(op.signature, op.top, [t.detach().clone() for t in op.results])
         else:

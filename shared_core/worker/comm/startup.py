@@ -74,7 +74,7 @@ class StartUp:
         state, size = self._state, sum(each.nbytes for each in op.results)
         if state.part and compat.in_backward():  # of a batch whose top was no recovery point
             return
-        parameters = all(each.is_floating_point() for each in op.results)
+        parameters = all(each.is_floating_point() or _is_bytes_of_a_tensor(each) for each in op.results)
         if size > _SMALL_BYTES and (state.keeps_small or (parameters and _hands_out())):
             return
         held, fits = state.held, size <= _MOST_BYTES
@@ -91,6 +91,11 @@ class StartUp:
             state.listener.record(key, results)
 
         op.future.add_done_callback(put)
+
+
+def _is_bytes_of_a_tensor(result: torch.Tensor) -> bool:
+    """DeepSpeed hands out parameters as bytes, in their shape; a pickled object has one dimension."""
+    return result.dtype == torch.uint8 and result.dim() > 1
 
 
 def _hands_out() -> bool:

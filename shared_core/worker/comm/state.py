@@ -142,11 +142,10 @@ class SharedState:
         for key, results in held.entries if held is not None else ():
             self.listener.record(key, results)
 
-    def passed_top(self, top: int) -> int:
-        """This rank has published a batch top. Returns the newest one that every rank is known to have published."""
+    def passed_top(self, top: int) -> None:
+        """This rank has published a batch top."""
         with self.lock:
             self.top, self.in_startup = top, False
-            return self.stable
 
     def answer_from(self, records: dict[RecordKey, list[torch.Tensor]]) -> None:
         """From now on operations are answered from what a predecessor has recorded."""

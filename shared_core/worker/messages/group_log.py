@@ -43,7 +43,7 @@ class Entry:
         results: the result, the same on every member; None while spilled and for rank-specific operations.
         redo: for rank-specific operations: starts the operation again on an inner group, from inputs kept here,
             into scratch outputs.
-        pooled: whether ``results`` came from the buffer pool.
+        pooled: whether ``results``, or else ``kept``, came from the buffer pool.
         borrowed: ``results`` are the program's memory, which it overwrites later; see :meth:`GroupLog.own`.
         spilled: place of the results in the spill file of its batch top.
     """
@@ -143,7 +143,7 @@ class GroupLog:
         entry = self.entries.pop(seq)
         self.nbytes -= entry.nbytes
         if entry.pooled and entry.results is not None:
-            self._pool.give(entry.results)
+            self._pool.give(entry.results or entry.kept)
 
     def drop_before(self, top: int) -> None:
         """Drop what was issued before batch top ``top``. Entries are in order, so this touches only what goes."""
