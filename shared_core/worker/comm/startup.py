@@ -10,7 +10,7 @@ import torch
 
 from shared_core.errors import Unsupported
 from shared_core.worker.comm import compat
-from shared_core.worker.comm.listener import RecordKey
+from shared_core.worker.comm.listener import Part, RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.state import SharedState
 
@@ -36,7 +36,7 @@ class StartUp:
 
     def __init__(self, state: SharedState) -> None:
         self._state = state
-        self._ordinals: dict[tuple[int, str, str], int] = {}
+        self._ordinals: dict[tuple[int, str, str, Part], int] = {}
 
     def answer(self, group: str, op: Op, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """What a newcomer's operation gives before its join: what the predecessor got, else something neutral, because
@@ -48,10 +48,7 @@ class StartUp:
         state = self._state
         recorded = None
         if state.in_startup:
-            place = (state.entry, group, f"{op.signature[0]}{state.part and ' in '}{state.part}")
-            ordinal = self._ordinals.get(place, 0)
-            self._ordinals[place] = ordinal + 1
-            key = (*place, ordinal)
+            key = self._next(group, op.signature[0])
             if state.starting:
                 recorded = state.records.get(key)
             else:
@@ -68,6 +65,13 @@ class StartUp:
         if recorded is not None and [t.shape for t in recorded] == [t.shape for t in op.results]:
             return recorded
         return neutral(op, inputs)
+
+    def _next(self, group: str, name: str) -> RecordKey:
+        state = self._state
+        place = (state.entry, group, name, state.part)
+        ordinal = self._ordinals.get(place, 0)
+        self._ordinals[place] = ordinal + 1
+        return RecordKey(state.entry, group, name, ordinal, state.part)
 
     def _record(self, key: RecordKey, op: Op) -> None:
         """Have the result kept, unless it may be parameters or gradients."""
