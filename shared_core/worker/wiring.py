@@ -175,6 +175,9 @@ class _GroupsRelay(_Relay):
     def cannot_complete(self, what: str) -> None:
         self._worker.endings.cannot_complete(what)
 
+    def unrepeatable(self, why: str) -> None:
+        self._worker.endings.fall_back(why)
+
     def unreadable(self, error: SwiftError) -> None:
         rank = self._worker.env.rank
         why = RecoveryFailed(f"rank {rank}: the log on disk cannot be read: {error}")

@@ -94,6 +94,9 @@ class Listener(Protocol):
     def cannot_complete(self, what: str) -> None:
         """An operation was called that needs absent ranks. Does not return."""
 
+    def unrepeatable(self, why: str) -> None:
+        """What a newcomer would have to take part in it does not do again."""
+
     def unreadable(self, error: SwiftError) -> None:
         """What a newcomer needs of the log on disk cannot be read."""
 

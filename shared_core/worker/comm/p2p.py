@@ -19,6 +19,7 @@ from shared_core.faults import inject
 from shared_core.protocol.frontier import Channel, Done, channel_key
 from shared_core.system import threads
 from shared_core.worker.comm.membership import Membership
+from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.startup import StartUp
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.messages.disk_log import DiskLog
@@ -67,12 +68,18 @@ class Channels:
     Args:
         group: this rank's place in it.
         suspect: told of errors that a loss may explain.
+        others: told of receives.
     """
 
     def __init__(
-        self, group: Membership, state: SharedState, disk: DiskLog, suspect: Callable[[Exception], None]
+        self,
+        group: Membership,
+        state: SharedState,
+        disk: DiskLog,
+        suspect: Callable[[Exception], None],
+        others: OtherThreads,
     ) -> None:
-        self._group, self._state, self._disk, self._suspect = group, state, disk, suspect
+        self._group, self._state, self._disk, self._suspect, self._others = group, state, disk, suspect, others
         self._startup = StartUp(state)
         self._sent: dict[Channel, int] = {}
         self._posted: dict[Channel, int] = {}
@@ -135,6 +142,7 @@ class Channels:
                     tensor.data.copy_(message)
                 return self._finished(work)
             self._check_present("recv")
+            self._others.called(f"recv of group {self._group.name!r}", work.is_completed)
             # The sender does not send it again to a newcomer, which begins at a later place.
             work.keep = self._startup.keeper(key, [tensor]) if key is not None else None
             self._posted[channel] = work.index + 1

@@ -1,4 +1,4 @@
-"""Operations and messages of a start-up: recorded for later newcomers, and answered in one from what its predecessor recorded."""
+"""Operations and messages of a start-up: recorded for later newcomers, which are given what their predecessor got."""
 
 from __future__ import annotations
 
