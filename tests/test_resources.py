@@ -17,6 +17,7 @@ from shared_core.launcher.workers import Fleet, LiveWorker
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import LONGEST_S, Retries, map_file
+from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.messages.group_log import BufferPool, Entry, GroupLog
 from shared_core.worker.messages.spilling import RETRY_S, Spilling
 from shared_core.worker.state.overflow import Overflow
@@ -108,15 +109,15 @@ def test_publications_that_do_not_fit_into_memory_lie_on_disk(
     disk.parent.mkdir(parents=True)
     board = Board(memory, disk=Overflow(disk))
     parts = [{"state": torch.full((20_000,), float(number))} for number in range(8)]
-    board.records.add((0, "a", "", 0), [torch.ones(3)])
+    board.records.add(RecordKey(0, "a", "", 0), [torch.ones(3)])
     for number, each in enumerate(parts):
         board.publish_top(top(number), each)
-        board.records.add((0, "b", "", number), [torch.full((3_000,), float(number))])
+        board.records.add(RecordKey(0, "b", "", number), [torch.full((3_000,), float(number))])
         board.drop_before(number - 1)
     after = Board(memory, disk=Overflow(disk))  # a newcomer's
     assert [each.index for each in after.tops()] == [6, 7]
     assert all(torch.equal(after.read_top(number)["state"], parts[number]["state"]) for number in (6, 7))
-    assert [key[1:] for key, _ in after.records.read()] == [("a", "", 0), *(("b", "", number) for number in range(8))]
+    assert [key[1:4] for key, _ in after.records.read()] == [("a", "", 0), *(("b", "", number) for number in range(8))]
     assert capfd.readouterr().err.count("memory is full at") == 1
     after.drop_before(8)
     assert len(list(disk.glob("top.*"))) <= 2, "the newest, and one whose room is used again"

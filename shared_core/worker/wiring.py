@@ -19,7 +19,7 @@ from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.listener import BucketInput
+from shared_core.worker.comm.listener import BucketInput, RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.top_marks import TopMarks
 from shared_core.worker.endings import Endings
@@ -141,7 +141,7 @@ class _GroupsRelay(_Relay):
     def kept_for(self, group: str) -> Mapping[int, Logged]:
         return self._worker.recovery.forming.kept_for(group)
 
-    def record(self, key: tuple[int, str, str, int], results: list[torch.Tensor]) -> None:
+    def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
         self._worker.board.records.add(key, results)
 
     def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
@@ -174,6 +174,9 @@ class _GroupsRelay(_Relay):
 
     def cannot_complete(self, what: str) -> None:
         self._worker.endings.cannot_complete(what)
+
+    def unrepeatable(self, why: str) -> None:
+        self._worker.endings.fall_back(why)
 
     def unreadable(self, error: SwiftError) -> None:
         rank = self._worker.env.rank

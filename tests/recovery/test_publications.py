@@ -22,10 +22,12 @@ from shared_core.errors import CorruptFile, SwiftError
 from shared_core.loaders.reshard import MARK
 from shared_core.protocol.frontier import Top
 from shared_core.testing.digest import digest
+from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.state import input_checksums
 from shared_core.worker.state import publication_slots as slots_module
 from shared_core.worker.state.publication_file import HEADER_BYTES, is_blank
 from shared_core.worker.state.publications import Board
+from shared_core.worker.state.records import from_plain, plain
 
 
 def test_plain_data_comes_back_bit_for_bit() -> None:
@@ -278,24 +280,24 @@ def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib
 def test_records_are_let_go_of_once_they_are_many(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
     for number in range(5):
-        board.records.add((0, "w", "broadcast", number), [torch.full((1 << 20,), float(number))])
-        board.records.forget(lambda key: key[3] < 2)
-        kept = [key[3] for key, _ in Board(tmp_path / "rank0").records.read()]
+        board.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((1 << 20,), float(number))])
+        board.records.forget(lambda key: key.number < 2)
+        kept = [key.number for key, _ in Board(tmp_path / "rank0").records.read()]
         assert kept == [*range(0 if number < 3 else 2, number + 1)], "at 16 MiB"
-    board.records.add((0, "w", "broadcast", 7), [torch.ones(2)])
+    board.records.add(RecordKey(0, "w", "broadcast", 7), [torch.ones(2)])
     assert [float(results[0][0]) for _, results in board.records.read()] == [2.0, 3.0, 4.0, 1.0]
 
 
 def test_records_survive_a_torn_last_one(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
     for number in range(3):
-        board.records.add((0, "w", "broadcast", number), [torch.full((2,), float(number))])
+        board.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((2,), float(number))])
     path = tmp_path / "rank0" / "records"
     whole = path.read_bytes()
     for cut in range(1, len(whole) // 3, 5):
         path.write_bytes(whole[:-cut])
         found = Board(tmp_path / "rank0").records.read()
-        assert [key[3] for key, _ in found] == [0, 1]
+        assert [key.number for key, _ in found] == [0, 1]
         assert found[1][1][0].tolist() == [1.0, 1.0]
     path.write_bytes(whole)
     assert len(board.records.read()) == 3
@@ -304,7 +306,7 @@ def test_records_survive_a_torn_last_one(tmp_path: pathlib.Path) -> None:
 def test_a_damaged_record_is_refused(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
     for number in range(3):
-        board.records.add((0, "w", "broadcast", number), [torch.full((2,), float(number))])
+        board.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((2,), float(number))])
     path = tmp_path / "rank0" / "records"
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2] ^= 1
@@ -317,11 +319,11 @@ def test_a_successor_takes_off_a_torn_record(tmp_path: pathlib.Path) -> None:
     """What it records behind it is found by the next one."""
     board = Board(tmp_path / "rank0")
     for number in range(2):
-        board.records.add((0, "w", "broadcast", number), [torch.full((2,), float(number))])
+        board.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((2,), float(number))])
     path = tmp_path / "rank0" / "records"
     path.write_bytes(path.read_bytes()[:-3])
-    Board(tmp_path / "rank0").records.add((0, "w", "broadcast", 7), [])
-    assert [key[3] for key, _ in Board(tmp_path / "rank0").records.read()] == [0, 7]
+    Board(tmp_path / "rank0").records.add(RecordKey(0, "w", "broadcast", 7), [])
+    assert [key.number for key, _ in Board(tmp_path / "rank0").records.read()] == [0, 7]
 
 
 def test_lengths_are_part_of_the_checksum(tmp_path: pathlib.Path) -> None:
@@ -361,7 +363,7 @@ def test_ends_of_entries(tmp_path: pathlib.Path) -> None:
 
 def test_what_a_checkpoint_has_is_published_once(tmp_path: pathlib.Path) -> None:
     """A newcomer may have been lost while it did that."""
-    records = [((0, "results", str(number), 3), [torch.tensor(float(number))]) for number in range(3)]
+    records = [(RecordKey(0, "results", str(number), 3), [torch.tensor(float(number))]) for number in range(3)]
     board = Board(tmp_path / "rank0")
     board.records.add(*records[0])
     board.publish_end(0, 1.5, {})
@@ -370,3 +372,13 @@ def test_what_a_checkpoint_has_is_published_once(tmp_path: pathlib.Path) -> None
     found = Board(tmp_path / "rank0")
     assert [(key, float(results[0])) for key, results in found.records.read()] == [(k, float(r[0])) for k, r in records]
     assert found.read_end(0) == (1.5, {}) and found.read_end(1) == (2.5, {"loop": 1})
+
+
+def test_records_of_an_earlier_version_are_read() -> None:
+    """It wrote the part of the program behind the operation; names of other kinds may look similar."""
+    old = [(0, "w", "broadcast in 1.3.0", 2), (0, "w", "all_gather", 1), (0, "results", "best in show", 4)]
+    keys = [RecordKey(0, "w", "broadcast", 2, (1, 3, 0)), RecordKey(*old[1]), RecordKey(*old[2])]
+    assert from_plain([(each, []) for each in old]) == [(each, []) for each in keys]
+    assert from_plain(plain([(keys[0], [])])) == [(keys[0], [])]
+    with pytest.raises(CorruptFile, match="a record that was kept for newcomers is none"):
+        from_plain([(3, [])])  # type: ignore[list-item]

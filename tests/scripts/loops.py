@@ -81,7 +81,20 @@ def train() -> dist.ProcessGroup:
         dist.broadcast(tensor, 0)
         return tensor
 
+    def handed_on(tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's, at both ranks, by messages."""
+        if rank == 0:
+            dist.send_object_list([{"shape": tensor.shape}], 1)
+            dist.isend(tensor, 1).wait()
+            return tensor
+        told: list[Any] = [None]
+        dist.recv_object_list(told, 0)
+        tensor = torch.empty(told[0]["shape"])
+        dist.irecv(tensor, 0).wait()
+        return tensor
+
     table, places = given_out(torch.rand(20_000)), given_out(torch.randperm(20_000))
+    shift = handed_on(torch.rand(8, 3))
     job = shared_core.attach(model, optimizer)
     seen = job.register(loss=0.0, batches=0)
 
@@ -138,7 +151,7 @@ def train() -> dist.ProcessGroup:
         for _ in range(2):
             order = given_out(torch.randperm(40))
             for index, (x,) in job.steps(DataLoader(data, batch_size=10, sampler=order[rank::2].tolist())):
-                update(x + table[places[seen.batches]], index)
+                update(x + table[places[seen.batches]] + shift[:, 0], index)
 
     def endless(epoch: int) -> None:
         for index, (x,) in job.steps(stream):

@@ -18,6 +18,17 @@ from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report, end_group, generators_digest
 
 
+class LeftOut(nn.Module):
+    """A layer that later batches leave out."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.used = layer, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if self.used else x
+
+
 def model(norm: bool, width: int) -> nn.Module:
     middle = [nn.BatchNorm1d(width)] if norm else []
     first, last = nn.Linear(16, width), nn.Linear(width, 4)
@@ -32,7 +43,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="of the model")
     parser.add_argument("--bucket-mb", type=float, default=0.002, help="small, so that there are several buckets")
     parser.add_argument(
-        "--way", default="", help="what DDP does with gradients: view, hook, builtin, accumulate, double"
+        "--way", default="", help="what becomes of gradients: view, hook, builtin, accumulate, double, zeros"
     )
     parser.add_argument("--startup", type=float, default=0.0, help="seconds that the script takes before it trains")
     parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise")
@@ -47,8 +58,12 @@ def main() -> None:
     if args.way == "double":
         net[-1].double()
         net[-2].register_forward_hook(lambda module, inputs, output: output.double())
-    view = args.way == "view"
-    ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=view)
+    view, zeros = args.way == "view", args.way == "zeros"
+    if zeros:
+        net[-2] = LeftOut(net[-2])
+    ddp = nn.parallel.DistributedDataParallel(
+        net, bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=view, find_unused_parameters=zeros
+    )
     if args.way == "hook":
         ddp.register_comm_hook(None, fp16_compress_hook)
     if args.way == "builtin":
@@ -77,7 +92,9 @@ def main() -> None:
         y = x[:, :4].sin()
         if args.mistake == "raise" and rank == 1 and loop["step"] == 3:
             raise ZeroDivisionError("a mistake of the user's")
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not zeros)
+        if zeros:
+            net[-2].used = loop["step"] < 2
         if args.way == "accumulate":
             with ddp.no_sync():
                 (ddp(x.flip(0)) - y.flip(0)).pow(2).mean().backward()

@@ -45,6 +45,7 @@ from shared_core.worker.endings import Endings
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.signals import leave_signals_to_the_agent
 from shared_core.worker.state.publications import Board
+from shared_core.worker.state.records import plain
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
@@ -219,7 +220,7 @@ class Checkpoints:
                 "top": asdict(top),
                 "parts": parts,
                 "ends": ends_before(board, top.entry),
-                "records": board.records.read(),
+                "records": plain(board.records.read()),
                 resharding.FIXED: self._fixed,
             }
             images = {}

@@ -11,6 +11,7 @@ from shared_core.errors import CorruptFile
 from shared_core.protocol.frontier import Top
 from shared_core.worker.checkpoints.recovery_line import Collect, Loaded
 from shared_core.worker.state.publications import Board
+from shared_core.worker.state.records import Records, from_plain
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Restored:
     top: Top
     parts: dict[str, Any]
     ends: dict[int, tuple[Any, dict[str, Any]]]
-    records: list[tuple[tuple[int, str, str, int], list[torch.Tensor]]]
+    records: Records
     description: dict[str, Any] | None
     tensors: list[torch.Tensor] = field(default_factory=list)
     owned: bool = False
@@ -55,7 +56,7 @@ def restored(loaded: Loaded) -> Restored:
         loaded.top,
         local["parts"],
         local["ends"],
-        local["records"],
+        from_plain(local["records"]),
         loaded.description,
         loaded.tensors,
         resized=loaded.resized,

@@ -17,6 +17,7 @@ from shared_core.worker.comm.connections import Connections
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.operations import Operations
+from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.state import SharedState
 
 #: How long a thread of gloo may take to notice that its connections were cut, on a machine that is very busy.
@@ -26,8 +27,11 @@ _STARVED_S = 1.0
 class Generations:
     """Cuts the groups and gives them new connections."""
 
-    def __init__(self, state: SharedState, groups: Groups, connections: Connections, operations: Operations) -> None:
+    def __init__(
+        self, state: SharedState, groups: Groups, connections: Connections, operations: Operations, others: OtherThreads
+    ) -> None:
         self._state, self._groups, self._connections, self._operations = state, groups, connections, operations
+        self._others = others
         # Of the live generation: rank-specific operations to run again, and what receivers have, by group.
         self._redo: Mapping[str, set[int]] = {}
         self._received: Mapping[str, dict[str, int]] = {}
@@ -88,6 +92,7 @@ class Generations:
         state = self._state
         with state.lock:
             state.broken = True
+            self._others.at_loss()
             self._connections.cut_sides()
             cut = [group for group in self._groups.all() if not state.absent or group.size > 1]
             inners = [group.inner for group in cut if group.inner is not None]
@@ -147,6 +152,7 @@ class Generations:
             world = self._groups.world
             assert world is not None
             self._reissue(world, world_inner)
+            self._others.recovered()
             kept = [group for group in self._groups.all() if group.size == 1 and group.inner is not None]
             others = [group for group in self._groups.all() if group is not world and group not in kept]
             state.changed.notify_all()

@@ -10,6 +10,7 @@ from shared_core.protocol.frontier import Done
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.membership import Membership
 from shared_core.worker.comm.op import Op
+from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.p2p import Channels
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.messages.disk_log import DiskLog
@@ -40,9 +41,10 @@ class GroupState(Membership):
         disk: DiskLog,
         pool: BufferPool,
         suspect: Callable[[Exception], None],
+        others: OtherThreads,
     ) -> None:
         super().__init__(name, rank, size, ranks, timeout)
-        self.channels = Channels(self, state, disk, suspect)
+        self.channels = Channels(self, state, disk, suspect, others)
         self.log = GroupLog(pool)
         self.next = 0
         self.done = Done()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -13,8 +13,27 @@ from shared_core.errors import SwiftError
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.group_log import Logged
 
-#: Entry call, group, operation and part of the program, and which of these it is.
-RecordKey = tuple[int, str, str, int]
+#: A part of the program that newcomers run again: a phase of the script, by loops over epochs; in an epoch also its
+#: number, and how many passes of it there were. Empty for all else.
+Part = tuple[int, ...]
+
+
+class RecordKey(NamedTuple):
+    """Under what a result is kept for newcomers.
+
+    Attributes:
+        entry: number of the entry call.
+        kind: the group, for the result of an operation; else what it is.
+        name: of the operation; else which of its kind.
+        number: which of these; else the batch top.
+        part: of the program.
+    """
+
+    entry: int
+    kind: str
+    name: str
+    number: int
+    part: Part = ()
 
 
 class BucketInput(Protocol):
@@ -74,6 +93,9 @@ class Listener(Protocol):
 
     def cannot_complete(self, what: str) -> None:
         """An operation was called that needs absent ranks. Does not return."""
+
+    def unrepeatable(self, why: str) -> None:
+        """What a newcomer would have to take part in it does not do again."""
 
     def unreadable(self, error: SwiftError) -> None:
         """What a newcomer needs of the log on disk cannot be read."""

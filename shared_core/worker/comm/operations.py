@@ -20,6 +20,7 @@ from shared_core.faults import inject
 from shared_core.system import threads
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.op import Op, describe
+from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.results import Results
 from shared_core.worker.comm.startup import StartUp
 from shared_core.worker.comm.state import SharedState
@@ -34,8 +35,11 @@ class Operations:
         served: how many were served from logs.
     """
 
-    def __init__(self, state: SharedState, groups: Groups, results: Results, suspicion: Suspicion) -> None:
+    def __init__(
+        self, state: SharedState, groups: Groups, results: Results, suspicion: Suspicion, others: OtherThreads
+    ) -> None:
         self._state, self._groups, self._results, self._suspicion = state, groups, results, suspicion
+        self._others = others
         self._startup = StartUp(state)
         self._scripted: deque[list[torch.Tensor]] = deque()
         self.served = 0
@@ -90,6 +94,8 @@ class Operations:
             self._check(group, op)
         if logged is not None:
             return logged
+        if group.size > 1:
+            self._others.called(f"{describe(op.signature)} of group {group.name!r}", op.future.done)
         group.pending[op.seq] = op
         state.note_waiting(+1)
         if group.inner is not None and (not state.broken or group.size == 1):

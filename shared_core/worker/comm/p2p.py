@@ -19,6 +19,8 @@ from shared_core.faults import inject
 from shared_core.protocol.frontier import Channel, Done, channel_key
 from shared_core.system import threads
 from shared_core.worker.comm.membership import Membership
+from shared_core.worker.comm.other_threads import OtherThreads
+from shared_core.worker.comm.startup import StartUp
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.messages.disk_log import DiskLog
 
@@ -36,6 +38,7 @@ class P2PWork(dist.Work):
         self.awaited = False
         self.begun = time.monotonic()
         self.error: Exception | None = None
+        self.keep: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the message is through.
@@ -65,12 +68,19 @@ class Channels:
     Args:
         group: this rank's place in it.
         suspect: told of errors that a loss may explain.
+        others: told of receives.
     """
 
     def __init__(
-        self, group: Membership, state: SharedState, disk: DiskLog, suspect: Callable[[Exception], None]
+        self,
+        group: Membership,
+        state: SharedState,
+        disk: DiskLog,
+        suspect: Callable[[Exception], None],
+        others: OtherThreads,
     ) -> None:
-        self._group, self._state, self._disk, self._suspect = group, state, disk, suspect
+        self._group, self._state, self._disk, self._suspect, self._others = group, state, disk, suspect, others
+        self._startup = StartUp(state)
         self._sent: dict[Channel, int] = {}
         self._posted: dict[Channel, int] = {}
         self._received: dict[Channel, Done] = {}
@@ -118,13 +128,23 @@ class Channels:
                 self._archive(channel, index, top, copy)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
-        """Receive into ``tensor``."""
+        """Receive into ``tensor``.
+
+        Raises:
+            Unsupported: in a newcomer, if its predecessor's message was too large to be kept.
+        """
         channel = (src, self._group.rank, tag)
         with self._state.lock:
             work = P2PWork(self, channel, self._posted.get(channel, 0), tensor)
+            key = self._startup.place(self._group.name, f"recv from {src} with tag {tag}")
             if self._state.starting:
+                for message in self._startup.recorded(key, [tensor]) or ():
+                    tensor.data.copy_(message)
                 return self._finished(work)
             self._check_present("recv")
+            self._others.called(f"recv of group {self._group.name!r}", work.is_completed)
+            # The sender does not send it again to a newcomer, which begins at a later place.
+            work.keep = self._startup.keeper(key, [tensor]) if key is not None else None
             self._posted[channel] = work.index + 1
             self._works.setdefault(channel, []).append(work)
             self._post(work)
@@ -180,6 +200,8 @@ class Channels:
                     work.inner_work = None
                 state.changed.notify_all()
             if error is None:
+                if work.keep is not None:
+                    work.keep()
                 return
             self._suspect(error)
 

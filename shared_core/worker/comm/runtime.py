@@ -11,6 +11,7 @@ from shared_core.worker.comm.generations import Generations
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.listener import Listener
 from shared_core.worker.comm.operations import Operations
+from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.results import Results
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.comm.suspicion import Suspicion
@@ -34,6 +35,7 @@ class Runtime(SharedState):
         disk: the log on disk.
         results: the logs.
         suspicion: what becomes of operations that fail.
+        others: collectives of other threads than the program's.
         operations: collectives.
         connections: to the members of groups.
         generations: what ends and begins with each.
@@ -46,9 +48,16 @@ class Runtime(SharedState):
         limit = env.config.log.spill_bytes or _LIMIT
         self.results = Results(self, groups, disk, BufferPool(), limit, marks)
         self.suspicion = Suspicion(self, groups)
-        self.operations = Operations(self, groups, self.results, self.suspicion)
+        self.others = OtherThreads(self)
+        self.operations = Operations(self, groups, self.results, self.suspicion, self.others)
         self.connections = Connections(self, groups)
-        self.generations = Generations(self, groups, self.connections, self.operations)
+        self.generations = Generations(self, groups, self.connections, self.operations, self.others)
+
+    def passed_top(self, top: int) -> None:
+        """This rank has published a batch top."""
+        with self.lock:
+            self.others.at_top()
+            super().passed_top(top)
 
     @property
     def world(self) -> GroupState | None:
@@ -59,5 +68,14 @@ class Runtime(SharedState):
         """A group that is not known to others yet; see :meth:`Generations.add_group`."""
         suspect, pool = self.suspicion.suspect, self.results.pool
         return GroupState(
-            name, rank, size, tuple(ranks), timeout, state=self, disk=self.disk, pool=pool, suspect=suspect
+            name,
+            rank,
+            size,
+            tuple(ranks),
+            timeout,
+            state=self,
+            disk=self.disk,
+            pool=pool,
+            suspect=suspect,
+            others=self.others,
         )

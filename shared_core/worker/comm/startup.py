@@ -1,16 +1,15 @@
-"""Operations of a start-up: recorded for later newcomers, and answered in one from what its predecessor recorded."""
+"""Operations and messages of a start-up: recorded for later newcomers, which are given what their predecessor got."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shared_core.errors import Unsupported
 from shared_core.worker.comm import compat
-from shared_core.worker.comm.listener import RecordKey
+from shared_core.worker.comm.listener import Part, RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.state import SharedState
 
@@ -36,7 +35,7 @@ class StartUp:
 
     def __init__(self, state: SharedState) -> None:
         self._state = state
-        self._ordinals: dict[tuple[int, str, str], int] = {}
+        self._ordinals: dict[tuple[int, str, str, Part], int] = {}
 
     def answer(self, group: str, op: Op, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """What a newcomer's operation gives before its join: what the predecessor got, else something neutral, because
@@ -46,51 +45,68 @@ class StartUp:
             Unsupported: in a newcomer, if the result was too large to be recorded.
         """
         state = self._state
-        recorded = None
-        if state.in_startup:
-            place = (state.entry, group, f"{op.signature[0]}{state.part and ' in '}{state.part}")
-            ordinal = self._ordinals.get(place, 0)
-            self._ordinals[place] = ordinal + 1
-            key = (*place, ordinal)
-            if state.starting:
-                recorded = state.records.get(key)
-            else:
-                self._record(key, op)
+        key = self.place(group, op.signature[0])
         if not state.starting:
+            if key is not None and not (state.part and compat.in_backward()):  # of a batch whose top was no such point
+                self._record(key, op)
             return None
-        if recorded == [] and op.results:
+        recorded = self.recorded(key, op.results)
+        return neutral(op, inputs) if recorded is None else recorded
+
+    def recorded(self, key: RecordKey | None, results: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """What the predecessor got; None if it had got nothing like these there.
+
+        Raises:
+            Unsupported: if it was too large to be recorded.
+        """
+        found = self._state.records.get(key) if key is not None else None
+        if found == [] and results:
+            assert key is not None
             raise Unsupported(
-                f"rank {state.rank}: a newcomer needs the result of {op.signature[0]} that its predecessor got "
-                f"({sum(each.nbytes for each in op.results)} bytes), which was too large to be kept. Outside the "
+                f"rank {self._state.rank}: a newcomer needs the result of {key.name} that its predecessor got "
+                f"({sum(each.nbytes for each in results)} bytes), which was too large to be kept. Outside the "
                 f"training passes exchange at most {_MOST_BYTES >> 20} MiB at once, or have each rank read or compute "
                 "the data itself"
             )
-        if recorded is not None and [t.shape for t in recorded] == [t.shape for t in op.results]:
-            return recorded
-        return neutral(op, inputs)
+        return found if found is not None and [t.shape for t in found] == [t.shape for t in results] else None
+
+    def place(self, group: str, name: str) -> RecordKey | None:
+        """Under what the next operation of this name is kept; None outside a start-up. Callers hold the lock."""
+        state = self._state
+        if not state.in_startup:
+            return None
+        place = (state.entry, group, name, state.part)
+        ordinal = self._ordinals.get(place, 0)
+        self._ordinals[place] = ordinal + 1
+        return RecordKey(state.entry, group, name, ordinal, state.part)
 
     def _record(self, key: RecordKey, op: Op) -> None:
-        """Have the result kept, unless it may be parameters or gradients."""
-        state, size = self._state, sum(each.nbytes for each in op.results)
-        if state.part and compat.in_backward():  # of a batch whose top was no recovery point
-            return
-        parameters = all(each.is_floating_point() or _is_bytes_of_a_tensor(each) for each in op.results)
+        keep = self.keeper(key, op.results)
+        if keep is not None:
+            op.future.add_done_callback(lambda _: keep())
+
+    def keeper(self, key: RecordKey, into: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+        """What has the result kept, to be called when it is in these tensors; None if it may be parameters or
+        gradients, which are not kept. Callers hold the lock.
+        """
+        state, size = self._state, sum(each.nbytes for each in into)
+        parameters = all(each.is_floating_point() or _is_bytes_of_a_tensor(each) for each in into)
         if size > _SMALL_BYTES and (state.keeps_small or (parameters and _hands_out())):
-            return
+            return None
         held, fits = state.held, size <= _MOST_BYTES
         if held is not None:
             fits = held.nbytes + size <= _MOST_HELD_BYTES
             held.nbytes += size if fits else 0
 
-        def put(_: Any) -> None:
-            results = op.results if fits else []
+        def put() -> None:
+            results = list(into) if fits else []
             with state.lock:
                 if held is not None and state.held is held:
                     held.entries.append((key, [each.clone() for each in results]))
                     return
             state.listener.record(key, results)
 
-        op.future.add_done_callback(put)
+        return put
 
 
 def _is_bytes_of_a_tensor(result: torch.Tensor) -> bool:

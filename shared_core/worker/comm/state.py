@@ -13,7 +13,7 @@ import torch
 from shared_core.errors import SwiftError
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.compute_turn import Turn
-from shared_core.worker.comm.listener import Listener, RecordKey
+from shared_core.worker.comm.listener import Listener, Part, RecordKey
 
 
 @dataclass
@@ -65,7 +65,8 @@ class SharedState:
         self.turn = Turn()
         self.generation = self.latest = self.entry = -1
         self.broken = self.starting = False
-        self.in_startup, self.part, self.keeps_small = True, "", False
+        self.in_startup, self.keeps_small = True, False
+        self.part: Part = ()
         self.held: Held | None = None
         self.absent: frozenset[int] = frozenset()
         self.ended: SwiftError | None = None
@@ -123,11 +124,11 @@ class SharedState:
         with self.lock:
             self.entry, self.in_startup = entry, True
 
-    def start_up_again(self, part: str = "", *, hold: bool = False) -> None:
+    def start_up_again(self, part: Part = (), *, hold: bool = False) -> None:
         """What the program does up to the next batch top a newcomer does again.
 
         Args:
-            part: name of what begins here; empty to go on with the same part.
+            part: what begins here; empty to go on with the same part.
             hold: a newcomer does it again only if another batch top follows before the next part: see
                 :meth:`keep_held`.
         """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.program.batch_tops import BatchTops
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
@@ -15,16 +15,14 @@ from shared_core.worker.recovery.reporting import News
 from shared_core.worker.recovery.start import Start
 from shared_core.worker.state.local_state import Parts, Position
 from shared_core.worker.state.publications import Board
-from shared_core.worker.state.records import RecordKey
 
-#: Name of a result that was kept between two passes, or before the first.
-_OF_AN_EPOCH = re.compile(r".* in (\d+)\.(\d+)\.\d+")
+#: Numbers in a part of the program that lies in an epoch.
+_OF_AN_EPOCH = 3
 
 
 def _is_earlier(key: RecordKey, phase: int, epoch: int) -> bool:
     """Whether this was kept in an epoch before that one."""
-    part = _OF_AN_EPOCH.fullmatch(key[2])
-    return part is not None and (int(part[1]), int(part[2])) < (phase, epoch)
+    return len(key.part) == _OF_AN_EPOCH and key.part[:2] < (phase, epoch)
 
 
 @dataclass(frozen=True)
@@ -122,8 +120,8 @@ class Entries:
             epoch: the one that this is in, if it is in one; what was kept in those before the last is let go of.
             pass_: how many passes of it there were. After one, all is let go of if no other follows.
         """
-        part = f"{phase}" if epoch is None else f"{phase}.{epoch}.{pass_}"
-        self._runtime.start_up_again(part if phase else "", hold=pass_ > 0)
+        part = (phase,) if epoch is None else (phase, epoch, pass_)
+        self._runtime.start_up_again(part if phase else (), hold=pass_ > 0)
         if epoch is not None and not self._joining.pending:
             self._board.records.forget(lambda key: _is_earlier(key, phase, epoch - 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.recovery.start import Start
 from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.publications import Board, Tally
@@ -22,7 +23,7 @@ class Notes:
     def keep(self, kind: str, name: str, value: Any) -> None:
         """Keep plain data under a kind and a name; see :meth:`kept`."""
         self._start.beginning.settle()
-        self._board.records.add((self._position.entry, kind, name, self._position.tops), value)
+        self._board.records.add(RecordKey(self._position.entry, kind, name, self._position.tops), value)
 
     def kept(self, kind: str) -> dict[str, Any]:
         """What predecessors have kept under ``kind``, by name; the newest of each."""

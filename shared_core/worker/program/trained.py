@@ -178,6 +178,7 @@ class Trained:
         self._runtime.sum_buckets(self._config.state.verify_checksums and not self._buckets.may_be_unused)
         register("swift.buffers", attached.buffers, attached.restore_buffers, forward_mutated=True)
         register("swift.modes", attached.modes, attached.restore_modes)
+        register("swift.with_gradients", attached.with_gradients, attached.restore_gradients)
         register("swift.hyperparameters", attached.groups, attached.restore_groups)
         register(LOOSE, self._capture_loose, self._loose.restore)
 

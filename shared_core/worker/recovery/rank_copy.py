@@ -8,6 +8,7 @@ from typing import Any
 from shared_core.encoding.plain import dumps, loads
 from shared_core.worker.state.ddp_buckets import BUCKETS
 from shared_core.worker.state.publications import Board
+from shared_core.worker.state.records import from_plain, plain
 
 
 def pack(board: Board, top: int, groups: Collection[str]) -> bytes:
@@ -19,17 +20,16 @@ def pack(board: Board, top: int, groups: Collection[str]) -> bytes:
         groups: names of groups: results of their operations are not for others.
     """
     newest = {
-        (kind, name): (key, value)
+        (key.kind, key.name): (key, value)
         for key, value in board.records.read()
-        for _, kind, name, _ in [key]
-        if kind != BUCKETS and kind not in groups
+        if key.kind != BUCKETS and key.kind not in groups
     }
-    return dumps((board.read_top(top), list(newest.values())))
+    return dumps((board.read_top(top), plain(list(newest.values()))))
 
 
 def unpack(board: Board, packed: bytes) -> dict[str, Any]:
     """Keep in the copy's board what the other has kept. Returns what it had published at the batch top."""
     parts, kept = loads(packed)
-    for key, value in kept:
+    for key, value in from_plain(kept):
         board.records.add(key, value)
     return parts  # type: ignore[no-any-return]

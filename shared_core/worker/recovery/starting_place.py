@@ -172,7 +172,7 @@ class Beginning:
         """What predecessors have kept under ``kind``, by name; the newest of each."""
         self.settle()
         records = self._restored.records if self._restored is not None else self._board.records.read()
-        return {name: value for (_, stored, name, _), value in records if stored == kind}
+        return {key.name: value for key, value in records if key.kind == kind}
 
     # -- at the place ------------------------------------------------------------------------------
 

@@ -81,6 +81,20 @@ class Attached:
             if parameter.requires_grad != bool(has):
                 parameter.requires_grad_(bool(has))
 
+    # -- gradients -------------------------------------------------------------------------------------
+
+    def with_gradients(self) -> bytes:
+        """Which parameters have a gradient, be it zero."""
+        return bytes([p.grad is not None for p in self._replicated.parameters]) if self._alike else b""
+
+    def restore_gradients(self, values: bytes) -> None:
+        """Give the same parameters one, of zeros. Optimizers also step those whose gradient is zero, by weight decay
+        and momentum, and leave out those that have none.
+        """
+        for parameter, has in zip(self._replicated.parameters, values, strict=False):
+            if has and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     # -- groups ----------------------------------------------------------------------------------------
 
     def groups(self) -> list[list[dict[str, Any]]]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.protocol.frontier import Top
 from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
 from shared_core.worker.state.local_state import Position
@@ -102,7 +103,7 @@ class Buckets:
             )
         self._settled.add(number)
         ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
-        key = (self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.tops)
+        key = RecordKey(self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.tops)
         op.future.add_done_callback(lambda _: self._board.records.add(key, op.results))
         self._broadcasts.setdefault(number, []).append(op.results[0])
         if ordinal % 2:
@@ -134,9 +135,11 @@ class Buckets:
         """
         for number, ddp in enumerate(self.modules):
             agreed = {
-                which: results
-                for (entry, kind, which, tops), results in records
-                if entry == top.entry and kind == BUCKETS and which.startswith(f"{number}.") and tops < top.index
+                key.name: results
+                for key, results in records
+                if (key.entry, key.kind) == (top.entry, BUCKETS)
+                and key.name.startswith(f"{number}.")
+                and key.number < top.index
             }
             if not agreed:
                 continue

@@ -8,7 +8,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import CorruptFile, SwiftError
+from shared_core.worker.comm.listener import Part, RecordKey
 from shared_core.worker.mirror import Mirror
 from shared_core.worker.state.overflow import Overflow
 from shared_core.worker.state.publication_file import append_whole, write_bare
@@ -25,8 +26,6 @@ _RECORD = struct.Struct("<II")  # length, checksum
 #: Bytes that are added before old ones are let go of.
 _FORGET_BYTES = 16 << 20
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-#: (entry call, what it is, name, batch top).
-RecordKey = tuple[int, str, str, int]
 #: Keys and results.
 Records = list[tuple[RecordKey, list[torch.Tensor]]]
 
@@ -83,7 +82,7 @@ class RecordFile:
         """All of them, in order; a torn last one is left out.
 
         Raises:
-            CorruptFile: if one is damaged.
+            CorruptFile: if one is damaged, or is none.
         """
         data = self._path.read_bytes()
         found: Records = []
@@ -92,7 +91,7 @@ class RecordFile:
             payload = data[at + _RECORD.size : end]
             if zlib.crc32(payload) != _RECORD.unpack_from(data, at)[1]:
                 raise CorruptFile(f"{self._path} is damaged: the checksum at offset {at} does not match")
-            found.append(loads(payload))
+            found.append(_read(payload))
             at = end
         return found
 
@@ -114,8 +113,40 @@ class RecordFile:
                 self._mirror.write(self._path.name, [data[:at]])
 
 
+def plain(records: Records) -> list[tuple[tuple[Any, ...], list[torch.Tensor]]]:
+    """Records as plain data."""
+    return [(tuple(key), results) for key, results in records]
+
+
+def from_plain(stored: Sequence[tuple[Sequence[Any], list[torch.Tensor]]]) -> Records:
+    """Inverse of :func:`plain`, also of what earlier versions have written.
+
+    Raises:
+        CorruptFile: if these are none.
+    """
+    try:
+        return [(_key(*key), results) for key, results in stored]
+    except (TypeError, ValueError) as error:
+        raise CorruptFile(f"a record that was kept for newcomers is none: {error}") from error
+
+
+def _key(entry: int, kind: str, name: str, number: int, part: Part | None = None) -> RecordKey:
+    if part is None:
+        # An earlier version wrote the part behind the name of an operation.
+        operation, _, text = name.partition(" in ")
+        numbers = text.split(".")
+        told = all(each.isdecimal() for each in numbers)
+        name, part = (operation, tuple(map(int, numbers))) if told else (name, ())
+    return RecordKey(entry, kind, name, number, tuple(part))
+
+
+def _read(payload: bytes) -> tuple[RecordKey, list[torch.Tensor]]:
+    [record] = from_plain([loads(payload)])
+    return record
+
+
 def _packed(key: RecordKey, results: Any) -> bytes:
-    payload = dumps((key, results))
+    payload = dumps((tuple(key), results))
     return _RECORD.pack(len(payload), zlib.crc32(payload)) + payload
 
 

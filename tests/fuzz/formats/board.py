@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shared_core.encoding.plain import dumps
 from shared_core.protocol.frontier import Top
+from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.state.publication_file import packed
 from shared_core.worker.state.publications import LOOSE, Board
 
@@ -27,7 +28,14 @@ tops = st.builds(
 parts = st.dictionaries(st.sampled_from(["loop", "random", "loader"]), values, max_size=2)
 records = st.lists(
     st.tuples(
-        st.tuples(st.integers(0, 1), st.sampled_from(["w", "default"]), st.just("broadcast"), st.integers(0, 9)),
+        st.builds(
+            RecordKey,
+            st.integers(0, 1),
+            st.sampled_from(["w", "default"]),
+            st.just("broadcast"),
+            st.integers(0, 9),
+            st.sampled_from([(), (1,), (1, 3, 0)]),
+        ),
         st.lists(st.builds(lambda n: torch.full((n,), float(n)), st.integers(0, 3)), max_size=2),
     ),
     max_size=5,

@@ -1,0 +1,34 @@
+"""Workers are lost while other threads than the program's are in collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness import Jobs
+
+from shared_core.faults import Fault
+from shared_core.testing.runner import compare
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "threads.py")
+
+
+def test_what_ends_in_its_batch_is_done_again(jobs: Jobs) -> None:
+    """By a thread of a pool, which lives on, and by that of each save."""
+    faults = [
+        Fault(1, 2, "collective.after", "SIGKILL"),
+        Fault(0, 4, "collective.before", "SIGKILL", nth=4),
+        Fault(1, 5, "collective.after", "SIGKILL", nth=5, incarnation=1),
+        Fault(0, 7, "bucket", "SIGKILL", incarnation=1),
+    ]
+    result = jobs.check(SCRIPT, faults=faults, args=["joined"])
+    assert not result.kinds("restart")
+
+
+def test_what_reaches_across_a_batch_top_sends_all_back(jobs: Jobs) -> None:
+    """A newcomer does not do it again: its peers would wait for it."""
+    result = jobs.run(SCRIPT, faults=[Fault(1, 5, "collective.before", "SIGKILL")], args=["across"])
+    assert result.status == 0 and result.struck, result.tail()
+    [restart] = result.kinds("restart")
+    why = restart.fields["reason"]
+    assert "of the script is in all_reduce(int64[]) of group" in why and "async_save(...).result()" in why, why
+    compare(result, jobs.reference(SCRIPT, args=["across"]))
