@@ -231,7 +231,7 @@ class ResumableLoader:
             raise Unsupported(
                 f"a {type(self._swift_loader).__name__} that gives a stream of items is iterated: what a lost worker "
                 "has left of it cannot be dealt out to others when the number of workers changes. Use a map-style "
-                "DataLoader, or resize.data='drop', or neither on_failure='shrink' nor replace_timeout_s"
+                "DataLoader, or resize.data='drop', or neither on_failure='shrink' nor resize.replace_timeout_s"
             )
 
 

@@ -324,7 +324,7 @@ class Loaders:
         if "passes" not in states:
             raise Unsupported(
                 f"rank {self._worker.rank}: this checkpoint was made by an earlier version of swift-recovery, which "
-                "numbered loaders in another way: start from scratch with resume='never'"
+                "numbered loaders in another way: start from scratch with checkpoint.resume='never'"
             )
         self._unclaimed = {}
         self._places = deque(states["passes"])

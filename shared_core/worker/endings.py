@@ -83,6 +83,6 @@ def wait_for_change(runtime: Runtime, whom: str, done: Callable[[], bool], *, sp
     Raises:
         WaitTimeout: if it does not come.
     """
-    advice = "See above why that does not happen; raise wait_timeout_s if it is only slow."
+    advice = "See above why that does not happen; raise detection.wait_timeout_s if it is only slow."
     who, limit_s = f"rank {runtime.rank}", runtime.wait_timeout_s
     Wait(who, whom, limit_s, speaks=lambda: speaks, advice=advice).until(runtime.changed, done)
