@@ -32,7 +32,7 @@ def let_in(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Pla
     survivors = {rank: front for rank, front in sorted(frontiers.items()) if not front.newcomer}
     newcomers = sorted(rank for rank, front in frontiers.items() if front.newcomer)
     if not survivors:
-        raise RecoveryFailed("no survivor is left; the job goes back to its newest checkpoint")
+        raise RecoveryFailed("no survivor is left")
     places = {rank: _place(front) for rank, front in survivors.items()}
     if len(set(places.values())) != 1:
         raise RecoveryFailed(f"survivors stand at different places (top, its version, entry, kind, version): {places}")

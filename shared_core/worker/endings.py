@@ -1,4 +1,4 @@
-"""How a worker ends what cannot go on: the job goes back to its checkpoint, or ends with an error."""
+"""How a worker ends what cannot go on: all workers start again, or the job ends with an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Endings:
         self._runtime, self._store = runtime, store
 
     def fall_back(self, reason: str) -> NoReturn:
-        """Nobody can serve a newcomer: the whole job goes back to its checkpoint. Does not return."""
+        """Nobody can serve a newcomer: all workers start again. Does not return."""
         _end_spare(reason)
         self._store.tell("restart", reason)
         with self._runtime.lock:

@@ -234,9 +234,7 @@ class Archive:
                     segments.view_bytes(mine)[:] = segments.view_bytes(theirs)
             return key, tensors
         if place is None:
-            raise CorruptFile(
-                f"there is no message {index} of {channel} in {self.folder}: go back to the newest checkpoint"
-            )
+            raise CorruptFile(f"there is no message {index} of {channel} in {self.folder}")
         try:
             return segments.read_record(self._seed, place, channel, index)
         except CorruptFile:
@@ -307,7 +305,7 @@ class Archive:
             what_to_do = f"to have the log again, {see} or choose another folder"
         console(
             f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but when a "
-            "worker is lost whose state no other one holds, the job goes back to its newest checkpoint. "
+            "worker is lost whose state no other one holds, all workers start again. "
             f"{what_to_do[0].upper()}{what_to_do[1:]}"
         )
 
