@@ -136,11 +136,6 @@ class Story:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
-    @property
-    def losses(self) -> int:
-        """Workers that were lost so far."""
-        return self._losses
-
     def counts(self, lost: int) -> None:
         """So many workers were lost on other machines."""
         self._losses += lost

@@ -62,11 +62,6 @@ class Persisting:
             self._start(rank)
 
     @property
-    def pid(self) -> int | None:
-        """Of the writer; None if there is none."""
-        return self._process.pid if self._process is not None else None
-
-    @property
     def running(self) -> bool:
         """Whether it runs; it may have been reaped by whoever reaps all children."""
         if self._process is None:
