@@ -64,6 +64,7 @@ class Places:
         sources, targets = ({move.source for move in self.moves}, {move.target for move in self.moves})
         return (frozenset(vacant) - sources) | targets
 
+
 @dataclass(frozen=True)
 class WorkerPlace:
     """Where a worker is in a job.
