@@ -88,7 +88,7 @@ class Snapshots:
         if step not in held and len(held) >= MOST + bool(spool.held()):
             self._tell(
                 "slow",
-                f"{len(held)} snapshots wait in memory for the writer, which is slower than they are made: none is"
+                f"{len(held)} snapshots wait in memory, because the writer is too slow: none is"
                 f" made at step {step}. Make them less often (checkpoint.every_steps), or use faster storage",
             )
             return False

@@ -157,8 +157,8 @@ class Persisting:
             self._say(f"the writer of checkpoints was lost ({cause}); starting another")
         else:
             self._say(
-                f"the writer of checkpoints was lost {GIVE_UP_AFTER} times in a row ({cause}): no more are written; "
-                "training continues"
+                f"the writer of checkpoints was lost {GIVE_UP_AFTER} times in a row ({cause}): no more checkpoints are "
+                "written; training continues"
             )
 
     def _collect(self) -> int | None:

@@ -105,8 +105,8 @@ def _check_unused(name: str, here: Mapping[int, GroupFrontier], survivors: Mappi
         top = survivors[rank].tops[-1]
         if group.next != top.groups.get(name, 0):
             raise RecoveryFailed(
-                f"a newcomer begins at the batch top that the others have passed last, and since then rank {rank} has "
-                f"made {group.next - top.groups.get(name, 0)} collectives in group {name!r}, which need all ranks"
+                f"since the last batch top, where a newcomer begins, rank {rank} has made "
+                f"{group.next - top.groups.get(name, 0)} collectives in group {name!r}, which need all ranks"
             )
 
 

@@ -141,8 +141,9 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
         starts[too_late].pop()
         if not starts[too_late]:
             raise RecoveryFailed(
-                f"rank {too_late} cannot be rebuilt: what was before each of its {len(newcomers[too_late].tops)} "
-                "published batch tops is needed by others and was lost with it. All workers start again"
+                f"rank {too_late} cannot be rebuilt: others need what it did before each of its "
+                f"{len(newcomers[too_late].tops)} published batch tops, and that was lost with it. All workers start "
+                "again"
             )
     redo: dict[str, set[int]] = {}
     received: dict[str, dict[str, int]] = {}
