@@ -238,7 +238,7 @@ def test_urls(kind: str, spool: Spool, where: Path) -> None:
     check(newest(url), 30)
     assert steps_of(where) == [20, 30]
     os.truncate(where / "step-0000000030" / "rank1", 5)
-    check(newest(url, 2), 20)
+    check(newest(url), 20)
     assert newest(f"{url}/nothing") is None
 
 
