@@ -35,7 +35,8 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         if watch.loop.job.config.resizes:
             raise Unsupported(
                 "with dispatch_batches=True rank 0 holds batches for all, which cannot be dealt out when the number of "
-                "workers changes: set dispatch_batches=False, or leave out on_failure='shrink' and replace_timeout_s"
+                "workers changes: set dispatch_batches=False, or leave out on_failure='shrink' and "
+                "resize.replace_timeout_s"
             )
         watch.loop.job.checkpoints.keep_number("with dispatch_batches=True rank 0 held batches for all")
         made: SwiftDispatcher = cls.__new__(cls)

@@ -72,7 +72,7 @@ class SwiftTrainer(transformers.Trainer):
             if job.config.resizes:
                 raise Unsupported(
                     "transformers.Trainer counts the steps of an epoch in advance, so the number of workers cannot "
-                    "change in the middle of one: leave on_failure='replace' and replace_timeout_s=0"
+                    "change in the middle of one: leave on_failure='replace' and resize.replace_timeout_s=0"
                 )
             job.checkpoints.keep_number("transformers.Trainer counts the steps of an epoch in advance")
             job.checkpoints.note_reachable(self._swift_phase == 1)

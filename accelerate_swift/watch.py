@@ -67,7 +67,7 @@ class Watch:
                 console_once(
                     "epochs",
                     "the epochs are not counted by plugin.epochs(n): a worker that is lost after the first pass over "
-                    "the data cannot be replaced, all then go back to the newest checkpoint. Write "
+                    "the data cannot be replaced: all workers then start again. Write "
                     "'for epoch in plugin.epochs(n):'",
                 )
         self.attach()

@@ -126,7 +126,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
         if self.config.resizes:
             raise Unsupported(
                 "a pipeline cannot go on with another number of workers: use on_failure='replace' or 'restart', and "
-                "leave replace_timeout_s out"
+                "leave resize.replace_timeout_s out"
             )
         self.stages = stages
         self._given = (micro_batches, read_config(config))

@@ -151,7 +151,7 @@ class Job:
         self.checkpoints.note_loss(loss)
 
     def fall_back(self, reason: str) -> NoReturn:
-        """Nobody can take the lost worker's place: all workers go back to the newest checkpoint. Does not return."""
+        """Nobody can take the lost worker's place: all workers start again. Does not return."""
         self._worker.endings.fall_back(reason)
 
 

@@ -55,29 +55,56 @@ _MARKED = {
 UNMARKED = {name: _UNMARKED.format(*words) for name, words in _MARKED.items()}
 
 
-class _Unmarked:
-    """Warns once of an epoch that makes updates in batches that nothing marks.
+_GRADIENTS_OFF = (
+    "job.steps(loader) is used with gradients off, as for an evaluation: if a worker is lost in it, its newcomer skips "
+    "the batches that are done, and sums over them that are not registered are wrong. Evaluate with "
+    "'for batch in loader:', without job.steps"
+)
+_INFERENCE = (
+    "job.steps(loader) is used under torch.inference_mode(), where a newcomer cannot be given its state: evaluate with "
+    "'for batch in loader:', without job.steps"
+)
+
+
+class _Warnings:
+    """Warns, once of each, of loops that a newcomer cannot go on with as the script expects.
 
     Args:
-        message: the warning.
+        unmarked: what to say of an epoch that makes updates in batches that nothing marks.
     """
 
-    def __init__(self, message: str) -> None:
-        self._message, self._told = message, False
+    def __init__(self, unmarked: str) -> None:
+        self._unmarked, self._told = unmarked, set[str]()
         self._tops = self._updates = 0
 
-    def look(self, job: Job | None) -> None:
+    def begins(self, job: Job) -> None:
+        """A pass begins.
+
+        Raises:
+            Unsupported: under ``torch.inference_mode()``.
+        """
+        if torch.is_inference_mode_enabled():
+            raise Unsupported(_INFERENCE)
+        if not torch.is_grad_enabled():
+            self._tell(job, "gradients", _GRADIENTS_OFF)
+
+    def epoch_ends(self, job: Job | None) -> None:
         """An epoch has ended."""
         if not isinstance(job, Job):  # nobody replaces a lost worker
             return
         before, now = (self._tops, self._updates), (job.position.tops, job.updates.version)
         self._tops, self._updates = now
-        if self._told or now[0] != before[0] or now[1] == before[1]:
+        if now[0] == before[0] and now[1] != before[1]:
+            self._tell(job, "unmarked", self._unmarked)
+
+    def _tell(self, job: Job, what: str, message: str) -> None:
+        if what in self._told:
             return
-        self._told = True
+        self._told.add(what)
         if job.rank == 0:
-            console_once("unmarked", self._message)
-            job.news.emit("warning", message=self._message)
+            console_once(what, message)
+            if isinstance(job, Job):  # a Checkpointer's loop has no events
+                job.news.emit("warning", message=message)
 
 
 _COUNT_FIRST = "{0}.epochs({1}, {2}): the end of the range comes first, as in {0}.epochs({2}, start={1})"
@@ -141,7 +168,7 @@ class TrainingLoop:
         #: Odd inside epochs(), even before, between and after its calls.
         self._phase = 0
         self._round = 0
-        self._looked, self._unmarked = False, _Unmarked(UNMARKED[name])
+        self._looked, self._warnings = False, _Warnings(UNMARKED[name])
         self._active: Callable[[], Any] = lambda: None
         self._registered = Registered()
         self._anchors = _Anchors(self._registered)
@@ -176,7 +203,7 @@ class TrainingLoop:
                     self._begin_epoch(number, target)
                     target = None
                     yield number
-                    self._unmarked.look(self.job)
+                    self._warnings.epoch_ends(self.job)
             finally:  # also where the script leaves the loop
                 self.epoch = None
                 self._next_phase()
@@ -192,11 +219,10 @@ class TrainingLoop:
         Args:
             loader: a ``DataLoader``, a progress bar around one, a generator, any iterable.
 
-        Without :meth:`epochs`, a worker that is lost after the first pass cannot be replaced; all workers then go back
-        to the newest checkpoint.
+        Without :meth:`epochs`, all workers start again when one is lost after the first pass.
 
         Raises:
-            Unsupported: for an iterable whose items cannot be found again.
+            Unsupported: for an iterable whose items cannot be found again, and under ``torch.inference_mode()``.
         """
         if self.job is None:
             for index, batch in enumerate(loader):
@@ -346,6 +372,7 @@ class TrainingLoop:
         """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""
         assert self.job is not None
         self._round += 1
+        self._warnings.begins(self.job)
         self.job.entries.goes_on()
         self.job.checkpoints.note_reachable(self.epoch is not None or self._round == 1)
         target = self._target()

@@ -64,7 +64,7 @@ class Wait:
         what: str | Callable[[], str],
         limit_s: float,
         *,
-        bound: str = "wait_timeout_s",
+        bound: str = "detection.wait_timeout_s",
         ends: str = "this ends with an error",
         advice: str | None = None,
         speaks: Callable[[], bool] = lambda: True,
@@ -144,7 +144,7 @@ def wait_for(
     rank: int,
     what: str,
     *,
-    bound: str = "wait_timeout_s",
+    bound: str = "detection.wait_timeout_s",
     ends: str = "this ends with an error",
     silent: bool = False,
 ) -> None:

@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from harness import SCRIPTS, Jobs
 
 from shared_core.config import SwiftConfig
 from shared_core.faults import Fault
 from shared_core.launcher.console import Story
+from shared_core.system.process import begun
 from shared_core.testing.cluster import Cluster
 from shared_core.testing.namespaces import machines, unavailable
 from shared_core.testing.runner import JobResult
@@ -89,7 +91,7 @@ def test_a_life_with_a_loss(name: str, jobs: Jobs) -> None:
 
 def test_no_wait_is_silent() -> None:
     now, said = [1000.0], list[str]()
-    story = Story(said.append, lambda: now[0])
+    story = Story(said.append, now[0], lambda: now[0])
 
     def looks_at(second: float) -> list[str]:
         now[0] = 1000.0 + second
@@ -114,9 +116,13 @@ def test_no_wait_is_silent() -> None:
     assert looks_at(999) == []
 
 
+def test_the_last_line_counts_from_the_start_of_the_process() -> None:
+    assert abs(begun() - psutil.Process().create_time()) < 1.0
+
+
 def test_losses_that_follow_each_other_are_one_line() -> None:
     said: list[str] = []
-    story = Story(said.append, lambda: 1010.0)
+    story = Story(said.append, 1010.0, lambda: 1010.0)
     story.lost(1, "killed by SIGKILL", 1001.0, 8)
     story.newcomer(1, 18)
     story.lost(0, "exited with code 3", 1002.0, 7)

@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from harness import Jobs, most
 
+import shared_core
+from shared_core.errors import Unsupported
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.loop import UNMARKED as WARNINGS
 from shared_core.testing.report import AWAIT
@@ -95,6 +98,18 @@ def test_batches_that_nothing_marks_are_computed_again_and_the_user_is_told_once
 
 def test_marked_batches_need_no_warning(jobs: Jobs) -> None:
     assert UNMARKED not in jobs.run("loop.py", args=["--accumulate", "4", "--second"]).stderr
+
+
+def test_an_evaluation_in_steps_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(2, 1)
+    loop = shared_core.Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters()))
+    for epoch in loop.epochs(2):
+        with torch.no_grad():
+            assert [index for index, _ in loop.steps([3, 4])] == [0, 1], epoch
+    assert capsys.readouterr().err.count("job.steps(loader) is used with gradients off") == 1
+    with torch.inference_mode(), pytest.raises(Unsupported, match=r"without job\.steps"):
+        next(loop.steps([3]))
+    loop.close()
 
 
 @pytest.mark.parametrize("mode", ["w", pytest.param("a", marks=pytest.mark.nightly)])

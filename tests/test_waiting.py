@@ -29,11 +29,11 @@ def test_one_line_after_five_seconds_and_an_error_at_the_limit() -> None:
     assert said == [] and wait.next_s() == pytest.approx(0.1)
     for clock.now in (105.0, 106.0, 129.9):
         wait.look()
-    assert said == ["rank 1 waits for ranks 0, 2 to start; this ends with an error in 25 s (wait_timeout_s)"]
+    assert said == ["rank 1 waits for ranks 0, 2 to start; this ends with an error in 25 s (detection.wait_timeout_s)"]
     clock.now = 130.0
     with pytest.raises(WaitTimeout) as raised:
         wait.look()
-    assert str(raised.value) == "rank 1 waited 30 s (wait_timeout_s) for ranks 0, 2 to start. Look at them."
+    assert str(raised.value) == "rank 1 waited 30 s (detection.wait_timeout_s) for ranks 0, 2 to start. Look at them."
     assert len(said) == 1
 
 
@@ -93,7 +93,7 @@ def test_the_missing_ranks_are_named_by_the_lowest_that_has_come(capsys: pytest.
     store, keys = Keys("b", "d"), {0: "a", 1: "b", 2: "c", 3: "d"}
     for rank in (1, 3):
         with pytest.raises(
-            WaitTimeout, match=rf"^rank {rank} waited 0.2 s \(wait_timeout_s\) for ranks 0, 2 to come\."
+            WaitTimeout, match=rf"^rank {rank} waited 0.2 s \(detection.wait_timeout_s\) for ranks 0, 2 to come\."
         ):
             wait_for(store, keys, lambda: False, 0.2, rank, "to come")
     lines = capsys.readouterr().err.splitlines()

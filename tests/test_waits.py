@@ -34,7 +34,8 @@ def test_a_newcomer_in_another_collective_ends_the_job(how: str, jobs: Jobs) -> 
     result = _run(jobs, how, wait_s=4)
     assert result.status == 1, result.tail()
     held = rf"ranks 0, 2 wait for rank 1 in all_reduce\(float32\[4, 3\]\) .*{ELSEWHERE[how]}"
-    assert len(_said(result, rf"no rank can go on: {held}.*; this ends with an error in \d s \(wait_timeout_s\)$")) == 1
+    ends = r"this ends with an error in \d s \(detection.wait_timeout_s\)$"
+    assert len(_said(result, rf"no rank can go on: {held}.*; {ends}")) == 1
     assert (
         len(
             _said(
@@ -43,7 +44,9 @@ def test_a_newcomer_in_another_collective_ends_the_job(how: str, jobs: Jobs) -> 
         )
         == 1
     )
-    assert re.search(rf"no rank can go on, for \d+ s \(wait_timeout_s\): {held}", result.stderr), result.tail()
+    assert re.search(rf"no rank can go on, for \d+ s \(detection.wait_timeout_s\): {held}", result.stderr), (
+        result.tail()
+    )
     assert len(result.kinds("lost")) == 1
 
 
@@ -63,7 +66,7 @@ def test_who_is_late_is_named_once(jobs: Jobs) -> None:
 def test_a_newcomer_that_hangs_in_its_start_up_ends_the_job(jobs: Jobs) -> None:
     result = _run(jobs, "hangs", wait_s=2)
     assert result.status == 1, result.tail()
-    why = r"rank [02] waited 2 s \(wait_timeout_s\) for rank 1 to create the process group \(rank 1 was lost, its newc"
+    why = r"rank [02] waited 2 s \(detection.wait_timeout_s\) for rank 1 to create the process group \(rank 1 was lost"
     [line] = _said(result, rf"the job failed after .* s: rank [02]: WaitTimeout: {why}")
     assert line.endswith(f"(see {ROOT}/docs/troubleshooting.md#waittimeout)"), line
     assert not result.kinds("restart")

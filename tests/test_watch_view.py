@@ -143,7 +143,7 @@ def test_causes_are_few_words() -> None:
         ("ValueError: killed by SIGKILL 7 (at train.py:3)", "exception"),
         ("its machine was lost", "machine"),
         ("stopped (SIGSTOP), killed by the agent", "stopped"),
-        ("no progress for 300 s (progress_timeout_s), killed by the agent", "no progress"),
+        ("no progress for 300 s (detection.progress_timeout_s), killed by the agent", "no progress"),
         ("\x1b[31m", "other"),
     ):
         assert kind_of(cause) == kind

@@ -102,46 +102,44 @@ class Image:
         self.path = path
         self._temporary = temporary_of(path)
         self._tensors, shared = _unique(tensors)
-        self._stored_as = {name: name for name in self._tensors} | shared
         extra = dict(metadata or {}) | ({SHARED: json.dumps(shared)} if shared else {})
         self._head, self._entries = _layout(self._tensors, extra)
         self.nbytes = max((entry.end for entry in self._entries.values()), default=len(self._head))
-        self._left = {name: _version(tensor) for name, tensor in self._tensors.items()}
+        self._versions = {name: _version(tensor) for name, tensor in self._tensors.items()}
         self._ready = _events(self._tensors.values())
         self._fd = -1
 
-    def copy(self, names: Iterable[str] | None = None) -> None:
-        """Copy the present values of ``names``, or of all that were not copied yet. Without the GIL for the most part.
+    def begin(self) -> None:
+        """Make the file.
+
+        Raises:
+            StorageFull: the memory file system is full; :meth:`discard` the image.
+        """
+        with _says_full(self.path, self.nbytes):
+            _operation()
+            self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o600)
+            _operation()
+            os.ftruncate(self._fd, self.nbytes)  # of another's file that is used again
+            _operation()
+            _write_at(self._fd, self._head, 0)
+
+    def seal(self) -> None:
+        """Copy the present values and give the file its name. Without the GIL for the most part.
 
         Raises:
             StorageFull: the memory file system is full; :meth:`discard` the image.
             Changed: a tensor was changed in place since this was made.
         """
+        if self._fd < 0:
+            self.begin()
         with _says_full(self.path, self.nbytes):
-            if self._fd < 0:
-                _operation()
-                self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o600)
-                _operation()
-                os.ftruncate(self._fd, self.nbytes)  # of another's file that is used again
-                _operation()
-                _write_at(self._fd, self._head, 0)
-            wanted = list(self._left) if names is None else [self._stored_as[name] for name in names]
-            for name in dict.fromkeys(wanted):
-                if name in self._left:
-                    version, tensor, at = self._left.pop(name), self._tensors[name], self._entries[name].start
-                    for piece in _pieces(tensor, self._ready):
-                        _operation()
-                        at += _write_at(self._fd, piece, at)
-                    if _version(tensor) != version:
-                        raise Changed(f"{name!r} was changed before it was copied, outside of an optimizer's update")
-
-    def seal(self) -> None:
-        """Copy what is missing and give the file its name.
-
-        Raises:
-            StorageFull, Changed: see :meth:`copy`.
-        """
-        self.copy()
+            for name, tensor in self._tensors.items():
+                at = self._entries[name].start
+                for piece in _pieces(tensor, self._ready):
+                    _operation()
+                    at += _write_at(self._fd, piece, at)
+                if _version(tensor) != self._versions[name]:
+                    raise Changed(f"{name!r} was changed before it was copied, outside of an optimizer's update")
         self._close()
         _operation()
         os.rename(self._temporary, self.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +65,6 @@ class Snapshots:
         parts: Mapping[str, bytes],
         images: Mapping[str, tuple[Mapping[str, torch.Tensor], Mapping[str, str]]],
         meta: Mapping[str, Any],
-        at_once: Collection[str] = (),
     ) -> bool:
         """Take a snapshot of the present values; the caller goes on before all of them are copied.
 
@@ -74,7 +73,6 @@ class Snapshots:
             parts: rank-local parts, by file name; no two ranks use the same.
             images: tensors and metadata, by file name (ending in ``.safetensors``, so that other tools find them).
             meta: of the checkpoint, equal on all ranks and in all generations.
-            at_once: names of tensors to copy before this returns: whatever changes before the fence.
 
         Returns:
             Whether it was taken; otherwise (no memory) the user was told, once for each cause.
@@ -88,7 +86,7 @@ class Snapshots:
         if step not in held and len(held) >= MOST + bool(spool.held()):
             self._tell(
                 "slow",
-                f"{len(held)} snapshots wait in memory for the writer, which is slower than they are made: none is"
+                f"{len(held)} snapshots wait in memory, because the writer is too slow: none is"
                 f" made at step {step}. Make them less often (checkpoint.every_steps), or use faster storage",
             )
             return False
@@ -100,7 +98,7 @@ class Snapshots:
                 again = temporary_of(image.path)
                 spool.spare(name, again)
                 spool.check_room(image.nbytes - _size(again))
-                image.copy(name for name in at_once if name in tensors)
+                image.begin()
             for name, payload in parts.items():
                 write_file(folder / name, payload)
         except OSError as error:

@@ -125,14 +125,12 @@ def commit(
     return made
 
 
-def committed(dir: Where, world_size: int | None = None) -> list[Checkpoint]:
-    """Checkpoints of jobs of ``world_size`` ranks that have a manifest, oldest first; parts are not looked at."""
+def committed(dir: Where) -> list[Checkpoint]:
+    """Checkpoints that have a manifest, oldest first; parts are not looked at."""
     storage, found = _open(dir), []
     for step in steps(storage):
         with contextlib.suppress(CorruptFile, OSError):
-            checkpoint = load_manifest(storage, step)
-            if world_size is None or checkpoint.meta.get("world_size") == world_size:
-                found.append(checkpoint)
+            found.append(load_manifest(storage, step))
     return found
 
 

@@ -309,7 +309,7 @@ class Writer:
             "gone": f"{job.storage.root} was removed, or is not mounted any more ({error})",
         }.get(cause, str(error))
         message = f"no checkpoint of step {job.step}: {what}"
-        self._tell(cause, f"{message}; training continues, later ones are tried")
+        self._tell(cause, f"{message}; training continues, and later checkpoints are tried")
         self._set(attempt=job.spool.attempt, writing=-1, failed=job.step, cause=cause, message=message)
 
     @contextlib.contextmanager

@@ -298,4 +298,4 @@ class Agent:
                 tops, inside, changed = progress
                 # an entry older than the worker is its predecessor's
                 if tops and not inside and changed >= one.started and time.time() - changed > limit:
-                    one.kill(f"no progress for {limit:g} s (progress_timeout_s), killed by the agent")
+                    one.kill(f"no progress for {limit:g} s (detection.progress_timeout_s), killed by the agent")

@@ -82,12 +82,12 @@ class Story:
 
     Args:
         say: prints a line.
+        begun: when the launcher was started, in seconds since the epoch.
         clock: seconds since the epoch.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.time) -> None:
-        self._say, self._clock = say, clock
-        self._begun = clock()
+    def __init__(self, say: Callable[[str], None], begun: float, clock: Callable[[], float] = time.time) -> None:
+        self._say, self._begun, self._clock = say, begun, clock
         self._away: dict[int, Away] = {}
         self._change: Change | None = None
         self._losses = 0
@@ -135,11 +135,6 @@ class Story:
         self._say(f"checkpoints: {_short(folder)}, as the script says")
 
     # -- losses -------------------------------------------------------------------------------------------------------
-
-    @property
-    def losses(self) -> int:
-        """Workers that were lost so far."""
-        return self._losses
 
     def counts(self, lost: int) -> None:
         """So many workers were lost on other machines."""
@@ -351,7 +346,7 @@ def host_of(machine: str) -> str:
 def _answer(config: SwiftConfig) -> str:
     """What is done about a lost worker."""
     if config.on_failure == "restart":
-        return "if one is lost, all start again from the newest checkpoint"
+        return "if one is lost, all start again" + (" from the newest checkpoint" if config.checkpoint.dir else "")
     if config.on_failure == "shrink":
         return "if one is lost, the others go on without it"
     if config.on_failure == "reroute":

@@ -198,9 +198,9 @@ class Gathering:
             except Gone as error:
                 if self.met:
                     raise JobOver(
-                        f"nobody listens at {where} any more: the job has ended, or the machine that hosted the "
-                        "rendezvous was lost, which with c10d ends the job. Start it again with --resume to go on from "
-                        "its newest checkpoint; with --rdzv-backend etcd it would have survived",
+                        f"nobody listens at {where} any more: the job has ended, or has lost the machine that "
+                        "hosted the rendezvous (--rdzv-backend etcd survives that). Start it again; with --resume it "
+                        "goes on from its newest checkpoint",
                         failed=True,
                     ) from error
                 why = str(error)

@@ -291,8 +291,8 @@ class Sender:
                 if self._failures > 1:
                     self._tell(
                         f"this machine's newest snapshot is not copied to another machine for now ({error}). It is "
-                        f"tried again every {RETRY_S:g} s; if this machine is lost before, the job goes back to the "
-                        "newest checkpoint in storage"
+                        f"tried again every {RETRY_S:g} s; if this machine is lost before, all workers start again "
+                        "from the newest checkpoint in storage, or from the start"
                     )
                 wait = RETRY_S
 
@@ -338,8 +338,9 @@ class Sender:
             return
         if answer == _FULL:
             self._tell(
-                f"{to} has no room in memory for a copy of this machine's snapshots: if this machine is lost, the job "
-                "goes back to the newest checkpoint in storage. Free memory there (/dev/shm)"
+                f"{to} has no room in memory for a copy of this machine's snapshots: if this machine is lost, all "
+                "workers start again from the newest checkpoint in storage, or from the start. Free memory there "
+                "(/dev/shm)"
             )
         else:
             self._said = ""

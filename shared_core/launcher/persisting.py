@@ -62,11 +62,6 @@ class Persisting:
             self._start(rank)
 
     @property
-    def pid(self) -> int | None:
-        """Of the writer; None if there is none."""
-        return self._process.pid if self._process is not None else None
-
-    @property
     def running(self) -> bool:
         """Whether it runs; it may have been reaped by whoever reaps all children."""
         if self._process is None:
@@ -162,8 +157,8 @@ class Persisting:
             self._say(f"the writer of checkpoints was lost ({cause}); starting another")
         else:
             self._say(
-                f"the writer of checkpoints was lost {GIVE_UP_AFTER} times in a row ({cause}): no more are written; "
-                "training continues"
+                f"the writer of checkpoints was lost {GIVE_UP_AFTER} times in a row ({cause}): no more checkpoints are "
+                "written; training continues"
             )
 
     def _collect(self) -> int | None:

@@ -167,7 +167,7 @@ class Spares:
     def _look_at_preparing(self) -> None:
         spare, limit_s = self._preparing, self._config.detection.wait_timeout_s
         if spare is not None and spare.born and time.time() - spare.born > limit_s and not spare.cause:
-            spare.kill(f"did not come to its first batch in {limit_s:g} s (wait_timeout_s)")
+            spare.kill(f"did not come to its first batch in {limit_s:g} s (detection.wait_timeout_s)")
 
     def _bury(self) -> None:
         for spare, code in self._fleet.fallen():

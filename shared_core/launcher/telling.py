@@ -21,6 +21,7 @@ from shared_core.protocol.loss_policy import Death, LossBook
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.card import Card
 from shared_core.system.facts import facts
+from shared_core.system.process import begun
 
 
 class Telling:
@@ -41,7 +42,7 @@ class Telling:
     def __init__(self, program: Program, options: AgentOptions, job_dir: Path, book: LossBook, run_id: str) -> None:
         self._program, self._options, self._job_dir, self._book = program, options, job_dir, book
         self._budget = book.budget
-        self.story = Story(console)
+        self.story = Story(console, begun())
         self.run_id = run_id
         self._events = EventLog(options.events, run_id, job_dir)
         self._attempt: Attempt | None = None

@@ -350,8 +350,8 @@ class Engine:
             kind = type(self.loader).__name__
             console_once(
                 f"data-{kind}",
-                f"a replacement for a lost worker will read again what its predecessor has read of this pass over a "
-                f"{kind}, which takes time in proportion to the place in the pass: {why} (docs/loops.md)",
+                f"if a worker is lost, its newcomer reads again all that was read of this pass over a {kind}, which "
+                f"takes longer the later that is: {why} (docs/loops.md)",
             )
 
     def stop(self, inner: Iterator[Any] | None) -> None:

@@ -57,11 +57,6 @@ class Position(Iterator[Any]):
             self._begin()
 
     @property
-    def begun(self) -> bool:
-        """Whether the iterator of the loader exists."""
-        return self.inner is not None
-
-    @property
     def exhausted(self) -> bool:
         """Whether the end was reached."""
         return self.record.exhausted

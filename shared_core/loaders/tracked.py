@@ -275,7 +275,7 @@ class Loaders:
             variable = shared[0].split(".", 1)[-1]
             raise Unsupported(
                 f"rank {self._worker.rank}: this {type(loader).__name__} reads from {variable!r}, an iterator that was "
-                "made before the loop and is used by several passes. A replacement cannot find its place in "
+                "made before the loop and is used by several passes. A newcomer cannot find its place in "
                 "it: pass the iterator itself to steps() and leave the pass with break, or make it inside the epoch"
             )
         return TrackedLoader(loader, self._worker, self._config, epoch=epoch, beside=self._beside)
@@ -324,7 +324,7 @@ class Loaders:
         if "passes" not in states:
             raise Unsupported(
                 f"rank {self._worker.rank}: this checkpoint was made by an earlier version of swift-recovery, which "
-                "numbered loaders in another way: start from scratch with resume='never'"
+                "numbered loaders in another way: start from scratch with checkpoint.resume='never'"
             )
         self._unclaimed = {}
         self._places = deque(states["passes"])

@@ -45,8 +45,8 @@ _RESULT = "pipeline step"
 #: The same of the evaluations since the batch top.
 _EVALUATIONS = "pipeline evaluations"
 _HOOKED = (
-    "the script has hooks on its optimizer, which would not run at a worker that computes in another stage: so after "
-    "losses no worker will move to one. This line stays away with reroute.normalise=false"
+    "the script has hooks on its optimizer, which would not run in another stage: so after losses no worker moves to "
+    "another stage. reroute.normalise=false silences this line"
 )
 
 
@@ -334,8 +334,8 @@ class _Layers:
         for (name, buffer), version in zip(self._buffers.items(), versions, strict=True):
             if module.training and buffer._version != version:
                 raise Unsupported(
-                    f"rank {self._job.rank}: the forward pass changes the buffer {name}, which would be another one at "
-                    "each worker that computes for others. With on_failure='reroute' layers must not: choose "
+                    f"rank {self._job.rank}: the forward pass changes the buffer {name}. With on_failure='reroute' "
+                    "layers must not change buffers, because several workers compute for one stage: choose "
                     "on_failure='replace'"
                 )
         if labels is None:

@@ -32,7 +32,7 @@ def let_in(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Pla
     survivors = {rank: front for rank, front in sorted(frontiers.items()) if not front.newcomer}
     newcomers = sorted(rank for rank, front in frontiers.items() if front.newcomer)
     if not survivors:
-        raise RecoveryFailed("no survivor is left; the job goes back to its newest checkpoint")
+        raise RecoveryFailed("no survivor is left")
     places = {rank: _place(front) for rank, front in survivors.items()}
     if len(set(places.values())) != 1:
         raise RecoveryFailed(f"survivors stand at different places (top, its version, entry, kind, version): {places}")
@@ -105,8 +105,8 @@ def _check_unused(name: str, here: Mapping[int, GroupFrontier], survivors: Mappi
         top = survivors[rank].tops[-1]
         if group.next != top.groups.get(name, 0):
             raise RecoveryFailed(
-                f"a newcomer begins at the batch top that the others have passed last, and since then rank {rank} has "
-                f"made {group.next - top.groups.get(name, 0)} collectives in group {name!r}, which need all ranks"
+                f"since the last batch top, where a newcomer begins, rank {rank} has made "
+                f"{group.next - top.groups.get(name, 0)} collectives in group {name!r}, which need all ranks"
             )
 
 

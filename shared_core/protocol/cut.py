@@ -65,7 +65,7 @@ def choose_cut(offers: Mapping[int, Offer]) -> Cut:
     _, version, kind = next(top for top in next(iter(offers.values())).tops if top[0] == newest)
     if kind == "end":
         raise RecoveryFailed(
-            "the workers have just finished a call of the trainer, between two of which none can leave"
+            "the workers have just finished a call of the trainer, and none can leave between two calls"
         )
     donors: dict[int, int] = {}
     for rank, offer in sorted(offers.items(), reverse=True):

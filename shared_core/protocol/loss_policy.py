@@ -33,12 +33,10 @@ class RaisedError:
     Attributes:
         summary: ``Type: message``.
         place: ``file:line`` of the innermost frame of the user's own code, else of the innermost frame.
-        traceback: as Python prints it.
     """
 
     summary: str
     place: str
-    traceback: str
 
     @property
     def kind(self) -> str:
@@ -53,7 +51,7 @@ class RaisedError:
             return None
         more = message.get("extraInfo")
         trace = str(more.get("py_callstack", "")) if isinstance(more, dict) else ""
-        return cls(str(message.get("message", "")), _place(trace), trace)
+        return cls(str(message.get("message", "")), _place(trace))
 
 
 def _place(trace: str) -> str:

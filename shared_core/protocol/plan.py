@@ -126,7 +126,7 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
     survivors = {rank: f for rank, f in frontiers.items() if not f.newcomer}
     newcomers = {rank: f for rank, f in frontiers.items() if f.newcomer}
     if newcomers and not survivors:
-        raise RecoveryFailed("no survivor is left; the job goes back to its newest checkpoint")
+        raise RecoveryFailed("no survivor is left")
     groups = _groups(frontiers, survivors)
     # From the beginning of the script is the oldest start, while logs reach back so far.
     starts: dict[int, list[Top | None]] = {rank: [None, *f.tops] for rank, f in sorted(newcomers.items())}
@@ -141,9 +141,9 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
         starts[too_late].pop()
         if not starts[too_late]:
             raise RecoveryFailed(
-                f"rank {too_late} cannot be rebuilt: what was before each of its {len(newcomers[too_late].tops)} "
-                "published batch tops is needed by others and was lost with it. The job goes back to its newest "
-                "checkpoint."
+                f"rank {too_late} cannot be rebuilt: others need what it did before each of its "
+                f"{len(newcomers[too_late].tops)} published batch tops, and that was lost with it. All workers start "
+                "again"
             )
     redo: dict[str, set[int]] = {}
     received: dict[str, dict[str, int]] = {}
@@ -272,7 +272,7 @@ def _without_messages(
                 continue
             raise RecoveryFailed(
                 f"rank {destination} needs message {has} that rank {source} sent it in group {group.name!r}, but "
-                f"rank {source} no longer keeps it. The job goes back to its newest checkpoint."
+                f"rank {source} no longer keeps it. All workers start again"
             )
 
 
@@ -290,7 +290,7 @@ def _redo(group: _Group, tops: Mapping[int, Top | None]) -> set[int]:
             if seq not in group.exclusive[rank]:
                 raise RecoveryFailed(
                     f"collective {seq} of group {group.name!r} is needed by {_who(group, seq, tops)}, but rank {rank}, "
-                    "which has finished it, no longer keeps it. The job goes back to its newest checkpoint."
+                    "which has finished it, no longer keeps it. All workers start again"
                 )
             redo.add(seq)
     return redo

@@ -93,10 +93,6 @@ class ProgressFile:
     def _write(self, flag: int) -> None:
         PROGRESS.pack_into(self._map, 0, self._tops, flag, time.time())
 
-    def close(self) -> None:
-        """Release the mapping; the file stays."""
-        self._map.close()
-
 
 def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | None:
     """``(tops, inside a collective, time of the last change)``; None if nothing was written yet."""

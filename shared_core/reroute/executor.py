@@ -74,7 +74,7 @@ class Executor:
         self._channel: MessageChannel | None = None
         self._roles = Roles(home, model, places, self._role)
         at_home = Places(places.topology, places.home_rank)  # who has moved evaluates at its own place
-        self._evaluating = Evaluating(WorkerPlace(home, home, at_home), model)
+        self._evaluating = Evaluating(WorkerPlace(home, at_home), model)
         self._me = home
         self._due: Due | None = None
         self._sent_bytes = 0

@@ -100,8 +100,8 @@ def data_until(topology: Topology, gone: frozenset[Worker], views: Mapping[int, 
         reduced = view["steps"].get(str(until), {}).get("reduced")
         if until is not None and (view["at"][0] > until or reduced):
             raise RecoveryFailed(
-                f"data of step {until} went with the first and the last stage of a pipeline and all that kept "
-                f"them, and rank {rank} has summed gradients of that step"
+                f"the data of step {until} are lost, with the first and the last stage of a pipeline and all that "
+                f"kept copies, but rank {rank} has already summed gradients of that step"
             )
     return until
 

@@ -91,7 +91,7 @@ class Roles:
         self, home: Worker, model: HomeModel, places: Places, make: Callable[[WorkerPlace, StageModel], Role]
     ) -> None:
         self._home, self._model, self._places, self._make = home, model, places, make
-        self.home = self.now = make(WorkerPlace(home, home, places), model)
+        self.home = self.now = make(WorkerPlace(home, places), model)
         self.following = Following(home, model, places)
         self._guests: dict[Worker, Role] = {}  # by place: the one that is run, and one that is made ready
         self._state: Tensor | None = None
@@ -210,7 +210,7 @@ class Roles:
                 (state,) = channel.fetch_like(key, [like], giver)
                 try:
                     model = self._model.build(move.target.stage, description, state)
-                    place = WorkerPlace(self._home, move.target, self._places)
+                    place = WorkerPlace(move.target, self._places)
                     self._guests[move.target] = self._make(place, model)
                 except (Unsupported, ReplicaMismatch) as error:
                     wrong = str(error)

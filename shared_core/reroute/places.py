@@ -64,25 +64,16 @@ class Places:
         sources, targets = ({move.source for move in self.moves}, {move.target for move in self.moves})
         return (frozenset(vacant) - sources) | targets
 
-    def holder(self, pipeline: int, stage: int, vacant: Collection[Worker]) -> int:
-        """Rank of who gives the data of a pipeline to its first or last stage: the worker to whom that place belongs,
-        or if it is lost the one at the pipeline's other end.
-        """
-        own, other = Worker(pipeline, stage), Worker(pipeline, self.topology.stages - 1 - stage)
-        return self.home_rank(other if own in self.gone(vacant) else own)
-
 
 @dataclass(frozen=True)
 class WorkerPlace:
     """Where a worker is in a job.
 
     Attributes:
-        home: the place that belongs to it.
         me: the place at which it computes.
         places: where all are.
     """
 
-    home: Worker
     me: Worker
     places: Places
 

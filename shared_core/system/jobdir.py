@@ -91,7 +91,7 @@ class JobDir:
             if parent == MEMORY and (free := free_bytes(parent)) < LEAST_BYTES:
                 self.note = (
                     f"{MEMORY} has room for {free >> 20} MiB only: what workers publish at each batch goes to "
-                    f"{_temporary()}, which takes longer. For more: docker run --shm-size=1g, or "
+                    f"{_temporary()}, which takes longer. For more memory: docker run --shm-size=1g, or "
                     f"mount -o remount,size=1g {MEMORY}"
                 )
                 continue

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,6 +70,17 @@ def state_of(pid: int) -> str | None:
         return "?" if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM) else None
     # the command name stands in parentheses and may hold parentheses itself
     return chr(raw[raw.rindex(b")") + 2])
+
+
+def begun() -> float:
+    """When this process was started, in seconds since the epoch. An ``exec`` since then does not count."""
+    now = time.time()
+    try:
+        raw = Path("/proc/self/stat").read_bytes()
+    except OSError:
+        return now
+    ticks = int(raw[raw.rindex(b")") + 2 :].split()[19])
+    return now - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def collapse_memory() -> int:

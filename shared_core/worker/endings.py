@@ -1,4 +1,4 @@
-"""How a worker ends what cannot go on: the job goes back to its checkpoint, or ends with an error."""
+"""How a worker ends what cannot go on: all workers start again, or the job ends with an error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Endings:
         self._runtime, self._store = runtime, store
 
     def fall_back(self, reason: str) -> NoReturn:
-        """Nobody can serve a newcomer: the whole job goes back to its checkpoint. Does not return."""
+        """Nobody can serve a newcomer: all workers start again. Does not return."""
         _end_spare(reason)
         self._store.tell("restart", reason)
         with self._runtime.lock:
@@ -83,6 +83,6 @@ def wait_for_change(runtime: Runtime, whom: str, done: Callable[[], bool], *, sp
     Raises:
         WaitTimeout: if it does not come.
     """
-    advice = "See above why that does not happen; raise wait_timeout_s if it is only slow."
+    advice = "See above why that does not happen; raise detection.wait_timeout_s if it is only slow."
     who, limit_s = f"rank {runtime.rank}", runtime.wait_timeout_s
     Wait(who, whom, limit_s, speaks=lambda: speaks, advice=advice).until(runtime.changed, done)

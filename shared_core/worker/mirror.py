@@ -109,7 +109,7 @@ class Mirror:
         self._drop()
         message = (
             f"rank {self._rank}: no copy of its state on another machine until the next loss or resize ({error}). If "
-            "this machine is lost before, the job may go back to its newest checkpoint"
+            "this machine is lost before, all workers may have to start again"
         )
         self._trouble = threading.Timer(_TROUBLE_S, console, [message])
         self._trouble.daemon = True

@@ -145,9 +145,9 @@ def writing(spool: Spool, **options: Any) -> Iterator[subprocess.Popen[str]]:
             writer.communicate()
 
 
-def newest(where: str | os.PathLike[str], world_size: int | None = None) -> Checkpoint | None:
+def newest(where: str | os.PathLike[str]) -> Checkpoint | None:
     """The newest checkpoint all of whose checksums hold."""
-    for found in reversed(committed(where, world_size)):
+    for found in reversed(committed(where)):
         with suppress(CorruptFile, OSError):
             store.verify(found)
             return found

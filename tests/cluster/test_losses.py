@@ -12,7 +12,7 @@ def death(rank: int = 1, code: int = -9, tops: int = 0, error: RaisedError | Non
 
 
 def raised(message: str = "bad", line: int = 3) -> RaisedError:
-    return RaisedError(f"ValueError: {message}", f"train.py:{line}", "")
+    return RaisedError(f"ValueError: {message}", f"train.py:{line}")
 
 
 def test_losses_are_replaced_until_the_budget_is_spent() -> None:
@@ -48,7 +48,7 @@ def test_the_same_exception_at_the_same_place_twice_is_shown_once() -> None:
 
 
 def test_a_mistake_in_the_program_is_not_tried_again() -> None:
-    mistake = RaisedError("ConfigError: no such option\nat all", "train.py:3", "")
+    mistake = RaisedError("ConfigError: no such option\nat all", "train.py:3")
     end = LossBook(budget=100).judge(death(code=1, error=mistake))
     assert (end.action, end.first and end.first.error) == ("end", mistake)
     assert end.reason == "rank 1 raised ConfigError: no such option at all (at train.py:3), as any newcomer would"

@@ -29,7 +29,7 @@ def leave(step):
 
 
 def found(folder: Path, step: int) -> None:
-    newest = committed(folder / "storage", 2)[-1]
+    newest = committed(folder / "storage")[-1]
     verify(newest)
     assert newest.step == step
     assert read_part(newest, "rank1") != read_part(newest, "rank0")

@@ -52,7 +52,6 @@ def test_progress_is_read_as_written(tmp_path: Path) -> None:
     assert first is not None and second is not None
     assert (first[:2], second[:2]) == ((4, False), (4, True))
     assert second[2] >= first[2]
-    progress.close()
 
 
 def test_a_missing_agent_is_named(tmp_path: Path, free_port: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,24 @@ def key(channel: str, index: int, top: int = 0) -> Key:
 
 def put(archive: Archive, channel: str, index: int, top: int = 0, size: int = 40) -> None:
     archive.put(key(channel, index, top), content(channel, index, size))
+
+
+def flush(archive: Archive) -> None:
+    """Return when what was put is in the files, and what was dropped is deleted, or when logging has stopped."""
+    deadline = time.monotonic() + WAIT_S
+    while not archive.stats.failed and (archive.stats.bytes_waiting or archive._index.doomed):
+        assert time.monotonic() < deadline, "the log was not written"
+        time.sleep(0.0005)
+
+
+def remove(archive: Archive) -> None:
+    archive.close()
+    shutil.rmtree(archive.folder)
+
+
+def channels(archive: Archive) -> list[str]:
+    """Those of which there are records."""
+    return [channel for channel in (A, B, C) if archive.indices(channel)]
 
 
 def bits(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from archives import WAIT_S, flush
 from harness import until
 
 from shared_core.worker.messages import log_budget
 from shared_core.worker.messages.archive import Archive, Key
 from shared_core.worker.messages.log_budget import Advice
-
-WAIT_S = 30.0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -82,7 +81,7 @@ def test_what_has_no_room_waits_for_it(tmp_path: Path, capfd: pytest.CaptureFixt
     assert 4000 < held.bytes_on_disk <= 5500 and held.bytes_waiting > 3000 and not held.failed
     assert [float(archive.read("a", index)[1][0][0]) for index in range(8)] == list(range(8)), "from disk or memory"
     archive.drop_before(4)
-    archive.flush(WAIT_S)
+    flush(archive)
     assert archive.first("a") == 4 and archive.stats.bytes_waiting == 0 and taken(tmp_path) <= 5500
     archive.close()
     assert taken(tmp_path) <= 5500
@@ -100,7 +99,7 @@ def test_what_waits_and_is_dropped_is_never_written(tmp_path: Path) -> None:
     archive.drop_before(3)
     assert archive.indices("a") == [3]
     archive.lease(10_000)
-    archive.flush(WAIT_S)
+    flush(archive)
     assert archive.stats.records == 1 and archive.first("a") == 3
     archive.close()
 
@@ -114,10 +113,10 @@ def test_no_room_in_memory_either(tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert archive.stats.failed and archive.stats.blocked_s < WAIT_S
     told = capfd.readouterr().err
     assert "rank 1: messages are no longer logged" in told and "after the next checkpoint" in told, told
-    archive.flush(WAIT_S)
+    flush(archive)
     archive.restart()
     put(archive, 8, top=8)
-    archive.flush(WAIT_S)
+    flush(archive)
     assert archive.first("a") == 8 and taken(tmp_path) <= 2500
     archive.close()
 
@@ -126,7 +125,7 @@ def test_a_lease_is_given_back_by_halves(tmp_path: Path) -> None:
     archive = Archive(tmp_path)
     archive.lease(4096)
     put(archive, 0, top=0)
-    archive.flush(WAIT_S)
+    flush(archive)
     used = taken(tmp_path)
     assert archive.keep() == used + (4096 - used) // 2
     archive.close()

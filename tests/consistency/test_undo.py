@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,9 +16,15 @@ from undoing import AS_INT, DTYPES, KINDS, bits, build, fill, filled, network
 
 from shared_core.errors import UnsupportedOptimizer
 from shared_core.testing.digest import digest, optimizer_digest_data
-from shared_core.worker.state.undo import Undo, step_parameters
+from shared_core.worker.state.undo import Undo
+from shared_core.worker.state.undo.partial import only
 
 SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (3, 4), (2, 3, 2), (0,), (17, 5)]), min_size=1, max_size=4)
+
+
+def step_only(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    with only(optimizer, parameters):
+        optimizer.step()
 
 
 def test_every_optimizer_of_torch_is_in_the_list() -> None:
@@ -66,12 +73,10 @@ def test_undo_gives_back_every_bit(name: str, data: st.DataObject) -> None:
     if mode == "whole":
         optimizer.step()
     elif mode == "some":
-        step_parameters(optimizer, some)
-        assert all(undo.applied(p) == (p.grad is not None or name in ("Lamb", "Rebinding")) for p in some)
-        assert not any(undo.applied(p) for p in params if not any(p is q for q in some))
+        step_only(optimizer, some)
     elif mode == "one by one":
         for p in some:
-            step_parameters(optimizer, [p])
+            step_only(optimizer, [p])
     else:
         optimizer.step()
         gradients(before + 1)
@@ -79,8 +84,10 @@ def test_undo_gives_back_every_bit(name: str, data: st.DataObject) -> None:
         gradients(before)
     torn = data.draw(st.booleans(), label="torn")
     if torn:  # the update of a parameter and of its state was interrupted between any two writes
+        begun = some if mode in ("some", "one by one") else params
         for i, p in enumerate(params):
-            if undo.started(p):
+            updated = p.grad is not None or name in ("Lamb", "Rebinding") or mode == "twice"
+            if updated and any(p is q for q in begun):
                 with torch.no_grad():
                     p.view(-1)[: p.numel() // 2] = 7.0
                     for value in list(optimizer.state.get(p, {}).values())[i % 2 :]:
@@ -229,7 +236,7 @@ def test_state_that_parameters_share_goes_back_to_where_it_was_first() -> None:
     fill(net, 0)
     original = bits(params, optimizer, True)
     for p in params:
-        step_parameters(optimizer, [p])
+        step_only(optimizer, [p])
     assert steps == 10
     undo.undo()
     assert steps == 5 and bits(params, optimizer, True) == original
@@ -273,24 +280,6 @@ def test_several_optimizers_and_a_shared_parameter() -> None:
         assert [bits(params, one), bits(params, other)] == original
 
 
-def test_versions_tell_what_had_its_update() -> None:
-    net = network()
-    params = list(net.parameters())
-    optimizer = torch.optim.Adam(net.parameters())
-    undo = Undo([optimizer])
-    undo.arm()
-    fill(net, 0)
-    step_parameters(optimizer, params[:2])
-    assert [undo.version(p) for p in params] == [1, 1, 0, 0, 0]
-    step_parameters(optimizer, params[2:])
-    assert [undo.version(p) for p in params] == [1] * 5
-    undo.commit()
-    assert [undo.version(p) for p in params] == [1] * 5 and undo.commits == 1
-    step_parameters(optimizer, params[3:])
-    undo.undo()
-    assert [undo.version(p) for p in params] == [1] * 5
-
-
 @pytest.mark.parametrize("name", sorted(KINDS.keys() - {"Lamb", "Rebinding"}))
 def test_steps_of_some_parameters_add_up_to_a_step(name: str) -> None:
     def made() -> tuple[list[nn.Parameter], Optimizer]:
@@ -307,33 +296,32 @@ def test_steps_of_some_parameters_add_up_to_a_step(name: str) -> None:
                 p.grad = torch.randn(4, 3)
         one.step()
         for i in (4, 0, 2):
-            step_parameters(other, split[i : i + 2])
+            step_only(other, split[i : i + 2])
     assert other.param_groups is groups and [len(g["params"]) for g in groups] == [2, 3]
     assert digest([whole, optimizer_digest_data(one)]) == digest([split, optimizer_digest_data(other)])
 
 
-def test_buffers_are_used_again_or_freed() -> None:
+def test_buffers_are_used_again() -> None:
     net = network()
     count = sum(p.numel() for p in net.parameters())
-    for keep in (True, False):
-        optimizer = torch.optim.Adam(net.parameters())
-        undo = Undo([optimizer], keep_buffers=keep)
-        undo.arm()
-        fill(net, 0)
-        optimizer.step()
-        assert undo.nbytes == 4 * count, "state did not exist before the first step"
-        undo.commit()
-        optimizer.step()
-        held = undo.nbytes
-        assert held == 12 * count + 4 * len(list(net.parameters())), "parameters, two moments, steps"
-        undo.commit()
-        assert undo.nbytes == (held if keep else 0)
-        optimizer.step()
-        assert undo.nbytes == held
-        undo.disarm()
-        assert undo.nbytes == 0 and not undo.armed
-        optimizer.step()
-        assert undo.undo() == 0
+    optimizer = torch.optim.Adam(net.parameters())
+    undo = Undo([optimizer])
+    undo.arm()
+    fill(net, 0)
+    optimizer.step()
+    assert undo.nbytes == 4 * count, "state did not exist before the first step"
+    undo.commit()
+    optimizer.step()
+    held = undo.nbytes
+    assert held == 12 * count + 4 * len(list(net.parameters())), "parameters, two moments, steps"
+    undo.commit()
+    assert undo.nbytes == held
+    optimizer.step()
+    assert undo.nbytes == held
+    undo.disarm()
+    assert undo.nbytes == 0
+    optimizer.step()
+    assert undo.undo() == 0
 
 
 def test_loaded_state_is_a_new_beginning() -> None:
@@ -389,7 +377,7 @@ def test_lamb_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
         fill(net, step)
         original = [bits(params, optimizer, True), optimizer.get_lamb_coeffs()]
         for stepped in (params, params[2:]):
-            step_parameters(optimizer, stepped)
+            step_only(optimizer, stepped)
             assert len(optimizer.lamb_coeffs) == len(stepped)
             undo.undo()
             assert [bits(params, optimizer, True), optimizer.get_lamb_coeffs()] == original

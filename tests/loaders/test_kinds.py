@@ -178,7 +178,7 @@ def test_what_is_read_again_is_said_before_and_while_it_is(
         worker.next()
     state = worker.state()
     said = capfd.readouterr().err
-    assert said.count("will read again what its predecessor has read of this pass over a DataLoader") == 1, said
+    assert said.count("reads again all that was read of this pass over a DataLoader") == 1, said
     del worker
     monkeypatch.setattr(waiting, "QUIET_S", 0.0)
     Life(name, 0, 0, state=state)

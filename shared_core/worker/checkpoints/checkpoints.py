@@ -268,7 +268,7 @@ class Checkpoints:
         generation, limit_s, done = runtime.generation, min(self._env.config.detection.wait_timeout_s, _AWAIT_S), False
         what, ends = f"the checkpoint at batch top {top.index} to be committed", "it continues without it"
         speaks = lambda: self._env.rank == 0  # noqa: E731 (all ranks wait for the same)
-        wait = Wait("rank 0", what, limit_s, bound="wait_timeout_s, at most 60 s", ends=ends, speaks=speaks)
+        wait = Wait("rank 0", what, limit_s, bound="detection.wait_timeout_s, at most 60 s", ends=ends, speaks=speaks)
         with suppress(WaitTimeout):
             while not done and runtime.latest == generation:
                 wait.look()
@@ -349,7 +349,7 @@ class Checkpoints:
             console(self._beginning)
             self._beginning = ""
         if self._dir is None and self._env.config.checkpoint.resume_from and not self._env.incarnation:
-            raise ConfigError("resume_from needs checkpoint.dir: say where this job's own checkpoints go")
+            raise ConfigError("checkpoint.resume_from needs checkpoint.dir: say where this job's own checkpoints go")
 
 
 def named(

@@ -17,7 +17,7 @@ from shared_core.worker.checkpoints import recovery_line, resharding
 from shared_core.worker.checkpoints.recovery_line import Line, Loaded
 
 #: What adopts a checkpoint where there is no command line of ours.
-BY_OPTION = "the option resume_from"
+BY_OPTION = "the option checkpoint.resume_from"
 
 
 class Origins:
@@ -59,7 +59,7 @@ class Origins:
             self._env, self._store(), found, lambda line: resharding.load(line, self._env), limit_s
         )
         if loaded is None and self.told:
-            raise Unsupported(f"resume_from: no checkpoint at {self.told} can be read on every rank")
+            raise Unsupported(f"checkpoint.resume_from: no checkpoint at {self.told} can be read on every rank")
         return loaded
 
     def adopted(self, line: Line) -> str:
@@ -76,7 +76,7 @@ class Origins:
         first = env.restart <= int(len(env.machines) > 1)  # several machines count on from an attempt before
         if env.rank or env.incarnation or not first:
             return ""
-        how, again = ("--resume-from", "--resume") if not env.handed_over else (BY_OPTION, "resume='always'")
+        how, again = ("--resume-from", "--resume") if not env.handed_over else (BY_OPTION, "checkpoint.resume='always'")
         return lineage.left_behind(self._where, env.command.key, how, goes_on=env.config.continues, again=again)
 
     def _own(self) -> list[Line]:

@@ -200,11 +200,11 @@ def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
     try:
         found = lineage.adoptable(where)
     except (OSError, SwiftError) as error:
-        raise Unsupported(f"resume_from: {where} cannot be read: {error}") from error
+        raise Unsupported(f"checkpoint.resume_from: {where} cannot be read: {error}") from error
     if not found and needed:
         raise Unsupported(
-            f"resume_from: there is no whole checkpoint at {where}; name the folder of one (step-...), or a folder "
-            "that holds some: swiftctl checkpoints DIR lists them"
+            f"checkpoint.resume_from: there is no whole checkpoint at {where}; name the folder of one (step-...), or a "
+            "folder that holds some: swiftctl checkpoints DIR lists them"
         )
     return [_of_storage(each, adopts=str(each.checkpoint.path)) for each in found]
 
@@ -346,5 +346,5 @@ def _key(line: Line) -> str:
 
 def _wait(env: WorkerEnv, client: Store, keys: list[str], what: str, limit_s: float | None = None) -> None:
     own = env.config.detection.wait_timeout_s
-    bound = "wait_timeout_s" if limit_s in (None, own) else "time-out of the process group"
+    bound = "detection.wait_timeout_s" if limit_s in (None, own) else "time-out of the process group"
     wait_for(client, dict(enumerate(keys)), lambda: False, limit_s or own, env.rank, what, bound=bound)

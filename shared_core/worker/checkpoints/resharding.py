@@ -71,7 +71,7 @@ def load(line: Line, env: WorkerEnv) -> Loaded:
     except Unsupported as error:
         raise Unsupported(
             f"the checkpoint at batch top {line.step} was made by {count} workers and cannot be used by "
-            f"{env.world_size}: {error}. Start {count} workers, or start from scratch with resume='never'"
+            f"{env.world_size}: {error}. Start {count} workers, or start from scratch with checkpoint.resume='never'"
         ) from error
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise CorruptFile(f"the checkpoint at batch top {line.step} ({line.tier}) cannot be read: {error}") from error

@@ -11,7 +11,6 @@ to its newest checkpoint, as it does where the log is damaged.
 from __future__ import annotations
 
 import errno
-import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -125,25 +124,6 @@ class Archive:
                 return
             self._writer.add(record)
 
-    def flush(self, timeout_s: float) -> None:
-        """Return when what was put before is in the files, and what was dropped is deleted. A killed process does
-        not lose it then. Returns at once while logging is stopped; see ``stats.failed``.
-
-        Raises:
-            WaitTimeout: the disk did not take it in ``timeout_s`` seconds.
-        """
-        with self._changed:
-            writer, target = self._writer, self._writer.put
-
-            def reached() -> bool:
-                return self._stats.failed is not None or (writer.done >= target and not self._index.doomed)
-
-            if not self._changed.wait_for(reached, timeout_s):
-                raise WaitTimeout(
-                    f"{target - writer.done} message(s) were not written to {self.folder} in {timeout_s:g} s: "
-                    "the disk is slow or does not answer; try again, or put the log on another disk"
-                )
-
     def drop_before(self, top: int) -> None:
         """Remove what waits from before batch top ``top``, and the segments in which every record is older. The files
         are deleted in the background.
@@ -180,17 +160,6 @@ class Archive:
         if not self._writer.join(timeout_s):
             raise WaitTimeout(f"the log in {self.folder} could not be closed in {timeout_s:g} s: its disk is stuck")
 
-    def remove(self, timeout_s: float = 60.0) -> None:
-        """Close without writing what waits, and delete the folder.
-
-        Raises:
-            WaitTimeout: the disk did not answer in ``timeout_s`` seconds.
-        """
-        with self._changed:
-            self._writer.discard()
-        self.close(timeout_s)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
     # -- reading -----------------------------------------------------------------------------------
 
     @property
@@ -198,11 +167,6 @@ class Archive:
         """Numbers as they are now."""
         with self._changed:
             return replace(self._stats)
-
-    def channels(self) -> list[str]:
-        """Channels of which there are records."""
-        with self._changed:
-            return self._index.channels()
 
     def indices(self, channel: str) -> list[int]:
         """Records of ``channel`` that are there, in order."""
@@ -234,9 +198,7 @@ class Archive:
                     segments.view_bytes(mine)[:] = segments.view_bytes(theirs)
             return key, tensors
         if place is None:
-            raise CorruptFile(
-                f"there is no message {index} of {channel} in {self.folder}: go back to the newest checkpoint"
-            )
+            raise CorruptFile(f"there is no message {index} of {channel} in {self.folder}")
         try:
             return segments.read_record(self._seed, place, channel, index)
         except CorruptFile:
@@ -306,8 +268,8 @@ class Archive:
             see = "make room there" if number in FULL else "see to this disk"
             what_to_do = f"to have the log again, {see} or choose another folder"
         console(
-            f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but when a "
-            "worker is lost whose state no other one holds, the job goes back to its newest checkpoint. "
+            f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but if a "
+            "worker is lost whose state no other one holds, all workers start again. "
             f"{what_to_do[0].upper()}{what_to_do[1:]}"
         )
 

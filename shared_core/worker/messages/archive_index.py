@@ -117,10 +117,6 @@ class Index:
         """All records in the files."""
         return [(channel, index, place) for channel, held in self._places.items() for index, place in held.items()]
 
-    def channels(self) -> list[str]:
-        """Channels of which there are records."""
-        return sorted({channel for channel, held in self._places.items() if held} | {c for c, _ in self.waiting})
-
     def indices(self, channel: str) -> list[int]:
         """Records of ``channel`` that are there, in order."""
         return sorted({*self._places.get(channel, ()), *(i for c, i in self.waiting if c == channel)})

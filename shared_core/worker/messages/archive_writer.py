@@ -58,10 +58,6 @@ class Writer:
         write: appends to a segment.
         changed: guards the index, the numbers and what waits.
         failed: told of an error, with the condition held: logging is to stop.
-
-    Attributes:
-        put: records that were given to it.
-        done: those that are written, or were given up.
     """
 
     def __init__(
@@ -77,7 +73,6 @@ class Writer:
     ) -> None:
         self._folder, self._seed, self._segment_bytes, self._write = folder, seed, segment_bytes, write
         self._changed, self._index, self._stats, self._failed = changed, index, stats, failed
-        self.put = self.done = 0
         self._ring: deque[Record] = deque()
         self._lease: int | None = None
         self._reserved = 0  # for the record that is written now
@@ -112,12 +107,10 @@ class Writer:
         self._index.waiting[(record.key.channel, record.key.index)] = record
         self._stats.bytes_waiting += record.size
         self._stats.bytes_put += record.size
-        self.put += 1
         self._changed.notify_all()
 
     def discard(self) -> None:
         """Give up what waits."""
-        self.done += len(self._ring)
         self._ring.clear()
         self._index.waiting.clear()
         self._stats.bytes_waiting = 0
@@ -129,7 +122,6 @@ class Writer:
             record = self._ring.popleft()
             del self._index.waiting[(record.key.channel, record.key.index)]
             self._stats.bytes_waiting -= record.size
-            self.done += 1
 
     def lease(self, limit: int) -> None:
         """Take at most so many bytes on disk from now on. What needs more waits."""
@@ -222,7 +214,6 @@ class Writer:
             stats.bytes_waiting -= record.size
             self._ring.popleft()
             del self._index.waiting[(key.channel, key.index)]
-            self.done += 1
             self._changed.notify_all()
 
     def _room(self, record: Record) -> Segment:

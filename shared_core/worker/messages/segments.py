@@ -253,8 +253,7 @@ def read_record(seed: int, place: Place, channel: str, index: int) -> tuple[Key,
 
     def damaged(why: object) -> CorruptFile:
         return CorruptFile(
-            f"message {index} of {channel} in {segment.path} at offset {place.offset} cannot be used: {why}; "
-            "go back to the newest checkpoint"
+            f"message {index} of {channel} in {segment.path} at offset {place.offset} cannot be used: {why}"
         )
 
     try:

@@ -149,7 +149,7 @@ class Trained:
         if self._config.resizes:
             raise Unsupported(
                 "the number of workers of a pipeline cannot change: use on_failure='replace' without "
-                "replace_timeout_s, or 'restart'"
+                "resize.replace_timeout_s, or 'restart'"
             )
         self.replicas = replicas
         alone, wanted = len(replicas) == 1, self._config.log.messages

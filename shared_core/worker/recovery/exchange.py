@@ -182,7 +182,7 @@ class Exchange:
             f"{whom} to move state and logged messages in the recovery",
             self._runtime.wait_timeout_s,
             speaks=lambda: self._rank == min(everyone - busy, default=min(busy, default=0)),
-            advice="One of them may hang, or the network is too slow: raise wait_timeout_s.",
+            advice="One of them may hang, or the network is too slow: raise detection.wait_timeout_s.",
         )
 
     def _move(self, inner: InnerGroup, plan: Plan, received: Received) -> None:

@@ -47,7 +47,7 @@ class Fronts:
         if generation == 0 and world is not None and self._runtime.groups.longest_s(world) > limit_s:
             # Nobody was lost: the scripts come here when they do, as without this product.
             return self._runtime.groups.longest_s(world), "time-out of the process group"
-        return limit_s, "wait_timeout_s"
+        return limit_s, "detection.wait_timeout_s"
 
     def collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
         """What ranks have set under ``name`` in a generation, in their order.

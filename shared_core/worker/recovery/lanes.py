@@ -262,7 +262,7 @@ class Lanes:
             timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
             try:
                 what = "to be let in (they were lost, and their newcomers run the script up to the training loop)"
-                bound = "rejoin_after_s and wait_timeout_s"
+                bound = "reroute.rejoin_after_s and detection.wait_timeout_s"
                 those = _AnyOf(store) if wait is Patience.FOR_ONE else store
                 self._wait(those, keys, generation, timeout_s, what, bound=bound)
             except GenerationAbandoned:

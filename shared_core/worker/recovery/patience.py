@@ -164,7 +164,7 @@ class Patience:
         begun = max(each.waited_s for each in waits.values())
         left, bound = min(each.limit_s - each.waited_s for each in waits.values()), "time-out of the process group"
         if generation > 0:
-            left, bound = self._env.config.detection.wait_timeout_s - begun, "wait_timeout_s"
+            left, bound = self._env.config.detection.wait_timeout_s - begun, "detection.wait_timeout_s"
         text = describe(standings, held)
         self.whereabouts = f"{text}. "
         if self._said[0] != generation or self._said[1].isdisjoint(held):
@@ -174,9 +174,9 @@ class Patience:
             self._runtime.end(
                 ReplayDivergence(
                     f"after the recovery in generation {generation} no rank can go on, for {begun:.0f} s "
-                    f"(wait_timeout_s): {text}. A newcomer does not make the calls that its peers make: the script's "
-                    "loop is not the same there. Let it depend only on what is restored (registered state, the loop's "
-                    "place), not on files, the time, or whether this process has run it before"
+                    f"(detection.wait_timeout_s): {text}. A newcomer makes other calls than its peers: the script took "
+                    "another branch there. Let branches depend only on what is restored (registered state, the loop's "
+                    "place), not on files, the time, or whether this process has run before"
                 )
             )
 
@@ -196,7 +196,7 @@ class Patience:
         if busy:
             is_are = "is" if len(busy) == 1 else "are"
             where += f"{'; ' if where else ''}{ranks_text(busy)} {is_are} not in a collective"
-            where += f" (replaced after {limit_s:g} s without progress, progress_timeout_s)"
+            where += f" (replaced after {limit_s:g} s without progress: detection.progress_timeout_s)"
         late = f": {where}" if where else ""
         ends = ends_text(mine.limit_s - mine.waited_s, "time-out of the process group")
         self._say(f"{text}{late}; {ends}", mine.generation)

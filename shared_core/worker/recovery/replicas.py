@@ -134,12 +134,11 @@ class Replicas:
         self._recovery.endings.fail(
             ReplicaMismatch(
                 f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, and "
-                "there is no majority to tell which is right. Likely causes, the likeliest first: the script changes "
-                "parameters or optimizer state outside an optimizer's step and depending on something that "
-                "shared_core.attach() or register() was not given (attach averages and target networks, register "
-                "what the change depends on; state.preimages='always' helps where such changes begin late in "
-                "training); it is not deterministic (an unseeded generator, a branch on the rank); or memory is "
-                "faulty. Restart from a checkpoint."
+                "there is no majority to tell which is right. Likely causes, the likeliest first. 1. The script "
+                "changes parameters or optimizer state outside an optimizer's step: attach averages and target "
+                "networks, register what the change depends on, and set state.preimages='always' if such changes "
+                "begin late in training. 2. It is not deterministic: an unseeded generator, a branch on the rank. "
+                "3. Memory is faulty. Restart from a checkpoint."
             )
         )
 

@@ -232,7 +232,7 @@ class Beginning:
                 raise Unsupported(
                     f"the checkpoint at batch top {restored.top.index} is of a pipeline whose stages had no replicas, "
                     f"and this one is another: start {restored.workers} workers, or start from scratch with "
-                    "resume='never'"
+                    "checkpoint.resume='never'"
                 )
             restored.description, restored.tensors = collect(self._updates.replicated)
         except SwiftError as error:

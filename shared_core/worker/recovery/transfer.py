@@ -204,7 +204,7 @@ def _wait(inner: InnerGroup, place: int, what: str, limit_s: float | None = None
         f"rank {inner.rank}",
         f"rank {inner.members[place]} {what}",
         inner.wait_timeout_s if limit_s is None else limit_s,
-        bound="wait_timeout_s" if limit_s is None else "a fixed limit",
+        bound="detection.wait_timeout_s" if limit_s is None else "a fixed limit",
         advice="It may hang, or the network is too slow"
         + (": raise detection.wait_timeout_s." if limit_s is None else "."),
         speaks=lambda: not idle,

@@ -51,7 +51,7 @@ class Attached:
         if not isinstance(values, Mapping):
             raise Unsupported(
                 "this checkpoint was made by an earlier version of swift-recovery: start from scratch with "
-                "resume='never'"
+                "checkpoint.resume='never'"
             )
         for path, owner in self._owners:
             for name, buffer in owner._buffers.items():

@@ -85,7 +85,7 @@ class Overflow:
             console_once(
                 "memory",
                 f"memory is full at {path.parent}: what workers publish at each batch goes to {disk} where "
-                "it does not fit, which takes longer. For more: docker run --shm-size=..., or "
+                "it does not fit, which takes longer. For more memory: docker run --shm-size=..., or "
                 "mount -o remount,size=... /dev/shm",
             )
         return done

@@ -93,7 +93,8 @@ class UpdateImages:
             return list(image.values())
         if self._count.applied != version:
             raise RecoveryFailed(
-                f"the parameters before update {version + 1} are no longer kept: there have been {self._count.applied}"
+                f"the parameters before update {version + 1} are no longer kept: there have been "
+                f"{self._count.applied} updates"
             )
         return newest
 

@@ -55,7 +55,7 @@ def _use(data: bytes, folder: Path) -> Any:
     where = _folder_of(folder)
     _load(data, folder)
     store.survey(where)
-    store.committed(where, world_size=2)
+    store.committed(where)
     contents = lineage.contents(folder / "checkpoints")
     for command in (*contents.commands(), _COMMAND):
         str(lineage.next_start(contents, command))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def _write(value: Any, folder: Path, *, killed: bool = False) -> bytes:
     log = Archive(_fresh(folder), owner=_OWNER)
     for channel, index, top, note, tensors in value:
         log.put(Key(channel, index, top, note), tensors)
-    log.flush(10.0)
+    while log.stats.bytes_waiting:
+        time.sleep(0.0001)
     path = folder / "log" / _NAME
     data = path.read_bytes() if value else segments.segment_header(segments.owner_seed(_OWNER), 0)
     log.close()
@@ -68,13 +70,14 @@ def _read(data: bytes, folder: Path) -> Any:
     found = []
     try:
         log.verify()
-        for channel in log.channels():
+        for channel in sorted({channel for channel, _, _ in log._index.in_files()}):
             log.first(channel)
             for index in log.indices(channel):
                 with suppress(CorruptFile):
                     found.append(log.read(channel, index))
     finally:
-        log.remove()
+        log.close()
+        shutil.rmtree(log_folder)
     return found
 
 

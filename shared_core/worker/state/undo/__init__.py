@@ -1,9 +1,8 @@
 """Exact undo of optimizer updates (DESIGN section 4), and the update overlapped with backward in which it is needed."""
 
 from shared_core.worker.state.undo.hidden import HiddenGradients
-from shared_core.worker.state.undo.partial import step_parameters
 from shared_core.worker.state.undo.parts import Parts
 from shared_core.worker.state.undo.stepping import Arguments, begin_after_closure
 from shared_core.worker.state.undo.undo import Undo
 
-__all__ = ["Arguments", "HiddenGradients", "Parts", "Undo", "begin_after_closure", "step_parameters"]
+__all__ = ["Arguments", "HiddenGradients", "Parts", "Undo", "begin_after_closure"]

@@ -11,7 +11,11 @@ from torch.optim import Optimizer
 
 @contextmanager
 def only(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within it, the optimizer has only these of its parameters, in its own groups and order."""
+    """Within it, the optimizer has only these of its parameters, in its own groups and order.
+
+    Steps of parts add up to one whole step for every optimizer that treats each parameter by itself, as all of
+    torch.optim do.
+    """
     wanted = {id(parameter) for parameter in parameters}
     groups = optimizer.param_groups
     everything = [group["params"] for group in groups]
@@ -27,13 +31,3 @@ def only(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[N
         optimizer.param_groups = groups
         for group, params in zip(groups, everything, strict=True):
             group["params"] = params
-
-
-def step_parameters(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """``optimizer.step()`` for these parameters only, hooks of the optimizer included.
-
-    The result is that of one whole step once all have been stepped, for every optimizer that treats each parameter by
-    itself, as all of torch.optim do.
-    """
-    with only(optimizer, parameters):
-        optimizer.step()

@@ -33,20 +33,18 @@ class _Kept:
         self.whole: Restore | None = None
         self.groups: dict[int, Restore] = {}
         self.parameters: set[torch.Tensor] = set()
-        self.applied: set[torch.Tensor] = set()
         self.stepping: list[torch.Tensor] = []
         #: parameter: (gradient, what puts its bits back, its version when the step had ended)
         self.gradients: dict[torch.Tensor, tuple[torch.Tensor, Restore, int | None]] = {}
         self.buffers = Buffers()
 
-    def forget(self, keep_buffers: bool) -> None:
+    def forget(self) -> None:
         self.whole = None
         self.groups.clear()
         self.parameters.clear()
-        self.applied.clear()
         self.stepping.clear()
         self.gradients.clear()
-        self.buffers.release(keep_buffers)
+        self.buffers.release(keep=True)
 
 
 class Undo:
@@ -64,27 +62,19 @@ class Undo:
 
     Args:
         optimizers: real torch optimizers (not wrappers of them).
-        keep_buffers: whether :meth:`commit` keeps the memory of the copies for the next step (faster) or frees it.
 
     Raises:
         UnsupportedOptimizer: an update of one of them could not be undone; the message says why.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], *, keep_buffers: bool = True) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             check(optimizer)
-        self._keep_buffers = keep_buffers
         self._kept = {id(optimizer): _Kept(optimizer) for optimizer in optimizers}
         self._order: list[tuple[_Kept, torch.Tensor, Restore]] = []
         self._handles: list[Any] = []
-        self.commits = 0
 
     # -- arming ------------------------------------------------------------------------------------
-
-    @property
-    def armed(self) -> bool:
-        """Whether updates are being kept."""
-        return bool(self._handles)
 
     def arm(self) -> None:
         """Keep what each update overwrites, from now on."""
@@ -105,18 +95,6 @@ class Undo:
 
     # -- facts -------------------------------------------------------------------------------------
 
-    def started(self, parameter: torch.Tensor) -> bool:
-        """Whether an update of the parameter has begun since the last commit."""
-        return any(parameter in kept.parameters for kept in self._kept.values())
-
-    def applied(self, parameter: torch.Tensor) -> bool:
-        """Whether an update of the parameter has been completed since the last commit."""
-        return any(parameter in kept.applied for kept in self._kept.values())
-
-    def version(self, parameter: torch.Tensor) -> int:
-        """Number of commits, and one more if the parameter has had an update since."""
-        return self.commits + self.applied(parameter)
-
     @property
     def nbytes(self) -> int:
         """Bytes held in copies, in use or for reuse."""
@@ -127,7 +105,6 @@ class Undo:
     def commit(self) -> None:
         """The updates are final: everybody has them, or can get them."""
         self._forget()
-        self.commits += 1
 
     @torch.no_grad()
     def undo(self) -> int:
@@ -154,7 +131,7 @@ class Undo:
     def _forget(self) -> None:
         self._order.clear()
         for kept in self._kept.values():
-            kept.forget(self._keep_buffers)
+            kept.forget()
 
     # -- hooks -------------------------------------------------------------------------------------
 
@@ -209,7 +186,6 @@ class Undo:
     def end(self, optimizer: Optimizer) -> None:
         """The update is complete."""
         kept = self._kept[id(optimizer)]
-        kept.applied.update(kept.stepping)
         for parameter in kept.stepping:
             if parameter in kept.gradients:
                 gradient, restore, _ = kept.gradients[parameter]
@@ -220,7 +196,7 @@ class Undo:
         """State was loaded, into new objects: its updates of before are no longer there to be undone."""
         kept = self._kept[id(optimizer)]
         self._order = [entry for entry in self._order if entry[0] is not kept]
-        kept.forget(self._keep_buffers)
+        kept.forget()
 
 
 def check(optimizer: Optimizer) -> None:
