@@ -16,5 +16,7 @@ def local_part(tensor: Any) -> torch.Tensor:
     """All of a tensor, or this rank's part of a ``DTensor``. It is live."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return]
+    if not torch.is_grad_enabled():
+        return tensor.to_local()  # type: ignore[no-any-return]
     with torch.no_grad():  # with gradients it would be another tensor at each call
         return tensor.to_local()  # type: ignore[no-any-return]

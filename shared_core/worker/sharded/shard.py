@@ -40,6 +40,7 @@ class Shard:
     def __init__(self, modules: Sequence[Any], replicated: Replicated, results: Results) -> None:
         self._modules, self._replicated = list(modules), replicated
         compat.reduce_by(modules, ReduceFromOwnMemory(results))
+        self._layouts = [_layout(each) for each in replicated.parameters]
 
     @property
     def unsettled(self) -> bool:
@@ -75,20 +76,18 @@ class Shard:
             UnsupportedOptimizer: the state of an optimizer holds something else than tensors, numbers and text.
         """
         replicated = self._replicated
-        states = [
-            [
-                number,
-                replicated.index_of(parameter),
-                {key: _packed(key, each) for key, each in state.items()},
+        with torch.no_grad():  # once, as there are many tensors
+            states = [
+                [
+                    number,
+                    replicated.index_of(parameter),
+                    {key: _packed(key, each) for key, each in state.items()},
+                ]
+                for number, optimizer in enumerate(replicated.optimizers)
+                for parameter, state in optimizer.state.items()
             ]
-            for number, optimizer in enumerate(replicated.optimizers)
-            for parameter, state in optimizer.state.items()
-        ]
-        return {
-            "parameters": [local_part(each).detach() for each in replicated.parameters],
-            "states": states,
-            LAYOUT: [_layout(each) for each in replicated.parameters],
-        }
+            parameters = [local_part(each).detach() for each in replicated.parameters]
+        return {"parameters": parameters, "states": states, LAYOUT: self._layouts}
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Put a captured shard in place, or this rank's part of what another number of ranks has captured; optimizers
@@ -97,7 +96,7 @@ class Shard:
         self.reshard()
         replicated = self._replicated
         if OLD_RANKS in values:
-            values = regrouped(values[OLD_RANKS], [_layout(each) for each in replicated.parameters])
+            values = regrouped(values[OLD_RANKS], self._layouts)
         with torch.no_grad():
             for parameter, stored in zip(replicated.parameters, values["parameters"], strict=True):
                 local_part(parameter).copy_(stored)
