@@ -84,6 +84,7 @@ class ZeroState:
     def __init__(self, engine: SwiftZeroEngine) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         self.padded = self._divides_parameters = engine.zero_optimization_stage() == 3
+        self._order: Any = None
         self._rows = self._pieces()
         self._layout = self._find_layout()
 
@@ -100,9 +101,10 @@ class ZeroState:
         return 4 * numel * (1 + micro_batches)
 
     def reshard(self) -> None:
-        """Let go of gathered parameters."""
+        """Let go of gathered parameters, and of what depends on an order in which modules gathered before."""
         if self._divides_parameters:
             self._optimizer.empty_partition_cache()
+            self._order = compat.forget_releases(self._optimizer, self._order)
 
     @property
     def _masters(self) -> list[torch.Tensor]:
