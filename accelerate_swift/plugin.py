@@ -113,9 +113,6 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`shared_core.TrainingLoop.epochs`."""
-        if self.watch.replays:
-            yield from range(start, count)
-            return
         if self._accelerator is not None:
             self.state.early()
         for epoch in self.loop.epochs(count, start):

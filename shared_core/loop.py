@@ -142,6 +142,8 @@ class TrainingLoop:
         self._phase = 0
         self._round = 0
         self._looked, self._unmarked = False, _Unmarked(UNMARKED[name])
+        #: Newcomers run the whole script.
+        self._replays = False
         self._active: Callable[[], Any] = lambda: None
         self._registered = Registered()
         self._anchors = _Anchors(self._registered)
@@ -165,6 +167,9 @@ class TrainingLoop:
         """
         if start > count:
             raise ConfigError(_COUNT_FIRST.format(self._name, count, start))
+        if self._replays:
+            yield from range(start, count)
+            return
         self._next_phase()
         self.refuse_own_steps()
         target = self._target()
@@ -306,7 +311,7 @@ class TrainingLoop:
             config: the options.
             replays: newcomers run the whole script, and so count and draw all that their predecessors did.
         """
-        self.job, self._config = job, config
+        self.job, self._config, self._replays = job, config, replays
         self._loaders = self._anchors.loaders = Loaders(job, config)
         if replays:
             return
