@@ -99,6 +99,10 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         """As :meth:`accelerate_swift.SwiftPlugin.epochs`."""
         return self.swift.epochs(count, start)
 
+    def steps(self, loader: Any) -> Iterator[tuple[int, Any]]:
+        """As :meth:`accelerate_swift.SwiftPlugin.steps`."""
+        return self.swift.steps(loader)
+
     def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
         """As :meth:`accelerate_swift.SwiftPlugin.register`."""
         return self.swift.register(*objects, **values)

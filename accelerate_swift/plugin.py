@@ -16,6 +16,7 @@ from accelerate_swift import compat
 from accelerate_swift.data import gate, unwrapped
 from accelerate_swift.launch import hand_over_if_needed
 from accelerate_swift.state import RunState
+from accelerate_swift.steps import Steps
 from accelerate_swift.watch import Watch
 from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched_by_swiftrun, pipeline
 from shared_core.checkpoint import absolute
@@ -73,6 +74,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         self._init = init_process_group
         self._accelerator: Accelerator | None = None
         self._built: Accelerator | None = None
+        self._steps = Steps()
         #: What is trained; shared with the ``Accelerator`` and its loaders.
         self.watch = Watch()
 
@@ -113,14 +115,20 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`shared_core.TrainingLoop.epochs`."""
-        if self.watch.replays:
-            yield from range(start, count)
-            return
         if self._accelerator is not None:
             self.state.early()
         for epoch in self.loop.epochs(count, start):
             self.watch.begin_epoch()
             yield epoch
+
+    def steps(self, loader: Any) -> Iterator[tuple[int, Any]]:
+        """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; but a newcomer goes on with its
+        predecessor's number, where ``enumerate`` would begin with 0.
+
+        Args:
+            loader: as ``accelerator.prepare`` has returned it, or a progress bar around it.
+        """
+        return self._steps.over(loader)
 
     def shared_steps(
         self, model: nn.Module | Sequence[nn.Module], loader: Any, epochs: int, *, accumulate: int | None = None
@@ -184,7 +192,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         job = install()
         assert job is not None
         self.watch.begin(accelerator, job, self.config)
-        self.state = RunState(accelerator, self.loop, replays=self.watch.replays)
+        self.state = RunState(accelerator, self.loop, self._steps, replays=self.watch.replays)
         accelerator._swift_plugin = self
         compat.become(accelerator, _Watched)
 

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from accelerate_swift import compat
+from accelerate_swift.steps import Steps
 from accelerate_swift.trackers import STATE, Trackers
 from shared_core import TrainingLoop
 from shared_core.encoding import decode, encode_state
@@ -16,12 +17,12 @@ from shared_core.encoding import decode, encode_state
 
 class RunState:
     """Rank-local state of an ``Accelerator``: counters, schedulers, epochs of loaders, objects registered for
-    checkpointing, and what trackers were told.
+    checkpointing, numbers of batches, and what trackers were told.
     """
 
-    def __init__(self, accelerator: Accelerator, loop: TrainingLoop, *, replays: bool = False) -> None:
+    def __init__(self, accelerator: Accelerator, loop: TrainingLoop, steps: Steps, *, replays: bool = False) -> None:
         assert loop.job is not None
-        self._accelerator, self._loop, self._job = accelerator, loop, loop.job
+        self._accelerator, self._loop, self._job, self._steps = accelerator, loop, loop.job, steps
         self.trackers = Trackers(accelerator, loop.job)
         if not replays:
             loop.job.register(STATE, self._capture, self._restore)
@@ -62,6 +63,7 @@ class RunState:
             "sync": accelerator.gradient_state.sync_gradients,
             "checkpoints": accelerator.project_configuration.iteration,
             "trackers": self.trackers.capture(),
+            "steps": self._steps.capture(),
             "loaders": [getattr(loader, "iteration", None) for loader in compat.loaders_of(accelerator)],
             "schedulers": [encode_state(each.scheduler.state_dict()) for each in compat.schedulers_of(accelerator)],
             "objects": [encode_state(each.state_dict()) for each in compat.registered(accelerator)],
@@ -73,6 +75,7 @@ class RunState:
         compat.set_sync(accelerator, data["sync"])
         accelerator.project_configuration.iteration = data["checkpoints"]
         self.trackers.restore(data["trackers"])
+        self._steps.restore(data["steps"])
         for scheduler, state in zip(compat.schedulers_of(accelerator), data["schedulers"], strict=False):
             scheduler.scheduler.load_state_dict(decode(state))
         for each, state in zip(compat.registered(accelerator), data["objects"], strict=False):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelerate_swift import compat
+from accelerate_swift.steps import enumerated
 from shared_core import Job, SwiftConfig, TrainingLoop
 from shared_core.encoding import holds_weights
 from shared_core.errors import Unsupported
@@ -38,7 +39,7 @@ class Watch:
         self._accelerator: Accelerator | None = None
         self._models: list[nn.Module] = []
         self._attached: list[Any] = []
-        self._warned = False
+        self._warned = self._looked = False
         self._numbered = 0
         self._epoch_keys: list[str] = []
 
@@ -69,6 +70,14 @@ class Watch:
                     "the epochs are not counted by plugin.epochs(n): a worker that is lost after the first pass over "
                     "the data cannot be replaced: all workers then start again. Write "
                     "'for epoch in plugin.epochs(n):'",
+                )
+        if not self._looked and self.marks_tops:
+            self._looked = True
+            if job.rank == 0 and enumerated():
+                console_once(
+                    "enumerate",
+                    "enumerate() counts the batches, and begins with 0 in a worker that replaces a lost one. If the "
+                    "loop uses these numbers, write 'for step, batch in plugin.steps(loader):'",
                 )
         self.attach()
 

@@ -36,6 +36,21 @@ def _joining() -> bool:
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
+#: By id of a logger: the version that a run had which goes on from a checkpoint.
+_former: dict[int, Any] = {}
+
+
+def _take_up_version(logger: Logger, version: Any) -> None:
+    """Have a logger that has opened nothing yet go on in the folder of its predecessor's."""
+    if compat.opened(logger) is not None:
+        return
+    # Asked for here, so that a later logger of the same folder finds the version that is its own in the notes.
+    _former[id(logger)] = version
+    _ = logger.version
+    if _former.pop(id(logger), None) is not None:  # nobody chose: the script did
+        compat.set_version(logger, version)
+
+
 def _noted(kind: type, choose: Callable[[Any], int]) -> Callable[[Any], int]:
     """``choose`` of a kind of loggers, but what an earlier worker of this rank has chosen comes first, in its order."""
     asked: dict[tuple[int, str], int] = {}
@@ -45,6 +60,7 @@ def _noted(kind: type, choose: Callable[[Any], int]) -> Callable[[Any], int]:
         folder = os.environ.get(_JOB_DIR)
         if folder is None:
             return choose(self)
+        former = _former.pop(id(self), None)
         path = Path(folder, f"versions-rank{os.environ.get('RANK', '0')}.json")
         known: dict[str, list[int]] = json.loads(path.read_text()) if path.exists() else {}
         place = f"{kind.__name__} {self.root_dir} {self.name}"
@@ -52,7 +68,7 @@ def _noted(kind: type, choose: Callable[[Any], int]) -> Callable[[Any], int]:
         asked[os.getpid(), place] = number + 1
         versions = known.setdefault(place, [])
         if number >= len(versions):
-            versions.append(choose(self))
+            versions.append(choose(self) if former is None else former)
             new = path.with_suffix(".new")
             new.write_text(json.dumps(known))
             new.replace(path)
@@ -204,7 +220,7 @@ class Loggers:
         for logger, data in self._pairs(state):
             version = (data or {}).get("version")
             if version is not None:
-                compat.set_version(logger, version)
+                _take_up_version(logger, version)
             if self._services is not None:
                 self._services.take_up(logger, (data or {}).get("run"))
 

@@ -110,6 +110,13 @@ class _Warnings:
 _COUNT_FIRST = "{0}.epochs({1}, {2}): the end of the range comes first, as in {0}.epochs({2}, start={1})"
 
 
+def _in_order(name: str, count: int, start: int) -> range:
+    """Numbers from ``start`` up to ``count``; an error if the two were taken for each other."""
+    if start > count:
+        raise ConfigError(_COUNT_FIRST.format(name, count, start))
+    return range(start, count)
+
+
 class _Anchors:
     """What the script's own code rests on, besides the model: at the start of an epoch (0) and after each of the last
     passes in it.
@@ -166,9 +173,9 @@ class TrainingLoop:
         self._name, self.total_steps = name, 0
         self.epoch: int | None = None
         #: Odd inside epochs(), even before, between and after its calls.
-        self._phase = 0
-        self._round = 0
-        self._looked, self._warnings = False, _Warnings(UNMARKED[name])
+        self._phase = self._round = 0
+        self._looked = self._replays = False
+        self._warnings = _Warnings(UNMARKED[name])
         self._active: Callable[[], Any] = lambda: None
         self._registered = Registered()
         self._anchors = _Anchors(self._registered)
@@ -190,16 +197,16 @@ class TrainingLoop:
             count: end of the range.
             start: first number.
         """
-        if start > count:
-            raise ConfigError(_COUNT_FIRST.format(self._name, count, start))
+        numbers = _in_order(self._name, count, start)
+        if self._replays:
+            return (yield from numbers)
         self._next_phase()
         self.refuse_own_steps()
         target = self._target()
         if target is None or target["phase"] == self._phase:
-            first = start if target is None else target["epoch"]
             self._look_around(sys._getframe())
             try:
-                for number in range(first, count):
+                for number in numbers if target is None else range(target["epoch"], count):
                     self._begin_epoch(number, target)
                     target = None
                     yield number
@@ -332,7 +339,7 @@ class TrainingLoop:
             config: the options.
             replays: newcomers run the whole script, and so count and draw all that their predecessors did.
         """
-        self.job, self._config = job, config
+        self.job, self._config, self._replays = job, config, replays
         self._loaders = self._anchors.loaders = Loaders(job, config)
         if replays:
             return

@@ -36,6 +36,8 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
             Fault(1, 25, "forward", "SIGKILL", incarnation=1),
         ],
     ),
+    "numbered": (["--numbered"], [Fault(1, 2, "forward", "SIGKILL"), Fault(0, 17, "bucket", "SIGKILL")]),
+    "numbered_and_dispatched": (["--numbered", "--dispatch"], [Fault(0, 16, "bucket", "SIGKILL")]),
     "prepared_and_dispatched": (["--prepare-inside", "--dispatch"], [Fault(0, 14, "bucket", "SIGKILL")]),
     "seedable_sampler": (["--seedable"], [Fault(0, 15, "bucket", "SIGKILL")]),
 }
@@ -53,6 +55,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         "dispatch_split",
         "workers",
         "seedable_sampler",
+        "numbered_and_dispatched",
         "prepared_and_dispatched",
         "dispatch_batches",
         "average_evaluation",
@@ -64,7 +67,9 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
 
 
 def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
-    compare(jobs.run("acc.py"), jobs.reference("acc.py"))
+    result = jobs.run("acc.py")
+    compare(result, jobs.reference("acc.py"))
+    assert result.stderr.count("'for step, batch in plugin.steps(loader):'") == 1, result.tail()
 
 
 def test_the_handler_alone_survives_losses_in_the_first_epoch_and_warns(jobs: Jobs) -> None:

@@ -31,6 +31,14 @@ def test_logs_and_checkpoints_are_those_of_the_run_without_a_loss(fault: Fault, 
     assert result.reports[0]["extra"]["checkpoints"] == reference.reports[0]["extra"]["checkpoints"]
 
 
+def test_a_second_trainer_logs_in_a_version_of_its_own(jobs: Jobs) -> None:
+    args = ["--feature", "two_trainers"]
+    faults = [Fault(0, 4, "forward", "SIGKILL"), Fault(0, 17, "forward", "SIGKILL", incarnation=1)]
+    result, reference = jobs.check("lit.py", faults=faults, args=args), jobs.reference("lit.py", args=args)
+    logs = [{str(p.relative_to(job.out)): p.read_text() for p in job.out.rglob("*.csv")} for job in (result, reference)]
+    assert logs[0] == logs[1] and len(logs[1]) == 2, result.tail()
+
+
 @pytest.mark.nightly
 def test_recoveries_are_logged_where_that_is_asked_for(jobs: Jobs) -> None:
     asked = {"SWIFT_RECOVERY_LOG_RECOVERIES": "1"}

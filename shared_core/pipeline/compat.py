@@ -7,6 +7,7 @@ job meets it. DeepSpeed is imported by functions only: ``swiftctl`` plans where 
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,9 +23,17 @@ _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _DEEPSPEED = "deepspeed.runtime.engine:DeepSpeedEngine"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
-_TRACE_MODE, _MODULE_ORDER, _PARAMETER_ORDER, _FETCHED_AT, _USE = (
+_TRACE_MODE, _MODULE_ORDER, _PARAMETER_ORDER, _FETCHED_AT, _USE, _REUSE_DISTANCE, _LETS_GO = (
     f"_PartitionedParameterCoordinator__{name}"
-    for name in ("trace_mode", "submodule_order", "param_order", "step_id_module_fetched_for", "ParamInTrace")
+    for name in (
+        "trace_mode",
+        "submodule_order",
+        "param_order",
+        "step_id_module_fetched_for",
+        "ParamInTrace",
+        "max_reuse_dist_in_numel",
+        "params_to_release",
+    )
 )
 
 #: ``module:name``, with its parameters where it is overridden or called; why it is needed.
@@ -73,6 +82,8 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_COORDINATOR}.{_PARAMETER_ORDER}", "the same"),
     (f"{_COORDINATOR}.{_FETCHED_AT}", "the same"),
     (f"{_COORDINATOR}.{_USE}", "the same"),
+    (f"{_COORDINATOR}.{_REUSE_DISTANCE}", "how far DeepSpeed looks for the next use of a parameter"),
+    (f"{_COORDINATOR}.{_LETS_GO}", "what modules let go of is remembered; forgotten when the order changes"),
 )
 
 
@@ -271,6 +282,29 @@ def set_gathering_order(optimizer: Any, module: Any, order: Mapping[str, Any]) -
     if mode.name == "RECORD":
         for step, place in enumerate(order["modules"]):
             getattr(coordinator, _FETCHED_AT)[modules[place].ds_id].append(step)
+
+
+def forget_releases(optimizer: Any, known: Any) -> Any:
+    """ZeRO-3: have DeepSpeed forget which parameters each module lets go of, unless it would find the same again.
+
+    DeepSpeed finds that once for each module and place in the order, and remembers it when the order has changed. A
+    newcomer remembers nothing, so it would keep and gather other parameters than its peers.
+
+    Args:
+        optimizer: DeepSpeed's.
+        known: what the last call has given.
+
+    Returns:
+        The present order.
+    """
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    order = getattr(coordinator, _PARAMETER_ORDER)  # another object whenever it has changed
+    # Where DeepSpeed looks to the end of the order, what it finds depends on nothing else.
+    looks_to_the_end = sum(each.param.ds_numel for each in order) <= getattr(coordinator, _REUSE_DISTANCE)
+    if order is not known or not looks_to_the_end:
+        function = getattr(type(coordinator), _LETS_GO)
+        inspect.getclosurevars(function).nonlocals["func"].cache_clear()  # inside a wrapper that does not name it
+    return order
 
 
 def gradient_norm(engine: Any) -> Any:

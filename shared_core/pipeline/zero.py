@@ -84,6 +84,7 @@ class ZeroState:
     def __init__(self, engine: SwiftZeroEngine) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         self.padded = self._divides_parameters = engine.zero_optimization_stage() == 3
+        self._order: Any = None
         self._rows = self._pieces()
         self._layout = self._find_layout()
 
@@ -100,9 +101,10 @@ class ZeroState:
         return 4 * numel * (1 + micro_batches)
 
     def reshard(self) -> None:
-        """Let go of gathered parameters."""
+        """Let go of gathered parameters, and of what depends on an order in which modules gathered before."""
         if self._divides_parameters:
             self._optimizer.empty_partition_cache()
+            self._order = compat.forget_releases(self._optimizer, self._order)
 
     @property
     def _masters(self) -> list[torch.Tensor]:
@@ -144,6 +146,7 @@ class ZeroState:
             "parameters": [part for part, _ in self._parameters()],
             "optimizer": captured(self._optimizer, self._masters),
             "engine": compat.remembered(self._engine),
+            "micro_batches": self._engine.gradient_accumulation_steps(),
             "schedule": schedule.state_dict() if schedule is not None else None,
             "partition": self._of_partition() if self._divides_parameters else {},
         }
@@ -155,13 +158,15 @@ class ZeroState:
         if OLD_RANKS in values:
             sizes = [part.numel() for part in parts]
             values = repartitioned(values[OLD_RANKS], self._rows, sizes, dist.get_rank())
-            values["engine"] = compat.in_micro_batches(self._engine, values["engine"])
         for part, stored in zip(parts, values["parameters"], strict=True):
             part.copy_(stored)
         put_back(self._optimizer, self._masters, values["optimizer"])
         if not self._divides_parameters:
             compat.link_moments(self._optimizer, there=any(values["optimizer"]["state"]))
-        compat.remember(self._engine, values["engine"])
+        engine = values["engine"]
+        if values["micro_batches"] != self._engine.gradient_accumulation_steps():
+            engine = compat.in_micro_batches(self._engine, engine)
+        compat.remember(self._engine, engine)
         if values["schedule"] is not None:
             self._engine.lr_scheduler.load_state_dict(values["schedule"])
         if self._divides_parameters:

@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--average", action="store_true", help="of the weights, with which it evaluates")
     parser.add_argument("--prepare-inside", action="store_true", help="new loaders in each epoch")
     parser.add_argument("--small-buckets", action="store_true", help="and no clipping")
+    parser.add_argument("--numbered", action="store_true", help="what a batch does depends on its number")
     parser.add_argument("--checkpoints")
     parser.add_argument("--every", type=int, default=0)
     args = parser.parse_args()
@@ -109,7 +110,8 @@ def main() -> None:
             train = accelerator.prepare(DataLoader(noisy, batch_size=args.batch, shuffle=True))
             evaluate = accelerator.prepare(DataLoader(TensorDataset(images[:50], labels[:50]), batch_size=16))
         model.train()
-        for number, (x, y) in enumerate(train):
+        numbered = enumerate if baseline or not args.numbered else plugin.steps
+        for number, (x, y) in numbered(train):
             stand_still(epoch * len(train) + number)
             report.count(f"epoch {epoch} batch {x.sum().item():.6f}")
             with accelerator.accumulate(model):
@@ -125,6 +127,9 @@ def main() -> None:
             if args.average and accelerator.sync_gradients:
                 average.update_parameters(net)
             state.loss += accelerator.gather(loss.detach()).sum().item()
+            if args.numbered and number % 4 == 2:
+                with torch.no_grad():
+                    state.loss += number * sum(place * net(x).mean().item() for place, (x, _) in numbered(evaluate))
         model.eval()
         average.eval()
         for x, y in evaluate:

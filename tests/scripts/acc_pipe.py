@@ -117,6 +117,7 @@ def by_hand(args: argparse.Namespace, report: Report) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--start", type=int, default=0, help="the first epoch")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--tied", action="store_true")
@@ -167,7 +168,7 @@ def main() -> None:
     if args.resume:
         accelerator.load_state(args.resume)
     seen = plugin.register(losses=[])
-    for epoch in plugin.epochs(args.epochs, start=1 if args.resume else 0):
+    for epoch in plugin.epochs(args.epochs, start=1 if args.resume else args.start):
         model.train()
         for step, (inputs, targets) in enumerate(train):
             stand_still(epoch * len(train) + step)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from shared_core.testing.digest import digest
+from shared_core.testing.jobs.common import strategy_and_callbacks
 
 
 def _fit(trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]) -> Any:
@@ -264,6 +265,28 @@ def _resume(
     return digests(trainer, module)
 
 
+def _with_two_trainers(
+    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
+) -> dict[str, str]:
+    """A second trainer logs in a version of its own."""
+    trainer.fit(module, **data)
+    strategy, callbacks = strategy_and_callbacks("strategy", {})
+    again = pl.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy,
+        callbacks=callbacks,
+        logger=CSVLogger(OUT, "csv"),
+        max_epochs=2,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        log_every_n_steps=2,
+    )
+    again.fit(module, **data)
+    return digests(again, module)
+
+
 def _averaged(
     trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
 ) -> dict[str, str]:
@@ -353,6 +376,7 @@ FEATURES: dict[str, Feature] = {
         callbacks=lambda: [LearningRateMonitor(), ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)],
         run=_fit_with_checkpoints,
     ),
+    "two_trainers": Feature(trainer=lambda: {"max_epochs": 2, "logger": CSVLogger(OUT, "csv")}, run=_with_two_trainers),
     "all": Feature(
         module=lambda: Net(norm=True, dropout=0.1, scheduler="step"),
         data=_with_validation(size=75, augment=True),

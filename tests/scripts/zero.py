@@ -42,6 +42,7 @@ class Net(nn.Module):
         self.first = nn.Linear(8, args.width)
         self.blocks = nn.Sequential(*(Block(args.width, args.bf16) for _ in range(3)))
         self.last = nn.Linear(args.width, 3)
+        self.judge = nn.Linear(3, 3) if args.judge else None
         self.borrows, self.skips = args.borrow, False
         if args.freeze:
             self.blocks[1].up.requires_grad_(False)
@@ -52,7 +53,8 @@ class Net(nn.Module):
             y = y if self.skips and number == 1 else block(y)
         if self.borrows:  # of another module: DeepSpeed notices it in the first forward
             y = y + nn.functional.linear(x, self.first.weight)
-        return self.last(y)
+        y = self.last(y)
+        return y if self.judge is None or self.training else self.judge(y)
 
 
 def config(args: argparse.Namespace) -> dict[str, Any]:
@@ -98,6 +100,7 @@ def train() -> dist.ProcessGroup:
     parser.add_argument("--accumulate-fp32", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--evaluate", action="store_true", help="after each epoch")
+    parser.add_argument("--judge", action="store_true", help="a layer that only evaluations use")
     parser.add_argument("--reduce", action="store_true", help="to the rank that keeps it")
     parser.add_argument("--scattered", action="store_true", help="gradients are not copied to a buffer")
     parser.add_argument("--borrow", action="store_true", help="a parameter of another module")
@@ -137,7 +140,8 @@ def train() -> dist.ProcessGroup:
         if args.evaluate:
             engine.eval()
             with torch.no_grad():
-                seen.loss += engine(data[:6].to(dtype)).square().mean().item()
+                for part in data[:9].to(dtype).split(3):
+                    seen.loss += engine(part).square().mean().item()
     engine.empty_partition_cache()
     digests = training_digest(engine.module, [optimizer.optimizer], [scheduler], vars(seen))
     facts = digest([engine.global_steps, engine.micro_steps, engine.global_samples, engine.get_global_grad_norm()])

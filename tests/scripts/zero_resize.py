@@ -38,6 +38,7 @@ def main() -> Any:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--micro-batches", type=int, default=0, help="of all workers in a step")
     args = parser.parse_args()
     report = Report()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -45,12 +46,14 @@ def main() -> Any:
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(3)
     model = Net()
+    accumulate = max(1, args.micro_batches // world)
     groups = [
         {"params": list(model.net.parameters()), "momentum": 0.9},
         {"params": [model.uses], "lr": 1.0, "momentum": 0.0},
     ]
     config = {
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulate,
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 20},
@@ -70,7 +73,7 @@ def main() -> Any:
     for epoch in job.epochs(args.epochs):
         sampler.set_epoch(epoch)
         for _, (indices, x) in job.steps(loader):
-            state = whole(engine, moments=job.total_steps > 0)
+            state = whole(engine, moments=engine.global_steps > 0)
             first = first or state
             if rank == 0:
                 (Path(os.environ[OUT]) / f"state{job.total_steps}").write_text(state)
@@ -78,7 +81,7 @@ def main() -> Any:
                 threading.Event().wait()
             guess, uses = engine(indices, x.to(dtype))
             loss = (guess - x.sin().sum(1).to(dtype)).square().mean()
-            engine.backward(loss - world * uses.sum())
+            engine.backward(loss - world * accumulate * uses.sum())
             engine.step()
             total = loss.detach().float()
             dist.all_reduce(total)

@@ -48,6 +48,7 @@ WAYS: dict[str, tuple[list[str], str]] = {
     "scattered_3": (["--stage", "3", "--scattered"], "DeepSpeedZeroOptimizer_Stage3"),
     "evaluate_1": (["--stage", "1", "--evaluate"], "DeepSpeedZeroOptimizer"),
     "evaluate_3": (["--stage", "3", "--evaluate"], "DeepSpeedZeroOptimizer_Stage3"),
+    "judge_3": (["--stage", "3", "--evaluate", "--judge"], "DeepSpeedZeroOptimizer_Stage3"),
     "borrow_3": (["--stage", "3", "--borrow"], "DeepSpeedZeroOptimizer_Stage3"),
     "freeze_2": (["--stage", "2", "--freeze"], "DeepSpeedZeroOptimizer"),
     "freeze_3": (["--stage", "3", "--freeze"], "DeepSpeedZeroOptimizer_Stage3"),
@@ -75,12 +76,14 @@ def test_a_loss_changes_no_bit(case: str, jobs: Jobs) -> None:
     assert {report["extra"]["engine"] for report in result.reports.values()} == {"SwiftZeroEngine"}
 
 
-@pytest.mark.parametrize("way", few(WAYS, "bf16_1", "bf16_accumulated_in_fp32_1", "bf16_3", "accumulate_2"))
+@pytest.mark.parametrize("way", few(WAYS, "bf16_1", "bf16_accumulated_in_fp32_1", "bf16_3", "accumulate_2", "judge_3"))
 def test_ways_of_training(way: str, jobs: Jobs) -> None:
     args, optimizer = WAYS[way]
     faults = [Fault(1, 5, "collective.before", "SIGKILL", nth=2), Fault(0, 9, "update.during", "SIGKILL", nth=7)]
     if "--accumulate" in args:  # the end of a step, and its middle
         faults = [Fault(1, 6, "collective.before", "SIGKILL", nth=2), Fault(0, 9, "forward", "SIGKILL")]
+    if "--judge" in args:  # the third forward of an evaluation, and the batch after it
+        faults = [Fault(1, 7, "collective.before", "SIGKILL", nth=9), Fault(0, 8, "update.during", "SIGKILL")]
     result = jobs.check("zero.py", args=args, faults=faults)
     assert {report["extra"]["optimizer"] for report in result.reports.values()} == {optimizer}
 

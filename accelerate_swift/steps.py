@@ -1,0 +1,54 @@
+"""Batches of prepared loaders by number, also in a newcomer that begins in the middle of a pass."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+from types import GeneratorType
+from typing import Any
+
+
+class Steps:
+    """Counts the batches of each pass that is in progress.
+
+    A pass is known by its place: one inside another has the next number, and takes it again in a newcomer.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[int, int] = {}
+        #: Of the predecessor's passes that this newcomer has not reached yet.
+        self._theirs: dict[int, int] = {}
+
+    def over(self, loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """``(index, batch)`` for each batch, as ``enumerate(loader)`` gives them to who begins with the first."""
+        place = next(number for number in count() if number not in self._now)
+        index = self._now[place] = 0
+        try:
+            begun = False
+            for batch in loader:  # the batch top, where a newcomer gets what is published, lies in here
+                if not begun:
+                    begun, index = True, self._theirs.pop(place, 0)
+                    self._now[place] = index
+                yield index, batch
+                index = self._now[place] = index + 1
+        finally:
+            del self._now[place]
+
+    def capture(self) -> dict[int, int]:
+        """Numbers of the next batches, by place."""
+        return dict(self._now)
+
+    def restore(self, numbers: Mapping[int, int]) -> None:
+        """Inverse of :meth:`capture`."""
+        self._theirs = dict(numbers)
+
+
+def enumerated() -> bool:
+    """Whether an ``enumerate`` asks for its next item right now: from a loader that is just being asked, say."""
+    return any(
+        isinstance(inner, GeneratorType) and inner.gi_running
+        for each in gc.get_objects()
+        if type(each) is enumerate
+        for inner in gc.get_referents(each)
+    )
