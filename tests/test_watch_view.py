@@ -157,7 +157,6 @@ def test_the_pace_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         now[0] += 0.5 if top <= 60 else 0.25
         file.top(top, 7 * top)
     pace = read_pace(tmp_path / "progress")
-    file.close()
     assert pace is not None and (pace.tops, pace.log_bytes) == (100, 700)
     assert pace.steps_per_s(now[0]) == pytest.approx(4.0, rel=0.5)  # over 10 to 20 s
     assert pace.steps_per_s(now[0] + 1000.0) < 0.1  # it stands still

@@ -96,7 +96,7 @@ def test_two_newcomers_have_donors_of_their_own() -> None:
                 replace(front, groups={"w": world(7)}) if not front.newcomer else front
                 for front in (survivor(0), newcomer(1), survivor(2), survivor(3))
             ],
-            "since then rank 0 has made 2 collectives in group 'w'",
+            "since the last batch top, where a newcomer begins, rank 0 has made 2 collectives in group 'w'",
         ),
         ([survivor(0), newcomer(1), survivor(2), survivor(3, w=world(6))], "a collective of group 'w' is under way"),
         (

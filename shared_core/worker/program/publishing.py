@@ -70,6 +70,8 @@ class Publishing:
             self._updates.outside.see()
         if self._trained.shard is not None:
             self._trained.shard.reshard()
+        # What nobody needs any more makes room for what comes.
+        self._board.drop_before(self._settled())
         parts = self._parts.capture()
         parts["swift.outside"] = self._updates.outside.active
         parts["swift.eligible"] = self._buckets.eligible
@@ -79,8 +81,6 @@ class Publishing:
         top = self._top(kind)
         values = parts.get(LOOSE)
         refers = {LOOSE: self._trained.publish_loose(self._board, top.index, values)} if values else {}
-        # What nobody needs any more makes room for what comes.
-        self._board.drop_before(self._settled(top))
         self._board.publish_top(top, parts | refers)
         self._passed(top)
         if save and kind == "batch" and not self._runtime.absent:
@@ -104,15 +104,15 @@ class Publishing:
             own=self._trained.shard is not None,
         )
 
-    def _settled(self, top: Top) -> int:
+    def _settled(self) -> int:
         """The newest batch top that every rank has published."""
-        return self._runtime.results.settle_marked() if top.own else self._runtime.stable
+        return self._runtime.stable if self._trained.shard is None else self._runtime.results.settle_marked()
 
     def _passed(self, top: Top) -> None:
         """Drop what is kept for earlier tops than any newcomer of this rank begins at."""
         self._runtime.passed_top(top.index)
         self._runtime.results.mark(top.index)
-        stable = self._settled(top)
+        stable = self._settled()
         if self._lanes.formed:
             stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
             self._runtime.results.settle(stable)

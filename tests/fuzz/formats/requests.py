@@ -118,7 +118,6 @@ def _progress(value: Any, folder: Path) -> bytes:
     file = ProgressFile(folder / "progress")
     file.top(value)
     file.waiting(True)
-    file.close()
     return (folder / "progress").read_bytes()
 
 
