@@ -159,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         systems.append(OVERLAPPED)
     rounds = {case: quick if options.quick else full for case, (_, full, quick) in CASES.items()}
     chosen = [case for case in options.only or CASES if rounds[case]]
+    if not chosen:
+        parser.error(f"--quick leaves {', '.join(options.only)} out")
     rows: list[Row] = []
     # Together with --quick, because starting takes longest; apart otherwise, so that no case sees another's memory.
     for batch in [chosen] if options.quick else [[case] for case in chosen]:
