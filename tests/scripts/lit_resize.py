@@ -89,6 +89,8 @@ def main() -> None:
     )
     data = Numbered()
     trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=SAMPLES // 4))
+    if args.lost_after >= 0:
+        dist.barrier()  # all have finished the call
     if args.lost_after == dist.get_rank() and report.who["incarnation"] == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()  # nobody says goodbye before

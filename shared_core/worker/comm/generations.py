@@ -79,6 +79,7 @@ class Generations:
             else:
                 again = redo[seq].redo
                 assert again is not None
+                redo[seq].pooled = False  # it may still read its inputs when the entry goes
                 works.append(again(inner.pg))
         if works:
             threads.start(_let_go, (works,), name=f"swift-again-{group.name}")
