@@ -200,7 +200,7 @@ class Gathering:
                     raise JobOver(
                         f"nobody listens at {where} any more: the job has ended, or has lost the machine that "
                         "hosted the rendezvous (--rdzv-backend etcd survives that). Start it again; with --resume it "
-                        "goes on from its newest checkpoint",
+                        "continues from its newest checkpoint",
                         failed=True,
                     ) from error
                 why = str(error)

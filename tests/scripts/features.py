@@ -268,7 +268,7 @@ def _resume(
 def _with_two_trainers(
     trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
 ) -> dict[str, str]:
-    """A second trainer logs in a version of its own."""
+    """Two trainers, one after the other; the second must not write to the first one's log folder."""
     trainer.fit(module, **data)
     strategy, callbacks = strategy_and_callbacks("strategy", {})
     again = pl.Trainer(

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32, help="of the model")
     parser.add_argument("--bucket-mb", type=float, default=0.002, help="small, so that there are several buckets")
     parser.add_argument(
-        "--way", default="", help="what becomes of gradients: view, hook, builtin, accumulate, double, zeros"
+        "--way", default="", help="how gradients are handled: view, hook, builtin, accumulate, double, zeros"
     )
     parser.add_argument("--startup", type=float, default=0.0, help="seconds that the script takes before it trains")
     parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise")

@@ -95,7 +95,7 @@ class Operations:
         if logged is not None:
             return logged
         if group.size > 1:
-            self._others.called(f"{describe(op.signature)} of group {group.name!r}", op.future.done)
+            self._others.called(lambda: f"{describe(op.signature)} of group {group.name!r}", op.future.done)
         group.pending[op.seq] = op
         state.note_waiting(+1)
         if group.inner is not None and (not state.broken or group.size == 1):

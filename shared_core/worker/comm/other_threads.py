@@ -37,11 +37,11 @@ class OtherThreads:
         self._busy_at_top: frozenset[threading.Thread] = frozenset()
         self._at_loss: frozenset[threading.Thread] = frozenset()
 
-    def called(self, what: str, done: Callable[[], bool]) -> None:
+    def called(self, what: Callable[[], str], done: Callable[[], bool]) -> None:
         """A thread calls a collective, or a receive.
 
         Args:
-            what: it is, in words.
+            what: gives it in words; most calls are the program's own, and nobody asks.
             done: whether it has ended.
         """
         if threading.get_ident() == self._program.ident:
@@ -52,7 +52,7 @@ class OtherThreads:
             return
         self._callers.add(thread)
         self._open = [call for call in self._open if not call.done()]
-        self._open.append(_Call(thread, what, done, thread in self._busy_at_top))
+        self._open.append(_Call(thread, what(), done, thread in self._busy_at_top))
         self._check()
 
     def at_top(self) -> None:

@@ -142,7 +142,7 @@ class Channels:
                     tensor.data.copy_(message)
                 return self._finished(work)
             self._check_present("recv")
-            self._others.called(f"recv of group {self._group.name!r}", work.is_completed)
+            self._others.called(lambda: f"recv of group {self._group.name!r}", work.is_completed)
             # The sender does not send it again to a newcomer, which begins at a later place.
             work.keep = self._startup.keeper(key, [tensor]) if key is not None else None
             self._posted[channel] = work.index + 1

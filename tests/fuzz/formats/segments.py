@@ -54,7 +54,9 @@ def _write(value: Any, folder: Path, *, killed: bool = False) -> bytes:
     log = Archive(_fresh(folder), owner=_OWNER)
     for channel, index, top, note, tensors in value:
         log.put(Key(channel, index, top, note), tensors)
+    deadline = time.monotonic() + 30.0
     while log.stats.bytes_waiting:
+        assert time.monotonic() < deadline, "the log was not written"
         time.sleep(0.0001)
     path = folder / "log" / _NAME
     data = path.read_bytes() if value else segments.segment_header(segments.owner_seed(_OWNER), 0)
