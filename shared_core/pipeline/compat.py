@@ -239,6 +239,12 @@ def in_micro_batches(engine: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, "micro_steps": values["global_steps"] * engine.gradient_accumulation_steps()}
 
 
+def set_micro_batches(engine: Any, number: int) -> None:
+    """Make a step of ``number`` micro-batches, as ``engine.set_train_batch_size`` does."""
+    if number != engine.gradient_accumulation_steps():
+        engine.set_train_batch_size(number * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
+
+
 def remember(engine: Any, values: Mapping[str, Any]) -> None:
     """Inverse of :func:`remembered`."""
     for name, value in values.items():

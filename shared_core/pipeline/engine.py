@@ -142,6 +142,20 @@ class SwiftPipelineEngine(InstrumentedEngine):
         if self._rerouting is not None:
             self._rerouting.wait_for_all()
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeed's.
+
+        Raises:
+            Unsupported: where steps are re-routed: plans are made for one number of micro-batches.
+        """
+        before = self.micro_batches
+        super().set_train_batch_size(train_batch_size)
+        if self._rerouting is not None and self.micro_batches != before:
+            raise Unsupported(
+                f"set_train_batch_size({train_batch_size}) makes steps of {self.micro_batches} micro-batches, and "
+                f"on_failure='reroute' has planned for {before}: keep the number, or choose on_failure='replace'"
+            )
+
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's."""
         loaded = super().load_checkpoint(*args, **kwargs)

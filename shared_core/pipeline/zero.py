@@ -85,6 +85,7 @@ class ZeroState:
         self._engine, self._optimizer = engine, engine.optimizer
         self.padded = self._divides_parameters = engine.zero_optimization_stage() == 3
         self._order: Any = None
+        self._configured = engine.gradient_accumulation_steps()  # the script may set another number later
         self._rows = self._pieces()
         self._layout = self._find_layout()
 
@@ -146,7 +147,7 @@ class ZeroState:
             "parameters": [part for part, _ in self._parameters()],
             "optimizer": captured(self._optimizer, self._masters),
             "engine": compat.remembered(self._engine),
-            "micro_batches": self._engine.gradient_accumulation_steps(),
+            "micro_batches": [self._configured, self._engine.gradient_accumulation_steps()],
             "schedule": schedule.state_dict() if schedule is not None else None,
             "partition": self._of_partition() if self._divides_parameters else {},
         }
@@ -163,8 +164,10 @@ class ZeroState:
         put_back(self._optimizer, self._masters, values["optimizer"])
         if not self._divides_parameters:
             compat.link_moments(self._optimizer, there=any(values["optimizer"]["state"]))
-        engine = values["engine"]
-        if values["micro_batches"] != self._engine.gradient_accumulation_steps():
+        engine, (configured, micro_batches) = values["engine"], values["micro_batches"]
+        if configured == self._configured:
+            compat.set_micro_batches(self._engine, micro_batches)
+        else:
             engine = compat.in_micro_batches(self._engine, engine)
         compat.remember(self._engine, engine)
         if values["schedule"] is not None:

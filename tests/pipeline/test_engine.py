@@ -57,7 +57,8 @@ def test_fp16_by_autocast_is_refused(jobs: Jobs) -> None:
 
 
 def test_a_plain_pipeline(jobs: Jobs) -> None:
-    run(jobs, [Fault(2, 3, "pipe.send_grad", "SIGKILL", nth=2)])
+    """Its steps get twice as many micro-batches."""
+    run(jobs, [Fault(2, 4, "pipe.send_grad", "SIGKILL", nth=6)], ["--grow"])
 
 
 @pytest.mark.parametrize("kind", most(KINDS, "SIGKILL", "SIGTERM", "os._exit", "segfault", "exception"))

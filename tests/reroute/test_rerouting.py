@@ -107,9 +107,13 @@ def test_a_collective_waits_for_all(jobs: Jobs, rank: str) -> None:
     assert [event.rank for event in result.kinds("let_in")] == [int(rank), int(rank) ^ 2], result.tail()
 
 
-def test_a_buffer_that_forward_changes_is_refused(jobs: Jobs) -> None:
-    result = jobs.run(SCRIPT, nproc=4, args=["--counts"], env=ORDERED)
-    assert result.status != 0 and "the forward pass changes the buffer" in result.stderr, result.tail()
+REFUSED = {"--counts": "the forward pass changes the buffer", "--grow": "on_failure='reroute' has planned for 4"}
+
+
+@pytest.mark.parametrize("option", most(REFUSED, "--grow"))
+def test_what_no_plan_allows_is_refused(jobs: Jobs, option: str) -> None:
+    result = jobs.run(SCRIPT, nproc=4, args=[option], env=ORDERED)
+    assert result.status != 0 and REFUSED[option] in result.stderr, result.tail()
 
 
 def test_plans_go_by_measured_times(jobs: Jobs) -> None:

@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="DeepSpeed's torch_autocast, to this type")
     parser.add_argument("--zero", type=int, default=0, help="stage")
+    parser.add_argument("--grow", action="store_true", help="twice the batch, from the third on")
     args = parser.parse_args()
     args.stages = args.stages or int(os.environ["WORLD_SIZE"])
     report = Block.report = Report()
@@ -136,6 +137,8 @@ def main() -> None:
             data = micro_batches(int(torch.randint(1000, (1,))), args.rows, dtype)
         if os.environ.get("HOLD_AT") == str(step):
             threading.Event().wait()  # to be killed
+        if args.grow and step == 2:
+            engine.set_train_batch_size(2 * engine.train_batch_size())
         Block.step = step
         Block.takes_s = args.uneven if dist.get_rank() == (step + 1) // 4 % 2 * 2 else 0.0
         for rank, at, kind in args.damage:

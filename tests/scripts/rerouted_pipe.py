@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--zero", type=int, default=0, help="stage")
     parser.add_argument("--accumulate", help="type in which gradients of micro-batches are added")
     parser.add_argument("--checkpointing", type=int, default=0, help="of activations: layers of a segment")
+    parser.add_argument("--grow", action="store_true", help="twice the batch, from the third step on")
     parser.add_argument("--counts", action="store_true", help="a buffer that forward changes")
     parser.add_argument("--several", action="store_true", help="tensors between layers")
     parser.add_argument("--in-a-row", action="store_true", help="the stages of a pipeline have consecutive ranks")
@@ -234,6 +235,8 @@ def main() -> None:
         if args.straggler:
             rank, since, more_ms = args.straggler
             Block.more_s = more_ms / 1000 if os.environ["RANK"] == str(rank) and step >= since else 0.0
+        if args.grow and step == 2:
+            engine.set_train_batch_size(2 * engine.train_batch_size())
         losses.append(float(engine.train_batch(data)))
         if step + 1 in args.sum_after:
             total = torch.tensor(losses[-1])

@@ -106,6 +106,7 @@ def train() -> dist.ProcessGroup:
     parser.add_argument("--borrow", action="store_true", help="a parameter of another module")
     parser.add_argument("--freeze", action="store_true", help="a layer")
     parser.add_argument("--skip", action="store_true", help="a block, in every other batch")
+    parser.add_argument("--grow", action="store_true", help="twice the batch, from the seventh on")
     args = parser.parse_args()
     report = Report()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -130,6 +131,8 @@ def train() -> dist.ProcessGroup:
         engine.train()
         for _, (x,) in job.steps(loader):
             report.count(f"batch {seen.batches}")
+            if args.grow and seen.batches == 6:
+                engine.set_train_batch_size(2 * engine.train_batch_size())
             seen.batches += 1
             engine.module.skips = args.skip and seen.batches % 2 == 1
             x = x + 0.1 * torch.randn(8) + 0.1 * random.random() + 0.1 * float(np.random.rand())

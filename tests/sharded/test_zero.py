@@ -43,6 +43,7 @@ WAYS: dict[str, tuple[list[str], str]] = {
     "accumulate_1": (["--stage", "1", "--accumulate", "3"], "DeepSpeedZeroOptimizer"),
     "accumulate_2": (["--stage", "2", "--accumulate", "3"], "DeepSpeedZeroOptimizer"),
     "accumulate_3": (["--stage", "3", "--accumulate", "3"], "DeepSpeedZeroOptimizer_Stage3"),
+    "grow_2": (["--stage", "2", "--grow"], "DeepSpeedZeroOptimizer"),
     "reduce_2": (["--stage", "2", "--reduce"], "DeepSpeedZeroOptimizer"),
     "scattered_1": (["--stage", "1", "--scattered"], "DeepSpeedZeroOptimizer"),
     "scattered_3": (["--stage", "3", "--scattered"], "DeepSpeedZeroOptimizer_Stage3"),
@@ -76,12 +77,14 @@ def test_a_loss_changes_no_bit(case: str, jobs: Jobs) -> None:
     assert {report["extra"]["engine"] for report in result.reports.values()} == {"SwiftZeroEngine"}
 
 
-@pytest.mark.parametrize("way", few(WAYS, "bf16_1", "bf16_accumulated_in_fp32_1", "bf16_3", "accumulate_2", "judge_3"))
+@pytest.mark.parametrize("way", few(WAYS, "bf16_1", "bf16_accumulated_in_fp32_1", "bf16_3", "grow_2", "judge_3"))
 def test_ways_of_training(way: str, jobs: Jobs) -> None:
     args, optimizer = WAYS[way]
     faults = [Fault(1, 5, "collective.before", "SIGKILL", nth=2), Fault(0, 9, "update.during", "SIGKILL", nth=7)]
     if "--accumulate" in args:  # the end of a step, and its middle
         faults = [Fault(1, 6, "collective.before", "SIGKILL", nth=2), Fault(0, 9, "forward", "SIGKILL")]
+    if "--grow" in args:  # in the second step of twice the batch
+        faults = [Fault(1, 5, "collective.before", "SIGKILL", nth=2), Fault(0, 11, "update.during", "SIGKILL", nth=7)]
     if "--judge" in args:  # the third forward of an evaluation, and the batch after it
         faults = [Fault(1, 7, "collective.before", "SIGKILL", nth=9), Fault(0, 8, "update.during", "SIGKILL")]
     result = jobs.check("zero.py", args=args, faults=faults)
