@@ -55,7 +55,7 @@ AFTER_EVALUATIONS = [
 
 @pytest.mark.parametrize(
     "name",
-    few(FSDP, "a_gather_in_forward", "a_reduction_in_backward", "in_the_update", "at_a_batch_top", "two_at_once"),
+    few(FSDP, "a_gather_in_forward", "a_reduction_in_backward", "in_the_update", "at_a_batch_top"),
 )
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     nproc, faults = FSDP[name]
@@ -78,7 +78,7 @@ def test_ways_of_training(way: str, jobs: Jobs) -> None:
     jobs.check("sharded.py", args=WAYS[way], faults=faults)
 
 
-@pytest.mark.parametrize("root", ["", "--bare-root"], ids=["whole_root", "bare_root"])
+@pytest.mark.parametrize("root", ["", pytest.param("--bare-root", marks=pytest.mark.nightly)])
 def test_evaluations_before_and_between(root: str, jobs: Jobs) -> None:
     jobs.check("sharded.py", args=["--evaluate", "--evaluate-first", *root.split()], faults=AFTER_EVALUATIONS)
 

@@ -59,7 +59,6 @@ WAYS: dict[str, tuple[list[str], str]] = {
 }
 USUAL = [
     ("1", "in_the_update"),
-    ("1", "a_reduction"),
     ("2", "late_in_the_step"),
     ("2", "two_at_once"),
     ("3", "in_the_forward"),
