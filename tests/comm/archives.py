@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,12 @@ def put(archive: Archive, channel: str, index: int, top: int = 0, size: int = 40
 
 def flush(archive: Archive) -> None:
     """Return when what was put is in the files, and what was dropped is deleted, or when logging has stopped."""
-    deadline = time.monotonic() + WAIT_S
-    while not archive.stats.failed and (archive.stats.bytes_waiting or archive._index.doomed):
-        assert time.monotonic() < deadline, "the log was not written"
-        time.sleep(0.0005)
+
+    def over() -> bool:
+        return bool(archive.stats.failed) or not (archive.stats.bytes_waiting or archive._index.doomed)
+
+    with archive._changed:
+        assert archive._changed.wait_for(over, WAIT_S), "the log was not written"
 
 
 def remove(archive: Archive) -> None:

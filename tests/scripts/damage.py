@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,8 +33,9 @@ def do(kind: str) -> None:
     archive = job.runtime.disk.archive
     if archive is None:
         raise AssertionError("there is no log on disk to damage")
-    while archive.stats.bytes_waiting and not archive.stats.failed:
-        time.sleep(0.001)
+    with archive._changed:
+        written = archive._changed.wait_for(lambda: archive.stats.failed or not archive.stats.bytes_waiting, 30.0)
+    assert written, "the log was not written"
     if kind == "no room":
         # The next write beyond what is there fails as on a full disk. The files of other kinds are smaller.
         limit = max(path.stat().st_size for path in archive.folder.glob("*.log"))

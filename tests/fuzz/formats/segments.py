@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,10 +53,8 @@ def _write(value: Any, folder: Path, *, killed: bool = False) -> bytes:
     log = Archive(_fresh(folder), owner=_OWNER)
     for channel, index, top, note, tensors in value:
         log.put(Key(channel, index, top, note), tensors)
-    deadline = time.monotonic() + 30.0
-    while log.stats.bytes_waiting:
-        assert time.monotonic() < deadline, "the log was not written"
-        time.sleep(0.0001)
+    with log._changed:
+        assert log._changed.wait_for(lambda: not log.stats.bytes_waiting, 30.0), "the log was not written"
     path = folder / "log" / _NAME
     data = path.read_bytes() if value else segments.segment_header(segments.owner_seed(_OWNER), 0)
     log.close()
