@@ -14,14 +14,13 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_swift import compat
-from lightning_swift.attributes import Holder, Holders
 from lightning_swift.averages import Averages
 from lightning_swift.compat import BatchProgress, Counter, Loop, Progress
 from lightning_swift.data import Data
 from lightning_swift.loggers import Loggers, Missed
 from lightning_swift.results import Results
 from shared_core import Job
-from shared_core.encoding import decode, dumps, encode, encode_state, loads
+from shared_core.encoding import Holder, Holders, decode, dumps, encode, encode_state, loads
 
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults"})
 

@@ -20,10 +20,9 @@ import lightning.pytorch.loggers.csv_logs as csv_logs
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lightning_swift import compat
-from lightning_swift.attributes import Holder
 from lightning_swift.services import Services
 from shared_core import Job, current_job
-from shared_core.encoding import decode, encode
+from shared_core.encoding import Holder, decode, encode
 
 _JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 

@@ -1,6 +1,6 @@
 """State as bytes, and back, without executing what is read.
 
-- ``values``: attributes of the user's objects as plain data, and back in place.
+- ``values``: attributes of the user's objects as plain data, and back in place. ``attributes``: all of an object's.
 - ``plain``: plain data, tensors and arrays as bytes. ``unpacking``: the reader.
 """
 
@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 from shared_core.lazy import lazily
 
 if TYPE_CHECKING:
+    from shared_core.encoding.attributes import Holder, Holders
     from shared_core.encoding.plain import Piece, dumps, loads, pieces
     from shared_core.encoding.values import ATOMS, NotPlain, assign, decode, encode, encode_state, holds_weights
 
 __all__ = [
     "ATOMS",
+    "Holder",
+    "Holders",
     "NotPlain",
     "Piece",
     "assign",
@@ -31,6 +34,7 @@ __all__ = [
 __getattr__ = lazily(
     __name__,
     {
+        "shared_core.encoding.attributes": ("Holder", "Holders"),
         "shared_core.encoding.plain": ("Piece", "dumps", "loads", "pieces"),
         "shared_core.encoding.values": (
             "ATOMS",

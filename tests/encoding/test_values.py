@@ -15,7 +15,7 @@ import torch
 from encoded import same
 from torch import nn
 
-from lightning_swift.attributes import LARGE, Holder, Holders
+from shared_core.encoding.attributes import LARGE, Holder, Holders
 from shared_core.encoding.plain import dumps, loads
 from shared_core.encoding.values import NotPlain, assign, decode, encode
 

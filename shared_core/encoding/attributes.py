@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shared_core.encoding import ATOMS, NotPlain, assign, encode
+from shared_core.encoding.values import ATOMS, NotPlain, assign, encode
 
 #: Containers with more elements than this when they are first seen are taken for constant data, such as vocabularies.
 LARGE = 10_000
