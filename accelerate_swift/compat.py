@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate import Accelerator, PartialState
@@ -52,11 +52,14 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_TRAINER}._tr_loss", "running sums of the loss are published"),
     (f"{_TRAINER}._total_loss_scalar", "the same"),
     (f"{_TRAINER}._globalstep_last_logged", "the same"),
-    ("transformers.trainer:skip_first_batches", "patched: in a newcomer the loader finds its place by itself"),
+    ("transformers.trainer:skip_first_batches", "patched: the loader that skips batches is watched, too"),
 )
 
-#: Attributes of a ``transformers.Trainer`` that change while it trains.
-TRAINER_STATE = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+#: Attributes of a ``transformers.Trainer`` that are no state of its own: data, what has state itself, constants.
+TRAINER_PARTS = frozenset(
+    """args model model_wrapped optimizer lr_scheduler accelerator callback_handler state control data_collator
+    train_dataset eval_dataset processing_class train_dataloader _eval_dataloaders _memory_tracker""".split()
+)
 
 #: Handlers are looked up by their exact class, and only that one is asked before the process group is created: the
 #: plugin says that it is one.
@@ -144,6 +147,11 @@ def is_prepared(loader: Any) -> bool:
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
 
+def persists(loader: Any) -> bool:
+    """Whether a loader keeps its workers from pass to pass."""
+    return bool(getattr(loader, "persistent_workers", False))
+
+
 def may_step(scheduler: AcceleratedScheduler) -> bool:
     """Whether a scheduler is not at its end; OneCycleLR refuses to go further."""
     total = getattr(scheduler.scheduler, "total_steps", None)
@@ -182,17 +190,30 @@ def sends_at_once(dispatcher: DataLoaderDispatcher) -> bool:
 
 
 @contextlib.contextmanager
-def loader_kept() -> Iterator[None]:
-    """Patch: the Trainer skips batches by making a new loader; a newcomer's own finds its place by itself.
+def skipping(rest: Callable[[Any], Any], inside: Any = None) -> Iterator[None]:
+    """Patch: where the Trainer skips batches by making a new loader, at the start of an epoch, it gets what ``rest``
+    makes of its loader.
 
-    ``Trainer`` calls the function by its global name, once, at the start of an epoch; there is no other way between.
+    ``Trainer`` calls the function by its global name, once; there is no other way between.
+
+    Args:
+        rest: see above.
+        inside: arguments of a Trainer that begins inside an epoch also if they say ``ignore_data_skip``.
     """
     import transformers.trainer
 
     module: Any = transformers.trainer
-    skip = module.skip_first_batches
-    module.skip_first_batches = lambda loader, count: loader
+    kept = module.skip_first_batches, getattr(inside, "ignore_data_skip", False)
+
+    def skip(loader: Any, count: int) -> Any:
+        if inside is not None:
+            inside.ignore_data_skip = kept[1]
+        return rest(loader)
+
+    module.skip_first_batches = skip
+    if inside is not None:
+        inside.ignore_data_skip = False
     try:
         yield
     finally:
-        module.skip_first_batches = skip
+        module.skip_first_batches = kept[0]

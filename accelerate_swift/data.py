@@ -7,6 +7,7 @@ the next turn of the loop. That fetch is the top of batch k + 1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,15 +19,31 @@ from shared_core import TrackedLoader
 from shared_core.errors import Unsupported
 
 
-def gate(watch: Watch, prepared: Any) -> Any:
-    """Have a prepared loader mark the batch tops; returns what the script is to iterate."""
+def gate(watch: Watch, prepared: Any, key: str | None = None) -> Any:
+    """Have a prepared loader mark the batch tops; returns what the script is to iterate.
+
+    Args:
+        watch: what is trained.
+        prepared: as Accelerate has made it.
+        key: the same in a newcomer; by default loaders are numbered.
+    """
     if type(prepared) is DataLoaderDispatcher:
-        return SwiftDispatcher.adopt(watch, prepared, watch.next_key())
+        return SwiftDispatcher.adopt(watch, prepared, key or watch.next_key())
     if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
-        prepared.base_dataloader = below = Gate(watch, prepared.base_dataloader)
+        # Skipped below, where a newcomer's place is known.
+        skip, prepared.skip_batches = prepared.skip_batches, 0
+        prepared.base_dataloader = below = Gate(
+            watch, prepared.base_dataloader, key or watch.next_key(), ahead=1, skip=skip
+        )
         if prepared.rng_types is not None:
             prepared.rng_types = _Synchronized(prepared.rng_types, below)
     return prepared
+
+
+def gate_any(watch: Watch, loader: Any, key: str) -> Any:
+    """As :func:`gate`, for the loader of a Trainer, which may not have been prepared."""
+    known = isinstance(loader, (DataLoaderDispatcher, DataLoaderShard))
+    return gate(watch, loader, key) if known else _Bare(watch, loader, key, ahead=0, skip=0)
 
 
 def unwrapped(prepared: Any) -> Any:
@@ -42,18 +59,26 @@ def unwrapped(prepared: Any) -> Any:
 
 
 class Gate:
-    """Stands between a prepared loader and the ``DataLoader`` below it, and looks like the latter."""
+    """Stands between a prepared loader and the ``DataLoader`` below it, and looks like the latter.
 
-    def __init__(self, watch: Watch, loader: Any) -> None:
-        self._watch = watch
-        self._tracked: TrackedLoader = watch.loop.track(loader, watch.next_key(), ahead=1)
+    Args:
+        watch: what is trained.
+        loader: the one below.
+        key: its own, the same in a newcomer.
+        ahead: batches that are fetched before they are used.
+        skip: batches at the start of each pass that nobody uses.
+    """
+
+    def __init__(self, watch: Watch, loader: Any, key: str, ahead: int, skip: int) -> None:
+        self._watch, self._skip = watch, skip
+        self._tracked: TrackedLoader = watch.loop.track(loader, key, ahead=ahead)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._tracked.loader.wrapped)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_tracked", "_watch"):  # while unpickling
+        if name in ("_tracked", "_watch", "_skip"):  # while unpickling
             raise AttributeError(name)
         return getattr(self._tracked.loader, name)
 
@@ -68,15 +93,22 @@ class Gate:
     def __iter__(self) -> Iterator[Any]:
         loop, watch = self._watch.loop, self._watch
         if not watch.training or not torch.is_grad_enabled():
-            return iter(self._tracked.loader)
-        if loop.nested or not watch.marks_tops:
-            return _Inner(self._tracked)
+            return islice(self._tracked.loader, self._skip, None) if self._skip else iter(self._tracked.loader)
+        if loop.nested or watch.fetching is not None:
+            return _Inner(self._tracked, self._skip)
         watch.begin_training()
         if not loop.begin_round():
             return iter(())
-        tops = _Tops(watch, self._tracked)
+        tops = _Tops(watch, _Inner(self._tracked, self._skip))
         loop.activate(tops)
         return tops
+
+
+class _Bare(Gate):
+    """A training loader that nobody has prepared: it is asked for its iterator before anything is fetched."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Inner(self._tracked, 0)
 
 
 class _Synchronized(list[Any]):
@@ -94,26 +126,33 @@ class _Synchronized(list[Any]):
 
 
 class _Inner(Iterator[Any]):
-    """Iterates a loader inside the loop over another; no batch tops."""
+    """Iterates a loader, from a predecessor's place if it had begun this pass; no batch tops."""
 
-    def __init__(self, tracked: TrackedLoader) -> None:
-        self._tracked = tracked
+    def __init__(self, tracked: TrackedLoader, skip: int) -> None:
+        self._tracked, self._skip = tracked, skip
         self._position = iter(tracked.loader)
 
     def __next__(self) -> Any:
-        ahead = self._tracked.resume(self._position)
-        return ahead[-1] if ahead else next(self._position)
+        if self._tracked.goes_on:
+            self._skip = 0
+            ahead = self._tracked.resume(self._position)
+            return ahead[-1] if ahead else next(self._position)
+        return self.next_here()
+
+    def next_here(self) -> Any:
+        """The next item, where no predecessor has begun this pass."""
+        while self._skip:
+            self._skip -= 1
+            next(self._position)
+        return next(self._position)
 
 
 class _Tops(Iterator[Any]):
     """Iterates the loader of a training loop and marks the batch tops."""
 
-    def __init__(self, watch: Watch, tracked: TrackedLoader) -> None:
-        self._loop = watch.loop
-        self._tracked = tracked
-        self._position = iter(tracked.loader)
-        self._begun = False
-        self._joined = False
+    def __init__(self, watch: Watch, inner: _Inner) -> None:
+        self._loop, self._inner = watch.loop, inner
+        self._begun = self._joined = False
 
     def __next__(self) -> Any:
         if not self._begun:
@@ -121,12 +160,9 @@ class _Tops(Iterator[Any]):
             if self._loop.joining:
                 # The batch at hand is the one that the predecessor had at its top.
                 self._joined = self._loop.batch_top()
-                ahead = self._tracked.resume(self._position)
-                if ahead:
-                    return ahead[-1]
-            return next(self._position)
-        if self._joined:
+                return next(self._inner)
+        elif self._joined:
             self._joined = False
         else:
             self._loop.batch_top()
-        return next(self._position)
+        return self._inner.next_here()

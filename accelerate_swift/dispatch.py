@@ -24,6 +24,9 @@ from shared_core.loaders import Position
 class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate has no type annotations
     """A ``DataLoaderDispatcher`` that marks the batch tops; made from a prepared one."""
 
+    end_of_dataloader: bool
+    _ahead: _Ahead
+
     @classmethod
     def adopt(cls, watch: Watch, prepared: DataLoaderDispatcher, key: str) -> SwiftDispatcher:
         """The same loader with batch tops; ``key`` is its own in the script, the same in a newcomer.
@@ -53,29 +56,37 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         if not watch.training or not torch.is_grad_enabled() or loop.nested:
             yield from super().__iter__()
             return
-        watch.begin_training()
-        if not loop.begin_round():
-            return
+        marks_tops = watch.fetching is None
+        if marks_tops:
+            watch.begin_training()
+            if not loop.begin_round():
+                return
         self.begin()
         self.set_epoch(self.iteration)
         position: Position = iter(self._tracked.loader)
-        loop.activate(position)
-        compat.set_at_end(self, False)
-        ahead = self._ahead = _Ahead()
-        if loop.joining:
-            loop.batch_top()
+        if marks_tops:
+            loop.activate(position)
+            goes_on = loop.joining and loop.batch_top()
+        else:
+            goes_on = self._tracked.goes_on
+        if goes_on:
             ahead = self._ahead  # the predecessor's
             items = self._tracked.resume(position)
             if self.state.process_index == 0:
                 ahead.batch = items[-1] if self.split_batches else concatenate(items[-ahead.items :], dim=0)
         else:
+            self._ahead = _Ahead()
+            compat.set_at_end(self, False)
             self._fetch(position)
-            loop.batch_top()
-        while True:
+            for _ in range(self.skip_batches):
+                if not self.end_of_dataloader:
+                    self._deliver(position)
+            if marks_tops and not self.end_of_dataloader:
+                loop.batch_top()
+        while not self.end_of_dataloader:
             yield self._deliver(position)
-            if self.end_of_dataloader:
-                break
-            loop.batch_top()
+            if marks_tops and not self.end_of_dataloader:
+                loop.batch_top()
         self.iteration += 1
         self.end()
 

@@ -197,8 +197,14 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         compat.become(accelerator, _Watched)
 
     def gate(self, prepared: Any) -> Any:
-        """Have a loader that Accelerate has prepared mark the batch tops."""
-        return prepared if self.watch.replays else gate(self.watch, prepared)
+        """Have a loader that Accelerate has prepared mark the batch tops, unless others mark them."""
+        if self.watch.replays:
+            return prepared
+        if self.watch.fetching is None:
+            return gate(self.watch, prepared)
+        # A Trainer makes a new loader for each evaluation, but keeps one whose workers persist: those of a newcomer are
+        # not to draw a seed again.
+        return gate(self.watch, prepared, self.watch.kept_key()) if compat.persists(prepared) else prepared
 
 
 class _Watched(Accelerator):  # type: ignore[misc]

@@ -7,16 +7,19 @@ module in a worker of ``swiftrun`` is what makes the group one that survives.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Any
 
 import transformers
+from accelerate import skip_first_batches
 from transformers.trainer_utils import TrainOutput
 
 from accelerate_swift import compat
+from accelerate_swift.data import gate_any
 from accelerate_swift.plugin import SwiftPlugin, enabled
 from accelerate_swift.reports import Reports
 from shared_core import install, launched_by_swiftrun
-from shared_core.encoding import assign, decode, encode_state
+from shared_core.encoding import Holders, assign, decode, encode_state
 from shared_core.errors import Unsupported
 from shared_core.trackers import prepare
 
@@ -25,6 +28,8 @@ if launched_by_swiftrun() and enabled():
     prepare()
 
 _NAME = "transformers.state"
+#: Numbers the calls of train() in this process, of all Trainers.
+_CALLS = count(1)
 #: In the place of a checkpoint's folder: go on in the middle of an epoch, but load nothing.
 _PLACE = "the predecessor's place"
 
@@ -43,14 +48,19 @@ class SwiftTrainer(transformers.Trainer):
 
     def __init__(self, *args: Any, swift: SwiftPlugin | None = None, **kwargs: Any) -> None:
         self._swift = swift or SwiftPlugin()
-        self._swift.watch.marks_tops = False  # a Trainer fetches all micro-batches of a step before it uses the first
+        self._swift.watch.fetching = False  # a Trainer fetches all micro-batches of a step before it uses the first
         self._swift_phase = 0
         self._swift_epoch = 0
         self._swift_batches = 0
+        #: Of the epoch in progress: how many batches were skipped in the call, and the checkpoint that asked for it.
+        self._swift_skipped: tuple[int, str | None] = (0, None)
+        self._swift_loaders: dict[str, Any] = {}
+        self._swift_ended = False
         self._swift_target: Mapping[str, Any] | None = None
         #: When this call of train() began, by the wall clock; lost workers included.
         self._swift_began: float | None = None
         self._swift_reports: Reports | None = None
+        self._swift_holders: Holders | None = None
         super().__init__(*args, **kwargs)
         if self._swift.loop.job is not None:
             self._swift_reports = Reports(self, self._swift.loop.job)
@@ -61,11 +71,11 @@ class SwiftTrainer(transformers.Trainer):
         built["kwargs_handlers"] = [*built.get("kwargs_handlers", ()), self._swift]
         return built
 
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As ``Trainer.train``. A worker that is lost in a second call cannot be replaced: all workers then go back to
-        the newest checkpoint, or to the start.
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As ``Trainer.train``. A worker that is lost in a second call, of this Trainer or of another one, cannot be
+        replaced: all workers then go back to the newest checkpoint, or to the start.
         """
-        self._swift_phase += 1
+        self._swift_phase = next(_CALLS)
         self._swift_began = None
         job = self._swift.loop.job
         if job is not None:
@@ -83,10 +93,12 @@ class SwiftTrainer(transformers.Trainer):
                         f"rank {job.rank}: the lost worker was in call {target['phase']} of Trainer.train(), which "
                         "a newcomer cannot enter: use one Trainer for each call, in scripts of their own"
                     )
+                if target is not None:
+                    resume_from_checkpoint = None  # all that it holds comes from the others, and it may be gone
                 if target is not None and self._swift_reports is not None:
                     self._swift_began = target["began"]
                     self._swift_reports.take_up(target["reports"])
-        return super().train(*args, **kwargs)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # -- where a newcomer begins --------------------------------------------------------------------------------------
 
@@ -95,28 +107,46 @@ class SwiftTrainer(transformers.Trainer):
         return (epoch if self._swift_target is None else self._swift_target["epoch"]), batches
 
     def _run_epoch(self, **kwargs: Any) -> None:  # type: ignore[override]  # called with names only
+        run: Any = super()._run_epoch
+        if self._swift.loop.job is None:
+            run(**kwargs)
+            return
+        kwargs["train_dataloader"] = self._swift_watched("training", kwargs["train_dataloader"])
         self._swift.loop.epoch = self._swift_epoch = kwargs["epoch"]
-        self._swift_batches = 0
+        self._swift_ended = False
         if self._swift_began is None:
             self._swift_began = kwargs["start_time"]
         kwargs["start_time"] = self._swift_began
         if self._swift_reports is not None:
             self._swift_reports.watch()
-        if self._swift_target is None:
-            self._swift_run(kwargs)
-            return
-        self._swift_batches, self._swift_target = self._swift_target["batches"], None
-        kwargs |= {
-            "resume_from_checkpoint": _PLACE,
-            "epochs_trained": kwargs["epoch"],
-            "steps_trained_in_current_epoch": self._swift_batches,
-        }
-        with compat.loader_kept():
-            self._swift_run(kwargs)
+        target, self._swift_target = self._swift_target, None
+        if target is None:
+            resumed = kwargs["resume_from_checkpoint"] if kwargs["epoch"] == kwargs["epochs_trained"] else None
+            batches = 0 if resumed is None else kwargs["steps_trained_in_current_epoch"]
+            self._swift_batches, self._swift_skipped = batches, (batches, resumed if batches else None)
+        else:
+            self._swift_batches, self._swift_skipped = target["batches"], tuple(target["skipped"])
+            kwargs |= {
+                "resume_from_checkpoint": _PLACE,
+                "epochs_trained": kwargs["epoch"],
+                "steps_trained_in_current_epoch": self._swift_batches,
+            }
+        inside = target is not None and self._swift_batches > 0
+        with compat.skipping(self._swift_rest, self.args if inside else None):
+            run(**kwargs)
 
-    def _swift_run(self, kwargs: dict[str, Any]) -> None:
-        run: Any = super()._run_epoch
-        run(**kwargs)
+    def _swift_watched(self, name: str, loader: Any) -> Any:
+        """The same loader with its place published. It has a new object in each call of train() only."""
+        kept = self._swift_loaders.get(name)
+        if kept is None or kept[0] is not loader:
+            kept = self._swift_loaders[name] = (loader, gate_any(self._swift.watch, loader, name))
+        return kept[1]
+
+    def _swift_rest(self, loader: Any) -> Any:
+        """What is left of the first epoch after the checkpoint that this call of train() began with; a newcomer finds
+        its own place in it."""
+        skipped = self._swift_skipped[0]
+        return self._swift_watched("rest", skip_first_batches(loader, skipped)) if skipped else loader
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         began = start_time if self._swift_began is None else self._swift_began
@@ -125,55 +155,71 @@ class SwiftTrainer(transformers.Trainer):
         return output
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint != _PLACE:
-            super()._load_rng_state(checkpoint)
+        if checkpoint == _PLACE:
+            batches, checkpoint = self._swift_skipped  # the generators are set after the first step's batches are read
+            if self._swift_batches > batches + self.args.gradient_accumulation_steps:
+                return
+        super()._load_rng_state(checkpoint)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As in ``Trainer``; the batch top lies before it."""
-        if self._swift.loop.job is not None:
-            self._swift.watch.begin_training()
+        """As in ``Trainer``; the batch top lies before it, where there may be a batch."""
+        watch = self._swift.watch
+        if self._swift.loop.job is None:
+            samples: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
+            return samples
+        if not self._swift_ended:
+            watch.begin_training()
             self._swift.loop.batch_top()
-        samples: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
+        watch.fetching = True
+        try:
+            samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        finally:
+            watch.fetching = False
         self._swift_batches += len(samples[0])
+        at_end = self.accelerator.gradient_state.end_of_dataloader
+        self._swift_ended = at_end or len(samples[0]) < num_batches
         return samples
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def _swift_callbacks(self) -> dict[str, Any]:
-        """Callbacks with state that counts; those of services hold connections instead."""
-        return {
-            f"{number} {type(each).__name__}": each
-            for number, each in enumerate(self.callback_handler.callbacks)
-            if not type(each).__module__.startswith("transformers.integrations")
-        }
+    def _swift_attributes(self) -> Holders:
+        """Plain attributes of a Trainer of the user's own, and of callbacks; those of services hold connections."""
+        if self._swift_holders is None:
+            callbacks = {
+                f"{number} {type(each).__name__}": each
+                for number, each in enumerate(self.callback_handler.callbacks)
+                if not type(each).__module__.startswith("transformers.integrations")
+            }
+            self._swift_holders = Holders({"": self} | callbacks, compat.TRAINER_PARTS | _own_names(self))
+        return self._swift_holders
 
     def _swift_capture(self) -> dict[str, Any]:
         scheduler: Any = self.lr_scheduler  # a Trainer does not have it prepared
-        attributes = {name: getattr(self, name) for name in compat.TRAINER_STATE if hasattr(self, name)}
         return {
             "phase": self._swift_phase,
             "epoch": self._swift_epoch,
             "batches": self._swift_batches,
+            "skipped": list(self._swift_skipped),
             "began": self._swift_began,
             "reports": None if self._swift_reports is None else self._swift_reports.capture(),
-            "attributes": encode_state(attributes),
             "scheduler": encode_state(scheduler.state_dict()),
             "state": encode_state(vars(self.state)),
             "control": encode_state(vars(self.control)),
-            "callbacks": {name: encode_state(vars(each)) for name, each in self._swift_callbacks().items()},
+            "attributes": self._swift_attributes().capture(),
         }
 
     def _swift_restore(self, data: Mapping[str, Any]) -> None:
-        _set(self, data["attributes"])
         scheduler: Any = self.lr_scheduler
         scheduler.load_state_dict(decode(data["scheduler"]))
         _set(self.state, data["state"])
         _set(self.control, data["control"])
-        for name, each in self._swift_callbacks().items():
-            if name in data["callbacks"]:
-                _set(each, data["callbacks"][name])
+        self._swift_attributes().restore(data["attributes"])
         if self._swift_reports is not None:
             self._swift_reports.restore(data["reports"])
+
+
+def _own_names(trainer: SwiftTrainer) -> frozenset[str]:
+    return frozenset(name for name in vars(trainer) if name.startswith("_swift"))
 
 
 def _set(target: Any, data: Any) -> None:

@@ -27,20 +27,21 @@ class Watch:
     Attributes:
         loop: of the core; without a job until :meth:`begin`.
         replays: a newcomer runs the whole script, and its engine passes by the calls that others have finished.
-        marks_tops: whether loaders mark the batch tops; else whoever iterates them does.
+        fetching: None where loaders mark the batch tops. A ``transformers.Trainer`` marks them itself, and says here
+            whether it fetches what it trains on: its models may be in evaluation mode then.
         engine: a pipeline engine, which says itself what is trained.
     """
 
     def __init__(self) -> None:
         self.loop = TrainingLoop(None, "plugin")
         self.replays = False
-        self.marks_tops = True
+        self.fetching: bool | None = None
         self.engine: Any = None
         self._accelerator: Accelerator | None = None
         self._models: list[nn.Module] = []
         self._attached: list[Any] = []
         self._warned = self._looked = False
-        self._numbered = 0
+        self._numbered = self._kept = 0
         self._epoch_keys: list[str] = []
 
     def begin(self, accelerator: Accelerator, job: Job, config: SwiftConfig) -> None:
@@ -71,7 +72,7 @@ class Watch:
                     "the data cannot be replaced: all workers then start again. Write "
                     "'for epoch in plugin.epochs(n):'",
                 )
-        if not self._looked and self.marks_tops:
+        if not self._looked and self.fetching is None:
             self._looked = True
             if job.rank == 0 and enumerated():
                 console_once(
@@ -121,11 +122,13 @@ class Watch:
 
     @property
     def training(self) -> bool:
-        """Whether the models are being trained rather than evaluated.
+        """Whether what is read now is trained on rather than evaluated.
 
         Raises:
             Unsupported: if a sharded model is trained that was not prepared.
         """
+        if self.fetching is not None:
+            return self.fetching
         if not self._models and self._trains_shards():
             raise Unsupported(
                 f"nobody can be replaced in the training of a sharded model that was not prepared: {_PREPARE}"
@@ -166,3 +169,8 @@ class Watch:
             return self._epoch_keys[-1]
         self._numbered += 1
         return str(self._numbered)
+
+    def kept_key(self) -> str:
+        """Names the loaders that a Trainer keeps, in the order in which it makes them."""
+        self._kept += 1
+        return f"kept {self._kept}"

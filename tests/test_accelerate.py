@@ -116,18 +116,54 @@ TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
     "saving": ([], [Fault(0, 8, "update.after", "os._exit"), Fault(1, 16, "forward", "SIGKILL")]),
     "average": (["--average"], [Fault(1, 4, "update.after", "SIGKILL"), Fault(0, 13, "bucket", "SIGKILL")]),
     "accumulate": (["--accumulate", "2"], [Fault(1, 3, "forward", "SIGKILL", nth=2), Fault(0, 9, "bucket", "SIGKILL")]),
+    "after_an_evaluation": (
+        ["--eval-steps", "4"],
+        [Fault(1, 5, "forward", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
+    ),
+    "stream": (
+        ["--stream", "dealt", "--steps", "22"],
+        [Fault(1, 4, "bucket", "SIGKILL"), Fault(0, 9, "collective.before", "SIGKILL", nth=9)],
+    ),
+    "stream_divided": (
+        ["--stream", "divided", "--steps", "22"],
+        [Fault(0, 9, "collective.before", "SIGKILL", nth=9), Fault(1, 13, "bucket", "SIGKILL")],
+    ),
+    "own": (["--own"], [Fault(1, 5, "forward", "SIGKILL"), Fault(0, 14, "bucket", "SIGKILL")]),
+    "persistent_workers": (["--workers", "1"], [Fault(1, 14, "forward", "SIGKILL")]),
 }
 
 
-@pytest.mark.parametrize("name", most(TRAINER, "first_step_of_an_epoch", "saving", "first_epoch", "second_epoch"))
+@pytest.mark.parametrize(
+    "name",
+    most(
+        TRAINER,
+        "first_step_of_an_epoch",
+        "saving",
+        "first_epoch",
+        "second_epoch",
+        "stream_divided",
+        "persistent_workers",
+    ),
+)
 def test_the_trainer_of_transformers(name: str, jobs: Jobs) -> None:
     args, faults = TRAINER[name]
     jobs.check("hf_trainer.py", faults=faults, args=args)
 
 
+def test_a_trainer_that_resumes_from_its_own_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+    jobs.run("hf_trainer.py", launcher="plain", args=["--files", str(tmp_path), "--steps", "7"])
+    faults = [
+        Fault(1, 1, "forward", "SIGKILL"),
+        Fault(0, 2, "bucket", "SIGKILL"),
+        Fault(1, 6, "forward", "SIGKILL", incarnation=1),
+    ]
+    jobs.check("hf_trainer.py", faults=faults, args=["--resume", str(tmp_path / "checkpoint-7")])
+
+
 @pytest.mark.nightly
-def test_a_second_call_of_train_starts_again_and_says_why(jobs: Jobs) -> None:
-    result = jobs.run("hf_trainer.py", faults=[Fault(1, 25, "bucket", "SIGKILL")], args=["--twice"])
-    compare(result, jobs.reference("hf_trainer.py", args=["--twice"]))
+@pytest.mark.parametrize("more", ["--twice", "--another"])
+def test_a_second_call_of_train_starts_again_and_says_why(more: str, jobs: Jobs) -> None:
+    result = jobs.run("hf_trainer.py", faults=[Fault(1, 25, "bucket", "SIGKILL")], args=[more])
+    compare(result, jobs.reference("hf_trainer.py", args=[more]))
     [restart] = result.kinds("restart")
     assert "call 2 of Trainer.train()" in restart.fields["reason"]

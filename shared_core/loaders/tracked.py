@@ -283,7 +283,9 @@ class Loaders:
     def _publish(self, key: Hashable, tracked: TrackedLoader) -> TrackedLoader:
         self._published[key] = tracked
         if key in self._unclaimed:
+            random = read_random()  # of the script, which may have gone on since the batch top
             tracked.restore(self._unclaimed.pop(key))
+            write_random(random)
         return tracked
 
     # -- passes -------------------------------------------------------------------------------------------------------

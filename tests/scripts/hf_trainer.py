@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from standstill import stand_still
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from shared_core.testing.digest import training_digest
@@ -30,6 +30,40 @@ class Bytes(Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.windows[index], "labels": self.windows[index]}
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """The same windows, one after the other, of a number that nobody knows."""
+
+    def __init__(self, windows: Bytes) -> None:
+        self.windows = windows
+
+    def __iter__(self) -> Any:
+        return (self.windows[index] for index in range(len(self.windows)))
+
+
+class Own:
+    """A Trainer of the user's own: it counts, and its loader is not prepared."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tokens, self.losses = 0, {"train": [], "eval": []}
+
+    def get_train_dataloader(self: Any) -> Any:
+        sampler = DistributedSampler(self.train_dataset, self.args.world_size, self.args.process_index, shuffle=True)
+        return DataLoader(self.train_dataset, batch_size=4, sampler=sampler, collate_fn=self.data_collator)
+
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)  # type: ignore[misc]
+        self.tokens += inputs["input_ids"].numel()
+        self.losses["train" if model.training else "eval"].append(loss.item())
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self: Any, logs: Any, *args: Any) -> None:
+        for values in self.losses.values():
+            logs["own"] = sum(values) + self.tokens
+            values.clear()
+        super().log(logs, *args)  # type: ignore[misc]
 
 
 class Counting(TrainerCallback):  # type: ignore[misc]
@@ -63,6 +97,14 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--average", action="store_true")
     parser.add_argument("--twice", action="store_true")
+    parser.add_argument("--another", action="store_true", help="a second Trainer after the first")
+    parser.add_argument("--eval-steps", type=int, help="evaluate in the middle of an epoch")
+    parser.add_argument("--stream", choices=("dealt", "divided"))
+    parser.add_argument("--own", action="store_true", help="a Trainer of the user's own")
+    parser.add_argument("--workers", type=int, default=0, help="of loaders, which persist")
+    parser.add_argument("--steps", type=int, default=-1)
+    parser.add_argument("--resume")
+    parser.add_argument("--evaluate-first", action="store_true")
     parser.add_argument("--checkpoints")
     parser.add_argument("--files")
     parser.add_argument("--trackers", action="store_true", help="report to services")
@@ -78,6 +120,8 @@ def main() -> None:
         if args.checkpoints:
             ours = {"checkpoint.dir": args.checkpoints, "checkpoint.every_steps": 5, "checkpoint.resume": "always"}
             kind = partial(SwiftTrainer, swift=SwiftPlugin(**ours))  # before TrainingArguments
+    if args.own:
+        kind = type("OwnTrainer", (Own, kind), {})
     arguments = TrainingArguments(
         output_dir=args.files or str(out / "checkpoints"),
         use_cpu=True,
@@ -86,7 +130,13 @@ def main() -> None:
         gradient_accumulation_steps=args.accumulate,
         learning_rate=2e-3,
         lr_scheduler_type="cosine",
-        eval_strategy="epoch",
+        max_steps=args.steps,
+        eval_strategy="steps" if args.eval_steps else "epoch",
+        eval_steps=args.eval_steps,
+        accelerator_config={"dispatch_batches": False} if args.stream == "divided" else None,
+        dataloader_num_workers=args.workers,
+        dataloader_persistent_workers=args.workers > 0,
+        ignore_data_skip=args.own,
         logging_steps=3,
         save_strategy="steps",
         save_steps=4,
@@ -101,13 +151,19 @@ def main() -> None:
     counting = Counting(report)
     average = Average(model)
     callbacks = [counting, average] if args.average else [counting]
-    trainer = kind(model, arguments, train_dataset=Bytes(72), eval_dataset=Bytes(20), callbacks=callbacks)
+    data = Stream(Bytes(72)) if args.stream else Bytes(72)
+    trainer = kind(model, arguments, train_dataset=data, eval_dataset=Bytes(20), callbacks=callbacks)
     if args.average:
         trainer.accelerator.register_for_checkpointing(average.model)
-    speed = trainer.train().metrics
+    if args.evaluate_first:
+        trainer.evaluate()
+    speed = trainer.train(resume_from_checkpoint=args.resume).metrics
     ended = time.time()
     if args.twice:
         trainer.evaluate()
+        trainer.train()
+    if args.another:
+        trainer = kind(model, arguments, train_dataset=Bytes(48), eval_dataset=Bytes(20), callbacks=[counting])
         trainer.train()
     history = [
         {k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in trainer.state.log_history
