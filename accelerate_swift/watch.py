@@ -117,6 +117,8 @@ class Watch:
         if len(trained) != len(self._attached) or any(a is not b for a, b in zip(trained, self._attached, strict=True)):
             self._attached = trained
             job.attach(models, optimizers)
+            if optimizers:
+                job.keep_images()
             if any(holds_weights(each) for each in compat.registered(accelerator)):
                 job.keep_tops()
 

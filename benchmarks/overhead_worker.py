@@ -110,6 +110,7 @@ class Trainer:
             self.job = shared_core.current_job()
             assert self.job is not None, "not started by swiftrun"
             self.job.attach([self.model], optimizers)
+            self.job.keep_images()  # as shared_core.attach() does
 
     def run(self, steps: int) -> dict[str, float]:
         """Seconds for ``steps`` steps: by the clock, and of the processor on all threads."""

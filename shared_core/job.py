@@ -120,6 +120,13 @@ class Job:
         """
         self.trained.keep_tops()
 
+    def keep_images(self) -> None:
+        """The script may use parameters anywhere in a batch, not only by the output of ``DistributedDataParallel``:
+        keep them as they are before each update, so that a newcomer has those of its own place and never newer ones.
+        """
+        if not self.reroutes:  # there newcomers are copies of others
+            self.updates.keep_images(at_once=True)
+
     def register(
         self, name: str, capture: Capture, restore: Restore, *, forward_mutated: bool = False, main: bool = False
     ) -> None:

@@ -486,6 +486,7 @@ def attach(*objects: Any) -> TrainingLoop:
     loop._modules = models
     if job is not None:
         job.attach(models, optimizers)
+        job.keep_images()
     for each in objects:
         if isinstance(each, (nn.Module, Optimizer)):
             continue

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "first_batch_of_an_epoch": ([], [Fault(1, 8, "forward", "SIGKILL")]),
     "evaluation": ([], [Fault(1, 14, "collective.before", "SIGKILL")]),
     "startup": ([], [Fault(1, 0, "startup", "SIGKILL")]),
+    "others_have_made_the_update": ([], [Fault(1, 10, "update.before", "SIGKILL")]),
     "newcomer": ([], [Fault(0, 9, "bucket", "os._exit"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
     "accumulate": (["--accumulate", "4"], [Fault(1, 6, "forward", "SIGKILL"), Fault(0, 15, "bucket", "SIGKILL")]),
     "workers": (["--workers", "1"], [Fault(1, 10, "bucket", "SIGKILL")]),

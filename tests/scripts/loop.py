@@ -50,7 +50,7 @@ def train() -> dist.ProcessGroup:
     random.seed(rank)
 
     job = shared_core.attach(model, optimizer, scheduler, loader, other)
-    seen = job.register(loss=0.0, batches=0, best=SimpleNamespace(x=1.0).x)
+    seen = job.register(loss=0.0, batches=0, weight=0.0, best=SimpleNamespace(x=1.0).x)
 
     Path("config.txt").write_text(f"{args}")  # the same in each worker
     log = open(f"log{rank}.txt", args.log) if args.log else None  # noqa: SIM115 (until the end)
@@ -59,6 +59,7 @@ def train() -> dist.ProcessGroup:
         model.train()
         for step, (x,) in enumerate(batches) if args.unmarked else job.steps(batches):
             report.count(f"batch {step}")
+            seen.weight += sum(p.detach().square().sum().item() for p in net.parameters())  # past the model's output
             loss = model(x + 0.1 * torch.randn(8)).square().mean() / args.accumulate
             if (step + 1) % args.accumulate:
                 with model.no_sync():

@@ -19,7 +19,8 @@ class UpdateImages:
     """What is kept before updates, and until when.
 
     Args:
-        policy: ``always``, ``never``, or ``auto``: once a batch has had several updates.
+        policy: ``always``, ``never``, or ``auto``: in loops that the user writes, and once a batch has had several
+            updates.
     """
 
     def __init__(self, policy: str, count: Count) -> None:
@@ -29,6 +30,7 @@ class UpdateImages:
         self._sharded = self._own = False
         self._images: list[PreImage] = []
         self._newest: dict[int, torch.Tensor] = {}
+        self._spare: dict[int, list[torch.Tensor]] = {}
         self._versions_at_tops: list[int] = []
 
     # -- whether -----------------------------------------------------------------------------------
@@ -57,9 +59,20 @@ class UpdateImages:
 
     # -- keeping -----------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def keep(self, replicated: Replicated, places: Iterable[int]) -> None:
-        """An update of the parameters at these places begins."""
-        kept = {i: replicated.parameters[i].detach().clone() for i in places}
+        """An update of the parameters at these places begins. Nobody is being given images meanwhile, so the memory of
+        those that were dropped is used again: memory that is new to the process costs more than the copy.
+        """
+        kept: dict[int, torch.Tensor] = {}
+        for place in places:
+            parameter = replicated.parameters[place].detach()
+            spare = self._spare.get(place)
+            room = spare.pop() if spare else None
+            fits = room is not None and (room.shape, room.dtype) == (parameter.shape, parameter.dtype)
+            kept[place] = room if room is not None and fits else torch.empty_like(parameter)
+        if kept:
+            torch._foreach_copy_(list(kept.values()), [replicated.parameters[place] for place in kept])
         self._images.append((self._count.applied, kept))
 
     def at_top(self) -> None:
@@ -67,7 +80,11 @@ class UpdateImages:
         self._several = self._several or self._wanted
         self._versions_at_tops.append(self._count.applied)
         del self._versions_at_tops[:-2]
+        dropped = [params for version, params in self._images if version < self._versions_at_tops[0]]
         self._images = [image for image in self._images if image[0] >= self._versions_at_tops[0]]
+        if dropped:
+            places = {place for params in dropped for place in params}
+            self._spare = {place: [params[place] for params in dropped if place in params] for place in places}
 
     # -- for a newcomer ----------------------------------------------------------------------------
 
