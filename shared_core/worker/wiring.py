@@ -68,7 +68,9 @@ class Worker:
         position, parts = self.position, self.parts
         events = EventLog(env.events, env.run)
         board = self.board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env))
-        updates = self.updates = Updates(config.state.preimages, after=state_relay.updated, fence=state_relay.fence)
+        updates = self.updates = Updates(
+            config.state.preimages, after=state_relay.updated, fence=state_relay.fence, stable=state_relay.stable
+        )
         log = self.log = DiskLog(env)
         runtime = self.runtime = Runtime(env, groups_relay, log, _marks(env))
         donor = Donor(env, board, updates, joining)
@@ -228,6 +230,10 @@ class _StateRelay(_Relay):
     def fence(self) -> None:
         """Returns when what is being copied for a checkpoint may be changed."""
         self._worker.start.checkpoints.fence()
+
+    def stable(self) -> int:
+        """The newest batch top that every rank is known to have published."""
+        return self._worker.runtime.stable
 
     def rolled_back(self) -> None:
         """Newcomers have gone back to a checkpoint."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +22,19 @@ class UpdateImages:
     Args:
         policy: ``always``, ``never``, or ``auto``: in loops that the user writes, and once a batch has had several
             updates.
+        stable: gives the newest batch top that every rank has published.
     """
 
-    def __init__(self, policy: str, count: Count) -> None:
-        self._policy, self._count = policy, count
+    def __init__(self, policy: str, count: Count, stable: Callable[[], int]) -> None:
+        self._policy, self._count, self._stable = policy, count, stable
         self._several = False
         self._wanted = False
         self._sharded = self._own = False
         self._images: list[PreImage] = []
         self._newest: dict[int, torch.Tensor] = {}
         self._spare: dict[int, list[torch.Tensor]] = {}
-        self._versions_at_tops: list[int] = []
+        #: Number and version of the last two batch tops.
+        self._tops: list[tuple[int, int]] = []
 
     # -- whether -----------------------------------------------------------------------------------
 
@@ -64,6 +67,7 @@ class UpdateImages:
         """An update of the parameters at these places begins. Nobody is being given images meanwhile, so the memory of
         those that were dropped is used again: memory that is new to the process costs more than the copy.
         """
+        self._drop()
         kept: dict[int, torch.Tensor] = {}
         for place in places:
             parameter = replicated.parameters[place].detach()
@@ -75,13 +79,21 @@ class UpdateImages:
             torch._foreach_copy_(list(kept.values()), [replicated.parameters[place] for place in kept])
         self._images.append((self._count.applied, kept))
 
-    def at_top(self) -> None:
-        """A batch top was published: images older than the one before it cannot be asked for any more."""
+    def at_top(self, index: int) -> None:
+        """The batch top of this number was published."""
         self._several = self._several or self._wanted
-        self._versions_at_tops.append(self._count.applied)
-        del self._versions_at_tops[:-2]
-        dropped = [params for version, params in self._images if version < self._versions_at_tops[0]]
-        self._images = [image for image in self._images if image[0] >= self._versions_at_tops[0]]
+        self._tops = [*self._tops, (index, self._count.applied)][-2:]
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of what no newcomer asks for: none begins before the last two batch tops, nor before one that every
+        rank has published.
+        """
+        stable = self._stable()
+        self._tops = [(top, version) for top, version in self._tops if top >= stable]
+        oldest = min((version for _, version in self._tops), default=self._count.applied)
+        dropped = [params for version, params in self._images if version < oldest]
+        self._images = [image for image in self._images if image[0] >= oldest]
         if dropped:
             places = {place for params in dropped for place in params}
             self._spare = {place: [params[place] for params in dropped if place in params] for place in places}
@@ -134,7 +146,7 @@ class UpdateImages:
 
     def begin(self, version: int) -> None:
         """The program is at a batch top of ``version``."""
-        self._versions_at_tops = [version]
+        self._tops = [(sys.maxsize, version)]
 
     def load(
         self, replicated: Replicated, description: dict[str, Any], tensors: Sequence[torch.Tensor], owned: bool

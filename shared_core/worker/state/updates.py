@@ -38,6 +38,7 @@ class Updates:
             what lies between two updates exactly, and state at batch tops once the script changes it outside updates.
         after: called after each update.
         fence: returns when what is being copied may be changed.
+        stable: gives the newest batch top that every rank has published.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class Updates:
         *,
         after: Callable[[], None] = lambda: None,
         fence: Callable[[], None] = lambda: None,
+        stable: Callable[[], int] = lambda: 0,
     ) -> None:
         self._fence = fence
         self._count = Count()
-        self._images = UpdateImages(preimages, self._count)
+        self._images = UpdateImages(preimages, self._count, stable)
         self._undo: Undo | None = None
         self.replicated: Replicated | None = None
         self.outside, self.followers = Outside(preimages), Followers()
@@ -160,7 +162,7 @@ class Updates:
             self.outside.next_batch(self.version)
 
     def at_top(self, index: int = 0, stable: int = 0) -> None:
-        """A batch top was published: images older than the one before it cannot be asked for any more.
+        """A batch top was published.
 
         Args:
             index: number of the batch top.
@@ -175,7 +177,7 @@ class Updates:
             self.gate.condition.notify_all()
         if self._undo is not None:
             self._undo.commit()
-        self._images.at_top()
+        self._images.at_top(index)
 
     # -- a newcomer takes over a state -------------------------------------------------------------
 
