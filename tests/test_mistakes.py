@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from harness import Jobs
+from harness import Jobs, few
 
 import shared_core
 from shared_core.errors import ConfigError
@@ -50,6 +50,32 @@ def test_a_model_that_differs_between_ranks_is_named(jobs: Jobs) -> None:
     assert result.status == 1
     assert re.search(r"(?i)same (model|param)|params", result.stderr), result.tail()
     assert re.search(r"(?i)rank \[?[01]", result.stderr), result.tail()
+
+
+#: By what lets ranks train apart; see ``apart.py``.
+APART = {
+    "join": r"Unsupported: Join and model\.join\(\) let ranks end a pass after different numbers of batches",
+    "hook": "Unsupported: the communication hook .* keeps a PowerSGDState from batch to batch",
+    "group": "Unsupported: DistributedDataParallel over a group of 1 of the job's 2 ranks",
+    "zero": "UnsupportedOptimizer: ZeroRedundancyOptimizer divides the optimizer's state over the ranks",
+    "averager": "UnsupportedOptimizer: PostLocalSGDOptimizer wraps another optimizer",
+    "inside": "ConfigError: Adam steps parameter module.weight, which attach.* was given without this optimizer",
+    "forgotten": "ConfigError: Adam steps parameter module.weight, which attach.* was given without this optimizer",
+    "experts": r"Unsupported: ranks have trained parameter weight .* job\.register\(module, its_optimizer\)",
+}
+
+
+@pytest.mark.parametrize("way", few(APART, "join", "zero", "forgotten", "experts"))
+def test_what_ranks_train_apart_is_refused_without_a_loss(way: str, jobs: Jobs) -> None:
+    result = jobs.run("apart.py", args=[way])
+    assert result.status == 1, result.tail()
+    (line,) = result.told("the job failed")
+    assert re.search(APART[way], line), result.tail()
+
+
+def test_what_ranks_train_apart_can_be_registered(jobs: Jobs) -> None:
+    faults = [Fault(1, 3, "update.before", "SIGKILL"), Fault(0, 5, "bucket", "SIGKILL")]
+    jobs.check("apart.py", faults=faults, args=["registered"])
 
 
 def test_an_exception_that_comes_again_ends_the_job_with_it(jobs: Jobs) -> None:

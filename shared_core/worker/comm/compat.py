@@ -60,6 +60,8 @@ NAMES: tuple[tuple[str, str], ...] = (
         "torch.autograd.graph:_engine_run_backward",
         "DDP's reducer calls from inside backward, and takes the future's value",
     ),
+    (f"{_DDP}._comm_hooks", "with their states, some of which cannot be recovered"),
+    (f"{_DDP}._join_config", "whether inputs may be uneven, which cannot be recovered"),
     (f"{_DDP}._pre_forward(self, *inputs, **kwargs)", "in it DDP broadcasts the order of its buckets"),
     ("torch.nn.parallel.distributed:DistributedDataParallel.reducer", "a newcomer's buckets are rebuilt"),
     ("torch._C._distributed_c10d:Reducer._push_all_rebuilt_params", "the same"),

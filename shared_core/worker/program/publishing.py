@@ -119,4 +119,4 @@ class Publishing:
         self._board.drop_before(stable)
         self._updates.at_top(top.index, stable)
         self._passes.at_top()
-        self._replicas.compare(self._trained.compared, last=top.kind != "batch")
+        self._replicas.compare(self._trained.compared, alike=self._trained.kept_alike, last=top.kind != "batch")

@@ -196,8 +196,15 @@ class Trained:
     @property
     def compared(self) -> Sequence[int]:
         """Ranks that train the same as this one, which are compared after recoveries."""
-        everybody = self._buckets.modules or self._alike
-        return self.replicas or range(self._runtime.world_size if everybody else 0)
+        replicated = self._updates.replicated
+        everybody = self.shard is None and replicated is not None and replicated.optimizers
+        return self.replicas or range(self._runtime.world_size if everybody or self._alike else 0)
+
+    def kept_alike(self) -> bool:
+        """Whether all that is stepped is kept alike by ``DistributedDataParallel``, or by the caller."""
+        replicated = self._updates.replicated
+        summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
+        return bool(self._alike or self.replicas or (replicated is not None and replicated.stepped() <= summed))
 
     # -- at batch tops -------------------------------------------------------------------------------------------------
 

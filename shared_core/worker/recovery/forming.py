@@ -39,11 +39,13 @@ class Comparison:
         generation: in which they were given their state.
         version: optimizer steps from which on they are.
         ranks: who is there.
+        start: nobody was given any: it is seen whether they are replicas at all.
     """
 
     generation: int
     version: int
     ranks: tuple[int, ...]
+    start: bool = False
 
 
 class Forming:
@@ -54,7 +56,7 @@ class Forming:
 
     Attributes:
         target: the batch top that a newcomer has prepared for; None for the beginning of the script.
-        comparison: of replicas, that is due; None where there is nothing to compare.
+        comparison: of replicas, that is due; None before a generation was formed.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Forming:
             self._start_together(plan, generation)
         # Replicas are compared at the first batch top after everyone has made a step beyond what anybody has now.
         everyone = tuple(range(self._env.world_size))
-        self.comparison = Comparison(generation, plan.newest + 1, everyone) if plan.tops else None
+        self.comparison = Comparison(generation, plan.newest + 1, everyone, start=not plan.tops)
         if joins:
             if plan.tops.get(self._env.rank) != self.target:
                 message = "batch top no longer reachable, starting over"

@@ -7,10 +7,10 @@ the same batch top on all ranks, between two steps, while nothing changes it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from shared_core.errors import DamagedRecord, GenerationAbandoned, ReplicaMismatch, WaitTimeout
+from shared_core.errors import DamagedRecord, GenerationAbandoned, ReplicaMismatch, Unsupported, WaitTimeout
 from shared_core.events import console
 from shared_core.protocol.codec import Count, damaged, decode
 from shared_core.protocol.worker_env import WorkerEnv
@@ -23,6 +23,12 @@ from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
 _WAIT_S = 60.0
+
+_APART = (
+    "ranks have trained parameter {} to different values, or keep different optimizer state for it. What is attached "
+    "must be the same at all ranks, because a newcomer is given another rank's. What each trains for itself (experts, "
+    "parameters that are averaged now and then) goes to job.register(module, its_optimizer) in the place of attach()"
+)
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,12 @@ class Replicas:
         self._summed: Comparison | None = None
         self._sums = RunningSums([])
 
-    def compare(self, ranks: Sequence[int], *, last: bool = False) -> None:
-        """Call at each batch top; acts at the first ones after all have stepped beyond a recovery.
+    def compare(self, ranks: Sequence[int], *, alike: Callable[[], bool], last: bool = False) -> None:
+        """Call at each batch top; acts at the first ones after all have stepped beyond a recovery, or the start.
 
         Args:
             ranks: those that hold the same state, this one among them.
+            alike: whether something else keeps it the same, so that it need not be compared at the start.
             last: there may be none after this one soon.
         """
         due = self._recovery.forming.comparison
@@ -77,6 +84,8 @@ class Replicas:
         if self._updates.version < due.version:
             return
         state, ranks = self._updates.replicated, [rank for rank in ranks if rank in due.ranks]
+        if due.start and alike():
+            ranks = []
         if state is None or len(ranks) < 2 or self._updates.state_version != self._updates.version:
             self._compared = due
             return
@@ -88,7 +97,7 @@ class Replicas:
         report = Sums(self._updates.version, sums)
         self._recovery.store.below().set(f"{key}/{self._env.rank}", json.dumps(asdict(report)))
         if self._env.rank == min(ranks):
-            args = (key, due.generation, ranks, list(state.names))
+            args = (key, due, ranks, list(state.names))
             threads.start(self._judge, args, name="swift-compare")
 
     def _sum(self, state: Replicated, due: Comparison, *, last: bool) -> list[int] | None:
@@ -105,8 +114,9 @@ class Replicas:
         sums = self._sums.complete
         return None if sums is None else combined(len(state.names), [place for place, _ in found], sums)
 
-    def _judge(self, key: str, generation: int, members: Sequence[int], names: list[str]) -> None:
+    def _judge(self, key: str, due: Comparison, members: Sequence[int], names: list[str]) -> None:
         runtime, store = self._recovery.runtime, self._recovery.store.below()
+        generation = due.generation
         keys = {rank: f"{key}/{rank}" for rank in members}
         what = "to give the checksums of their parameters after the recovery"
         abandoned, fate = lambda: runtime.latest > generation, "they are not compared"
@@ -115,6 +125,8 @@ class Replicas:
         except GenerationAbandoned:
             return
         except WaitTimeout as error:
+            if due.start:
+                return  # it makes no step, or has come to no batch top
             console(f"{error} Replicas are not compared after this recovery")
             return
         try:
@@ -128,6 +140,9 @@ class Replicas:
         if verdict is None:
             return
         places, place = verdict
+        if due.start:
+            self._recovery.endings.fail(Unsupported(_APART.format(names[place])))
+            return
         if places:
             self._recovery.store.tell("divergent", [members[each] for each in places])
             return
@@ -137,8 +152,9 @@ class Replicas:
                 "there is no majority to tell which is right. Likely causes, the likeliest first. 1. The script "
                 "changes parameters or optimizer state outside an optimizer's step: attach averages and target "
                 "networks, register what the change depends on, and set state.preimages='always' if such changes "
-                "begin late in training. 2. It is not deterministic: an unseeded generator, a branch on the rank. "
-                "3. Memory is faulty. Restart from a checkpoint."
+                "begin late in training. 2. Ranks train parameters of their own: register() those, with their "
+                "optimizer, in the place of attaching them. 3. The script is not deterministic: an unseeded generator, "
+                "a branch on the rank. 4. Memory is faulty. Restart from a checkpoint."
             )
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shared_core.errors import ConfigError, Unsupported
+from shared_core.errors import ConfigError
 from shared_core.protocol.frontier import Top
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import RecordKey
@@ -21,6 +21,7 @@ from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
 from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.records import Records
+from shared_core.worker.state.support import refuse_ddp, refuse_hooks
 
 #: Kind of the record.
 BUCKETS = "ddp buckets"
@@ -53,15 +54,11 @@ class Buckets:
         """Look for DDP modules in ``modules``.
 
         Raises:
-            Unsupported: for one with ``static_graph``.
+            Unsupported: for one that cannot be recovered.
         """
         self.modules = [m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)]
         for ddp in self.modules:
-            if getattr(ddp, "static_graph", False):
-                raise Unsupported(
-                    "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which a "
-                    "newcomer does not run: leave static_graph off, or use find_unused_parameters=True"
-                )
+            refuse_ddp(ddp, self._runtime.world_size)
         self._settled.clear()
         self._agreed.clear()
         self._inputs.clear()
@@ -117,7 +114,12 @@ class Buckets:
         self._inputs.agreed(ddp, places[:-1], sizes)
 
     def forward_done(self, ddp: DistributedDataParallel) -> None:
-        """A backward follows, which overwrites the buckets of ``ddp``."""
+        """A backward follows, which overwrites the buckets of ``ddp``.
+
+        Raises:
+            Unsupported: if the module was given what cannot be recovered since it was attached.
+        """
+        refuse_hooks(ddp)
         self._inputs.forward(ddp)
         self._runtime.results.release()
 

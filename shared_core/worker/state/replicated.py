@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from shared_core.errors import CorruptFile, ReplicaMismatch, Unsupported, UnsupportedOptimizer
 from shared_core.plain_json import parse
+from shared_core.worker.state.support import refuse_optimizer
 
 
 class Replicated:
@@ -22,17 +24,13 @@ class Replicated:
         optimizers: attached optimizers.
 
     Raises:
-        UnsupportedOptimizer: if an optimizer cannot be moved (LBFGS keeps lists and runs its closure several times).
+        UnsupportedOptimizer: if an optimizer cannot be moved.
     """
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self.modules, self.optimizers = list(modules), list(optimizers)
         for optimizer in optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise UnsupportedOptimizer(
-                    "LBFGS evaluates its closure several times in a step, so a newcomer cannot take over in the "
-                    "middle; use another optimizer"
-                )
+            refuse_optimizer(optimizer)
         self.parameters: list[nn.Parameter] = []
         self.names: list[str] = []
         seen: set[int] = set()
@@ -69,6 +67,11 @@ class Replicated:
                 "trained yet (requires_grad_(False)), and add_param_group() them later"
             )
         return place
+
+    def names_in(self, optimizer: Optimizer) -> list[str]:
+        """The parameters here that an optimizer, which need not be attached, has in a group."""
+        found = (self._places.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+        return [self.names[place] for place in found if place is not None]
 
     def stepped(self) -> set[int]:
         """Identities of the parameters that an optimizer has in a group."""
@@ -141,7 +144,10 @@ class Replicated:
         for number, place, entries in description["states"]:
             state = self.optimizers[number].state[self.parameters[place]]
             for key, kind, value in entries:
-                state[key] = value if kind != "tensor" else tensors[value] if owned else tensors[value].clone()
+                # As an optimizer's own keys are: a file of the same state then has the same bytes.
+                state[sys.intern(key)] = (
+                    value if kind != "tensor" else tensors[value] if owned else tensors[value].clone()
+                )
 
     def summed(self, leave_out: Collection[int] = ()) -> list[tuple[int, torch.Tensor]]:
         """What replicas have in common, in an order that all share: each tensor with its parameter's place. Plain

@@ -20,6 +20,7 @@ from shared_core.worker.sharded.local import local_part
 from shared_core.worker.state.following import Followers
 from shared_core.worker.state.outside_changes import Outside
 from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.support import not_attached
 from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, begin_after_closure
 from shared_core.worker.state.update_count import Count
 from shared_core.worker.state.update_gate import Gate
@@ -77,7 +78,7 @@ class UpdateSteps:
         self._hidden = {id(optimizer): HiddenGradients(optimizer) for optimizer in replicated.optimizers}
         self._replicated, self._parts = replicated, parts
         self._clean.clear()
-        if not self._handles and replicated.optimizers:
+        if not self._handles and replicated.parameters:
             self._handles = [
                 register_optimizer_step_pre_hook(self._before),
                 register_optimizer_step_post_hook(self._after),
@@ -120,8 +121,16 @@ class UpdateSteps:
     def _mine(self, optimizer: Optimizer) -> bool:
         return self._replicated is not None and any(o is optimizer for o in self._replicated.optimizers)
 
+    def _refuse(self, optimizer: Optimizer) -> None:
+        """An optimizer that was not attached makes a step."""
+        if self._replicated is not None and not self._own:
+            names = self._replicated.names_in(optimizer)
+            if names:
+                raise not_attached(optimizer, names)
+
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if not self._mine(optimizer):
+            self._refuse(optimizer)
             return None
         # What was made early is compared with what the program's own pre-hooks have left.
         after_hooks = self._parts is not None

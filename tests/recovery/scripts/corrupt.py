@@ -42,6 +42,7 @@ def main() -> None:
             job.rank == victim
             and job.env.incarnation == 0
             and due is not None
+            and not due.start
             and job.updates.state_version >= due.version
             and not flipped
         ):

@@ -1,0 +1,101 @@
+"""What of optimizers and ``DistributedDataParallel`` cannot be recovered exactly: refused, with what to do instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shared_core.errors import ConfigError, Unsupported, UnsupportedOptimizer
+
+#: Hooks of torch whose state is kept from batch to batch, or lets replicas differ.
+_KEEPING = "torch.distributed.algorithms."
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state no other rank could give to a newcomer.
+
+    Raises:
+        UnsupportedOptimizer: saying what to do instead.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizer(
+            "LBFGS evaluates its closure several times in a step, so a newcomer cannot take over in the "
+            "middle; use another optimizer"
+        )
+    zero = sys.modules.get(_ZERO)  # what is not imported is not used
+    if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        raise UnsupportedOptimizer(
+            f"{name} divides the optimizer's state over the ranks, so nobody has that of a lost one: use the optimizer "
+            "inside by itself, or fully_shard() (docs/sharded.md)"
+        )
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise UnsupportedOptimizer(
+            f"{name} wraps another optimizer and is none itself (its class does not call Optimizer.__init__), so its "
+            "updates cannot be seen: attach the one inside. Where it lets ranks have different parameters between "
+            "averages, as PostLocalSGDOptimizer does, nobody can give a newcomer its own: use a plain optimizer"
+        )
+
+
+def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
+    """Refuse what a module was made with.
+
+    Args:
+        ddp: the module.
+        world_size: ranks of the job.
+
+    Raises:
+        Unsupported: saying what to do instead.
+    """
+    if getattr(ddp, "static_graph", False):
+        raise Unsupported(
+            "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which a "
+            "newcomer does not run: leave static_graph off, or use find_unused_parameters=True"
+        )
+    size = ddp.process_group.size()
+    if size != world_size:
+        raise Unsupported(
+            f"DistributedDataParallel over a group of {size} of the job's {world_size} ranks: a newcomer is given the "
+            "parameters of any other rank, so all ranks must train the same. Leave process_group out; a module that "
+            "ranks train apart goes without DistributedDataParallel, and to job.register(module, its_optimizer)"
+        )
+    refuse_hooks(ddp)
+
+
+def refuse_hooks(ddp: DistributedDataParallel) -> None:
+    """Refuse what a module may be given later: communication hooks, uneven inputs.
+
+    Raises:
+        Unsupported: saying what to do instead.
+    """
+    kept = [type(state) for _, state in ddp._comm_hooks if type(state).__module__.startswith(_KEEPING)]
+    if kept:
+        raise Unsupported(
+            f"the communication hook of a DistributedDataParallel module keeps a {kept[0].__name__} from batch to "
+            "batch, which a newcomer cannot be given: use a hook without such state (fp16_compress_hook), or none"
+        )
+    if ddp._join_config.enable:
+        raise Unsupported(
+            "Join and model.join() let ranks end a pass after different numbers of batches, so that their optimizers "
+            "are not at the same update, and none can stand in for another: give all ranks as many batches "
+            "(DistributedSampler, drop_last), and leave join() out"
+        )
+
+
+def not_attached(optimizer: Optimizer, names: Sequence[str]) -> ConfigError:
+    """The error for an optimizer that steps what is trained, unseen.
+
+    Args:
+        optimizer: which.
+        names: of the parameters.
+    """
+    return ConfigError(
+        f"{type(optimizer).__name__} steps parameter {names[0]}, which attach() was given without this optimizer, so "
+        "its updates and its state would not be a newcomer's: pass it to attach(), too. Of one that wraps another "
+        "(Lookahead, SAM) attach the one inside, and job.register() the outer one if it has a state of its own"
+    )
