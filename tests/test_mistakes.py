@@ -59,8 +59,8 @@ APART = {
     "group": "Unsupported: DistributedDataParallel over a group of 1 of the job's 2 ranks",
     "zero": "UnsupportedOptimizer: ZeroRedundancyOptimizer divides the optimizer's state over the ranks",
     "averager": "UnsupportedOptimizer: PostLocalSGDOptimizer wraps another optimizer",
-    "inside": "ConfigError: Adam steps parameter module.weight, which attach.* was given without this optimizer",
-    "forgotten": "ConfigError: Adam steps parameter module.weight, which attach.* was given without this optimizer",
+    "inside": "ConfigError: Adam has stepped parameter module.weight, which is attached without this optimizer",
+    "forgotten": "ConfigError: Adam has stepped parameter module.weight, which is attached without this optimizer",
     "experts": r"Unsupported: ranks have trained parameter weight .* job\.register\(module, its_optimizer\)",
 }
 
@@ -73,9 +73,10 @@ def test_what_ranks_train_apart_is_refused_without_a_loss(way: str, jobs: Jobs) 
     assert re.search(APART[way], line), result.tail()
 
 
-def test_what_ranks_train_apart_can_be_registered(jobs: Jobs) -> None:
+@pytest.mark.parametrize("way", ["registered", "wrapped"])
+def test_what_is_registered_or_wrapped_is_not_refused(way: str, jobs: Jobs) -> None:
     faults = [Fault(1, 3, "update.before", "SIGKILL"), Fault(0, 5, "bucket", "SIGKILL")]
-    jobs.check("apart.py", faults=faults, args=["registered"])
+    jobs.check("apart.py", faults=faults, args=[way])
 
 
 def test_an_exception_that_comes_again_ends_the_job_with_it(jobs: Jobs) -> None:

@@ -20,7 +20,18 @@ import shared_core
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report, end_group
 
-WAYS = ("join", "hook", "group", "zero", "averager", "inside", "forgotten", "experts", "registered")
+WAYS = ("join", "hook", "group", "zero", "averager", "inside", "forgotten", "experts", "registered", "wrapped")
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Has an attached optimizer make its steps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.step_inside = inner.step
+
+    def step(self, closure: Any = None) -> None:
+        self.step_inside()
 
 
 def optimizer_of(way: str, model: nn.Module) -> Any:
@@ -58,6 +69,7 @@ def train() -> dist.ProcessGroup:
         job = shared_core.attach(model, *([] if way == "forgotten" else [optimizer]))
         job.register(expert, its_own)
     total = job.register(loss=0.0)
+    stepped = Wrapper(optimizer) if way == "wrapped" else optimizer
     with model.join() if way == "join" else nullcontext():
         for index, _ in job.steps(range(6)):
             report.count(f"batch {index}")
@@ -65,7 +77,7 @@ def train() -> dist.ProcessGroup:
             for each in (optimizer, its_own):
                 each.zero_grad()
             loss.backward()
-            for each in (optimizer, its_own):
+            for each in (stepped, its_own):
                 each.step()
             total.loss += loss.item()
     report.finish(training_digest([net, expert], [optimizer, its_own], [], vars(total)), loss=total.loss)

@@ -68,10 +68,10 @@ class Replicated:
             )
         return place
 
-    def names_in(self, optimizer: Optimizer) -> list[str]:
-        """The parameters here that an optimizer, which need not be attached, has in a group."""
-        found = (self._places.get(id(p)) for group in optimizer.param_groups for p in group["params"])
-        return [self.names[place] for place in found if place is not None]
+    def versions_in(self, optimizer: Optimizer) -> dict[str, int]:
+        """Version counters, by name, of those parameters that an optimizer, attached or not, has in a group."""
+        there = [p for group in optimizer.param_groups for p in group["params"]]
+        return {self.names[self._places[id(p)]]: p._version for p in there if id(p) in self._places}
 
     def stepped(self) -> set[int]:
         """Identities of the parameters that an optimizer has in a group."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -87,15 +86,16 @@ def refuse_hooks(ddp: DistributedDataParallel) -> None:
         )
 
 
-def not_attached(optimizer: Optimizer, names: Sequence[str]) -> ConfigError:
+def not_attached(optimizer: Optimizer, name: str) -> ConfigError:
     """The error for an optimizer that steps what is trained, unseen.
 
     Args:
         optimizer: which.
-        names: of the parameters.
+        name: of a parameter that it has changed.
     """
     return ConfigError(
-        f"{type(optimizer).__name__} steps parameter {names[0]}, which attach() was given without this optimizer, so "
-        "its updates and its state would not be a newcomer's: pass it to attach(), too. Of one that wraps another "
-        "(Lookahead, SAM) attach the one inside, and job.register() the outer one if it has a state of its own"
+        f"{type(optimizer).__name__} has stepped parameter {name}, which is attached without this optimizer, so its "
+        "updates and its state would not be a newcomer's: pass it to attach() or prepare(), or return it from "
+        "configure_optimizers(). Of one that wraps another (Lookahead, SAM) attach the one inside, and job.register() "
+        "the outer one if it has a state of its own"
     )

@@ -61,6 +61,8 @@ class UpdateSteps:
         self._replicated: Replicated | None = None
         self._hidden: dict[int, HiddenGradients] = {}
         self._clean: dict[int, list[tuple[int, int]]] = {}
+        #: What was seen before steps of optimizers that are not attached, by identity.
+        self._strangers: dict[int, tuple[int, dict[str, int]]] = {}
         self._window: AbstractContextManager[Any] | None = None
         self._handles: list[Any] = []
 
@@ -121,16 +123,22 @@ class UpdateSteps:
     def _mine(self, optimizer: Optimizer) -> bool:
         return self._replicated is not None and any(o is optimizer for o in self._replicated.optimizers)
 
+    def _seen_by(self, optimizer: Optimizer) -> tuple[int, dict[str, int]]:
+        """How many updates have been made, and the version counters of those of its parameters that are attached."""
+        replicated = None if self._own else self._replicated
+        return self._count.applied, {} if replicated is None else replicated.versions_in(optimizer)
+
     def _refuse(self, optimizer: Optimizer) -> None:
-        """An optimizer that was not attached makes a step."""
-        if self._replicated is not None and not self._own:
-            names = self._replicated.names_in(optimizer)
-            if names:
-                raise not_attached(optimizer, names)
+        """An optimizer that was not attached has made a step: refuse it where it has changed what is attached by
+        itself. One that wraps an attached one has made the update of that.
+        """
+        before, now = self._strangers.pop(id(optimizer), None), self._seen_by(optimizer)
+        if before is not None and before[0] == now[0] and before[1] != now[1]:
+            raise not_attached(optimizer, next(name for name in now[1] if before[1].get(name) != now[1][name]))
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if not self._mine(optimizer):
-            self._refuse(optimizer)
+            self._strangers[id(optimizer)] = self._seen_by(optimizer)
             return None
         # What was made early is compared with what the program's own pre-hooks have left.
         after_hooks = self._parts is not None
@@ -234,6 +242,7 @@ class UpdateSteps:
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._mine(optimizer):
+            self._refuse(optimizer)
             return
         self._close_window()
         with self._gate.condition:
