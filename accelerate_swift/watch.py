@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelerate_swift import compat
+from accelerate_swift.alike import refuse_alone, refuse_apart
 from accelerate_swift.steps import enumerated
 from shared_core import Job, SwiftConfig, TrainingLoop
 from shared_core.encoding import holds_weights
@@ -40,6 +41,7 @@ class Watch:
         self._accelerator: Accelerator | None = None
         self._models: list[nn.Module] = []
         self._attached: list[Any] = []
+        self._handles: list[Any] = []
         self._warned = self._looked = False
         self._numbered = self._kept = 0
         self._epoch_keys: list[str] = []
@@ -119,8 +121,19 @@ class Watch:
             job.attach(models, optimizers)
             if optimizers:
                 job.keep_images()
+            self._check_alike(job, optimizers)
             if any(holds_weights(each) for each in compat.registered(accelerator)):
                 job.keep_tops()
+
+    def _check_alike(self, job: Job, optimizers: list[Optimizer]) -> None:
+        """Raises Unsupported where the workers do not train the same."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if job.world_size > 1 and not job.reroutes:
+            if self.fetching is not None:  # a Trainer has all in one model
+                refuse_alone(self._models, optimizers)
+            self._handles = refuse_apart(self._models, optimizers)
 
     @property
     def training(self) -> bool:

@@ -108,6 +108,18 @@ def test_a_language_model_its_trackers_and_checkpoints(name: str, jobs: Jobs) ->
         assert (result.out / weights.format(name)).read_bytes() == (reference.out / weights.format(name)).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("script", "arg", "said"),
+    [
+        ("acc.py", "--local", "gradients are not summed over the workers, as under LocalSGD"),
+        ("hf_trainer.py", "--evaluate-first", "evaluate() or predict() before train() has this effect"),
+    ],
+)
+def test_workers_that_would_train_apart_are_refused(script: str, arg: str, said: str, jobs: Jobs) -> None:
+    result = jobs.run(script, args=[arg])
+    assert result.status != 0 and result.told(said), result.tail()
+
+
 #: On two ranks an epoch has nine micro-batches.
 TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
     "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),

@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--average", action="store_true", help="of the weights, with which it evaluates")
     parser.add_argument("--prepare-inside", action="store_true", help="new loaders in each epoch")
     parser.add_argument("--small-buckets", action="store_true", help="and no clipping")
+    parser.add_argument("--local", action="store_true", help="each worker trains by itself, as under LocalSGD")
     parser.add_argument("--numbered", action="store_true", help="what a batch does depends on its number")
     parser.add_argument("--checkpoints")
     parser.add_argument("--every", type=int, default=0)
@@ -114,7 +115,7 @@ def main() -> None:
         for number, (x, y) in numbered(train):
             stand_still(epoch * len(train) + number)
             report.count(f"epoch {epoch} batch {x.sum().item():.6f}")
-            with accelerator.accumulate(model):
+            with accelerator.no_sync(model) if args.local else accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(x), y)
                 before = [p.detach().clone() for p in net.parameters()] if args.small_buckets else []
                 accelerator.backward(loss)
