@@ -150,9 +150,10 @@ def attach(trainer: pl.Trainer, model: pl.LightningModule, loaders: Mapping[str,
 
 
 def set_up(trainer: pl.Trainer) -> None:
-    """What an entry call does next: attach callbacks, and call the hooks that build the model."""
+    """What an entry call does next: attach callbacks, prepare data, and call the hooks that build the model."""
     trainer._callback_connector._attach_model_callbacks()
     trainer._callback_connector._attach_model_logging_functions()
+    trainer._data_connector.prepare_data()  # in a group of its own, which counts in the names of those that follow
     call._call_setup_hook(trainer)
     call._call_configure_model(trainer)
 

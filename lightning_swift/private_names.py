@@ -99,6 +99,10 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("lightning.pytorch:Trainer._callback_connector", "and its callbacks"),
     (f"{_TRAINER}.connectors.callback_connector:_CallbackConnector._attach_model_callbacks(self)", "the same"),
     (f"{_TRAINER}.connectors.callback_connector:_CallbackConnector._attach_model_logging_functions(self)", "the same"),
+    (
+        f"{_TRAINER}.connectors.data_connector:_DataConnector.prepare_data(self)",
+        "makes a group, and the names of groups are numbers",
+    ),
     (f"{_TRAINER}.call:_call_setup_hook(trainer)", "and calls the hooks that build the model"),
     (f"{_TRAINER}.call:_call_configure_model(trainer)", "the same"),
     (f"{_TRAINER}.call:_call_callback_hooks", "hooks between a pipeline's backward and step"),

@@ -33,6 +33,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_C10D}:_world", "where the name of a group's backend is recorded, and groups are found by name"),
     (f"{_C10D}:_World.pg_map", "the same"),
     (f"{_C10D}:_World.pg_backend_config", "the same"),
+    (f"{_C10D}:_World.group_count", "a group's name is its number, the same at all its members"),
     (f"{_C10D}:_get_process_group_name(pg)", "a group's name is published in its place"),
     (f"{_C10D}:_get_default_store()", "processes of a script without a launcher meet there"),
     (f"{_C10D}:Backend._plugins", "whether the backend is registered"),
@@ -159,6 +160,16 @@ def group_name(group: Any) -> str:
 def group_named(name: str) -> Any:
     """The group of this name; that of all ranks where there is none."""
     return next((each for each in list(c10d._world.pg_map) if group_name(each) == name), dist.group.WORLD)
+
+
+def groups_made() -> int:
+    """How many groups this process has made: the name of the next one."""
+    return int(c10d._world.group_count)
+
+
+def skip_groups(made: int) -> None:
+    """Name the next group as a process does that has made so many."""
+    c10d._world.group_count = max(c10d._world.group_count, made)
 
 
 # -- gloo -------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.faults import inject
-from shared_core.worker.comm import Runtime
+from shared_core.worker.comm import Runtime, groups_made, skip_groups
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.program.batch_tops import BatchTops
 from shared_core.worker.program.joining import Joining
@@ -18,6 +18,8 @@ from shared_core.worker.state.publications import Board
 
 #: Numbers in a part of the program that lies in an epoch.
 _OF_AN_EPOCH = 3
+#: What is published of the end of a call beside the registered parts: how many groups there are.
+_GROUPS = "swift.groups"
 
 
 def _is_earlier(key: RecordKey, phase: int, epoch: int) -> bool:
@@ -64,6 +66,7 @@ class Entries:
         self._start, self._position, self._runtime, self._board = start, position, runtime, board
         self._parts, self._news, self._tops = parts, news, tops
         self._publishing, self._joining = publishing, joining
+        self._groups = 0
 
     def begin(self) -> EntryDecision:
         """Call at the start of each entry call.
@@ -81,6 +84,7 @@ class Entries:
         if finished is None:
             return EntryDecision(False)
         result, parts = finished
+        self._groups = parts.get(_GROUPS, 0)
         self._parts.restore(parts, attached=False)
         return EntryDecision(True, result)
 
@@ -88,6 +92,7 @@ class Entries:
         """Call after a skipped entry call, when all that it makes has been made: a newcomer joins here whose
         predecessor was between this call and the next.
         """
+        skip_groups(self._groups)  # hooks of the call may have made some that are not made here
         self._joining.at("end")
         self._leave()
 
@@ -102,7 +107,7 @@ class Entries:
             return
         self._news.deliver()
         self._position.tops += 1
-        parts = self._parts.capture()
+        parts = self._parts.capture() | {_GROUPS: groups_made()}
         self._board.publish_end(self._position.entry, result, parts)
         self._publishing.at_top("end")
         self._leave()
