@@ -85,6 +85,12 @@ class SwiftFitLoop(compat.FitLoop):
     epoch.
     """
 
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        # A newcomer gets its predecessor's place at the batch top. The file may be newer than that (ckpt_path="last"),
+        # even of the end, and then no batch top would follow.
+        if not _strategy(self.trainer).joining:
+            super().load_state_dict(state_dict, prefix)
+
     def setup_data(self) -> None:
         data = _strategy(self.trainer).run_state.data
         data.begin_pass()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import Unsupported
 from shared_core.worker.state.replicated import Replicated
@@ -24,12 +25,16 @@ class Attached:
     def __init__(self, modules: Sequence[nn.Module], replicated: Replicated, *, alike: bool = True) -> None:
         self._replicated, self._alike = replicated, alike
         self._owners: list[tuple[str, nn.Module]] = []
+        # A wrapper comes last: a newcomer may have the module without it, where its predecessor was between two calls.
+        wrappers = {number: each for number, each in enumerate(modules) if isinstance(each, DistributedDataParallel)}
+        bare = {number: wrappers[number].module if number in wrappers else each for number, each in enumerate(modules)}
         seen: set[int] = set()
-        for number, module in enumerate(modules):
+        for number, module in bare.items():
             for path, child in module.named_modules():
                 if id(child) not in seen:
                     seen.add(id(child))
                     self._owners.append((f"{number}.{path}.", child))
+        self._owners += [(f"{number}.wrapper.", each) for number, each in wrappers.items()]
 
     # -- buffers ---------------------------------------------------------------------------------------
 
