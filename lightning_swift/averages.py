@@ -1,12 +1,12 @@
-"""Callbacks that average the weights: their average is attached beside the module, and what else they hold is put back.
+"""Models that callbacks hold: averages of the weights, teachers, metrics. They are attached beside the module.
 
-Their average is a model of its own, which no optimizer steps; during validation they exchange it with the module's
+An average is a model of its own, which no optimizer steps; during validation it is exchanged with the module's
 weights. The core follows both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,29 +14,73 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from torch import nn
 
 from lightning_swift import compat
+from shared_core.errors import Unsupported
 
 AVERAGING = (WeightAveraging, StochasticWeightAveraging)
+#: Longer containers of callbacks are not looked through for models.
+_SHORT = 32
 
 
 class Averages:
-    """The averaging callbacks of a trainer.
+    """The averaging callbacks of a trainer, and the models that the user's callbacks hold.
 
     Args:
         trainer: whose callbacks are looked at, again each time.
+        held: look for models that the user's callbacks hold.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: pl.Trainer, *, held: bool) -> None:
+        self._trainer, self._held = trainer, held
+        self._known: dict[str, nn.Module] = {}
 
-    def _models(self) -> dict[str, nn.Module]:
+    def _averages(self) -> dict[str, nn.Module]:
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
         found = {str(i): compat.average_of(each) for i, each in enumerate(callbacks) if isinstance(each, AVERAGING)}
         return {name: model for name, model in found.items() if model is not None}
 
+    def held(self) -> dict[str, nn.Module]:
+        """What callbacks hold by now, apart from the trained module and its parts, by the place there."""
+        found = {
+            name: model
+            for number, callback in enumerate(self._trainer.callbacks if self._held else ())  # type: ignore[attr-defined]
+            if not isinstance(callback, AVERAGING)
+            for name, model in _held_by(callback, f"{number}.{type(callback).__qualname__}")
+        }
+        trained = self._trainer.lightning_module
+        known = {id(each) for each in trained.modules()} if found and trained is not None else set()
+        return {name: model for name, model in found.items() if known.isdisjoint(map(id, model.modules()))}
+
+    def _models(self) -> dict[str, nn.Module]:
+        return self._averages() | {name: model for name, model in self.held().items() if _has_values(model)}
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether there are averages that are exchanged with the module's weights."""
+        return bool(self._averages())
+
     @property
     def models(self) -> list[nn.Module]:
-        """The averages that exist by now."""
+        """Those with parameters or buffers that exist by now."""
         return list(self._models().values())
+
+    def made(self, *, begun: bool) -> bool:
+        """Whether callbacks have made models since this was last asked.
+
+        Args:
+            begun: training has begun, so a newcomer may not have what is made now.
+
+        Raises:
+            Unsupported: for a model with parameters or buffers that is made then, and not in the place of another.
+        """
+        before, self._known = self._known, self._averages() | self.held()
+        late = [name for name, model in self._known.items() if name not in before and _has_values(model)]
+        if begun and late:
+            raise Unsupported(
+                f"swift recovery does not support that a callback makes a model while training runs ({late[0]}): a "
+                "worker that takes a lost one's place would not have it. Make it in setup(), or keep its state_dict() "
+                "instead"
+            )
+        return [*map(id, before.values())] != [*map(id, self._known.values())]
 
     def states(self) -> dict[str, dict[str, Any]]:
         """State of each average, for the end of an entry call."""
@@ -50,6 +94,19 @@ class Averages:
         for number, model in self._models().items():
             if number in states:
                 model.load_state_dict(states[number], strict=False)
+
+    def require(self, states: Mapping[str, Any]) -> None:
+        """Refuse to begin between two calls where a model is missing that had been made in a call.
+
+        Raises:
+            Unsupported: naming it.
+        """
+        missing = [name for name in states if name not in self._models()]
+        if missing:
+            raise Unsupported(
+                f"a worker was lost between two calls of the Trainer, and the one that takes its place lacks the model "
+                f"{missing[0]}, which a callback made in a call: make it in setup()"
+            )
 
     # -- stochastic weight averaging ----------------------------------------------------------------------------------
 
@@ -77,3 +134,17 @@ class Averages:
                 progress.completed = epoch
             if resetting and not callback.momenta:
                 callback.reset_batch_norm_and_save_state(module)
+
+
+def _has_values(model: nn.Module) -> bool:
+    return any(True for _ in model.parameters()) or any(True for _ in model.buffers())
+
+
+def _held_by(callback: object, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that are attributes, or in short lists, tuples and dictionaries that are."""
+    for attribute, value in vars(callback).items():
+        if isinstance(value, nn.Module):
+            yield f"{name}.{attribute}", value
+        elif isinstance(value, (list, tuple, dict)) and len(value) <= _SHORT:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{name}.{attribute}.{key}", each) for key, each in items if isinstance(each, nn.Module))

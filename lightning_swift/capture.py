@@ -29,13 +29,17 @@ class RunState:
     """Everything of a trainer, its module and callbacks that only this rank has. One for each entry call.
 
     What there is to visit is looked up once, when it is first needed, because hooks of the start-up still add to it.
+
+    Args:
+        trainer: whose state it is.
+        held: models that the user's callbacks hold belong to it.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, *, held: bool = False) -> None:
         self.trainer = trainer
         self.data = Data(trainer)
         self.loggers = Loggers(trainer)
-        self.averages = Averages(trainer)
+        self.averages = Averages(trainer, held=held)
         self._results = Results(trainer)
         self._built: dict[str, Any] = {}
 
@@ -49,6 +53,7 @@ class RunState:
             ("flags", self._capture_flags, self._restore_flags, False),
             ("callbacks", self._of("callbacks").capture, self._of("callbacks").restore, False),
             ("callbacks.user", self._of("user callbacks").capture, self._of("user callbacks").restore, True),
+            ("callbacks.held", self._of("held").capture, self._of("held").restore, True),
             ("results", self._results.capture, self._restore_results, True),
             ("schedulers", self._capture_schedulers, self._restore_schedulers, False),
             ("data", self.data.capture, self._restore_data, False),
@@ -69,9 +74,13 @@ class RunState:
 
     def _holders(self, name: str) -> Holders:
         if name not in self._built:
-            self._built[name] = Holders(*_BUILDERS[name](self.trainer))
+            build = self._held_objects if name == "held" else _BUILDERS[name]
+            self._built[name] = Holders(*build(self.trainer))
         found: Holders = self._built[name]
         return found
+
+    def _held_objects(self, _: pl.Trainer) -> tuple[dict[str, object], frozenset[str]]:
+        return _layers(self.averages.held()), _OF_MODULES
 
     def _model(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
         if "model" not in self._built:
@@ -196,12 +205,24 @@ class _Lazy:
         self._build().restore(data)
 
 
+_OF_MODULES = frozenset(vars(pl.LightningModule())) | compat.METRIC_INTERNALS | frozenset(vars(nn.Module()))
+
+
 def _module_objects(trainer: pl.Trainer) -> tuple[dict[str, object], frozenset[str]]:
     module: nn.Module | None = trainer.lightning_module
-    named = {} if module is None else dict(module.named_modules())
-    # Attributes of torch's own layers are their configuration; what they learn are parameters and buffers.
-    objects = {name: child for name, child in named.items() if not type(child).__module__.startswith("torch.nn.")}
-    return dict(objects), frozenset(vars(pl.LightningModule())) | compat.METRIC_INTERNALS | frozenset(vars(nn.Module()))
+    return {} if module is None else _layers({"": module}), _OF_MODULES
+
+
+def _layers(modules: Mapping[str, nn.Module]) -> dict[str, object]:
+    """Those with attributes to visit. Of torch's own layers they are the configuration; what these learn are parameters
+    and buffers.
+    """
+    return {
+        f"{name}.{path}" if name else path: child
+        for name, module in modules.items()
+        for path, child in module.named_modules()
+        if not type(child).__module__.startswith("torch.nn.")
+    }
 
 
 def _callback_objects(trainer: pl.Trainer, user: bool) -> tuple[dict[str, object], frozenset[str]]:

@@ -77,7 +77,10 @@ class SwiftLauncher(compat.Launcher):
         return self._strategy.at_end()
 
     def _restore(self, data: Mapping[str, Any] | None) -> None:
-        if self._entering is None or data is None:
+        if data is None:
+            return
+        if self._entering is None:  # this worker begins here
+            self._strategy.run_state.averages.require(data.get("averages", {}))
             return
         self._ended = data
         self._rebuild(*self._entering)

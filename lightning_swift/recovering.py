@@ -55,7 +55,8 @@ class RecoveringStrategy(CollectiveStrategy):
         self.sharing: Sharing | None = None
         self._run_state: RunState | None = None
         self._trainer: pl.Trainer | None = None
-        self._listening = False
+        self._listening = self._begun = False
+        self._attached: list[int] = []
 
     # -- entry calls --------------------------------------------------------------------------------------------------
 
@@ -68,12 +69,19 @@ class RecoveringStrategy(CollectiveStrategy):
         super().setup(trainer)
         if self.job is not None:
             self._check(trainer)  # again: the module may have added callbacks
-            assert self.model is not None
-            averages = self.run_state.averages.models
-            self.attach([self.model, *averages], self.optimizers if trainer.state.fn == TrainerFn.FITTING else [])
-            if averages:
+            self.run_state.averages.made(begun=False)
+            self._attached = []
+            self._attach_trained(trainer)
+            if self.run_state.averages.exchanged:
                 self.job.keep_tops()
             self.run_state.loggers.opened()
+
+    def _attach_trained(self, trainer: pl.Trainer) -> None:
+        assert self.model is not None
+        models = [self.model, *self.run_state.averages.models]
+        if [*map(id, models)] != self._attached:
+            self.attach(models, self.optimizers if trainer.state.fn == TrainerFn.FITTING else [])
+            self._attached = [*map(id, models)]
 
     def _check(self, trainer: pl.Trainer) -> None:
         if self.config.state.overlapped_update:
@@ -87,7 +95,8 @@ class RecoveringStrategy(CollectiveStrategy):
         assert self.job is not None
         self._check(trainer)
         self._trainer = trainer
-        self._run_state = RunState(trainer)
+        self._run_state = RunState(trainer, held=self.averages and not self.reroutes)
+        self._begun = False
         self._run_state.register(self.job)
         # Only rank 0 has any. A prepared standby of another rank goes on to its first batch.
         logged = self.job.peek("lightning.loggers") if trainer.is_global_zero else None
@@ -106,8 +115,10 @@ class RecoveringStrategy(CollectiveStrategy):
         it. It is serialised at once.
         """
         assert self.lightning_module is not None
+        state = {k: value for k, value in self.lightning_module.state_dict().items() if hasattr(value, "dtype")}
         return {
-            "module": {k: value for k, value in self.lightning_module.state_dict().items() if hasattr(value, "dtype")},
+            "module": state,
+            "buffers": {k: value for k, value in self.lightning_module.named_buffers() if k not in state},
             "optimizers": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
             "averages": self.run_state.averages.states(),
         }
@@ -116,6 +127,9 @@ class RecoveringStrategy(CollectiveStrategy):
         """Inverse of :meth:`at_end`."""
         if self.lightning_module is not None:
             self.lightning_module.load_state_dict(ended["module"], strict=False)
+            for name, buffer in self.lightning_module.named_buffers():
+                if name in ended["buffers"] and buffer.shape == ended["buffers"][name].shape:
+                    buffer.data.copy_(ended["buffers"][name])
         self.load_optimizer_state_dict({"optimizer_states": ended["optimizers"]})
         self.run_state.averages.load(ended["averages"])
 
@@ -169,6 +183,12 @@ class RecoveringStrategy(CollectiveStrategy):
     def batch_top(self, accumulating: bool) -> None:
         """The top of a training batch; a newcomer takes its predecessor's place in here."""
         if self.job is not None:
+            # Hooks up to here, and the last batch.
+            if self.run_state.averages.made(begun=self._begun):
+                assert self._trainer is not None
+                self._attach_trained(self._trainer)
+                self.run_state.forget()
+            self._begun = True
             if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoints.near:
                 self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
             if self.job.batch_top(accumulating=accumulating):

@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import MetricTracker
 
 from lightning_swift.averages import AVERAGING
 from shared_core import SwiftConfig
@@ -60,6 +61,14 @@ def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
                 f"swift recovery does not support {type(callback).__name__} in a pipeline, with sharded "
                 "models or with on_failure='reroute': nobody else has a lost worker's average. Choose "
                 "strategy='swift_ddp' with on_failure='replace', or average checkpoints after training"
+            )
+    module = trainer.lightning_module
+    for name, part in module.named_modules() if module is not None else ():
+        if isinstance(part, MetricTracker):
+            raise Unsupported(
+                f"swift recovery does not support MetricTracker ({name}): it adds modules while training runs, which a "
+                "worker that takes a lost one's place would not have. Use the metric itself, and keep what it computes "
+                "in a list"
             )
 
 

@@ -70,6 +70,10 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "swa_transfers": ("swa", [Fault(0, 16, "update.after", "SIGKILL")]),
     "swa_statistics": ("swa", [Fault(1, 18, "forward", "SIGKILL")]),
     "swa_statistics_end": ("swa", [Fault(0, 20, "validation", "SIGKILL")]),
+    "held_models": ("held", [Fault(1, 8, "forward", "SIGKILL")]),
+    "prepared_data": ("prepared", [Fault(0, 3, "bucket", "SIGKILL")]),
+    # Lost when a file of the end has been written.
+    "resume_newest": ("prepared", [Fault(1, 18, "validation", "SIGKILL")]),
     "resume": ("resume", [Fault(1, 14, "forward", "SIGKILL")]),
 }
 

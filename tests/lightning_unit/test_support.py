@@ -19,8 +19,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+from torchmetrics import MeanMetric, MetricTracker
 
 from lightning_swift import SwiftCallback, SwiftDDPStrategy, SwiftFSDPStrategy
+from lightning_swift.averages import Averages
 from lightning_swift.loops import SwiftEvaluationLoop, SwiftFitLoop, SwiftTrainingEpochLoop, adopt_loops
 from lightning_swift.strategy import DDP_NAMES
 from lightning_swift.support import check_device, check_trainer
@@ -76,6 +78,26 @@ def test_callbacks(callback: pl.Callback, word: str) -> None:
     with pytest.raises(Unsupported, match=type(callback).__name__) as caught:
         check_trainer(trainer, averages=False)
     assert word in str(caught.value)
+
+
+def test_modules_that_are_made_while_training_runs() -> None:
+    module = pl.LightningModule()
+    module.tracker = MetricTracker(MeanMetric(), maximize=False)
+    callback = pl.Callback()
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[callback], logger=False)
+    trainer.strategy._lightning_module = module
+    with pytest.raises(Unsupported, match=r"MetricTracker \(tracker\).*in a list"):
+        check_trainer(trainer)
+    averages = Averages(trainer, held=True)
+    callback.metric = MeanMetric()  # type: ignore[attr-defined]
+    assert averages.made(begun=False) and not averages.made(begun=True)
+    callback.metric, callback.module = MeanMetric(), module  # type: ignore[attr-defined]
+    assert averages.made(begun=True)
+    callback.best = {"first": torch.nn.Linear(1, 1)}  # type: ignore[attr-defined]
+    with pytest.raises(Unsupported, match=r"\(\d+.Callback.best.first\).*setup\(\)"):
+        averages.made(begun=True)
+    with pytest.raises(Unsupported, match="lacks the model gone"):
+        averages.require({"gone": {}})
 
 
 def test_other_strategies() -> None:

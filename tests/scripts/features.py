@@ -104,6 +104,57 @@ class Sums(Net):
         self.log("val_accuracy", self.val_accuracy, on_epoch=True)
 
 
+class Prepared(pl.LightningDataModule):
+    """Lightning makes a process group for ``prepare_data``, in each call."""
+
+    def prepare_data(self) -> None:
+        pass
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def val_dataloader(self) -> Any:
+        return loader(48, shuffle=False, first=1000)
+
+    test_dataloader = val_dataloader
+
+
+class Follower(pl.Callback):
+    """Holds models of its own: an average of the weights, made as training starts, and a metric."""
+
+    def __init__(self) -> None:
+        self.average: Any = None
+        self.metrics = {"loss": torchmetrics.MeanMetric()}
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.average = copy.deepcopy(module).requires_grad_(False)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self.metrics["loss"].update(outputs["loss"])
+        for mine, theirs in zip(self.average.parameters(), module.parameters(), strict=True):
+            mine.lerp_(theirs.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        average = None if self.average is None else self.average.state_dict()
+        return {"average": average, "loss": self.metrics["loss"].compute()}
+
+
+class Buffered(Net):
+    """Has a part that is never trained, and a buffer that no checkpoint holds."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(norm=True, dropout=0.1, scheduler="epoch")
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        for part in self.modules():
+            if isinstance(part, nn.BatchNorm1d):
+                part.eval()
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.seen += outputs["loss"]
+
+
 class Gan(pl.LightningModule):
     """Two optimizers by hand; the second half of a batch uses a tensor from before the first optimizer's step."""
 
@@ -220,6 +271,7 @@ def _calls(
 
     def between(call: str) -> None:
         told.append(trainer.strategy.broadcast(f"{call}: {trainer.callback_metrics} of rank {trainer.global_rank}"))
+        told.append((module.seen.item(), [part.training for part in module.modules()]))
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(0.9)
@@ -263,6 +315,18 @@ def _resume(
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, **data, ckpt_path=path)
     return digests(trainer, module)
+
+
+def _prepared(
+    trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
+) -> dict[str, str]:
+    """Three calls with a data module; the last goes on from the newest file of the second, while it writes others."""
+    tested = [trainer.test(module, **data, verbose=False)]
+    trainer.fit(module, **data)
+    tested.append(trainer.test(module, **data, verbose=False))
+    trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = -1, 18
+    trainer.fit(module, **data, ckpt_path="last", weights_only=False)
+    return digests(trainer, module) | {"tested": repr(tested)}
 
 
 def _with_two_trainers(
@@ -360,7 +424,7 @@ FEATURES: dict[str, Feature] = {
         run=_fit_test_fit,
     ),
     "calls": Feature(
-        module=lambda: Net(norm=True, dropout=0.1, scheduler="epoch"),
+        module=Buffered,
         data=_with_validation(),
         run=_calls,
     ),
@@ -409,6 +473,14 @@ FEATURES: dict[str, Feature] = {
         trainer=lambda: {"max_epochs": 4},
         callbacks=lambda: [StochasticWeightAveraging(5e-2, swa_epoch_start=2, annealing_epochs=2)],
         run=_averaged,
+    ),
+    "held": Feature(callbacks=lambda: [Follower()]),
+    "prepared": Feature(
+        module=lambda: Net(scheduler="epoch", dropout=0.1),
+        data=lambda: {"datamodule": Prepared()},
+        trainer=lambda: {"max_epochs": 2, "enable_checkpointing": True},
+        callbacks=lambda: [ModelCheckpoint(OUT, every_n_train_steps=3, save_last=True, save_top_k=-1)],
+        run=_prepared,
     ),
     "resume": Feature(module=lambda: Net(scheduler="epoch", dropout=0.1), run=_resume),
 }
