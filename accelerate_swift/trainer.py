@@ -28,6 +28,8 @@ if launched_by_swiftrun() and enabled():
     prepare()
 
 _NAME = "transformers.state"
+#: Steps before the end of training in which a Trainer prepares for loading its best model.
+_LAST = 3
 #: Numbers the calls of train() in this process, of all Trainers.
 _CALLS = count(1)
 #: In the place of a checkpoint's folder: go on in the middle of an epoch, but load nothing.
@@ -164,12 +166,15 @@ class SwiftTrainer(transformers.Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """As in ``Trainer``; the batch top lies before it, where there may be a batch."""
         watch = self._swift.watch
-        if self._swift.loop.job is None:
+        job = self._swift.loop.job
+        if job is None:
             samples: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
             return samples
         if not self._swift_ended:
             watch.begin_training()
-            self._swift.loop.batch_top()
+            if self.args.load_best_model_at_end and self.state.global_step + _LAST >= self.state.max_steps:
+                job.keep_tops()  # the best model takes the place of the last one
+            job.batch_top()
         watch.fetching = True
         try:
             samples = super().get_batch_samples(epoch_iterator, num_batches, device)

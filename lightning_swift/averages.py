@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_swift import compat
 from shared_core.errors import Unsupported
+from shared_core.events import console_once
 
 AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 #: Longer containers of callbacks are not looked through for models.
@@ -32,6 +33,7 @@ class Averages:
     def __init__(self, trainer: pl.Trainer, *, held: bool) -> None:
         self._trainer, self._held = trainer, held
         self._known: dict[str, nn.Module] = {}
+        self._late: set[str] = set()
 
     def _averages(self) -> dict[str, nn.Module]:
         callbacks: list[pl.Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
@@ -39,7 +41,9 @@ class Averages:
         return {name: model for name, model in found.items() if model is not None}
 
     def held(self) -> dict[str, nn.Module]:
-        """What callbacks hold by now, apart from the trained module and its parts, by the place there."""
+        """What callbacks hold by now, by the place there, apart from the trained module, its parts, and what was made
+        too late.
+        """
         found = {
             name: model
             for number, callback in enumerate(self._trainer.callbacks if self._held else ())  # type: ignore[attr-defined]
@@ -48,7 +52,11 @@ class Averages:
         }
         trained = self._trainer.lightning_module
         known = {id(each) for each in trained.modules()} if found and trained is not None else set()
-        return {name: model for name, model in found.items() if known.isdisjoint(map(id, model.modules()))}
+        return {
+            name: model
+            for name, model in found.items()
+            if name not in self._late and known.isdisjoint(map(id, model.modules()))
+        }
 
     def _models(self) -> dict[str, nn.Module]:
         return self._averages() | {name: model for name, model in self.held().items() if _has_values(model)}
@@ -67,19 +75,19 @@ class Averages:
         """Whether callbacks have made models since this was last asked.
 
         Args:
-            begun: training has begun, so a newcomer may not have what is made now.
-
-        Raises:
-            Unsupported: for a model with parameters or buffers that is made then, and not in the place of another.
+            begun: training has begun, so a newcomer does not have what is made now: a line says so, and it is left
+                out, unless it takes the place of another.
         """
-        before, self._known = self._known, self._averages() | self.held()
-        late = [name for name, model in self._known.items() if name not in before and _has_values(model)]
-        if begun and late:
-            raise Unsupported(
-                f"swift recovery does not support that a callback makes a model while training runs ({late[0]}): a "
-                "worker that takes a lost one's place would not have it. Make it in setup(), or keep its state_dict() "
-                "instead"
+        before, held = self._known, self.held()
+        late = [name for name, model in held.items() if begun and name not in before and _has_values(model)]
+        if late:
+            self._late.update(late)
+            console_once(
+                "late model",
+                f"a callback has made a model while training runs ({late[0]}): a worker that takes a lost one's place "
+                "does not have it. Make it in setup(), or keep its state_dict() instead",
             )
+        self._known = self._averages() | self.held()
         return [*map(id, before.values())] != [*map(id, self._known.values())]
 
     def states(self) -> dict[str, dict[str, Any]]:

@@ -109,6 +109,8 @@ class RecoveringStrategy(CollectiveStrategy):
         """Tell the job what is trained."""
         assert self.job is not None
         self.job.attach(modules, optimizers)
+        if optimizers:
+            self.job.keep_images()  # hooks and manual optimization use parameters anywhere in a batch
 
     def at_end(self) -> dict[str, Any]:
         """At the end of an entry call: the state of the module and the optimizers, which the user's code finds after

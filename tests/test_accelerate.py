@@ -141,6 +141,10 @@ TRAINER: dict[str, tuple[list[str], list[Fault]]] = {
         [Fault(0, 9, "collective.before", "SIGKILL", nth=9), Fault(1, 13, "bucket", "SIGKILL")],
     ),
     "own": (["--own"], [Fault(1, 5, "forward", "SIGKILL"), Fault(0, 14, "bucket", "SIGKILL")]),
+    "best_model": (
+        ["--best", "--eval-steps", "4", "--steps", "20"],
+        [Fault(1, 20, "collective.before", "SIGKILL", nth=14)],
+    ),
     "persistent_workers": (["--workers", "1"], [Fault(1, 14, "forward", "SIGKILL")]),
 }
 

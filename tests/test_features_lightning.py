@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "metrics_rank_0": ("metrics", [Fault(0, 4, "collective.before", "SIGKILL")]),
     "dropout": ("dropout", [Fault(0, 4, "collective.before", "SIGKILL")]),
     "augment": ("augment", [Fault(1, 8, "bucket", "SIGSTOP")]),
+    "manual_others_have_made_the_update": ("manual", [Fault(1, 9, "update.before", "SIGKILL")]),
     "gan_between_optimizers": ("gan", [Fault(1, 4, "update.after", "SIGKILL")]),
     "gan_second_update": ("gan", [Fault(0, 9, "update.before", "SIGKILL", nth=2)]),
     "gan_in_the_second_update": ("gan", [Fault(1, 5, "update.during", "SIGKILL", nth=45)]),

@@ -200,6 +200,24 @@ class Gan(pl.LightningModule):
         return [opt_g, opt_c], [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (opt_g, opt_c)]
 
 
+class Manual(Net):
+    """One update by hand, whose loss is logged when it is made; and weights between backward and the update."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        loss = F.cross_entropy(self(x), y)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        weight = sum(p.detach().square().sum() for p in self.parameters())
+        optimizer.step()
+        self.log_dict({"loss": loss, "weight": weight}, on_epoch=True)
+
+
 class ByHand(Net):
     """A target network and a codebook inside the module, weights clipped, layers frozen for a time."""
 
@@ -417,6 +435,7 @@ FEATURES: dict[str, Feature] = {
     "metrics": Feature(module=Sums),
     "dropout": Feature(module=lambda: Net(dropout=0.3)),
     "augment": Feature(data=lambda: {"train_dataloaders": loader(augment=True)}),
+    "manual": Feature(module=Manual),
     "gan": Feature(module=Gan, strategy={"find_unused_parameters": True}),
     "fit_test_fit": Feature(
         module=lambda: Net(norm=True, dropout=0.1, scheduler="epoch"),

@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0, help="of loaders, which persist")
     parser.add_argument("--steps", type=int, default=-1)
     parser.add_argument("--resume")
+    parser.add_argument("--best", action="store_true", help="load the best model in the end, and evaluate it")
     parser.add_argument("--evaluate-first", action="store_true")
     parser.add_argument("--checkpoints")
     parser.add_argument("--files")
@@ -128,7 +129,7 @@ def main() -> None:
         num_train_epochs=2,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=args.accumulate,
-        learning_rate=2e-3,
+        learning_rate=5e-2 if args.best else 2e-3,
         lr_scheduler_type="cosine",
         max_steps=args.steps,
         eval_strategy="steps" if args.eval_steps else "epoch",
@@ -141,6 +142,7 @@ def main() -> None:
         save_strategy="steps",
         save_steps=4,
         save_total_limit=1,
+        load_best_model_at_end=args.best,
         report_to=["tensorboard", "wandb", "mlflow"] if args.trackers else "none",
         disable_tqdm=True,
         seed=5,
@@ -159,6 +161,8 @@ def main() -> None:
         trainer.evaluate()
     speed = trainer.train(resume_from_checkpoint=args.resume).metrics
     ended = time.time()
+    if args.best:
+        trainer.evaluate()
     if args.twice:
         trainer.evaluate()
         trainer.train()
