@@ -282,10 +282,9 @@ class StateOptions(Section):
     preimages: str = option(
         "auto",
         _USE,
-        "what a worker keeps so that a newcomer can compute exactly. `auto`: parameters before each update in "
-        "loops that you write, and where a batch has several; parameters and optimizer state at batch tops once the "
-        "script [changes them outside updates](how_it_works.md#what-a-script-changes-by-itself). `always`: from the "
-        "start. `never`",
+        "what a worker keeps so that a newcomer can compute exactly. `auto`: parameters before each update; "
+        "parameters and optimizer state at batch tops once the script [changes them outside "
+        "updates](how_it_works.md#what-a-script-changes-by-itself). `always`: from the start. `never`",
         formerly="preimages",
     )
     overlapped_update: bool = option(

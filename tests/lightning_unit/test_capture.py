@@ -60,6 +60,9 @@ class LocalJob:
     def attach(self, modules: Any, optimizers: Any) -> None:
         self.module, self.optimizers = modules[0], optimizers
 
+    def keep_images(self) -> None:
+        """There is nobody to give them to."""
+
     def batch_top(self, *, accumulating: bool = False) -> bool:
         if self.joining:
             assert self.published is not None

@@ -20,7 +20,7 @@ class UpdateImages:
     """What is kept before updates, and until when.
 
     Args:
-        policy: ``always``, ``never``, or ``auto``: in loops that the user writes, and once a batch has had several
+        policy: ``always``, ``never``, or ``auto``: where a caller asks for it, and once a batch has had several
             updates.
         stable: gives the newest batch top that every rank has published.
     """
