@@ -65,7 +65,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("way", few(APART, "join", "zero", "forgotten", "experts"))
+@pytest.mark.parametrize("way", few(APART, "zero", "experts"))
 def test_what_ranks_train_apart_is_refused_without_a_loss(way: str, jobs: Jobs) -> None:
     result = jobs.run("apart.py", args=[way])
     assert result.status == 1, result.tail()
