@@ -208,9 +208,7 @@ class Manual(Net):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        loss = F.cross_entropy(self(x), y)
-        optimizer: Any = self.optimizers()
+        loss, optimizer = F.cross_entropy(self(batch[0]), batch[1]), self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
         weight = sum(p.detach().square().sum() for p in self.parameters())
@@ -360,10 +358,8 @@ def _with_two_trainers(
         callbacks=callbacks,
         logger=CSVLogger(OUT, "csv"),
         max_epochs=2,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
         log_every_n_steps=2,
+        **dict.fromkeys(("enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False),
     )
     again.fit(module, **data)
     return digests(again, module)

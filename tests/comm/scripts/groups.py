@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from typing import Any
 
@@ -55,6 +56,9 @@ def from_checkpoints() -> dict[str, Any]:
         loaded = {"mine": torch.zeros(4), "number": 0}
         dcp.load(loaded, checkpoint_id=os.path.join(str(folder[0]), name))
         assert loaded["number"] == 3
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]))
     return {"async_save": group}
 
 
