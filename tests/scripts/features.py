@@ -274,8 +274,7 @@ def _fit_test_fit(
     tested = trainer.test(module, loader(48, shuffle=False, first=1200), verbose=False)
     trainer.fit_loop.max_epochs = 4
     trainer.fit(module, **data)
-    # A newcomer in a later entry returns from finished ones at once: their end is compared on survivors only.
-    extra["first"] = first
+    extra["first"] = first  # compared on survivors only: a newcomer in a later entry passes by finished ones
     return digests(trainer, module) | {"tested": repr(tested)}
 
 
