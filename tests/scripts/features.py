@@ -120,7 +120,7 @@ class Prepared(pl.LightningDataModule):
 
 
 class Follower(pl.Callback):
-    """Holds models of its own: an average of the weights, made as training starts, and a metric."""
+    """Holds an average of the weights, made when training starts, and a metric."""
 
     def __init__(self) -> None:
         self.average: Any = None
@@ -335,7 +335,7 @@ def _resume(
 def _prepared(
     trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]
 ) -> dict[str, str]:
-    """Three calls with a data module; the last goes on from the newest file of the second, while it writes others."""
+    """Three calls with a data module; the last resumes from the newest checkpoint of the second and writes more."""
     tested = [trainer.test(module, **data, verbose=False)]
     trainer.fit(module, **data)
     tested.append(trainer.test(module, **data, verbose=False))

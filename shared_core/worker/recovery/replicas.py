@@ -152,8 +152,8 @@ class Replicas:
                 "there is no majority to tell which is right. Likely causes, the likeliest first. 1. The script "
                 "changes parameters or optimizer state outside an optimizer's step: attach averages and target "
                 "networks, register what the change depends on, and set state.preimages='always' if such changes "
-                "begin late in training. 2. Ranks train parameters of their own: register() those, with their "
-                "optimizer, in the place of attaching them. 3. The script is not deterministic: an unseeded generator, "
+                "begin late in training. 2. Each rank trains different parameters: register() those and their "
+                "optimizer instead of attaching them. 3. The script is not deterministic: an unseeded generator, "
                 "a branch on the rank. 4. Memory is faulty. Restart from a checkpoint."
             )
         )

@@ -97,5 +97,5 @@ def not_attached(optimizer: Optimizer, name: str) -> ConfigError:
         f"{type(optimizer).__name__} has stepped parameter {name}, which is attached without this optimizer, so its "
         "updates and its state would not be a newcomer's: pass it to attach() or prepare(), or return it from "
         "configure_optimizers(). Of one that wraps another (Lookahead, SAM) attach the one inside, and job.register() "
-        "the outer one if it has a state of its own"
+        "the outer one if it also has state"
     )
