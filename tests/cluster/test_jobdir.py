@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +121,33 @@ def test_a_folder_that_others_can_enter_is_closed(tmp_path: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
     assert not own(folder) and folder.stat().st_mode & 0o777 == 0o700
+
+
+#: A zygote that is told to end at each kind of thing that it does to end.
+TOLD_TWICE = """
+import os, signal, sys
+from shared_core.worker.start import zygote
+seen = set()
+def struck(event, args):
+    if event not in seen and (seen or event == "shutil.rmtree"):
+        seen.add(event)
+        os.kill(os.getpid(), signal.SIGTERM)
+sys.addaudithook(struck)
+zygote.main()
+"""
+
+
+def test_the_zygote_of_a_killed_agent_ends_whatever_the_signal_interrupts(tmp_path: Path) -> None:
+    folder = tmp_path / "swift_x"
+    logs = log_folder(None, folder)
+    for each in (folder, logs):
+        (each / "rank0").mkdir(parents=True)
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        words = [str(theirs.fileno()), str(os.getpid())]
+        ends = subprocess.Popen([sys.executable, "-c", TOLD_TWICE, *words], pass_fds=[theirs.fileno()])
+        theirs.close()
+        mine.sendall(json.dumps({"preload": [], "job_dir": str(folder), "program": ""}).encode() + b"\n")
+        assert b"ready" in mine.recv(4096)
+    assert ends.wait(30) == 0
+    assert not folder.exists() and not logs.exists()

@@ -36,14 +36,19 @@ class _Orphan:
     """What is left to do for an agent that was killed: its end closes the channel, and the kernel sends SIGTERM."""
 
     pid = 0
-    job_dir = ""
+    folders: tuple[Path, ...] = ()
     channel: socket.socket
 
     @classmethod
+    def set_folders(cls, job_dir: str) -> None:
+        """The folders of this job go at the end. They are not looked up then: the signal may have interrupted what
+        holds a lock, such as ``tempfile.gettempdir``."""
+        cls.folders = (Path(job_dir), jobdir.log_folder(None, Path(job_dir))) if job_dir else ()
+
+    @classmethod
     def end(cls) -> None:
-        if cls.job_dir:
-            shutil.rmtree(cls.job_dir, ignore_errors=True)
-            shutil.rmtree(jobdir.log_folder(None, Path(cls.job_dir)), ignore_errors=True)
+        for folder in cls.folders:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)  # exit handlers of imported modules belong to the workers
 
     @classmethod
@@ -64,7 +69,7 @@ def serve(channel: socket.socket) -> StartRequest | None:
     for line in stream:
         message = json.loads(line)
         if "preload" in message:
-            _Orphan.job_dir = message["job_dir"]
+            _Orphan.set_folders(message["job_dir"])
             set_title("standby", message["program"])
             _preload(message["preload"], report)
             if not message.get("more"):
