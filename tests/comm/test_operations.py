@@ -78,3 +78,13 @@ def test_results_are_served_from_disk(jobs: Jobs) -> None:
 @pytest.mark.parametrize("nth", range(1, 76, 4))
 def test_a_loss_at_every_place(kind: str, nth: int, jobs: Jobs) -> None:
     jobs.check(SCRIPT, nproc=3, faults=[Fault(nth % 3, 2 + nth % 2, kind, "SIGKILL", nth=nth)])
+
+
+def test_who_has_a_result_is_lost_while_a_newcomer_takes_it(jobs: Jobs) -> None:
+    """The newcomer is the only one left who has it, and gives it to the second newcomer."""
+    script = str(Path(__file__).parent / "scripts" / "while_served.py")
+    result = jobs.run(script, faults=[Fault(0, 2, "collective.before", "SIGKILL", nth=2)])
+    assert result.status == 0 and result.struck, result.tail()
+    assert [event.rank for event in result.kinds("lost")] == [0, 1]
+    assert not result.kinds("restart")
+    compare(result, jobs.reference(script))

@@ -139,7 +139,7 @@ class Generations:
             state.generation = generation
             self._redo, self._received = redo, received
             served = [
-                (group, group.pending.pop(seq), group.replay.pop(seq))
+                (group, group.pending.pop(seq), group.replay[seq])
                 for group in self._groups.all()
                 for seq in sorted(group.pending)
                 if seq in group.replay

@@ -89,7 +89,7 @@ class Operations:
             state.listener.cannot_complete(f"{describe(op.signature)} of group {group.name!r}")
         op.seq, op.top = group.next, state.top
         group.next += 1
-        logged = group.replay.pop(op.seq, None)
+        logged = group.replay.get(op.seq)
         if op.checksum and (logged is None or same_call(logged[0], op.signature)):
             self._check(group, op)
         if logged is not None:
@@ -178,6 +178,7 @@ class Operations:
         with state.lock:
             self.served += 1
             entry = self._results.keep(group, op)
+            group.replay.pop(op.seq, None)  # not earlier: a loss meanwhile may leave nobody else who has it
             state.changed.notify_all()
         self._results.archive(group, op.seq, entry, op.results)
         inject.point("collective.after", operation=op.signature[0])
