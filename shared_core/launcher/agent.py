@@ -93,7 +93,7 @@ class Agent:
             wakeup.selector,
             options.standbys,
             clean_env(os.environ),
-            Preload(program.preload, str(job.path), program.target),
+            Preload(program.preload, job.folders, program.target),
             console,
             early,
             wait_timeout_s=config.detection.wait_timeout_s,

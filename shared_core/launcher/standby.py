@@ -46,12 +46,12 @@ class Preload:
 
     Attributes:
         modules: to import.
-        job_dir: folder to remove if the agent is killed.
+        folders: to be removed when the agent has ended, also if it was killed.
         program: the user's script or module, for the title in ``ps``.
     """
 
     modules: tuple[str, ...]
-    job_dir: str = ""
+    folders: tuple[str, ...] = ()
     program: str = ""
 
 
@@ -105,7 +105,7 @@ class Standby:
 
     def preload(self, what: Preload, *, more: bool = False) -> None:
         """Tell it what to import; with ``more`` it is not ready afterwards, because another call follows."""
-        message = {"preload": what.modules, "job_dir": what.job_dir, "program": what.program, "more": more}
+        message = {"preload": what.modules, "folders": what.folders, "program": what.program, "more": more}
         self._send(json.dumps(message))
 
     def start(self, request: StartRequest) -> None:

@@ -113,6 +113,11 @@ class JobDir:
         sweep(self.path.parent)
         _sweep(self._logs.parent, _LOGS + PREFIX)  # their jobs may run where other folders in memory are seen
 
+    @property
+    def folders(self) -> tuple[str, str]:
+        """All that is removed at the end."""
+        return str(self.path), str(self._logs)
+
     def clear(self, keep: int | None = None) -> None:
         """Remove what an attempt has left, but not the lock, snapshots, what is kept for other machines, and since when
         ranks have trained.

@@ -138,16 +138,15 @@ zygote.main()
 
 
 def test_the_zygote_of_a_killed_agent_ends_whatever_the_signal_interrupts(tmp_path: Path) -> None:
-    folder = tmp_path / "swift_x"
-    logs = log_folder(None, folder)
-    for each in (folder, logs):
+    folders = [tmp_path / "memory", tmp_path / "disk"]
+    for each in folders:
         (each / "rank0").mkdir(parents=True)
     mine, theirs = socket.socketpair()
     with mine, theirs:
         words = [str(theirs.fileno()), str(os.getpid())]
         ends = subprocess.Popen([sys.executable, "-c", TOLD_TWICE, *words], pass_fds=[theirs.fileno()])
         theirs.close()
-        mine.sendall(json.dumps({"preload": [], "job_dir": str(folder), "program": ""}).encode() + b"\n")
+        mine.sendall(json.dumps({"preload": [], "folders": [*map(str, folders)], "program": ""}).encode() + b"\n")
         assert b"ready" in mine.recv(4096)
     assert ends.wait(30) == 0
-    assert not folder.exists() and not logs.exists()
+    assert not any(each.exists() for each in folders)

@@ -21,12 +21,12 @@ import socket
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from shared_core.protocol.request import StartRequest
-from shared_core.system import jobdir, process
+from shared_core.system import process
 from shared_core.system.title import set_title
 from shared_core.worker import link
 from shared_core.worker.start import entry, preload
@@ -36,14 +36,8 @@ class _Orphan:
     """What is left to do for an agent that was killed: its end closes the channel, and the kernel sends SIGTERM."""
 
     pid = 0
-    folders: tuple[Path, ...] = ()
+    folders: Sequence[str] = ()  # not looked up at the end: a signal may have interrupted what holds a lock
     channel: socket.socket
-
-    @classmethod
-    def set_folders(cls, job_dir: str) -> None:
-        """The folders of this job go at the end. They are not looked up then: the signal may have interrupted what
-        holds a lock, such as ``tempfile.gettempdir``."""
-        cls.folders = (Path(job_dir), jobdir.log_folder(None, Path(job_dir))) if job_dir else ()
 
     @classmethod
     def end(cls) -> None:
@@ -69,7 +63,7 @@ def serve(channel: socket.socket) -> StartRequest | None:
     for line in stream:
         message = json.loads(line)
         if "preload" in message:
-            _Orphan.set_folders(message["job_dir"])
+            _Orphan.folders = message["folders"]
             set_title("standby", message["program"])
             _preload(message["preload"], report)
             if not message.get("more"):
