@@ -38,6 +38,7 @@ def normalised(text: str, out: Path) -> str:
     text = re.sub(r"\bpids? \d[\d, ]*", lambda found: re.sub(r"\d+", "PID", found[0]), text)
     text = re.sub(r"[\w.-]+ \((\d+\.)+(\d+)\)", r"HOST (ADDRESS.\2)", text)
     text = re.sub(r"batch top \d+", "batch top N", text)
+    text = re.sub(r"(\w\.py):\d+\)", r"\1:LINE)", text)
     return re.sub(r"\d+\.\d+ s\b", "TIME s", text).strip() + "\n"
 
 
