@@ -103,3 +103,25 @@ dist.destroy_process_group()
     assert job.code == 0, job.stderr
     assert "imported []" in job.stdout
     assert {"torch", "shared_core.loop"} <= set(job.of("start")[0].fields["imports"])
+
+
+#: In the zygote; the first worker, which is forked twice, is told to end before it has run anything.
+STRUCK = """
+import os, signal
+from pathlib import Path
+forks, done = 0, Path(__file__).with_name("done")
+def struck():
+    global forks
+    forks += 1
+    if forks == 2 and not done.exists():
+        done.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+os.register_at_fork(after_in_child=struck)
+"""
+
+
+def test_a_worker_that_is_told_to_end_at_its_first_instant_ends(tmp_path: Path) -> None:
+    (tmp_path / "strikes.py").write_text(STRUCK)
+    job = run(tmp_path, "print('ran')", options=["--preload", "strikes"], env={"PYTHONPATH": str(tmp_path)}, nproc=1)
+    assert job.code == 0 and job.stdout == "ran\n", job.stderr
+    assert [event.fields["cause"] for event in job.of("lost")] == ["killed by SIGTERM"], job.stderr

@@ -47,8 +47,10 @@ class _Orphan:
 
     @classmethod
     def on_sigterm(cls, _number: int, _frame: object) -> None:
-        if os.getpid() != cls.pid:
-            return  # a worker that was forked an instant ago
+        if os.getpid() != cls.pid:  # a worker that was forked an instant ago
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
         # Somebody else may have sent it. A dying agent's channel closes in an instant.
         ended, _, _ = select.select([cls.channel], [], [], 1.0)
         if ended and not cls.channel.recv(1, socket.MSG_PEEK):
