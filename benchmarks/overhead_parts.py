@@ -17,12 +17,10 @@ from typing import Any
 #: What it is, where it is called, what it is a part of.
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("batch top", "shared_core.job:Job.batch_top", ""),
-    ("batch top: state captured", "shared_core.worker.state.local_state:Parts.capture", "batch top, before a bucket"),
+    ("batch top: state captured", "shared_core.worker.state.local_state:Parts.capture", "batch top"),
     ("batch top: written", "shared_core.worker.state.publications:Board.publish_top", "batch top"),
-    ("forward: outputs copied", "shared_core.worker.state.forward_pass:Passes._keep", ""),
     ("forward: buckets released", "shared_core.worker.comm.results:Results.release", ""),
     ("before a bucket", "shared_core.worker.state.forward_pass:Passes.before_bucket", ""),
-    ("before a bucket: written", "shared_core.worker.state.publications:Board.publish_mid", "before a bucket"),
     ("a bucket reduced in place: issue", "shared_core.worker.comm.group:SwiftProcessGroup._in_place", ""),
     ("a collective: issue", "shared_core.worker.comm.operations:Operations.submit", "a bucket, where it is one"),
     ("a collective: gloo", "shared_core.worker.comm.operations:Operations.start", "a collective: issue"),
