@@ -80,8 +80,8 @@ def test_a_loss_at_every_place(kind: str, nth: int, jobs: Jobs) -> None:
     jobs.check(SCRIPT, nproc=3, faults=[Fault(nth % 3, 2 + nth % 2, kind, "SIGKILL", nth=nth)])
 
 
-def test_who_has_a_result_is_lost_while_a_newcomer_takes_it(jobs: Jobs) -> None:
-    """The newcomer is the only one left who has it, and gives it to the second newcomer."""
+def test_the_last_holder_of_a_result_is_lost_while_a_newcomer_copies_it(jobs: Jobs) -> None:
+    """Only the first newcomer still has the result. It gives it to the second."""
     script = str(Path(__file__).parent / "scripts" / "while_served.py")
     result = jobs.run(script, faults=[Fault(0, 2, "collective.before", "SIGKILL", nth=2)])
     assert result.status == 0 and result.struck, result.tail()

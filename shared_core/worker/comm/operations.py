@@ -178,7 +178,7 @@ class Operations:
         with state.lock:
             self.served += 1
             entry = self._results.keep(group, op)
-            group.replay.pop(op.seq, None)  # not earlier: a loss meanwhile may leave nobody else who has it
+            group.replay.pop(op.seq, None)  # not earlier: after another loss, nobody else may have it
             state.changed.notify_all()
         self._results.archive(group, op.seq, entry, op.results)
         inject.point("collective.after", operation=op.signature[0])

@@ -1,4 +1,4 @@
-"""Rank 0's newcomer is given a result by rank 1, which is lost before the newcomer has taken it."""
+"""Rank 1 gives a result to rank 0's newcomer, and is lost before the newcomer has copied it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SERVE = Op.serve
 
 
 def serve(op: Op, results: Sequence[torch.Tensor]) -> None:
-    """Other results than that of the step in which rank 0 was lost are given as ever."""
+    """Kill rank 1 before the first all-reduce is served, and wait until this rank has noticed."""
     pid, events = FOLDER / "rank1.pid", Path(os.environ["SWIFT_RECOVERY_EVENTS"])
     if op.signature[0] == "all_reduce" and pid.exists():
         os.kill(int(pid.read_text()), signal.SIGKILL)
