@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
 from shared_core.checkpoint import image, lineage, store
@@ -167,7 +167,7 @@ class _Ranks:
         _made += 1
         self._rank, self._world_size, self._limit_s, self._number = rank, world_size, limit_s, _made
 
-    def store(self) -> Store:
+    def store(self) -> Any:
         """A client of it."""
         from torch.distributed.distributed_c10d import _get_default_store
 

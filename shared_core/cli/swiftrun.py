@@ -302,7 +302,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     from shared_core.launcher.elastic import raise_failure
     from shared_core.launcher.logs import WorkerLogs
     from shared_core.launcher.options import AgentOptions, Program
-    from shared_core.system.secret import Secret, find
+    from shared_core.system.secret import find
 
     threads = torch.get_num_threads()
     _check_program(args)
@@ -354,7 +354,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         store_port=args.store_port,
         machines=args.machines,
         note=note,
-        secret=find(args.secret_file) if args.several else Secret(),
+        secret=find(args.secret_file) if args.several else b"",
     )
     logs_specs = torchrun.logs_specs or DefaultLogsSpecs()
 

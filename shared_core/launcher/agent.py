@@ -13,12 +13,12 @@ import time
 import uuid
 from collections.abc import Callable
 
-from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.ending import Ending
 from shared_core.launcher.fencing import Fenced
@@ -47,6 +47,7 @@ from shared_core.protocol.loss_policy import LossBook
 from shared_core.protocol.resizing import Resizing
 from shared_core.system import process
 from shared_core.system.jobdir import JobDir
+from shared_core.transport.store import StoreError
 
 #: Looks in a row that must find a worker in state T before it is killed.
 STOPPED_LOOKS = 2
@@ -86,6 +87,7 @@ class Agent:
             console(job.note)
         self.records = Records(Places(spec))
         wakeup = self._wakeup = Wakeup()
+        control = self._control = ControlSocket(job.path, wakeup.tell)
         book = LossBook(spec.max_restarts, options.loop_limit)
         resizing = self._resizing = Resizing(config, nproc, least=options.machines[0], most=options.machines[1])
         telling = self._telling = Telling(program, options, job.path, book, uuid.uuid4().hex[:12])
@@ -116,6 +118,7 @@ class Agent:
             self._tick_s,
             job,
             wakeup,
+            control,
             fleet,
             starter,
             Spares(config, fleet, starter, telling, job.path),
@@ -140,8 +143,9 @@ class Agent:
             self._machines = OtherMachines(crew, nproc, restart, attempts, self._resizes, telling, resizing)
         self._losses = Losses(config, alone, attempts, fleet, wakeup, telling, book, resizing)
         self._hearing = Hearing(
-            attempts, self._resizes, self._machines, fleet, starter, wakeup, telling, book, self._last_checkpoint
-        )
+            attempts, self._resizes, self._machines, fleet, starter, wakeup, control, telling, book,
+            self._last_checkpoint,
+        )  # fmt: skip
         self._parting = Parting(console)
         self._persisting = Persisting(job.path, options.events, options.grace_s, console)
         self._ending = Ending(
@@ -175,7 +179,10 @@ class Agent:
             self._telling.ends(type(error).__name__)
             raise
         finally:
-            self._ending.end(ends_with)
+            try:
+                self._ending.end(ends_with)
+            finally:
+                self._control.close()
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -186,7 +193,7 @@ class Agent:
                 attempts.step(Event.CAME)
                 self._meet()
                 return self._loop()
-            except (Fenced, DistError) as error:
+            except (Fenced, StoreError) as error:
                 if self._machines is None:
                     raise
                 self._machines.stand_down(error)

@@ -7,10 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypedDict
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shared_core.errors import ConfigError
 from shared_core.launcher.key_watcher import KeyWatcher
@@ -21,8 +18,9 @@ from shared_core.protocol.generation import Cause, Entry, Kind
 from shared_core.protocol.keys import WORDS
 from shared_core.protocol.loss_policy import Death
 from shared_core.protocol.preparing import place_key
+from shared_core.transport.store import Store
 
-#: Where the store of a job on one machine listens, unless the user says otherwise.
+#: Where the store for the process groups of a script on one machine listens, unless the user says otherwise.
 LOOPBACK = "127.0.0.1"
 _FIRST = "first"
 
@@ -34,13 +32,9 @@ class _First(TypedDict):
     line: str
 
 
-def connect(host: str, port: int, timeout_s: float = 30.0) -> Any:
-    """A client of a store; ``timeout_s`` bounds its waits."""
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
 def host_store(host: str, port: int) -> Any:
-    """The server of a store that listens at this address only; torch's own listens on every interface of the machine.
+    """The server of the script's own store, for groups of plain gloo, at this address only: torch's would listen on
+    every interface. Nothing of this product is kept there.
 
     Args:
         host: an address of this machine, or its name.
@@ -54,8 +48,8 @@ def host_store(host: str, port: int) -> Any:
         listener = socket.create_server(place[:2], family=family, backlog=128)
     except OSError as error:
         raise ConfigError(
-            f"the store of the job cannot listen at {host}:{port} ({error.strerror}): choose another --port or "
-            "--master-port, or an address of this machine for --local-addr"
+            f"the store of the script's process groups cannot listen at {host}:{port} ({error.strerror}): "
+            "choose another --port or --master-port, or an address of this machine for --local-addr"
         ) from error
     return serve_store(host, listener)
 
@@ -65,7 +59,7 @@ def prefix_of(number: int) -> str:
     return f"swift/{number}/"
 
 
-def first_of(store: Any, number: int) -> dict[str, Any] | None:
+def first_of(store: Store, number: int) -> dict[str, Any] | None:
     """With what an attempt begins: ``machines`` in their places, and ``line`` (see :class:`Resizing`); None if no agent
     has begun it.
 
@@ -84,8 +78,9 @@ class Team:
         slot: which machine's place this agent holds, from 0.
         machines: who holds which place in generation 0 of the attempt.
         number: of the attempt.
-        host: of the store that all agents use.
+        host: of the store for the script's process groups (``MASTER_ADDR``).
         port: its port.
+        keeper: name of the machine that has the job's store.
     """
 
     slot: int
@@ -93,23 +88,25 @@ class Team:
     number: int
     host: str
     port: int
+    keeper: str
 
 
 class Attempt:
     """One attempt at the job, from its first generation to its end or to the restart of all workers.
 
-    Alone on its machine the agent hosts a fresh store for each, so that nothing of the attempt before (gloo's
-    addresses, say) can be read by mistake; several agents share one store, and the attempts' keys differ.
+    Alone on its machine the agent has a fresh store for each, so that nothing of the attempt before can be read by
+    mistake; several agents share one store, and the attempts' keys differ.
 
     Attributes:
         number: whole-job restarts before this attempt.
         ledger: generations, incarnations, machines.
-        host: of the store.
-        port: of the store.
+        host: of the store for the script's process groups.
+        port: its port.
 
     Args:
         number: see above; part of every key.
-        place: host and port of the store, 0 for a free port.
+        place: host and port of the store for the script's process groups, 0 for a free port.
+        connect: gives the job's store; its waits have no time-out.
         ranks: of this machine.
         world_size: number of logical ranks.
         wake: called on a thread when there is something to look at.
@@ -120,6 +117,7 @@ class Attempt:
         self,
         number: int,
         place: tuple[str, int],
+        connect: Callable[[], Store],
         ranks: Sequence[int],
         world_size: int,
         wake: Callable[[], None],
@@ -133,13 +131,11 @@ class Attempt:
             self.port = int(self._server.port)
         self._slot = team.slot if team else 0
         self._slots = len(team.machines) if team else 1
-        self._client = connect(self.host, self.port)
+        self._client = connect()
         self.ledger = Ledger(self._client, self.key(""), world_size, team.machines if team else ())
         self.ledger.catch_up()
         self._done_keys = [self.key(f"done/{rank}") for rank in range(world_size)]
-        self._watcher = KeyWatcher(
-            lambda: connect(self.host, self.port), self.key(""), wake, slot=self._slot, ranks=ranks
-        )
+        self._watcher = KeyWatcher(connect, self.key(""), wake, slot=self._slot, ranks=ranks)
 
     def begin(self, machines: Sequence[str | None], line: str) -> None:
         """Say with what this attempt begins; the first agent's word counts."""

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.console import ranks
+from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.machine import Crew
 from shared_core.launcher.places import Places
@@ -29,6 +30,7 @@ from shared_core.protocol.loss_policy import LossBook
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.jobdir import JobDir
+from shared_core.transport.store import Store
 from shared_core.waiting import Wait, ranks_text
 
 
@@ -52,7 +54,7 @@ class Attempts:
 
     Args:
         spec: torchelastic's, of the job.
-        store_port: port of the first attempt's store; 0 for a free one.
+        store_port: port of the first attempt's store for the script's process groups; 0 for a free one.
         tick_s: how often the workers are looked at.
         job: private folder of the job.
         book: counts losses.
@@ -74,6 +76,7 @@ class Attempts:
         tick_s: float,
         job: JobDir,
         wakeup: Wakeup,
+        control: ControlSocket,
         fleet: Fleet,
         starter: Starter,
         spares: Spares,
@@ -84,7 +87,8 @@ class Attempts:
         crew: Crew | None,
     ) -> None:
         self._spec, self._store_port, self._tick_s, self._job = spec, store_port, tick_s, job
-        self._wakeup, self._fleet, self._starter, self._telling = wakeup, fleet, starter, telling
+        self._wakeup, self._control = wakeup, control
+        self._fleet, self._starter, self._telling = fleet, starter, telling
         self._records, self._book, self._resizing, self._crew = records, book, resizing, crew
         self.phase = Phase.MEETING
         self.places = Places(spec)
@@ -236,7 +240,8 @@ class Attempts:
 
     def _in_what(self) -> Start:
         address = self._crew.address if self._crew is not None else ""
-        return Start(self.places, self.now, address, self._resizing.line, self._telling.run_id)
+        store = self._crew.keeper if self._crew is not None else str(self._control.path)
+        return Start(self.places, self.now, store, address, self._resizing.line, self._telling.run_id)
 
     def _take(self, places: Places) -> None:
         self.places = places
@@ -258,7 +263,13 @@ class Attempts:
                 self._resizing.start_over(line)
                 crew.gather(team.machines, line)
             self.number, place = team.number, (team.host, team.port)
-        self._attempt = Attempt(self.number, place, mine, self.places.world_size, self._wakeup.tell, team)
+        if team is not None and crew is not None:
+            keeper = team.keeper
+            store: Callable[[], Store] = lambda: crew.connect(keeper)  # noqa: E731
+        else:
+            own = self._control.new_store()
+            store = lambda: own  # noqa: E731
+        self._attempt = Attempt(self.number, place, store, mine, self.places.world_size, self._wakeup.tell, team)
         self._telling.begins(self._attempt, self.places)
         if team is not None:
             went_on = self._resizing.line

@@ -19,6 +19,7 @@ def environment_of(
     places: Places,
     local_rank: int,
     attempt: Attempt,
+    store: str,
     job_dir: Path,
     events: str | None,
     config_json: str,
@@ -32,7 +33,8 @@ def environment_of(
     Args:
         places: of this machine's workers.
         local_rank: which of them.
-        attempt: generation and store.
+        attempt: its number and generation, and the store for the script's process groups.
+        store: where the job's store is.
         job_dir: private folder of the job.
         events: path of ``events.jsonl``, if there is one.
         config_json: options of the job.
@@ -62,7 +64,7 @@ def environment_of(
         "TORCHELASTIC_USE_AGENT_STORE": str(True),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         worker_env.JOB_DIR: str(job_dir),
-        worker_env.STORE: f"{attempt.host}:{attempt.port}",
+        worker_env.STORE: store,
         worker_env.GENERATION: str(attempt.generation),
         worker_env.EVENTS: events or "",
         worker_env.CONFIG: config_json,

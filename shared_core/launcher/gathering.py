@@ -1,4 +1,8 @@
-"""How machines come together: each enters itself in one document, and the first hosts the job's store."""
+"""How machines come together: each enters itself in one document, and the first has the job's store.
+
+Who may write the document is not known (torch's rendezvous asks nobody), so nothing in it is believed that the machines
+do not prove to each other: it says where they are, and they prove that they know the job's secret.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
+from shared_core.launcher.console import host_of
 from shared_core.launcher.lease import FIRST_S
 from shared_core.launcher.ports import Ports, serve_store
-from shared_core.launcher.rendezvous_store import C10D, Gone, Register, own_address, probe
+from shared_core.launcher.rendezvous_store import C10D, Gone, Register, own_address
 from shared_core.protocol.meeting_document import ENDED, FORMING, RUNNING
-from shared_core.system.secret import common
+from shared_core.system.secret import Stranger
+from shared_core.transport.store import MemoryStore, Store, StoreError
 from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
@@ -82,15 +88,19 @@ class Listener(Protocol):
     """Who meets the others: the agent of this machine."""
 
     @property
-    def mark(self) -> str:
-        """Of this machine's own secret; empty for none."""
-
-    @property
     def number(self) -> int:
         """Of the attempt that this machine is in."""
 
     def listen(self, address: str) -> int:
-        """The port at this address where the agent keeps copies for others."""
+        """The port at this address where the agent answers others that know the job's secret."""
+
+    def connect(self, machine: str) -> Store:
+        """The job's store, which that machine has; its waits have no time-out.
+
+        Raises:
+            StoreError: it cannot be reached.
+            Stranger: who answers there does not know the job's secret.
+        """
 
     def pause(self, seconds: float) -> None:
         """Wait so long; may raise to give up."""
@@ -108,7 +118,7 @@ class Gathering:
     Attributes:
         address: of this machine.
         name: of this machine in this part of its life, ``ADDRESS:PORT_OF_COPIES#HOST.RANDOM``.
-        server: of the store, if it is here.
+        store: the job's, if it is here.
         met: whether this machine has had, or waited for, a place.
 
     Args:
@@ -121,14 +131,16 @@ class Gathering:
         self._register, self._options, self._ports, self._listener = register, options, ports, listener
         self.address = options.address or ""
         self.name = ""
-        self.server: Any = None
+        self.store: MemoryStore | None = None
+        self._scripts: Any = None  # torch's store, for the script's process groups
         self.met = False
         self._enough = False
 
     def close(self) -> None:
         """Give the store up."""
-        if self._register.backend != C10D:  # there, both stores go with the process
-            self.server = None
+        if self._register.backend != C10D and self.store is not None:  # there, all stores go with the process
+            self.store.close()
+            self.store = self._scripts = None
 
     def meet(self) -> None:
         """This machine has, or waits for, a place."""
@@ -169,12 +181,12 @@ class Gathering:
             waited = time.monotonic() - seen[1]
             self._enough = least <= len(document["members"]) and waited > self._options.last_call_s
             if document["phase"] == RUNNING:
-                whom = f"the store at {':'.join(map(str, document['store']))} to answer"
+                whom = f"the machine {document['members'][0]['name']}, which has the job's store, to answer"
             else:
                 come = f"{len(document['members'])} of {self._options.nnodes} have come"
                 whom = f"other machines at {self._register.where}: {come}"
             wait.look()
-            if document["phase"] == RUNNING and self._reach(tuple(document["store"])):
+            if document["phase"] == RUNNING and self._reach(document["members"][0]["name"]):
                 return document
             # A host that renews nothing is lost: it has stopped its workers by now, so the others start over.
             patience = self._options.hold_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
@@ -224,7 +236,7 @@ class Gathering:
         """The document with this machine in it, if there is room."""
         options = self._options
         nnodes = f"{options.least or options.nnodes}:{options.nnodes}"
-        me = {"name": self.name, "nproc": options.nproc, "nnodes": nnodes, "secret": self._listener.mark}
+        me = {"name": self.name, "nproc": options.nproc, "nnodes": nnodes}
         if document is None:
             attempt = int(self._options.resume)
             document = {"phase": FORMING, "round": 0, "attempt": attempt, "run": uuid.uuid4().hex[:12], "members": []}
@@ -246,24 +258,29 @@ class Gathering:
                 members = [*members, me]
             return document | {"members": members}
         if (len(members) == options.nnodes or self._enough) and members[0]["name"] == self.name:
-            if self.server is None:  # else somebody else has changed the document meanwhile
-                self.server = serve_store(self.address, self._ports.take(self.address, self._ports.store))
-            # Whether there is a secret is decided once: nobody makes a job that has begun with one go on without.
-            agreed = document.get("secret", common(member["secret"] for member in members))
-            store = [self.address, int(self.server.port)]
-            return document | {"phase": RUNNING, "store": store, "beat": 0, "secret": agreed}
+            if self.store is None:  # else somebody else has changed the document meanwhile
+                self._scripts = serve_store(self.address, self._ports.take(self.address, self._ports.store))
+                self.store = MemoryStore()
+            store = [self.address, int(self._scripts.port)]
+            return document | {"phase": RUNNING, "store": store, "beat": 0}
         return None
 
-    def _reach(self, store: tuple[str, int]) -> bool:
+    def _reach(self, keeper: str) -> bool:
         try:
-            probe(store)
-        except OSError:
+            self._listener.connect(keeper)
+        except Stranger as error:
+            raise ConfigError(
+                f"the machine {host_of(keeper)} has another secret than this one, or is none of this job ({error}): "
+                "give all machines the same --secret-file, or copy ~/.config/swift-recovery/secret from one to the "
+                "others (docs/security.md)"
+            ) from error
+        except StoreError:
             return False
         return True
 
     def _start_over(self, document: dict[str, Any]) -> None:
         console("the machine that hosts the store is lost: the machines meet again, and all workers start again")
         fresh = {"phase": FORMING, "round": document["round"] + 1, "attempt": document["attempt"] + 1, "members": []}
-        fresh |= {key: document[key] for key in ("run", "secret") if key in document}
+        fresh |= {key: document[key] for key in ("run",) if key in document}
         with suppress(RendezvousConnectionError):
             self._register.change(lambda newest: fresh if newest == document else None)

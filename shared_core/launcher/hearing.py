@@ -1,4 +1,4 @@
-"""What the agent finds in the job's store: entries of other agents, and words of the workers."""
+"""What reaches the agent: entries of other agents and words of workers in the job's store, wishes at its own socket."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from shared_core.config import CHECKPOINT_OPTIONS
 from shared_core.errors import ConfigError
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.other_machines import OtherMachines
 from shared_core.launcher.resizes import Resizes
@@ -23,7 +25,7 @@ from shared_core.protocol.loss_policy import LossBook
 
 
 class Hearing:
-    """Reads the store and acts on it.
+    """Reads the store and the agent's socket, and acts on what is there.
 
     Args:
         machines: the other machines, if there are any.
@@ -39,18 +41,19 @@ class Hearing:
         fleet: Fleet,
         starter: Starter,
         wakeup: Wakeup,
+        control: ControlSocket,
         telling: Telling,
         book: LossBook,
         last_checkpoint: LastCheckpoint,
     ) -> None:
         self._attempts, self._resizes, self._machines, self._fleet = attempts, resizes, machines, fleet
-        self._starter, self._wakeup, self._telling, self._book = starter, wakeup, telling, book
+        self._starter, self._wakeup, self._control = starter, wakeup, control
+        self._telling, self._book = telling, book
         self._last_checkpoint = last_checkpoint
         self._words: dict[str, Callable[[Any], None]] = {
             "divergent": self._divergent,
             "fail": self._fail,
             keys.SAVED: self._saved,
-            keys.CHECKPOINTS: self._checkpoints,
             keys.REPORTS: self._report,
             keys.PREPARED: lambda said: self._attempts.spares.ready(said),
             "handed": lambda said: self._resizes.handed_on(said.generation, said.top),
@@ -65,6 +68,8 @@ class Hearing:
         def goes_on() -> bool:
             return attempts.now is attempt and attempts.result is None
 
+        for pid, wish in self._control.wishes():
+            self._wish(pid, wish)
         for entry in attempt.ledger.follow():
             self._follow(entry)
             if not goes_on():
@@ -115,10 +120,15 @@ class Hearing:
         self._last_checkpoint.saved(asdict(said))
         self._wakeup.tell()  # look at the signals again
 
-    def _checkpoints(self, said: Any) -> None:
+    def _wish(self, pid: int, wish: dict[str, Any]) -> None:
+        """What the script says of its checkpoints, where the launcher was told nothing."""
         before = self._starter.config
         try:
-            config = before.merged(said)
+            if pid not in self._fleet.live:
+                raise ConfigError(f"process {pid} is no worker of this machine")
+            if others := sorted(wish.keys() - CHECKPOINT_OPTIONS):
+                raise ConfigError(f"{', '.join(others)} is not for a script to say")
+            config = before.merged(wish)
         except ConfigError as error:
             console(f"the checkpoint options that a worker reported are ignored: {error}")
             return

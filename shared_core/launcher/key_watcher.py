@@ -1,8 +1,7 @@
 """Notices the keys that workers set for the agent.
 
 A thread with its own store client blocks until a worker calls ``worker.tell`` and then wakes the agent's loop; the loop
-looks at the keys, which never blocks, and does so at each tick anyway, for keys that were set without ``tell``. The
-thread's wait has no time-out that could run out: torch prints two warnings for each.
+looks at the keys, which never blocks, and does so at each tick anyway, for keys that were set without ``tell``.
 """
 
 from __future__ import annotations
@@ -11,18 +10,15 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
 from shared_core.protocol import worker_messages as said
-from shared_core.protocol.keys import CHECKPOINTS, PREPARED, REPORTS, SAVED, WORDS
-from shared_core.waiting import FOREVER_S
+from shared_core.protocol.keys import PREPARED, REPORTS, SAVED, WORDS
+from shared_core.transport.store import Store
 
-_ONCE = ("fail", "restart", SAVED, CHECKPOINTS)
+_ONCE = ("fail", "restart", SAVED)
 _DIVERGENT = "divergent"
 #: Said again in each generation, or by each prepared standby.
 _AGAIN = ("handed", "declined", PREPARED)
@@ -33,7 +29,7 @@ class KeyWatcher:
     ``prepared``, goodbyes, and the queue of ``reports``.
 
     Args:
-        connect: makes a store client; one is made for the thread, one for :meth:`look`.
+        connect: gives a store whose waits have no time-out; once for the thread, once for :meth:`look`.
         prefix: key prefix of the attempt.
         wake: called on the thread when there is something to look at; must not block.
         slot: this machine's place: workers wake the agent of their own machine, and agents each other.
@@ -42,7 +38,7 @@ class KeyWatcher:
 
     def __init__(
         self,
-        connect: Callable[[], TCPStore],
+        connect: Callable[[], Store],
         prefix: str,
         wake: Callable[[], None],
         *,
@@ -109,8 +105,7 @@ class KeyWatcher:
                 return mine
         return []
 
-    def _run(self, store: TCPStore) -> None:
-        store.set_timeout(timedelta(seconds=FOREVER_S))
+    def _run(self, store: Store) -> None:
         while not self._stop.is_set():
             try:
                 store.queue_pop(self._words)

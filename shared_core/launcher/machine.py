@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,9 +23,14 @@ from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.takeover import Reassignment, reassign
 from shared_core.protocol.worker_env import Resized
+from shared_core.system import wire
 from shared_core.system.jobdir import CHECKPOINTS, MIRROR
-from shared_core.system.secret import Secret, agreed_key, derive, leave, mark
-from shared_core.waiting import Wait, ranks_text
+from shared_core.system.secret import Stranger, derive, leave
+from shared_core.system.wire import Link
+from shared_core.transport import remote_store
+from shared_core.transport.remote_store import RemoteStore
+from shared_core.transport.store import Store, StoreError
+from shared_core.waiting import FOREVER_S, Wait, ranks_text
 
 
 class Crew:
@@ -51,26 +55,20 @@ class Crew:
         wake: Callable[[], None],
         stop_workers: Callable[[], None],
         number: Callable[[], int],
-        secret: Secret,
+        secret: bytes,
     ) -> None:
         self._meeting, self._job_dir = meeting, job_dir
         self._wake, self._stop_workers = wake, stop_workers
         self._gone: set[str] = set()
         self._copies = Copies(job_dir / CHECKPOINTS)
-        self._secret, self._key = secret, derive(secret.raw, meeting.get_run_id())
-        self._listener: socket.socket | None = None
+        self._key = derive(secret, meeting.get_run_id())
+        leave(job_dir, self._key)
         self._server: MirrorServer | None = None
         self._sender: Sender | None = None
         self._pause, self._number = pause, number
-        self._mark = "" if secret.named else mark(self._key)
         meeting.attend(self)
 
     # -- what the meeting asks of this machine ------------------------------------------------------------------------
-
-    @property
-    def mark(self) -> str:
-        """See :class:`Listener`."""
-        return self._mark
 
     @property
     def number(self) -> int:
@@ -78,15 +76,23 @@ class Crew:
         return self._number()
 
     def listen(self, address: str) -> int:
-        """See :class:`Listener`. Takes all of this machine's ports. Who connects waits until the machines have agreed
-        on a key.
-        """
-        if self._listener is None:
+        """See :class:`Listener`. Takes all of this machine's ports."""
+        if self._server is None:
             ports = self._meeting.ports
             if ports.store:
-                ports.take(address, ports.store).close()  # if this machine is to host the store
-            self._listener = ports.take(address, ports.copies)
-        return int(self._listener.getsockname()[1])
+                ports.take(address, ports.store).close()  # if this machine is to host the script's store
+            listener = ports.take(address, ports.copies)
+            self._server = MirrorServer(self._job_dir / MIRROR, self._serve, key=self._key, listener=listener)
+        return self._server.port
+
+    def connect(self, machine: str) -> Store:
+        """See :class:`Listener`."""
+        try:
+            return RemoteStore(wire.connect(machine, self._key), FOREVER_S)
+        except Stranger:
+            raise
+        except OSError as error:
+            raise StoreError(f"the job's store at {machine} cannot be reached: {error}") from error
 
     def pause(self, seconds: float) -> None:
         """See :class:`Listener`."""
@@ -99,8 +105,8 @@ class Crew:
     def fence(self, reason: str) -> None:
         """See :class:`Listener`."""
         self._stop_workers()
-        if self._meeting.port:
-            sever(self._meeting.port)  # the agent's main thread may wait there
+        if self._meeting.keeper:
+            sever(wire.place_of(self._meeting.keeper)[1])  # the agent's main thread may wait there
         self._wake()
 
     # -- what the agent asks of the others ----------------------------------------------------------------------------
@@ -123,20 +129,25 @@ class Crew:
             number: of the attempt that begins after it.
         """
         team = self._meeting.team
-        if team is not None and self._server is None:
-            self._open(first=team.slot == 0)
+        if team is not None and self._sender is None:
+            self._sender = Sender(self._copies, lambda: self._meeting.name, self._key)
         if team is None or before is None:
             return team
-        return Team(team.slot, before.ledger.machines, number, team.host, team.port)
+        return replace(team, machines=before.ledger.machines, number=number)
 
-    def _open(self, *, first: bool) -> None:
-        """Exchange copies from now on."""
-        self._key, said = agreed_key(self._key, self._secret, self._meeting.agreed, first=first)
-        if said:
-            console(said)
-        leave(self._job_dir, self._key)
-        self._server = MirrorServer(self._job_dir / MIRROR, self._copies.serve, self._key, self._listener)
-        self._sender = Sender(self._copies, lambda: self._meeting.name, self._key)
+    @property
+    def keeper(self) -> str:
+        """Name of the machine that has the job's store."""
+        return self._meeting.keeper
+
+    def _serve(self, link: Link, kind: bytes, data: bytes) -> None:
+        """Answer a frame that is about no copy of a publication."""
+        if kind != remote_store.OPEN:
+            self._copies.serve(link, kind, data)
+        elif (store := self._meeting.store) is not None:
+            remote_store.serve(store, link)
+        else:
+            raise ConnectionError("the job's store is not here")
 
     def check(self, ledger: Ledger) -> None:
         """May this machine's workers go on?
@@ -257,8 +268,6 @@ class Crew:
         self.send_no_more()
         if self._server is not None:
             self._server.close()
-        elif self._listener is not None:
-            self._listener.close()
         self._copies.close()
 
 

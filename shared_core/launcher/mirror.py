@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import socket
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -22,15 +20,12 @@ from pathlib import Path
 from shared_core.protocol.mirroring import APPEND, BEGIN, END, GET, REMOVE, REPLICATED, SYNC, WRITE
 from shared_core.system import secret
 from shared_core.system.wire import WAIT_S, Link, accept, connect
+from shared_core.transport.server import Server
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OK = b"."
 #: Longest request that is no file, in bytes.
 _REQUEST_BYTES = 64 << 20
-#: Connections at once, and those of them that have not said yet what they want.
-_MOST, _MOST_NEW = 1024, 64
-#: How long to wait when the machine has no descriptor or thread left for another connection, in seconds.
-_NO_ROOM_S = 0.1
 
 
 def _write(folder: Path, name: str, data: bytes) -> None:
@@ -52,7 +47,7 @@ class MirrorServer:
     Args:
         folder: where copies are kept, private to the user.
         more: answers frames of other kinds, given the connection, the kind and the data.
-        key: of the job; None lets everybody in.
+        key: of the job.
         listener: to accept connections from; by default a new one of 127.0.0.1.
     """
 
@@ -60,83 +55,31 @@ class MirrorServer:
         self,
         folder: Path,
         more: Callable[[Link, bytes, bytes], None] | None = None,
-        key: bytes | None = None,
+        *,
+        key: bytes,
         listener: socket.socket | None = None,
     ) -> None:
-        self._folder, self._more, self._key = folder, more, key
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._new: dict[socket.socket, None] = {}  # the oldest first
-        self._served = 0
-        # Half of the descriptors are for the agent itself.
-        self._most = min(_MOST, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
-        self._listener = listener or socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="swift-mirror", daemon=True).start()
+        self._folder, self._more = folder, more
+        listener = listener or socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = int(listener.getsockname()[1])
+        self._server = Server(listener, lambda sock: accept(sock, key), self._serve)
 
     def close(self) -> None:
         """Stop listening."""
-        self._closed.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._server.close()
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:  # no descriptor is left, or no memory
-                self._closed.wait(_NO_ROOM_S)
-                continue
-            if not self._admit(sock):
-                sock.close()
-                continue
-            try:
-                threading.Thread(target=self._serve, args=(sock,), name="swift-mirror", daemon=True).start()
-            except RuntimeError:  # no thread is left
-                self._gone(sock)
-                sock.close()
-                self._closed.wait(_NO_ROOM_S)
-
-    def _admit(self, sock: socket.socket) -> bool:
-        """Whether there is room; the one that has been silent for longest gives it up."""
-        with self._lock:
-            if self._served >= self._most or len(self._new) >= min(_MOST_NEW, self._most // 2):
-                oldest = next(iter(self._new), None)
-                if oldest is None:
-                    return False
-                del self._new[oldest]
-                with suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
-            self._new[sock] = None
-            self._served += 1
-            return True
-
-    def _known(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._new.pop(sock, None)
-
-    def _gone(self, sock: socket.socket) -> None:
-        with self._lock:
-            self._new.pop(sock, None)
-            self._served -= 1
-
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, link: Link, known: Callable[[], None]) -> None:
         patience: float | None = secret.PROOF_S
 
         def idle(waits: bool) -> None:
             if not waits:
-                self._known(sock)
+                known()
             sock.settimeout(patience if waits else WAIT_S)
 
-        try:
-            with suppress(OSError, MemoryError), sock, accept(sock, self._key) as link:
-                for kind, rank, attempt, name, data in link.frames(self._longest, idle):
-                    # Between two publications a worker may compute for any time.
-                    patience = None if kind == BEGIN or patience is None else WAIT_S
-                    self._do(link, kind, rank, attempt, name, data)
-        finally:
-            self._gone(sock)
+        for kind, rank, attempt, name, data in link.frames(self._longest, idle):
+            # Between two publications a worker may compute for any time.
+            patience = None if kind == BEGIN or patience is None else WAIT_S
+            self._do(link, kind, rank, attempt, name, data)
 
     def _longest(self, kind: bytes) -> int:
         """A file may be as long as there is room for it."""
@@ -211,7 +154,7 @@ def fetch_replicated(machines: Iterable[str | None], ranks: Iterable[int], attem
     return 0
 
 
-def _ask(machine: str, key: bytes | None, rank: int, attempt: int, name: str = "") -> dict[str, bytes]:
+def _ask(machine: str, key: bytes, rank: int, attempt: int, name: str = "") -> dict[str, bytes]:
     """What a machine has of a rank; nothing if it cannot be reached."""
     found: dict[str, bytes] = {}
     with suppress(OSError), connect(machine, key) as link:
@@ -225,7 +168,7 @@ def _ask(machine: str, key: bytes | None, rank: int, attempt: int, name: str = "
     return {}
 
 
-def _fetch_one(machines: list[str], key: bytes | None, rank: int, attempt: int, folder: Path) -> int:
+def _fetch_one(machines: list[str], key: bytes, rank: int, attempt: int, folder: Path) -> int:
     best: dict[str, bytes] = {}
     newest = -1
     for machine in machines:

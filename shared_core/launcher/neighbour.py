@@ -255,10 +255,10 @@ class Sender:
 
     Args:
         name: gives the name of this machine.
-        secret: the job's key; None where the user has given none.
+        secret: the job's key.
     """
 
-    def __init__(self, copies: Copies, name: Callable[[], str], secret: bytes | None = None) -> None:
+    def __init__(self, copies: Copies, name: Callable[[], str], secret: bytes) -> None:
         self.machines: tuple[str | None, ...] = ()
         self._copies, self._name, self._secret = copies, name, secret
         self._sent: tuple[str, Key] | None = None

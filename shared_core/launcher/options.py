@@ -9,7 +9,6 @@ from shared_core.checkpoint.command import Command
 from shared_core.config import SwiftConfig
 from shared_core.protocol.loss_policy import LOOP_LIMIT
 from shared_core.protocol.request import Mode
-from shared_core.system.secret import Secret
 
 
 @dataclass(frozen=True)
@@ -64,4 +63,4 @@ class AgentOptions:
     store_port: int = 0
     machines: tuple[int, int] = (1, 1)
     note: str = ""
-    secret: Secret = Secret()
+    secret: bytes = b""

@@ -3,7 +3,7 @@
 torchelastic's own handler starts all workers again whenever a machine comes or goes, calls a machine lost by comparing
 clocks, and after 15 s. Here a machine keeps its place for as long as it holds its lease, and a spare machine waits in
 :meth:`Meeting.next_rendezvous` until a place is given to it. The document of
-:mod:`~shared_core.launcher.rendezvous_store` says where the store is; all else is in the store.
+:mod:`~shared_core.launcher.rendezvous_store` says which machine has the store; all else is in the store.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -23,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from shared_core.errors import ConfigError, DamagedRecord, SwiftError, WaitTimeout
 from shared_core.events import console
-from shared_core.launcher.attempt import Team, connect, first_of, prefix_of
+from shared_core.launcher.attempt import Team, first_of, prefix_of
 from shared_core.launcher.console import host_of, ranks
 from shared_core.launcher.gathering import RETRY_S, Again, Gathering, JobOver, Listener, MeetingOptions
 from shared_core.launcher.lease import Lease
@@ -32,6 +33,7 @@ from shared_core.launcher.ports import Ports
 from shared_core.launcher.rendezvous_store import C10D, Register
 from shared_core.protocol.generation import Kind
 from shared_core.protocol.meeting_document import ENDED, RUNNING
+from shared_core.transport.store import MemoryStore
 from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
@@ -49,8 +51,7 @@ class Meeting(RendezvousHandler):
         lease: its lease, once it has met the others.
         run_id: id of this start of the job, equal on all machines; empty before they have met.
         ports: that this machine opens.
-        port: of the store, 0 before there is one.
-        agreed: the mark that all machines had when the job began; empty if they differed.
+        keeper: name of the machine that has the job's store; empty before there is one.
         line: what the workers of the attempt go on from, if their number has changed; see :class:`Resizing`.
 
     Args:
@@ -61,8 +62,7 @@ class Meeting(RendezvousHandler):
         self.team: Team | None = None
         self.lease: Lease | None = None
         self.ports = Ports(options.port)
-        self.run_id = self.agreed = self.line = ""
-        self.port = 0
+        self.run_id = self.keeper = self.line = ""
         self._register, self._options = register, options
         self._listener: Listener
         self._gathering: Gathering
@@ -133,20 +133,20 @@ class Meeting(RendezvousHandler):
         assert self.team is not None
         if self.name not in machines:
             return False
-        self.team = Team(machines.index(self.name), tuple(machines), number, self.team.host, self.team.port)
+        self.team = replace(self.team, slot=machines.index(self.name), machines=tuple(machines), number=number)
         return True
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     @property
-    def hosts_store(self) -> bool:
-        """Whether this machine hosts the store."""
-        return self._gathering.server is not None
+    def store(self) -> MemoryStore | None:
+        """The job's store, if this machine has it."""
+        return self._gathering.store
 
     @property
     def store_dies_here(self) -> bool:
         """Whether the job cannot outlive this machine."""
-        return self.hosts_store and self._register.backend == C10D
+        return self.store is not None and self._register.backend == C10D
 
     def leave(self, *, over: bool) -> None:
         """Go, and say so. The store's host goes last.
@@ -159,7 +159,7 @@ class Meeting(RendezvousHandler):
             return
         with suppress(RuntimeError, RendezvousConnectionError, DamagedRecord):
             lease.leave()
-            if self.hosts_store:
+            if self.store is not None:
                 what = "the other machines to leave, because it hosts the store"
                 wait = Wait("this machine", what, _LAST_S, bound="a fixed limit", ends="it leaves")
                 with suppress(WaitTimeout):
@@ -181,19 +181,20 @@ class Meeting(RendezvousHandler):
         """Renew a lease from now on, and follow the ledger until this machine has a place."""
         host, port = document["store"]
         self._round = document["round"]
-        self.port, self.run_id, self.agreed = int(port), document["run"], document["secret"]
+        keeper = document["members"][0]["name"]
+        self.keeper, self.run_id = keeper, document["run"]
         try:
-            store = connect(host, port)
-            hold = self._hold if self.hosts_store and self._register.backend != C10D else None
+            store = self._listener.connect(keeper)
+            hold = self._hold if self.store is not None and self._register.backend != C10D else None
             lease = self.lease = Lease(
-                lambda: connect(host, port),
+                lambda: self._listener.connect(keeper),
                 self.name,
                 self._options.lease_s,
                 self._listener.changed,
                 self._listener.fence,
                 hold,
                 self._options.hold_s,
-                guard=not self.hosts_store or hold is not None,
+                guard=self.store is None or hold is not None,
             )
             first = [member["name"] for member in document["members"]]
             lease.expect(first)
@@ -210,7 +211,7 @@ class Meeting(RendezvousHandler):
                     if ledger.over is not None:
                         break
                     if self.name in ledger.machines:
-                        return self._placed(ledger, machines, number, (host, port), store)
+                        return self._placed(ledger, machines, number, (host, port))
                     if lease.fenced:
                         raise Again
                     if not waiting:
@@ -234,7 +235,7 @@ class Meeting(RendezvousHandler):
             raise Again from error  # the store went meanwhile
 
     def _placed(
-        self, ledger: Ledger, machines: tuple[str | None, ...], number: int, place: tuple[str, int], store: Any
+        self, ledger: Ledger, machines: tuple[str | None, ...], number: int, place: tuple[str, int]
     ) -> RendezvousInfo:
         slot = ledger.machines.index(self.name)
         if self._gathering.met:
@@ -242,9 +243,9 @@ class Meeting(RendezvousHandler):
             console(f"this machine takes over {ranks(range(first, first + self._options.nproc))}")
         self._gathering.meet()
         self._admitted = True
-        self.team = Team(slot, machines, number, *place)
-        prefixed = PrefixStore(prefix_of(number) + "ranks", store)
-        return RendezvousInfo(prefixed, slot, len(ledger.machines), RendezvousStoreInfo(*place))
+        self.team = Team(slot, machines, number, *place, self.keeper)
+        # torchelastic's own store is not used: each agent derives the ranks from the places.
+        return RendezvousInfo(HashStore(), slot, len(ledger.machines), RendezvousStoreInfo(*place))
 
     def _turn_away(self, lease: Lease, ledger: Ledger, gone: Collection[str]) -> None:
         """More machines than were asked for are sent home; one that comes back is not."""

@@ -28,6 +28,7 @@ class Start:
     Attributes:
         places: of this machine's workers.
         attempt: that is under way.
+        store: where workers find the job's store, see :class:`~shared_core.protocol.worker_env.WorkerEnv`.
         address: of this machine, where there are several.
         line: what the attempt goes on from, if the number of workers has changed.
         run_id: of this start of the job.
@@ -35,6 +36,7 @@ class Start:
 
     places: Places
     attempt: Attempt
+    store: str
     address: str
     line: Resized | None
     run_id: str
@@ -101,6 +103,7 @@ class Starter:
             start.places,
             local_rank,
             start.attempt,
+            start.store,
             self._job_dir,
             self._options.events,
             self.config.to_json(),

@@ -12,8 +12,6 @@ REPORTS = "reports"
 ENDING = "ending"
 #: Key that rank 0 sets when the last checkpoint is committed, or cannot be.
 SAVED = "saved"
-#: Key that workers set when their script, and not the launcher, says where checkpoints go.
-CHECKPOINTS = "checkpoints"
 #: Signals that ask for a last checkpoint some time before the end.
 EARLY_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 #: Key that a prepared standby sets when it waits for its rank's place.

@@ -15,7 +15,6 @@ class _Member(TypedDict):
     name: str
     nproc: Count
     nnodes: str
-    secret: str
 
 
 class _Host(_Member, total=False):
@@ -35,13 +34,12 @@ class _Document(_Phase, total=False):
     members: list[_Host]
     store: tuple[str, Port]
     beat: Count
-    secret: str
 
 
 #: What a document has to say in each phase.
 _NEEDED = {
     FORMING: ("round", "attempt", "run", "members"),
-    RUNNING: ("round", "attempt", "run", "members", "store", "secret"),
+    RUNNING: ("round", "attempt", "run", "members", "store"),
     ENDED: (),
 }
 

@@ -67,8 +67,7 @@ class WorkerEnv:
         incarnation: this is the n-th worker that holds the rank, from 0.
         restart: number of whole-job restarts before this one; store keys are prefixed with it.
         job_dir: private folder of the job on this machine, in memory where possible.
-        store_host: host of the agent's store.
-        store_port: its port.
+        store: where the job's store is: path of the agent's socket, or name of the machine that has it.
         events: ``events.jsonl`` of the job, None when events are not written.
         config: the options of the job.
         slot: place of this machine, from 0.
@@ -87,8 +86,7 @@ class WorkerEnv:
     incarnation: int
     restart: int
     job_dir: Path
-    store_host: str
-    store_port: int
+    store: str
     events: Path | None
     config: SwiftConfig
     slot: int = 0
@@ -136,7 +134,6 @@ def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
 
 
 def _parsed(source: Mapping[str, str]) -> WorkerEnv:
-    host, _, port = source[STORE].rpartition(":")
     machines = parse(source.get(MACHINES) or "[]")
     if not isinstance(machines, list) or not all(each is None or isinstance(each, str) for each in machines):
         raise ValueError(f"{MACHINES} names no machines")
@@ -147,8 +144,7 @@ def _parsed(source: Mapping[str, str]) -> WorkerEnv:
         incarnation=int(source.get(INCARNATION, "0")),
         restart=int(source.get(RESTART, "0")),
         job_dir=Path(source[JOB_DIR]),
-        store_host=host,
-        store_port=int(port),
+        store=source[STORE],
         events=Path(source[EVENTS]) if source.get(EVENTS) else None,
         config=SwiftConfig.from_env(source),
         job=source.get(JOB, source[JOB_DIR]),

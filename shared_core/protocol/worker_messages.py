@@ -1,4 +1,8 @@
-"""What workers say to the agent of their machine through the job's store: typed records, as plain data."""
+"""What workers say to the agent of their machine: typed records in the job's store, as plain data.
+
+What the script wishes of its checkpoints is none of them: options come over the agent's own socket only, of which the
+kernel says who is at the other end.
+"""
 
 from __future__ import annotations
 
@@ -94,13 +98,15 @@ class Trains:
     behind: bool = False
 
 
-#: Shapes by key; ``checkpoints`` are options by full name. What the first two say is shown to people, so any words
-#: will do there.
+#: Kind of the frame in which a worker asks its agent for options of checkpoints, by full name.
+WISH = b"W"
+#: Longest wish, in bytes.
+WISH_BYTES = 1 << 16
+#: Shapes by key. What the first two say is shown to people, so any words will do there.
 SHAPES: dict[str, Any] = {
     "fail": Failed,
     "restart": Restart,
     "saved": Saved,
-    "checkpoints": dict[str, object],
     "handed": Handed,
     "declined": Declined,
     "reports": Trains,

@@ -31,6 +31,8 @@ LOCK = "lock"
 CARD = "card.json"
 #: Start of the names of files that are made when a rank begins to train, see shared_core/worker/start/truncation.py.
 TRAINS = "trains."
+#: Socket of the launcher, for its workers, see shared_core/launcher/control_socket.py.
+AGENT = "agent"
 #: Folder of other machines' publications.
 MIRROR = "mirror"
 #: Folder of snapshots and of the process that writes them to storage, see shared_core/checkpoint/spool.py.
@@ -133,7 +135,7 @@ class JobDir:
             self._clear_before(keep)
             return
         for entry in self.path.iterdir():
-            if entry.name in (MIRROR, CHECKPOINTS, SECRET, CARD):
+            if entry.name in (MIRROR, CHECKPOINTS, SECRET, CARD, AGENT):
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)

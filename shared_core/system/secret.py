@@ -1,7 +1,7 @@
 """What the machines of a job know and nobody else does, and how two processes prove to each other that they know it.
 
 A user who names no secret has one in a file of the home folder, made by the first job on several machines. It serves
-where all machines have the same, as with a home that they share: the machines say so by a mark of it when they meet.
+where all machines have the same, as with a home that they share. Machines with different ones do not work together.
 
 The proof is mutual and comes before anything else on a connection: each side sends a random number and the HMAC-SHA256
 of both numbers and its own role. The user's secret itself is never a key: each job derives one from it and its name.
@@ -16,9 +16,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared_core.errors import ConfigError
@@ -32,44 +30,35 @@ FILE = "secret"
 #: Longest time to prove it, and to say what is wanted then, in seconds.
 PROOF_S = 5.0
 _LEAST, _MOST = 16, 4096
-_MAGIC, _SECRET, _OPEN = b"swift-2", b"s", b"o"
+_MAGIC = b"swift-3"
 _NONCE = _MAC = hashlib.sha256().digest_size
 _SERVER, _CLIENT, _CONNECTION = b"server", b"client", b"connection"
 
 
-@dataclass(frozen=True)
-class Secret:
-    """What a job's key is derived from.
-
-    Attributes:
-        raw: the secret; None for none.
-        path: its file.
-        named: the user has named it. Then the machines never do without, whatever the others have.
-        why: there is none, if so.
-    """
-
-    raw: bytes | None = field(default=None, repr=False)
-    path: str = ""
-    named: bool = False
-    why: str = ""
+class Stranger(ConnectionError):
+    """Somebody answers who does not know the job's secret."""
 
 
-def find(path: str | None) -> Secret:
+def find(path: str | None) -> bytes:
     """The secret that the user has named on the command line or in the environment, else the one of the home folder.
 
     Raises:
-        ConfigError: the one that is named is of no use.
+        ConfigError: there is none that could be used.
     """
     path = path or os.environ.get(VARIABLE)
     if path:
-        return Secret(read(path, "--secret-file "), path, named=True)
+        return read(path, "--secret-file ")
     own = os.path.expanduser(OWN)
     try:
-        return Secret(_own(Path(own)), own)
+        return _own(Path(own))
     except ConfigError as error:
-        return Secret(path=own, why=str(error))
+        why = str(error)
     except OSError as error:
-        return Secret(path=own, why=f"{own} cannot be made: {error.strerror}")
+        why = f"{own} cannot be made: {error.strerror}"
+    raise ConfigError(
+        f"a job on several machines needs a secret that all of them have, and {why}. Give all the same --secret-file "
+        "(docs/security.md)"
+    )
 
 
 def _own(path: Path) -> bytes:
@@ -122,71 +111,32 @@ def read(path: str, option: str = "") -> bytes:
     return raw
 
 
-def derive(secret: bytes | None, job: str) -> bytes | None:
+def derive(secret: bytes, job: str) -> bytes:
     """The key of one job."""
-    return hmac.digest(secret, b"swift-recovery job " + job.encode(), "sha256") if secret is not None else None
+    return hmac.digest(secret, b"swift-recovery job " + job.encode(), "sha256")
 
 
-def mark(key: bytes | None) -> str:
-    """What tells that two machines have the same key, and nothing of it; empty for none."""
-    return hmac.digest(key, b"mark", "sha256").hex()[:32] if key is not None else ""
-
-
-def common(marks: Iterable[str]) -> str:
-    """The mark that all machines have; empty if they differ."""
-    found = set(marks)
-    return found.pop() if len(found) == 1 else ""
-
-
-def agreed_key(key: bytes | None, secret: Secret, agreed: str, *, first: bool) -> tuple[bytes | None, str]:
-    """The key with which this machine exchanges copies of the training state, and what to tell the user.
-
-    Args:
-        key: derived from ``secret``.
-        secret: that this machine has.
-        agreed: the mark that all machines had when the job began; empty if they differed.
-        first: this machine is the one of several that says what concerns all.
-    """
-    if secret.named:
-        return key, ""
-    if key is not None and agreed == mark(key):
-        said = f"all machines have the secret in {secret.path}: copies of the training state are for them only"
-        return key, said if first else ""
-    if agreed:
-        return key or secrets.token_bytes(_NONCE), (  # one that nobody has, so that nobody is let in
-            f"this machine does not have the secret that the others have, so it exchanges no copies of the training "
-            f"state with them: copy their {secret.path} to it (docs/security.md)"
-        )
-    how = secret.why or (
-        f"the machines have no secret in common; copy {secret.path} from one of them to the others, or give all the "
-        "same --secret-file"
-    )
-    return None, (
-        "anybody who reaches this machine's ports can read and replace the copies of the training state: "
-        f"{how} (docs/security.md)"
-    )
-
-
-def leave(job_dir: Path, key: bytes | None) -> None:
+def leave(job_dir: Path, key: bytes) -> None:
     """Put the job's key where its workers find it."""
-    if key is not None:
-        fd = os.open(job_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(fd, "wb") as file:
-            file.write(key)
+    fd = os.open(job_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(fd, "wb") as file:
+        file.write(key)
 
 
-def of_job(job_dir: Path) -> bytes | None:
-    """The job's key; None for none."""
-    with suppress(FileNotFoundError):
-        return (job_dir / FILE).read_bytes()
-    return None
+def of_job(job_dir: Path) -> bytes:
+    """The key of a job on several machines.
+
+    Raises:
+        OSError: it is not there.
+    """
+    return (job_dir / FILE).read_bytes()
 
 
-def ask(sock: socket.socket, key: bytes | None) -> bytes | None:
+def ask(sock: socket.socket, key: bytes) -> bytes:
     """The server's side: let the other one prove that it knows the key, and prove it.
 
     Returns:
-        A key for this connection alone; None where there is no key.
+        A key for this connection alone.
 
     Raises:
         OSError: it does not, or not in time.
@@ -194,42 +144,36 @@ def ask(sock: socket.socket, key: bytes | None) -> bytes | None:
     deadline = time.monotonic() + PROOF_S
     sock.settimeout(PROOF_S)
     mine = secrets.token_bytes(_NONCE)
-    sock.sendall(_MAGIC + (_OPEN if key is None else _SECRET) + mine)
-    if key is not None:
-        answer = _receive(sock, _NONCE + _MAC, deadline)
-        theirs, proof = answer[:_NONCE], answer[_NONCE:]
-        if not hmac.compare_digest(proof, _proof(key, _CLIENT, mine, theirs)):
-            raise ConnectionError("the other side does not know the secret of this job")
-        sock.sendall(_proof(key, _SERVER, mine, theirs))
-        return _proof(key, _CONNECTION, mine, theirs)
-    return None
+    sock.sendall(_MAGIC + mine)
+    answer = _receive(sock, _NONCE + _MAC, deadline)
+    theirs, proof = answer[:_NONCE], answer[_NONCE:]
+    if not hmac.compare_digest(proof, _proof(key, _CLIENT, mine, theirs)):
+        raise ConnectionError("the other side does not know the secret of this job")
+    sock.sendall(_proof(key, _SERVER, mine, theirs))
+    return _proof(key, _CONNECTION, mine, theirs)
 
 
-def prove(sock: socket.socket, key: bytes | None) -> bytes | None:
+def prove(sock: socket.socket, key: bytes) -> bytes:
     """The client's side of :func:`ask`. The socket's time-out is changed.
 
     Raises:
-        OSError: the other side does not know the key, or has another one, or has none.
+        Stranger: the other side does not know the key, or has another one.
+        OSError: it does not answer.
     """
     deadline = time.monotonic() + PROOF_S
-    hello = _receive(sock, len(_MAGIC) + 1 + _NONCE, deadline)
-    magic, kind, theirs = hello[: len(_MAGIC)], hello[len(_MAGIC) : len(_MAGIC) + 1], hello[len(_MAGIC) + 1 :]
+    hello = _receive(sock, len(_MAGIC) + _NONCE, deadline)
+    magic, theirs = hello[: len(_MAGIC)], hello[len(_MAGIC) :]
     if magic != _MAGIC:
         raise ConnectionError("no machine of a job answers there")
-    if kind != (_OPEN if key is None else _SECRET):
-        who, other = ("this machine", "the other one") if key is None else ("the other machine", "this one")
-        raise ConnectionError(f"{who} has no secret, but {other} has one")
-    if key is not None:
-        mine = secrets.token_bytes(_NONCE)
-        sock.sendall(mine + _proof(key, _CLIENT, theirs, mine))
-        try:
-            proof = _receive(sock, _MAC, deadline)
-        except ConnectionError as error:
-            raise ConnectionError("the other machine has another --secret-file or --rdzv-id") from error
-        if not hmac.compare_digest(proof, _proof(key, _SERVER, theirs, mine)):
-            raise ConnectionError("the other machine does not know the secret of this job")
-        return _proof(key, _CONNECTION, theirs, mine)
-    return None
+    mine = secrets.token_bytes(_NONCE)
+    sock.sendall(mine + _proof(key, _CLIENT, theirs, mine))
+    try:
+        proof = _receive(sock, _MAC, deadline)
+    except ConnectionError as error:
+        raise Stranger("the other machine has another secret or another --rdzv-id") from error
+    if not hmac.compare_digest(proof, _proof(key, _SERVER, theirs, mine)):
+        raise Stranger("the other machine does not know the secret of this job")
+    return _proof(key, _CONNECTION, theirs, mine)
 
 
 def _proof(key: bytes, role: bytes, of_server: bytes, of_client: bytes) -> bytes:

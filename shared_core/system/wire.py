@@ -84,7 +84,7 @@ class Link:
 
     Args:
         sock: the connection; it is closed with this object.
-        key: of this connection; None where the job has no secret: frames then have no MACs.
+        key: of this connection; None where the kernel keeps others out: frames then have no MACs.
         serves: this is the side that was connected to.
     """
 
@@ -112,6 +112,10 @@ class Link:
             OSError: it is closed already.
         """
         self._sock.shutdown(socket.SHUT_RDWR)
+
+    def fileno(self) -> int:
+        """Descriptor of the connection, for who waits for several."""
+        return self._sock.fileno()
 
     def settimeout(self, seconds: float | None) -> None:
         """Longest wait for the next bytes; None waits for ever."""
@@ -235,12 +239,12 @@ def _tell(peer: str) -> None:
     )
 
 
-def connect(machine: str, key: bytes | None = None) -> Link:
+def connect(machine: str, key: bytes) -> Link:
     """A connection to a machine's agent.
 
     Args:
         machine: its name.
-        key: the job's; None where it has no secret.
+        key: the job's.
 
     Raises:
         OSError: there is none.
@@ -256,7 +260,7 @@ def connect(machine: str, key: bytes | None = None) -> Link:
     return link
 
 
-def accept(sock: socket.socket, key: bytes | None) -> Link:
+def accept(sock: socket.socket, key: bytes) -> Link:
     """The other side of :func:`connect`, which has ``sock`` from a listener.
 
     Raises:

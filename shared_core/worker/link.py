@@ -1,6 +1,6 @@
 """A worker's link to its launcher: its own connection to the store, what it tells the agent, its goodbye.
 
-Importing this module is cheap: torch is imported when a store is connected.
+Importing this module is cheap: no torch.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from shared_core.errors import WaitTimeout
 from shared_core.events import console
 from shared_core.protocol import worker_env
 from shared_core.protocol.keys import REPORTS, WORDS
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.waiting import FOREVER_S, Wait
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-#: Longest time to connect to the launcher's store, in seconds.
-_CONNECT_S = 60.0
+from shared_core.protocol.worker_messages import WISH
+from shared_core.system import secret, wire
+from shared_core.system.jobdir import AGENT
+from shared_core.transport import local
+from shared_core.transport.remote_store import RemoteStore
+from shared_core.transport.store import Store, StoreError
+from shared_core.waiting import FOREVER_S
 
 _failed = False
 _done = False
@@ -34,39 +34,50 @@ _at_end: list[Callable[[], None]] = []
 _leaves_with: int | None = None
 
 
-def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> TCPStore:
-    """A new client of the agent's store. A client serves one thread at a time: every thread that blocks needs its own.
+def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> RemoteStore:
+    """A new connection to the job's store. It serves one thread at a time: every thread that blocks needs its own.
 
     Args:
-        timeout_s: longest wait of a blocking ``get`` or ``wait`` of this client, in seconds.
+        timeout_s: longest wait for a key, in seconds.
         where: the store's place; this process' own environment when None.
 
     Raises:
         WaitTimeout: if the agent cannot be reached.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     here = worker_env.env() if where is None else where
-    whom, limit_s = f"the launcher's store at {here.store_host}:{here.store_port} to answer", min(timeout_s, _CONNECT_S)
     try:
-        with Wait(f"rank {here.rank}", whom, limit_s, bound="a fixed limit").announced():
-            store = TCPStore(
-                here.store_host,
-                here.store_port,
-                is_master=False,
-                timeout=timedelta(seconds=limit_s),
-                wait_for_workers=False,
-            )
-        store.set_timeout(timedelta(seconds=timeout_s))
-        return store
-    except RuntimeError as error:
+        if os.path.isabs(here.store):
+            link = local.connect(Path(here.store))
+        else:
+            link = wire.connect(here.store, secret.of_job(here.job_dir))
+        return RemoteStore(link, timeout_s)
+    except (OSError, StoreError) as error:
         raise WaitTimeout(
-            f"rank {here.rank}: no answer from the agent's store at {here.store_host}:{here.store_port} ({error}); "
-            "is swiftrun alive?"
+            f"rank {here.rank}: no answer from the job's store at {here.store} ({error}); is swiftrun alive?"
         ) from error
 
 
-def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -> None:
+def wish(options: Mapping[str, Any], where: WorkerEnv) -> None:
+    """Ask this machine's agent to use these options of checkpoints for workers that it starts from now on.
+
+    Args:
+        options: by full name, as plain data.
+
+    Raises:
+        WaitTimeout: if the agent cannot be reached.
+    """
+    try:
+        with local.connect(where.job_dir / AGENT) as link:
+            link.send(WISH, data=[json.dumps(dict(options)).encode()])
+            link.answer()
+    except OSError as error:
+        raise WaitTimeout(
+            f"rank {where.rank}: no answer from this machine's launcher to what the script says of its checkpoints "
+            f"({error}); is swiftrun alive?"
+        ) from error
+
+
+def tell(store: Store, name: str, value: Any, *, prefix: str | None = None) -> None:
     """Set a key that the agent acts on (``fail``, ``divergent``, ``restart``, ``done/{rank}``) and wake the agent.
 
     Setting the key alone works too; the agent then notices it at its next tick (``--monitor-interval``).
@@ -83,7 +94,7 @@ def tell(store: TCPStore, name: str, value: Any, *, prefix: str | None = None) -
     store.queue_push(f"{prefix}{WORDS}/{slot}", name)  # one step: a worker killed here leaves no half-said word
 
 
-def report(store: TCPStore, value: Mapping[str, Any], *, prefix: str) -> None:
+def report(store: Store, value: Mapping[str, Any], *, prefix: str) -> None:
     """Tell the agent of this machine something that it shows to the user; none of the reports is lost.
 
     Args:
@@ -117,11 +128,6 @@ def program_ended() -> None:
         _at_end.pop()()
 
 
-def get_ready_to_say_done() -> None:
-    """Import what a goodbye needs while that is possible: at exit, a module cannot register its own exit handlers."""
-    import torch.distributed  # noqa: F401
-
-
 def say_done_and_wait() -> None:
     """Say goodbye, then wait for the agent's ``release``; this process' other threads go on serving its peers.
 
@@ -139,7 +145,7 @@ def say_done_and_wait() -> None:
         console(f"rank {here.rank} could not say goodbye: {error}")
         return
     with suppress(RuntimeError):
-        store.wait([here.prefix + "release"], timedelta(seconds=FOREVER_S))
+        store.wait([here.prefix + "release"], FOREVER_S)
         if store.check([here.prefix + "stop"]):
             os._exit(1)
         _leaves_with = 0

@@ -25,10 +25,10 @@ class Mirror:
         attempt: of the job.
         slot: place of this machine.
         folder: the rank's publications on this machine.
-        key: of the job; None where the user has given no secret.
+        key: of the job.
     """
 
-    def __init__(self, rank: int, attempt: int, slot: int, folder: Path, key: bytes | None = None) -> None:
+    def __init__(self, rank: int, attempt: int, slot: int, folder: Path, key: bytes) -> None:
         self._rank, self._attempt, self._slot, self._folder, self._key = rank, attempt, slot, folder, key
         self._lock = threading.RLock()
         self._link: Link | None = None

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import RecoveryFailed, SwiftError
@@ -18,6 +17,7 @@ from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
+from shared_core.transport.store import Store
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import BucketInput, RecordKey
 from shared_core.worker.comm.op import Op
@@ -91,7 +91,7 @@ class Worker:
         start = self.start = Start(
             runtime, store, endings, events, updates, parts, board, recovery, lanes, state_relay.presses, spare
         )
-        self.options = Options(env, runtime, store, start)
+        self.options = Options(env, runtime, start)
         checkpoints = self.checkpoints = Checkpointing(start, position, board)
         self.notes = Notes(board, position, start)
         trained = self.trained = Trained(

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from torch._C._distributed_c10d import Store
-
 from shared_core.errors import DamagedRecord
 from shared_core.events import console
 from shared_core.protocol.codec import Count, decode
+from shared_core.transport.store import Store
 
 #: Updates from the decision to the checkpoint. One is enough; the second leaves room. The last one uses one.
 AHEAD, AHEAD_LAST = 2, 1

@@ -26,7 +26,7 @@ class _Source:
     """One rank's part of a snapshot in some machine's memory."""
 
     machine: str
-    secret: bytes | None
+    secret: bytes
     where: str
     key: Key
     rank: int
@@ -44,7 +44,7 @@ class _Source:
 
 
 def find(
-    machines: Iterable[str | None], rank: int, world_size: int, secret: bytes | None = None
+    machines: Iterable[str | None], rank: int, world_size: int, secret: bytes
 ) -> list[tuple[int, Mapping[str, Any], Callable[[str], bytes]]]:
     """Snapshots in the memory of any machine that hold a rank's part, oldest first.
 
@@ -52,7 +52,7 @@ def find(
         machines: to ask; those that do not answer are passed over.
         rank: logical rank.
         world_size: of the job.
-        secret: the job's key; None where the user has given none.
+        secret: the job's key.
 
     Returns:
         For each its step, its meta, and what reads a file of it from whoever has it, which raises CorruptFile.
@@ -72,7 +72,7 @@ def find(
     return found
 
 
-def _held_by(machine: str, secret: bytes | None) -> list[_Source]:
+def _held_by(machine: str, secret: bytes) -> list[_Source]:
     """All that a machine's memory holds; nothing if it cannot be asked, which takes a few seconds at most."""
     try:
         with connect(machine, secret) as link:
@@ -83,7 +83,7 @@ def _held_by(machine: str, secret: bytes | None) -> list[_Source]:
         return []
 
 
-def _source(machine: str, secret: bytes | None, one: dict[str, Any]) -> _Source:
+def _source(machine: str, secret: bytes, one: dict[str, Any]) -> _Source:
     """One entry of a machine's list.
 
     Raises:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from torch._C._distributed_c10d import Store
-
 from shared_core.checkpoint import lineage
 from shared_core.checkpoint.spool import Spool
 from shared_core.checkpoint.storage import absolute
 from shared_core.errors import SwiftError, Unsupported
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
+from shared_core.transport.store import Store
 from shared_core.worker.checkpoints import recovery_line, resharding
 from shared_core.worker.checkpoints.recovery_line import Line, Loaded
 
@@ -81,7 +80,9 @@ class Origins:
 
     def _own(self) -> list[Line]:
         env = self._env
-        found = recovery_line.at_neighbours(env.machines, env.rank, env.world_size, secret.of_job(env.job_dir))
+        found: list[Line] = []
+        if env.machines:
+            found += recovery_line.at_neighbours(env.machines, env.rank, env.world_size, secret.of_job(env.job_dir))
         found += recovery_line.in_memory(self._spool, env.rank, env.world_size)
         stored = recovery_line.in_storage(self._where, None, env.command.key)
         if env.resized is not None:  # what was handed on is at least as new as any of another number of workers

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from shared_core.checkpoint import image, lineage, store
 from shared_core.checkpoint.spool import Spool
@@ -24,6 +23,7 @@ from shared_core.protocol.codec import decode, text
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.members import members_text
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.transport.store import Store
 from shared_core.waiting import wait_for
 from shared_core.worker.checkpoints.in_memory import find as find_in_memory
 from shared_core.worker.state.replicated import Replicated
@@ -145,9 +145,7 @@ def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
     return found
 
 
-def at_neighbours(
-    machines: Iterable[str | None], rank: int, world_size: int, secret: bytes | None = None
-) -> list[Line]:
+def at_neighbours(machines: Iterable[str | None], rank: int, world_size: int, secret: bytes) -> list[Line]:
     """Snapshots that hold this rank's part, with all that belongs to it in the memory of any machine; the oldest first.
     Ranks whose own machine has theirs list them too: all must go on from the same.
     """

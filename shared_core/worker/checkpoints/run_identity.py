@@ -6,13 +6,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
 from shared_core.checkpoint import lineage
 from shared_core.errors import DamagedRecord
 from shared_core.protocol.codec import Name, decode, text
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.transport.store import Store
 from shared_core.worker.checkpoints.recovery_line import Line
 from shared_core.worker.endings import Endings
 

@@ -58,7 +58,7 @@ class Connections:
         """
         state = self._state
         return InnerGroup.connect(
-            state.listener.new_store(f"inner/{generation}.{attempt}/{group.name}"),
+            state.listener.new_store(f"inner/{generation}.{attempt}/{group.name}/"),
             state.rank,
             group.ranks,
             operation_timeout=group.timeout,
@@ -94,7 +94,7 @@ class Connections:
         """
         state = self._state
         inner = InnerGroup.connect(
-            state.listener.new_store(f"side/{generation}/{name}"),
+            state.listener.new_store(f"side/{generation}/{name}/"),
             state.rank,
             ranks,
             operation_timeout=operation_timeout,

@@ -16,13 +16,14 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Annotated, Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store as TorchStore
 
 from shared_core.errors import DamagedRecord, GenerationAbandoned, NotConnected, RecoveryFailed, WaitTimeout
 from shared_core.faults import inject
 from shared_core.protocol.codec import Form, decode
 from shared_core.protocol.worker_env import ADDRESS
 from shared_core.system import threads
+from shared_core.transport.store import Store
 from shared_core.waiting import Wait, poll, ranks_text
 from shared_core.worker.comm import peers
 from shared_core.worker.comm.compat import ProcessGroupGloo, gloo_options, set_operation_timeout
@@ -30,7 +31,7 @@ from shared_core.worker.comm.peers import Place
 from shared_core.worker.comm.quiet import quiet
 
 #: Untyped, because torch's stubs leave out most of it.
-_Store: Any = Store
+_Store: Any = TorchStore
 _device_lock = threading.Lock()
 #: A member whose listening socket was not found.
 _UNKNOWN = "unknown"

@@ -107,7 +107,10 @@ class GroupIdentity(_Base):  # type: ignore[misc]
         self._state.timeout = timeout
 
     def get_group_store(self) -> Any:
-        return self._runtime.listener.new_store(f"user/{self._name}")
+        # The script's, not the job's: torch's own code asks for it, and what it keeps there is nothing of ours.
+        return torch.distributed.PrefixStore(
+            f"group/{self._name}", torch.distributed.distributed_c10d._get_default_store()
+        )
 
     def abort(self) -> None:
         """Nothing to do: the runtime owns the communicators, and peers may still need this rank's log."""

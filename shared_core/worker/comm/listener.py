@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
-from torch._C._distributed_c10d import Store
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import SwiftError
+from shared_core.transport.store import Store
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.group_log import Logged
 

@@ -9,10 +9,9 @@ from typing import Any
 from shared_core.config import CHECKPOINT_OPTIONS, SCRIPT_OPTIONS, SwiftConfig, full_names, variable_of
 from shared_core.errors import ConfigError
 from shared_core.handover import NOT_TOLD
-from shared_core.protocol.keys import CHECKPOINTS
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.link import wish
 from shared_core.worker.recovery.start import Start
 
 
@@ -26,8 +25,8 @@ class Options:
         env: what the launcher told this worker, with the options that hold.
     """
 
-    def __init__(self, env: WorkerEnv, runtime: Runtime, store: JobStore, start: Start) -> None:
-        self.env, self._runtime, self._store, self._start = env, runtime, store, start
+    def __init__(self, env: WorkerEnv, runtime: Runtime, start: Start) -> None:
+        self.env, self._runtime, self._start = env, runtime, start
         self._told = env.config.changed
 
     def check_told(self, options: Mapping[str, Any]) -> None:
@@ -68,4 +67,4 @@ class Options:
             )
         self.env = replace(self.env, config=config)
         self._start.begin(self.env)
-        self._store.tell(CHECKPOINTS, {name: config.get(name) for name in sorted(CHECKPOINT_OPTIONS)})
+        wish({name: config.get(name) for name in sorted(CHECKPOINT_OPTIONS)}, self.env)

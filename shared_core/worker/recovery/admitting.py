@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch._C._distributed_c10d import Store
-
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
 from shared_core.protocol.admission import let_in
@@ -19,6 +17,7 @@ from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import Top, read_fronts
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.rounds import Round, ranks_in
+from shared_core.transport.store import Store
 from shared_core.waiting import Wait, poll, ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery.context import Context

@@ -11,14 +11,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store
-
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import read_fronts
 from shared_core.protocol.generation import GIVEN_UP, generation_key, go_key, plan_key
 from shared_core.protocol.plan import Plan, decide
+from shared_core.transport.store import Store
 from shared_core.waiting import Wait, ranks_text
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.fronts import Fronts

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch._C._distributed_c10d import Store
-
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
 from shared_core.protocol.generation import generation_key
+from shared_core.transport.store import Store
 from shared_core.waiting import wait_for
 from shared_core.worker.comm.groups import GroupState
 from shared_core.worker.messages.archive import Archive

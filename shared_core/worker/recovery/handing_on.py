@@ -5,13 +5,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 
-from torch._C._distributed_c10d import Store
-
 from shared_core.errors import DamagedRecord, GenerationAbandoned
 from shared_core.faults import inject
 from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.generation import Entry, generation_key
 from shared_core.protocol.worker_env import Resized
+from shared_core.transport.store import Store
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.fronts import Fronts

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from torch._C._distributed_c10d import Store
-
 from shared_core.errors import (
     ConfigError,
     DamagedRecord,
@@ -23,6 +21,7 @@ from shared_core.faults import inject
 from shared_core.protocol.codec import decode
 from shared_core.protocol.generation import knock_key, lane_key, still_key
 from shared_core.protocol.rounds import Round, letting_key
+from shared_core.transport.store import Store
 from shared_core.waiting import Keys, ranks_text, wait_for
 from shared_core.worker import link
 from shared_core.worker.comm.connections import MAX_ATTEMPTS

@@ -15,14 +15,13 @@ import threading
 import time
 from contextlib import suppress
 
-from torch._C._distributed_c10d import Store
-
 from shared_core.errors import DamagedRecord, ReplayDivergence
 from shared_core.events import EventLog, console
 from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.standstill import Standing, awaited, describe, stuck
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
+from shared_core.transport.store import Store
 from shared_core.waiting import ends_text, quiet_s, ranks_text
 from shared_core.worker.comm.standing import finished, standing
 from shared_core.worker.link import at_end

@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from torch._C._distributed_c10d import PrefixStore
-
 from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, WaitTimeout
 from shared_core.events import EventLog
 from shared_core.protocol.generation import Entry, generation_key
@@ -18,6 +16,7 @@ from shared_core.protocol.rounds import Round
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.protocol.worker_phase import Action, Event, Phase
 from shared_core.system import threads
+from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.endings import EXIT_STALE, Endings, wait_for_change
@@ -180,7 +179,7 @@ class Recovery:
         env, life = self.env, self.lifecycle
         try:
             # It blocks in its store, so it has a connection of its own.
-            store = PrefixStore(env.prefix.rstrip("/"), connect_store(FOREVER_S, env))
+            store = Below(connect_store(FOREVER_S, env), env.prefix)
             actions: tuple[Action, ...] = ()
             while Action.STOP_WATCHING not in actions:
                 self._agreement.hear(store, life.newest)

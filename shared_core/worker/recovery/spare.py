@@ -10,14 +10,13 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 
-from torch._C._distributed_c10d import PrefixStore
-
 from shared_core.faults import inject
 from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.keys import PREPARED
 from shared_core.protocol.preparing import EXIT_UNFIT, Prepared, place_key
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.link import connect_store
@@ -71,7 +70,7 @@ class Spare:
             os._exit(EXIT_UNFIT)
         until = next((str(self._board.end_file(e)) for e, ended in self._finished.items() if not ended), "")
         # It blocks, so it has a connection of its own.
-        store = PrefixStore(env.prefix.rstrip("/"), connect_store(FOREVER_S, env))
+        store = Below(connect_store(FOREVER_S, env), env.prefix)
         self._store.tell(PREPARED, asdict(Prepared(env.rank, env.incarnation, os.getpid(), until)))
         inject.point("spare.waits")
         key = place_key(env.rank, env.incarnation)

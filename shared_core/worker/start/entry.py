@@ -64,12 +64,9 @@ def enter(request: StartRequest, *, forked: bool) -> None:
     try:
         _run(request)
     except SystemExit as end:
-        if end.code in (None, 0):
-            link.get_ready_to_say_done()
-        elif standing_by.stands_by():
+        if end.code not in (None, 0) and standing_by.stands_by():
             os._exit(1)  # exit handlers are a worker's
         raise
-    link.get_ready_to_say_done()
 
 
 def _detach(request: StartRequest) -> None:
