@@ -12,9 +12,11 @@ import json
 import multiprocessing as mp
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -22,16 +24,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
-
 from benchmarks.common import ROOT, Row, arguments, at_most, finish, leave_nothing, say
 from shared_core.config import SwiftConfig
-from shared_core.launcher.attempt import LOOPBACK, Attempt, connect
+from shared_core.launcher.attempt import LOOPBACK, Attempt
+from shared_core.launcher.control_socket import ControlSocket
 from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
 from shared_core.protocol.generation import Entry, generation_key, plan_key
 from shared_core.protocol.loss_policy import Death
 from shared_core.protocol.members import members_text
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.system.jobdir import AGENT
+from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.agreement import Agreement
@@ -84,9 +87,9 @@ class Fronts:
         return 100.0, "a fixed limit"
 
 
-def worker(rank: int, incarnation: int, world_size: int, port: int, heard: Any) -> None:
+def worker(rank: int, incarnation: int, world_size: int, folder: Path, heard: Any) -> None:
     """One thread: follow the ledger to generation 1, and say when this rank may connect."""
-    env = WorkerEnv(rank, world_size, incarnation, incarnation, 0, Path(), LOOPBACK, port, None, SwiftConfig())
+    env = WorkerEnv(rank, world_size, incarnation, incarnation, 0, folder, str(folder / AGENT), None, SwiftConfig())
     lock = threading.RLock()
     groups: Any = SimpleNamespace(
         lock=lock,
@@ -100,8 +103,8 @@ def worker(rank: int, incarnation: int, world_size: int, port: int, heard: Any) 
     fronts: Any = Fronts(env)
     context: Any = SimpleNamespace(env=env, runtime=groups, lifecycle=life)
     agreement = Agreement(context, fronts)
-    blocks = PrefixStore(env.prefix.rstrip("/"), connect_store(FOREVER_S, env))
-    store = PrefixStore(env.prefix.rstrip("/"), connect_store(FOREVER_S, env)) if incarnation else blocks
+    blocks = Below(connect_store(FOREVER_S, env), env.prefix)
+    store = Below(connect_store(FOREVER_S, env), env.prefix) if incarnation else blocks
     if not incarnation:
         agreement.hear(store, 0)
         heard.put((0.0, os.getpid(), time.process_time()))
@@ -119,17 +122,19 @@ def worker(rank: int, incarnation: int, world_size: int, port: int, heard: Any) 
     heard.put((time.time(), os.getpid(), time.process_time()))
 
 
-def process(ranks: Sequence[int], world_size: int, ports: Any, heard: Any, over: Any) -> None:
+def process(ranks: Sequence[int], world_size: int, folders: Any, heard: Any, over: Any) -> None:
     """Simulated workers of some ranks. The newcomer is a thread of its predecessor's process."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    port = ports.get()
+    folder = folders.get()
     threads = [
-        threading.Thread(target=worker, args=(rank, 0, world_size, port, heard), daemon=True)
+        threading.Thread(target=worker, args=(rank, 0, world_size, folder, heard), daemon=True)
         for rank in ranks
         if rank != world_size - 1
     ]
     if world_size - 1 in ranks:
-        threads.append(threading.Thread(target=worker, args=(world_size - 1, 1, world_size, port, heard), daemon=True))
+        threads.append(
+            threading.Thread(target=worker, args=(world_size - 1, 1, world_size, folder, heard), daemon=True)
+        )
     threading.stack_size(256 << 10)
     for thread in threads:
         thread.start()
@@ -140,19 +145,21 @@ def process(ranks: Sequence[int], world_size: int, ports: Any, heard: Any, over:
 def one(world_size: int) -> dict[str, float]:
     """One loss of the last rank among so many."""
     context = mp.get_context("fork")
-    ports, heard, over = context.Queue(), context.Queue(), context.Event()
+    folders, heard, over = context.Queue(), context.Queue(), context.Event()
     count = min(PROCESSES, world_size)
     shares = [range(at, world_size, count) for at in range(count)]
-    running = [context.Process(target=process, args=(share, world_size, ports, heard, over)) for share in shares]
+    running = [context.Process(target=process, args=(share, world_size, folders, heard, over)) for share in shares]
     for each in running:
         each.start()
-    attempt = Attempt(0, (LOOPBACK, 0), range(world_size), world_size, lambda: None)
+    folder = Path(tempfile.mkdtemp(prefix="scale-"))
+    control = ControlSocket(folder, lambda: None)
+    client = control.new_store()
+    attempt = Attempt(0, (LOOPBACK, 0), lambda: client, range(world_size), world_size, lambda: None)
     try:
-        client = connect(LOOPBACK, attempt.port)
         for key in (plan_key(0), "gen/0/go"):  # the first generation is formed
             client.set(attempt.key(key), '{"failed":"over","plan":null}')
         for _ in running:
-            ports.put(attempt.port)
+            folders.put(folder)
         before, after = dict[int, float](), dict[int, float]()
         for _ in range(world_size - 1):
             _, pid, cpu = heard.get(timeout=120)
@@ -179,6 +186,8 @@ def one(world_size: int) -> dict[str, float]:
         for each in running:
             each.join(10)
         attempt.close()
+        control.close()
+        shutil.rmtree(folder)
 
 
 def simulated(sizes: Sequence[int], rounds: int) -> list[Row]:

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 from harness import Jobs
-from torch.distributed import HashStore, TCPStore
 
 from shared_core.config import SwiftConfig
-from shared_core.errors import ConfigError, DamagedRecord
+from shared_core.errors import DamagedRecord
 from shared_core.faults import Fault
 from shared_core.launcher.attempt import first_of
 from shared_core.launcher.key_watcher import KeyWatcher
@@ -34,6 +33,7 @@ from shared_core.protocol.standstill import Standing
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.system.wire import connect
 from shared_core.testing.runner import compare
+from shared_core.transport.store import MemoryStore
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.due import Decisions, StoreEntries
 from shared_core.worker.recovery.lanes import Lanes
@@ -69,7 +69,7 @@ ENTRY = Entry(
     reason="lost",
 )
 LAST = Entry(generation=1, incarnations=(0, 1), kind=Kind.RESIZE, rank=0, workers=3, line=Resized(0, 2, (0, 1), 7))
-MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True, "secret": "a5"}
+MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True}
 
 
 def as_fronts(raw: bytes) -> Any:
@@ -83,34 +83,26 @@ def as_agreed(raw: bytes) -> Agreed:
 
 
 def ledger(raw: bytes) -> Any:
-    store = HashStore()
+    store = MemoryStore()
     store.set("p/gen/1", raw)
     return Ledger(store, "p/", 2).follow()
 
 
 def first(raw: bytes) -> Any:
-    store = HashStore()
+    store = MemoryStore()
     store.set("swift/3/first", raw)
     return first_of(store, 3)
 
 
 def has(raw: bytes) -> Any:
     """Which checkpoints another rank says it has."""
-    store = HashStore()
+    store = MemoryStore()
     store.set("line/has/1", raw)
     return recovery_line.agree(
-        WorkerEnv(0, 2, 0, 0, 0, Path(), "", 0, None, SwiftConfig.from_dict({"detection.wait_timeout_s": 5.0})),
+        WorkerEnv(0, 2, 0, 0, 0, Path(), "", None, SwiftConfig.from_dict({"detection.wait_timeout_s": 5.0})),
         store,
         [],
     )
-
-
-def read_checkpoints(raw: bytes) -> Any:
-    """As the agent does."""
-    try:
-        return SwiftConfig().merged(said.read("checkpoints", raw))
-    except ConfigError as error:
-        raise DamagedRecord(str(error)) from error
 
 
 OPTIONAL = {
@@ -147,7 +139,7 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
     "line/has": (["7/memory/s"], has, set()),
     "document": (
         {"phase": "running", "round": 0, "attempt": 0, "run": "r", "members": [MEMBER]}
-        | {"store": ["h", 1], "beat": 3, "secret": "a5"},
+        | {"store": ["h", 1], "beat": 3},
         lambda raw: read_document(raw, "of the job"),
         {"beat", "host"},
     ),
@@ -158,11 +150,6 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
         {"rank": 0, "time": 1.5, "pid": 7, "top": 3, "whence": "x"},
         lambda raw: said.read("reports", raw),
         {"pid", "top", "whence"},
-    ),
-    "checkpoints": (
-        {"checkpoint.dir": "here", "checkpoint.keep": 3},
-        read_checkpoints,
-        {"checkpoint.dir", "checkpoint.keep"},
     ),
     "divergent": ([1], lambda raw: said.read("divergent", raw), set()),
 }
@@ -250,7 +237,7 @@ def test_a_frontier_that_would_take_for_ever_is_refused(damage: dict[str, Any]) 
 
 @pytest.mark.parametrize("raw", [b"perhaps", b"", b"\xff", b"1", b"[0]", b"[1, 2]", b"[-1]", b'["1"]'])
 def test_who_was_let_in_was_absent(raw: bytes) -> None:
-    store = HashStore()
+    store = MemoryStore()
     one = Ledger(store, "p/", 2)
     store.set("p/gen/1", ENTRY.to_json())
     one.follow()
@@ -261,7 +248,7 @@ def test_who_was_let_in_was_absent(raw: bytes) -> None:
 
 @pytest.mark.parametrize("raw", [b"x", b"-1", b"9" * 30, b"\xff", b"[3]"])
 def test_a_damaged_decision_is_passed_over(raw: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    store = HashStore()
+    store = MemoryStore()
     entries = StoreEntries(lambda: store)
     store.set("checkpoint/due/0", raw)
     first, other = Decisions(entries), Decisions(StoreEntries(lambda: store))
@@ -272,8 +259,8 @@ def test_a_damaged_decision_is_passed_over(raw: bytes, capsys: pytest.CaptureFix
 
 
 def test_what_no_worker_says_is_passed_over_once(capsys: pytest.CaptureFixture[str]) -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connects = lambda: TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)  # noqa: E731
+    server = MemoryStore()
+    connects = lambda: server  # noqa: E731
     watcher = KeyWatcher(connects, "p/", lambda: None, ranks=[1])
     try:
         for key in ("saved", "handed", "declined", "divergent"):
@@ -298,8 +285,8 @@ def test_what_no_worker_says_is_passed_over_once(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("raw", ["x", "", "-1", "9" * 30, "20000"])
 def test_a_damaged_count_of_machines_ends_the_machines_part(raw: str) -> None:
     """To add to it would break the connection."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connects = lambda: TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)  # noqa: E731
+    store = MemoryStore()
+    connects = lambda: store  # noqa: E731
     fenced, said_why = threading.Event(), []
 
     def fence(reason: str) -> None:
@@ -319,11 +306,11 @@ def test_a_damaged_count_of_machines_ends_the_machines_part(raw: str) -> None:
 @pytest.mark.parametrize("name", ["", "x", ":", "h:x#y", "h:99999#y", "h:-1#", "\0:1#", "h:" + "9" * 5000])
 def test_what_is_no_machines_name_is_not_connected_to(name: str) -> None:
     with pytest.raises(OSError, match="is not the name of a machine"):
-        connect(name)
+        connect(name, b"")
 
 
 def test_a_damaged_knock_lets_nobody_in(capsys: pytest.CaptureFixture[str]) -> None:
-    store = HashStore()
+    store = MemoryStore()
     runtime = SimpleNamespace(lock=threading.RLock(), latest=1, absent={1})
     env = SimpleNamespace(rank=0, config=SwiftConfig())
     job_store, lifecycle = SimpleNamespace(below=lambda: store), SimpleNamespace(entry=ENTRY)

@@ -158,25 +158,26 @@ class Link:
 
         Args:
             most: gives the longest data of a frame of this kind; None for no limit.
-            idle: called with True before a frame is awaited, and with False once it has begun.
+            idle: called with True before a frame is awaited, and with False once its head has come.
 
         Raises:
             Altered: it is not what the other side sent next.
             OSError: the other side has gone, or sends what is no frame.
         """
         idle(True)
-        first = self._bytes(1)
+        head = self._bytes(_HEAD.size if self._in is None else _HEAD.size + _MAC_BYTES)
         idle(False)
-        head = first + self._bytes(_HEAD.size - 1)
         if self._in is not None:
-            self._check(self._in.head(head))
+            head, mac_of_head = head[: _HEAD.size], head[_HEAD.size :]
+            self._check(mac_of_head, self._in.head(head))
         kind, rank, attempt, name_length, length = _HEAD.unpack(head)
         if name_length > _LONGEST_NAME or (most is not None and length > most(kind)):
             raise ConnectionError(f"a frame of {length} bytes is too long")
         mac = self._in.body() if self._in is not None and (name_length or length) else None
-        raw, data = self._bytes(name_length, mac), self._bytes(length, mac)
+        raw = self._bytes(name_length, mac) if name_length else b""
+        data = self._bytes(length, mac) if length else b""
         if mac is not None:
-            self._check(mac.digest())
+            self._check(self._bytes(_MAC_BYTES), mac.digest())
         try:
             return Frame(kind, rank, attempt, raw.decode(), data)
         except UnicodeDecodeError as error:
@@ -208,8 +209,8 @@ class Link:
             raise ConnectionError("another frame was to come")
         return frame.data
 
-    def _check(self, mac: bytes) -> None:
-        if not hmac.compare_digest(self._bytes(_MAC_BYTES), mac):
+    def _check(self, found: bytes, mac: bytes) -> None:
+        if not hmac.compare_digest(found, mac):
             with suppress(OSError):
                 if peer := self._sock.getpeername():
                     _tell(str(peer[0]))

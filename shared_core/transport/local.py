@@ -16,6 +16,8 @@ from shared_core.system.wire import CONNECT_S, Link
 
 #: The kernel takes no longer address than this, in bytes.
 _LONGEST = 100
+#: More workers than start on one machine at once.
+_BACKLOG = 1024
 _PEER = struct.Struct("3i")
 
 
@@ -42,7 +44,7 @@ def listen(path: Path) -> socket.socket:
     try:
         with _address(path) as address:
             sock.bind(address)
-        sock.listen(128)
+        sock.listen(_BACKLOG)
     except OSError:
         sock.close()
         raise
@@ -57,7 +59,8 @@ def connect(path: Path) -> Link:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(CONNECT_S)
+        # While many connect at once the kernel lets a blocking socket wait, and refuses one with a time-out at once.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(CONNECT_S), 0))
         with _address(path) as address:
             sock.connect(address)
     except OSError:

@@ -10,8 +10,8 @@ from contextlib import suppress
 
 from shared_core.system.wire import Link
 
-#: Connections at once, and those of them that have not said yet what they want.
-_MOST, _MOST_NEW = 1024, 64
+#: Connections at once that have not said yet what they want.
+_MOST_NEW = 64
 #: How long to wait when the machine has no descriptor or thread left for another connection, in seconds.
 _NO_ROOM_S = 0.1
 
@@ -40,7 +40,7 @@ class Server:
         self._new: dict[socket.socket, None] = {}  # the oldest first
         self._all: set[socket.socket] = set()
         # Half of the descriptors are for the agent itself.
-        self._most = min(_MOST, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        self._most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         threading.Thread(target=self._accept, name="swift-server", daemon=True).start()
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ class Site:
         self.job.mkdir(mode=0o700)
         secret.leave(self.job, KEY)
         self.copies = Copies(self.job / "checkpoints")
-        self.server = MirrorServer(self.job / "mirror", self.copies.serve, KEY)
+        self.server = MirrorServer(self.job / "mirror", self.copies.serve, key=KEY)
         self.name = f"127.0.0.1:{self.server.port}#x"
         own = folder / "own"
         own.mkdir()

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore, TCPStore
 
 from shared_core.errors import ConfigError, DamagedRecord
 from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
@@ -22,8 +21,12 @@ from shared_core.protocol.mirroring import keeper
 from shared_core.protocol.rounds import let_in_key
 from shared_core.protocol.takeover import reassign
 from shared_core.protocol.worker_env import Resized
+from shared_core.system.secret import leave
 from shared_core.system.wire import place_of
+from shared_core.transport.store import MemoryStore
 from shared_core.worker.mirror import Mirror
+
+KEY = b"k" * 32
 
 
 def test_a_counter_that_stands_still_is_late() -> None:
@@ -77,7 +80,7 @@ def losing(*ranks: int) -> Entry:
 
 def test_two_writers_form_one_order() -> None:
     """Eight agents append at once; all see the same list, in which every loss is counted once."""
-    store = HashStore()
+    store = MemoryStore()
     ledgers = [Ledger(store, "p/", 8, ["m"]) for _ in range(8)]
     begin = threading.Barrier(8)
 
@@ -96,7 +99,7 @@ def test_two_writers_form_one_order() -> None:
 
 
 def test_nothing_follows_the_last_entry() -> None:
-    store = HashStore()
+    store = MemoryStore()
     one, other = Ledger(store, "p/", 2), Ledger(store, "p/", 2)
     assert one.append(lambda: Entry(kind=Kind.FAIL, reason="x")) is not None
     assert other.append(lambda: losing(1)) is None
@@ -106,7 +109,7 @@ def test_nothing_follows_the_last_entry() -> None:
 
 def test_a_machine_that_comes_when_the_attempt_is_over_learns_so() -> None:
     """Another entry gave it its place: that one is no news."""
-    store = HashStore()
+    store = MemoryStore()
     one, late = Ledger(store, "p/", 2), Ledger(store, "p/", 2)
     assert one.append(lambda: losing(1)) and one.append(lambda: Entry(kind=Kind.RESTART, reason="x"))
     late.catch_up()
@@ -153,7 +156,7 @@ def test_a_machine_that_comes_when_the_attempt_is_over_learns_so() -> None:
 )
 def test_a_damaged_entry_is_refused(damage: dict[str, object]) -> None:
     """Followed blindly, the first would be read again and again."""
-    store = HashStore()
+    store = MemoryStore()
     entry = replace(losing(1), generation=1, incarnations=(0, 1), detected=1.5)
     store.set("p/gen/1", entry.to_json())
     assert Ledger(store, "p/", 2).follow() == [entry]
@@ -177,7 +180,7 @@ def test_an_entry_comes_back_as_it_was() -> None:
 
 @pytest.mark.parametrize("raw", ["", "[1]", "{", "null", "[" * 100_000, "\xff"])
 def test_what_is_no_entry_is_refused(raw: str) -> None:
-    store = HashStore()
+    store = MemoryStore()
     store.set("p/gen/1", raw)
     with pytest.raises(DamagedRecord, match="gen/1"):
         Ledger(store, "p/", 2).follow()
@@ -185,8 +188,8 @@ def test_what_is_no_entry_is_refused(raw: str) -> None:
 
 def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
     """It is said, and the machine that looks goes on looking."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connect = lambda: TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)  # noqa: E731
+    store = MemoryStore()
+    connect = lambda: store  # noqa: E731
     changed = threading.Event()
     store.set("machines/beat/two", "text")
     store.set("machines/member/1", "two")
@@ -203,7 +206,7 @@ def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) 
 
 def test_who_is_absent() -> None:
     """Nobody is until all workers use lanes; then whoever is lost, until it is said first that newcomers are in."""
-    store = HashStore()
+    store = MemoryStore()
     one, other = Ledger(store, "p/", 3), Ledger(store, "p/", 3)
     lose = lambda ledger, *lost: ledger.append(lambda: losing(*lost))  # noqa: E731
     for rank in range(3):
@@ -228,7 +231,7 @@ def test_who_is_absent() -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[MirrorServer]:
-    running = MirrorServer(tmp_path / "mirror")
+    running = MirrorServer(tmp_path / "mirror", key=KEY)
     yield running
     running.close()
 
@@ -241,12 +244,14 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
     (own / "top.3").write_bytes(b"three")
     (own / "records").write_bytes(b"r")
     (own / "checks").write_bytes(b"not copied")
-    mirror = Mirror(2, 0, 0, own)
+    mirror = Mirror(2, 0, 0, own, KEY)
     mirror.follow(machines)
     mirror.write("top.4", [b"four" * 25_000, b"four" * 25_000])
     mirror.append("records", b"s")
     mirror.remove("top.3")
     mirror.sync()
+    (tmp_path / "job").mkdir()
+    leave(tmp_path / "job", KEY)
     got = fetch(machines[1:], [2, 3], 0, tmp_path / "job")
     assert got == {2: 200_002, 3: 0}
     files = {path.name: path.read_bytes() for path in (tmp_path / "job/rank2/attempt0").iterdir()}
@@ -262,7 +267,7 @@ def test_names_lead_nowhere_else(
 ) -> None:
     monkeypatch.setattr("shared_core.worker.mirror._TROUBLE_S", 0.0)
     (tmp_path / "own").mkdir()
-    mirror = Mirror(0, 0, 0, tmp_path / "own")
+    mirror = Mirror(0, 0, 0, tmp_path / "own", KEY)
     mirror.follow((None, f"127.0.0.1:{server.port}#1"))
     mirror.write("../../escaped", [b"x"])
     mirror.sync()
@@ -281,8 +286,8 @@ def test_the_next_place_keeps_the_copies() -> None:
 def test_a_lease_that_cannot_be_renewed_fences(tmp_path: Path) -> None:
     """The holder stops before the lease is over; an orderly leave is seen at once. Where etcd hangs, the other lease of
     the store's host is renewed as ever."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connect = lambda: TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)  # noqa: E731
+    store = MemoryStore()
+    connect = lambda: store  # noqa: E731
     fenced: list[float] = []
     reachable = threading.Event()
     reachable.set()

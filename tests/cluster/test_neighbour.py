@@ -24,11 +24,12 @@ from shared_core.events import EventLog
 from shared_core.launcher.mirror import MirrorServer
 from shared_core.launcher.neighbour import Copies, Sender
 from shared_core.system import secret
-from shared_core.system.wire import Link, connect
+from shared_core.system.wire import Link, accept, connect
 from shared_core.worker.checkpoints.in_memory import find
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = 3 << 20
+KEY = b"k" * 32
 
 
 def until(what: Callable[[], object]) -> None:
@@ -47,9 +48,9 @@ class OneMachine:
 
     def __init__(self, folder: Path, place: int) -> None:
         self.copies = Copies(folder / "checkpoints")
-        self.server = MirrorServer(folder / "mirror", self.copies.serve)
+        self.server = MirrorServer(folder / "mirror", self.copies.serve, key=KEY)
         self.name = f"127.0.0.1:{self.server.port}#{place}"
-        self.sender = Sender(self.copies, lambda: self.name)
+        self.sender = Sender(self.copies, lambda: self.name, KEY)
         self.place, self.spool = place, Spool(folder / "checkpoints")
 
     def snapshot(self, step: int, attempt: int = 0) -> None:
@@ -77,7 +78,7 @@ def pair(tmp_path: Path) -> Iterator[list[OneMachine]]:
 
 
 def steps(machine: OneMachine, rank: int) -> list[int]:
-    return [step for step, _, _ in find([machine.name], rank, 4)]
+    return [step for step, _, _ in find([machine.name], rank, 4, KEY)]
 
 
 def let_go(machine: OneMachine) -> None:
@@ -90,12 +91,12 @@ def test_each_has_the_other_s_newest(pair: list[OneMachine]) -> None:
         each.snapshot(10)
     until(lambda: all(each.copies.kept == (0, 10) for each in pair))
     pair[0].close()
-    [(step, meta, read)] = find([None, pair[1].name], 0, 4)
+    [(step, meta, read)] = find([None, pair[1].name], 0, 4, KEY)
     assert step == 10 and meta["session"] == "s0"
     assert read("rank0") == payload(10, 0) and read("rank1") == payload(10, 1) and read("rank3") == payload(10, 3)
     with pytest.raises(CorruptFile, match="no machine has it"):
         read("replicated0.safetensors")
-    assert not find([pair[1].name], 0, 2), "of another number of workers"
+    assert not find([pair[1].name], 0, 2, KEY), "of another number of workers"
 
 
 def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine]) -> None:
@@ -139,7 +140,7 @@ def test_a_copy_that_is_older_than_the_kept_one_is_refused(pair: list[OneMachine
     pair[0].snapshot(20)
     until(lambda: pair[1].copies.kept == (0, 20))
     header = b'{"attempt": 0, "step": 10, "files": {}, "notes": {}}'
-    with connect(pair[1].name) as link:
+    with connect(pair[1].name, KEY) as link:
         link.send(b"P", data=[header])
         assert link.answer() == b"n"
     assert pair[1].copies.kept == pair[1].copies.begun == (0, 20)
@@ -219,7 +220,7 @@ def test_a_damaged_copy_is_refused(pair: list[OneMachine]) -> None:
     with open(Spool(pair[1].spool.folder / "kept").folder_of(10) / "rank0", "r+b") as file:
         file.seek(1000)
         file.write(b"damage")
-    [(_, _, read)] = find([pair[1].name], 0, 4)
+    [(_, _, read)] = find([pair[1].name], 0, 4, KEY)
     with pytest.raises(CorruptFile, match="its checksum is wrong"):
         read("rank0")
     assert read("rank1") == payload(10, 1)
@@ -235,22 +236,22 @@ def test_what_was_let_go_while_it_was_sent_is_not_kept(pair: list[OneMachine], t
     listener = socket.create_server(("127.0.0.1", 0))
     other.sender.machines = (other.name, f"127.0.0.1:{listener.getsockname()[1]}#x")
     with listener, listener.accept()[0] as sock:
-        secret.ask(sock, None)
+        link = accept(sock, KEY)
         until(lambda: sock.recv(1 << 16, socket.MSG_PEEK))
-        Link(sock, None, serves=True).send(b"g")
+        link.send(b"g")
         while len(got := sock.recv(1 << 20)) and not got.endswith(b"\0" * 1000):
             pass
         other.spool.drop(10)
         last = b""
         while more := sock.recv(1 << 20):
             last = more
-    assert last[-19:-18] != b"."
+    assert last[-51:-50] != b".", "the kind of the last frame, before the MAC of its head"
     other.close()
 
 
 def test_names_lead_nowhere_else(pair: list[OneMachine], tmp_path: Path) -> None:
     header = b'{"attempt": 0, "step": 1, "files": {"../../escaped": 1}, "notes": {}}'
-    with connect(pair[0].name) as link:
+    with connect(pair[0].name, KEY) as link:
         link.send(b"P", data=[header])
         with pytest.raises(ConnectionError, match="has gone"):
             link.answer()
@@ -265,12 +266,12 @@ def test_notes_of_others_lead_nowhere_else(pair: list[OneMachine], tmp_path: Pat
     Spool(tmp_path / "notes").seal(Sealed(1, 0, 4, (0,), (away,)))
     note = (tmp_path / "notes/attempt0/step-0000000001/rank0.sealed").read_text()
     header = json.dumps({"attempt": 0, "step": 1, "files": {}, "notes": {"rank0.sealed": note}}).encode()
-    with connect(pair[0].name) as link:
+    with connect(pair[0].name, KEY) as link:
         link.send(b"P", data=[header])
         assert link.answer() == b"g"
         link.send(b".")
         assert link.answer() == b"."
-    assert find([pair[0].name], 0, 4) == []
+    assert find([pair[0].name], 0, 4, KEY) == []
 
 
 def test_machines_that_do_not_answer_are_passed_over(pair: list[OneMachine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,8 +282,8 @@ def test_machines_that_do_not_answer_are_passed_over(pair: list[OneMachine], mon
         places = [each.getsockname()[1] for each in (frozen, gone)]
         gone.close()
         machines = [*(f"127.0.0.1:{port}#x" for port in places), None, pair[0].name]
-        assert [step for step, _, _ in find(machines, 1, 4)] == [10]
-        assert find(machines[:3], 1, 4) == []
+        assert [step for step, _, _ in find(machines, 1, 4, KEY)] == [10]
+        assert find(machines[:3], 1, 4, KEY) == []
 
 
 def test_nothing_is_left_at_the_end(pair: list[OneMachine]) -> None:
@@ -290,7 +291,7 @@ def test_nothing_is_left_at_the_end(pair: list[OneMachine]) -> None:
     first, second = pair
     port = second.server.port
     header = b'{"attempt": 0, "step": 10, "files": {"rank0": 1000000}, "notes": {}}'
-    with connect(second.name) as coming:
+    with connect(second.name, KEY) as coming:
         coming.send(b"P", data=[header])
         assert coming.answer() == b"g"
         for each in pair:

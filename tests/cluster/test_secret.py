@@ -43,16 +43,14 @@ def test_strangers_are_refused(site: Site) -> None:
     for raw in wanted:
         with site.dial() as sock:
             sock.sendall(raw.ljust(64, b"\0"))
-            assert len(rest(sock)) == 40, raw
-    with pytest.raises(OSError, match="another --secret-file"):
+            assert len(rest(sock)) == 39, raw
+    with pytest.raises(OSError, match="another secret"):
         connect(site.name, OTHER)
-    with pytest.raises(OSError, match="has no secret, but"):
-        connect(site.name)
     with site.dial() as first, site.dial() as second:  # what one connection proved is of no use on another
-        hello = first.recv(40, socket.MSG_WAITALL)
-        second.recv(40, socket.MSG_WAITALL)
+        hello = first.recv(39, socket.MSG_WAITALL)
+        second.recv(39, socket.MSG_WAITALL)
         mine = os.urandom(32)
-        proof = secret._proof(KEY, b"client", hello[8:], mine)
+        proof = secret._proof(KEY, b"client", hello[7:], mine)
         second.sendall(mine + proof)
         assert rest(second) == b""
         first.sendall(mine + proof[::-1])
@@ -60,8 +58,7 @@ def test_strangers_are_refused(site: Site) -> None:
     site.check()
 
 
-@pytest.mark.parametrize("has", [b"s", b"o"])
-def test_a_server_must_know_it_too(has: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_must_know_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets no byte of state."""
     monkeypatch.setattr("shared_core.worker.mirror._TROUBLE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -69,8 +66,8 @@ def test_a_server_must_know_it_too(has: bytes, monkeypatch: pytest.MonkeyPatch) 
         mirror.follow((None, f"127.0.0.1:{listener.getsockname()[1]}#x"))
         with listener.accept()[0] as sock:
             sock.settimeout(10.0)
-            sock.sendall(b"swift-2" + has + bytes(32) + bytes(32))
-            assert len(rest(sock)) == (64 if has == b"s" else 0)
+            sock.sendall(b"swift-3" + bytes(32) + bytes(32))
+            assert len(rest(sock)) == 64
 
 
 @pytest.mark.parametrize(
@@ -123,7 +120,7 @@ print(server.port, flush=True)
 for line in sys.stdin:
     if line == "take\\n":
         taken = []
-        while server._served:
+        while server._server._all:
             pass
         while True:
             try:
@@ -173,7 +170,7 @@ def test_silent_strangers_and_too_few_descriptors_stop_nobody(tmp_path: Path) ->
                 waits.recv(1)  # it has seen that there is no descriptor left
             say("give back")
             waits.settimeout(10.0)
-            assert waits.recv(7) == b"swift-2"
+            assert waits.recv(7) == b"swift-3"
         assert answers()
         process.stdin.close()
 
@@ -219,8 +216,8 @@ def test_machines_that_share_a_home_have_one_secret(home: Path) -> None:
             found = set(machines.map(lambda _: secret.find(None), range(8)))
         [one] = found
         path = home / ".config/swift-recovery/secret"
-        assert one.path == str(path) and one.raw == path.read_bytes().strip() and not one.named
-        assert len(bytes.fromhex(one.raw.decode())) == 32 and path.stat().st_mode & 0o777 == 0o600
+        assert one == path.read_bytes().strip()
+        assert len(bytes.fromhex(one.decode())) == 32 and path.stat().st_mode & 0o777 == 0o600
         assert list(path.parent.iterdir()) == [path] and secret.find(None) == one
 
 
@@ -235,29 +232,14 @@ def test_machines_that_share_a_home_have_one_secret(home: Path) -> None:
         (lambda path: os.environ.update(HOME="no/home"), "no home folder"),
     ],
 )
-def test_a_home_without_a_secret_stops_no_job(home: Path, spoil: Callable[[Path], object], says: str) -> None:
-    spoil(Path(secret.find(None).path))
-    found = secret.find(None)
-    assert found.raw is None and re.search(says, found.why) and "\n" not in found.why
-
-
-def test_what_machines_with_and_without_secrets_do() -> None:
-    """Each has its own, some have none, or the user has named one."""
-    mine = secret.derive(b"mine", "job")
-    mark, own = secret.mark(mine), secret.Secret(b"mine", "~/secret")
-    assert secret.common([mark, mark]) == mark and secret.common([mark, ""]) == secret.common([mark, "x"]) == ""
-    key, said = secret.agreed_key(mine, own, mark, first=True)
-    assert key == mine and "for them only" in said and not secret.agreed_key(mine, own, mark, first=False)[1]
-    key, said = secret.agreed_key(mine, own, "", first=False)
-    assert key is None and "anybody who reaches" in said and "copy ~/secret" in said
-    key, said = secret.agreed_key(None, secret.Secret(why="no room"), "", first=False)
-    assert key is None and "anybody who reaches" in said and "no room" in said
-    key, said = secret.agreed_key(mine, own, "of the others", first=False)
-    assert key == mine and "exchanges no copies" in said, "it came later: the job does not do without its secret"
-    key, said = secret.agreed_key(None, secret.Secret(why="no room"), "of the others", first=False)
-    assert key and "exchanges no copies" in said, "and lets nobody in"
-    for agreed in ("", "of the others"):
-        assert secret.agreed_key(mine, secret.Secret(b"mine", named=True), agreed, first=True) == (mine, "")
+def test_without_a_secret_there_is_no_job_on_several_machines(
+    home: Path, spoil: Callable[[Path], object], says: str
+) -> None:
+    secret.find(None)
+    spoil(Path(secret.OWN).expanduser())
+    with pytest.raises(ConfigError, match="Give all the same --secret-file") as error:
+        secret.find(None)
+    assert re.search(says, str(error.value)) and "\n" not in str(error.value)
 
 
 #: What the job's worker has, what another user of the machine gets, and where the job listens.
@@ -277,12 +259,12 @@ for entry in Path("/proc").iterdir():
 host, port = me.machines[0].partition("#")[0].split(":")
 def dial():
     with socket.create_connection((host, int(port)), 10) as sock:
-        return sock.recv(8).decode()
+        return sock.recv(7).decode()
 def other_user():
     os.setgid(65534)
     os.setuid(65534)
     got = []
-    for path in (me.job_dir / secret.FILE, Path(secret.find(None).path), me.job_dir):
+    for path in (me.job_dir / secret.FILE, Path(secret.OWN).expanduser(), me.job_dir):
         try:
             os.open(path, os.O_RDONLY)
             got.append(str(path))
@@ -300,10 +282,10 @@ if os.geteuid() == 0:
     os.wait()
     stolen = json.loads(os.read(end, 1000))
 listeners()
-os.write(1, (json.dumps({"key": key and key.hex(), "hello": dial(), "processes": len(words) // 2, "stolen": stolen,
-    "mode": (me.job_dir / secret.FILE).stat().st_mode & 0o777 if key else 0,
+os.write(1, (json.dumps({"key": key.hex(), "hello": dial(), "processes": len(words) // 2, "stolen": stolen,
+    "mode": (me.job_dir / secret.FILE).stat().st_mode & 0o777,
     "copies": int(port), "store": int(os.environ["MASTER_PORT"]),
-    "shown": any(key in word or key.hex().encode() in word or b"TOP SECRET" in word for word in words) if key else 0,
+    "shown": any(key in word or key.hex().encode() in word or b"TOP SECRET" in word for word in words),
 }) + "\\n").encode())
 """
 
@@ -322,7 +304,6 @@ def open_folder() -> Iterator[Path]:
         "flag",
         "none",
         pytest.param("variable", marks=pytest.mark.nightly),
-        pytest.param("no home", marks=pytest.mark.nightly),
     ],
 )
 def test_a_job_on_several_machines(given: str, tmp_path: Path, free_port: int, open_folder: Path) -> None:
@@ -336,19 +317,13 @@ def test_a_job_on_several_machines(given: str, tmp_path: Path, free_port: int, o
     if given == "flag":
         options.append(f"--secret-file={path}")
     env = {secret.VARIABLE: str(path)} if given == "variable" else {}
-    env["HOME"] = "/dev/null" if given == "no home" else str(open_folder)
+    env["HOME"] = str(open_folder)
     job = run(tmp_path, LISTENERS + SCRIPT, nproc=1, options=options, env=env)
     assert job.code == 0, job.stderr
     [processes, said] = [json.loads(line) for line in job.stdout.splitlines() if line[:1] in "{["]
     assert {address for each in processes for address in each["at"]} == {"0100007F"}, "127.0.0.1"
     assert (said["store"], said["copies"]) == (port, port + 1)
     assert said["processes"] >= 2 and not said["shown"] and not said["stolen"]
-    warned = sum("anybody who reaches" in line for line in job.stderr.splitlines())
     own = open_folder / ".config/swift-recovery/secret"
-    told = sum(f"all machines have the secret in {own}" in line for line in job.stderr.splitlines())
-    if given == "no home":
-        assert (said["key"], said["hello"], warned, told) == (None, "swift-2o", 1, 0), job.stderr
-    else:
-        key = secret.derive(own.read_bytes().strip() if given == "none" else path.read_bytes().strip(), "job")
-        assert key is not None and (said["key"], said["mode"]) == (key.hex(), 0o600)
-        assert (said["hello"], warned, told) == ("swift-2s", 0, given == "none"), job.stderr
+    key = secret.derive(own.read_bytes().strip() if given == "none" else path.read_bytes().strip(), "job")
+    assert (said["key"], said["mode"], said["hello"]) == (key.hex(), 0o600, "swift-3"), job.stderr

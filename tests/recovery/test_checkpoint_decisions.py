@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from shared_core.checkpoint.image import Image
 from shared_core.checkpoint.spool import FOLDER, Sealed, Spool
@@ -23,6 +22,7 @@ from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.protocol.frontier import Top
 from shared_core.protocol.keys import ENDING
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.transport.store import MemoryStore
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.checkpoints import named
 from shared_core.worker.checkpoints.due import Decisions, Entries, FileEntries, StoreEntries
@@ -34,7 +34,7 @@ def entries(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """Makes the list as another process of the job would."""
     if request.param == "file":
         return lambda: FileEntries(tmp_path / "attempt0" / "due")
-    store = HashStore()
+    store = MemoryStore()
     return lambda: StoreEntries(lambda: store)
 
 
@@ -95,7 +95,7 @@ def test_a_newcomer_finds_those_due_again_that_it_passes(entries: Any) -> None:
 
 def environment(folder: Path, rank: int, world_size: int) -> WorkerEnv:
     config = SwiftConfig.from_dict({"detection.wait_timeout_s": 20.0})
-    return WorkerEnv(rank, world_size, 0, 0, 1, folder, "", 0, None, config)
+    return WorkerEnv(rank, world_size, 0, 0, 1, folder, "", None, config)
 
 
 def snapshot(folder: Path, attempt: int, step: int, rank: int, value: float, world_size: int = 2) -> None:
@@ -120,7 +120,7 @@ def snapshot(folder: Path, attempt: int, step: int, rank: int, value: float, wor
 
 def agree(folder: Path, world_size: int = 2) -> list[recovery_line.Loaded | None | BaseException]:
     """What each rank goes on from."""
-    store, found = HashStore(), [None] * world_size  # type: list[Any], list[Any]
+    store, found = MemoryStore(), [None] * world_size  # type: list[Any], list[Any]
 
     def rank(number: int) -> None:
         mine = recovery_line.in_memory(Spool(folder / FOLDER, 9), number, world_size)
@@ -178,7 +178,7 @@ def test_nothing(tmp_path: Path) -> None:
 
 
 def test_a_newcomer_begins_with_what_the_others_have_begun_with(tmp_path: Path) -> None:
-    store = HashStore()
+    store = MemoryStore()
     for rank in range(1):
         snapshot(tmp_path, 0, 4, rank, 1.0, world_size=1)
     env = environment(tmp_path, 0, 1)
