@@ -9,7 +9,6 @@ from util import Job
 #: Ranks meet at keys of the store, so that a script knows when the others have come to a place.
 PRELUDE = """
 import json, os, signal, sys, time
-from datetime import timedelta
 from shared_core.worker import link
 from shared_core.protocol import progress_file
 from shared_core.protocol import worker_env
@@ -19,10 +18,10 @@ store = link.connect_store()
 def reach(name, rank=None):
     store.set(f"test/{name}/{me.rank if rank is None else rank}", str(os.getpid()))
 def await_(name, rank):
-    store.wait([f"test/{name}/{rank}"], timedelta(seconds=40))
+    store.wait([f"test/{name}/{rank}"], 40)
     return int(store.get(f"test/{name}/{rank}"))
 def generation(g):
-    store.wait([me.prefix + f"gen/{g}"], timedelta(seconds=40))
+    store.wait([me.prefix + f"gen/{g}"], 40)
     entry = Entry.from_json(store.get(me.prefix + f"gen/{g}"), g, me.world_size)
     return {"generation": entry.generation, **entry.event_fields()}
 def show(**fields):

@@ -237,7 +237,7 @@ def test_goodbye_is_not_final_before_all_have_said_it(tmp_path: Path) -> None:
 reach(f"up{me.incarnation}")
 if me.rank == 0:
     pid = await_("up0", 1)
-    store.wait([me.prefix + "done/1"], timedelta(seconds=40))
+    store.wait([me.prefix + "done/1"], 40)
     os.kill(pid, signal.SIGKILL)
     generation(1)
     await_("up1", 1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.runtime import Runtime
@@ -108,9 +109,7 @@ class GroupIdentity(_Base):  # type: ignore[misc]
 
     def get_group_store(self) -> Any:
         # The script's, not the job's: torch's own code asks for it, and what it keeps there is nothing of ours.
-        return torch.distributed.PrefixStore(
-            f"group/{self._name}", torch.distributed.distributed_c10d._get_default_store()
-        )
+        return PrefixStore(f"group/{self._name}", torch.distributed.distributed_c10d._get_default_store())
 
     def abort(self) -> None:
         """Nothing to do: the runtime owns the communicators, and peers may still need this rank's log."""
