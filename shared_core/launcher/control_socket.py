@@ -70,8 +70,8 @@ class ControlSocket:
         elif request.kind == WISH:
             try:
                 wish = decode(request.data, dict[str, object], "of a worker's wish")
-            except DamagedRecord as error:
-                console(f"a worker's wish cannot be read and is ignored: {error}")
+            except DamagedRecord:
+                console(f"what process {local.process_of(sock)} asked of the launcher cannot be read and is ignored")
                 return
             with self._lock:
                 self._wishes.append((local.process_of(sock), wish))
