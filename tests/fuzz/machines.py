@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from unittest.mock import patch
 
 from hypothesis import strategies as st
 
@@ -58,6 +59,13 @@ def answered(data: bytes, serve: Callable[[socket.socket], None]) -> bytes:
 
 
 @contextmanager
+def unproved() -> Iterator[None]:
+    """Who connects is believed to know the secret, without MACs: any bytes reach what is behind the proof."""
+    with patch.object(secret, "ask", lambda sock, key: None), patch.object(secret, "prove", lambda sock, key: None):
+        yield
+
+
+@contextmanager
 def machine(reply: Callable[[Link, bytes | None], bytes], key: bytes | None = None) -> Iterator[str]:
     """The name of a machine that proves itself and then answers each connection with ``reply(link, key)``, bytes as
     they are; ``key`` is the connection's, and ``link`` is for reading."""
@@ -70,7 +78,7 @@ def machine(reply: Callable[[Link, bytes | None], bytes], key: bytes | None = No
                 except OSError:  # it is over
                     return
                 with suppress(OSError), sock:
-                    own = secret.ask(sock, key)
+                    own = secret.ask(sock, key) if key is not None else None
                     sock.sendall(reply(Link(sock, own, serves=True), own)[:_MOST])
                     sock.shutdown(socket.SHUT_WR)
                     while sock.recv(_MOST):

@@ -27,7 +27,7 @@ from shared_core.system.wire import Link
 from shared_core.worker.checkpoints.in_memory import find
 
 from ..harness import Target, only_errors
-from ..machines import KEY, Said, answered, changed, changes, frames, heard, machine, packed, whole
+from ..machines import KEY, Said, answered, changed, changes, frames, heard, machine, packed, unproved, whole
 
 _STEP = 40
 contents = st.dictionaries(st.sampled_from(["rank0", "replicated0.safetensors"]), st.binary(max_size=30), max_size=2)
@@ -130,8 +130,8 @@ def _find(data: bytes, _folder: Path) -> Any:
             return b"".join(frames([(LIST, 0, 0, "", [data[: 1 << 15]])], serves=True))
         return b"".join(frames([*_said(SIZE.pack(4)), *_file(b"part")], serves=True))
 
-    with machine(reply) as name:
-        found = find([name, None], 0, 1)
+    with unproved(), machine(reply) as name:
+        found = find([name, None], 0, 1, KEY)
         for _, _, read in found:
             read("rank0")
     return [(step, meta) for step, meta, _ in found]

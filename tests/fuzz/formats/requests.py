@@ -42,7 +42,7 @@ starts = st.builds(
 environments = st.fixed_dictionaries(
     {
         worker_env.JOB_DIR: st.just("/dev/shm/swift_x"),
-        worker_env.STORE: st.sampled_from(["127.0.0.1:29500", "::1:80"]),
+        worker_env.STORE: st.sampled_from(["/dev/shm/swift_x/agent", "10.0.0.1:80#host.1"]),
         "RANK": st.integers(0, 9).map(str),
         "WORLD_SIZE": st.integers(1, 9).map(str),
         worker_env.CONFIG: st.just('{"seed": 1}'),
