@@ -16,7 +16,17 @@ from docs.tools import errors, figures
 from shared_core.errors import Unsupported
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/design").glob("*.md")),
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/design").glob("*.md")),
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import secrets
 import signal
 import socket
@@ -20,7 +21,7 @@ import pytest
 from harness import until
 from prelude import PRELUDE
 from torch.distributed import TCPStore
-from util import Job, run, start
+from util import ROOT, Job, run, start
 
 from shared_core.testing.ports import free_ports
 
@@ -54,17 +55,20 @@ os.write(1, f"{rank} {hashlib.sha256(state).hexdigest()}\\n".encode())
 """
 
 
-def names() -> Iterator[str]:
-    """Keys of the job's store in its first attempt."""
-    yield from ("fail", "restart", "saved", "checkpoints", "divergent", "prepared", "stop", "release", "first")
-    yield from ("ending", "handed", "declined", "words/0", "reports/0", "line/chosen", "session")
-    for rank in range(2):
-        yield from (f"done/{rank}", f"stand/{rank}", f"lane/{rank}/0", f"line/has/{rank}", f"checkpoint/due/{rank}")
-        for n in range(4):
-            yield from (f"gen/{n}/{what}/{rank}" for what in ("front", "ready", "offer"))
-            yield f"inner/{n}.0/0/at/{rank}"
-    for n in range(4):
-        yield from (f"gen/{n}", f"gen/{n}/plan", f"gen/{n}/go", f"gen/{n}/fronts", f"inner/{n}.0/0/all")
+def listed() -> list[str]:
+    """The keys in the table of ``docs/design/store.md``, as patterns."""
+    rows = (ROOT / "docs/design/store.md").read_text().splitlines()
+    return [key for row in rows if row.startswith("| ") for key in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def names(draw: random.Random) -> Iterator[str]:
+    """Keys of the store in the first attempt of a job, one for each pattern."""
+    chosen = {"NAME": lambda: draw.choice(["0", "all", "come", "at"]), "[RGNI]": lambda: str(draw.randrange(3))}
+    for key in listed():
+        for word, choose in chosen.items():
+            key = re.sub(rf"(?<![a-zA-Z]){word}(?![a-zA-Z])|(?<=try){word}", lambda _, choose=choose: choose(), key)
+        yield key if key.startswith("machines/") else f"swift/0/{key}"
+    yield from ("swift/0/checkpoints", "swift/0/session")
 
 
 def values(draw: random.Random, target: str) -> Iterator[str]:
@@ -85,10 +89,10 @@ def attack(port: int, target: str, seed: int, until_s: float) -> dict[str, int]:
     while time.monotonic() < until_s:
         with suppress(RuntimeError):
             store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
-            for name in names():
+            for name in names(draw):
                 for value in values(draw, target):
-                    store.set(f"swift/{draw.randrange(2)}/{name}", value)
-                    store.queue_push(f"swift/0/words/{draw.randrange(2)}", name)
+                    store.set(name, value)
+                    store.queue_push("swift/0/words/0", name.rpartition("/")[2])
                     wrote += 1
         for agent in [*Path("/dev/shm").glob("swift_*"), *Path("/tmp").glob("swift_*")]:
             with socket.socket(socket.AF_UNIX) as sock:
@@ -200,6 +204,41 @@ def test_another_user_of_the_machine_changes_nothing(seconds: float, tmp_path: P
     for word in ("checkpoints go", "forged", "cannot be read and is ignored"):
         assert word not in job.stderr, job.stderr
     job.check_nothing_left()
+
+
+#: Put before a script: its workers write down which keys they use.
+RECORD = """
+import os
+from pathlib import Path
+from shared_core.transport.remote_store import RemoteStore
+def record(self, kind, *fields, wait_s=0.0, ask=RemoteStore._ask):
+    with open(f"keys.{os.getpid()}", "a") as file:
+        keys = fields if kind == b"C" else fields[1:] if kind in b"GP" else fields[:1]
+        file.writelines(f"{key}\\n" for key in keys)
+    return ask(self, kind, *fields, wait_s=wait_s)
+RemoteStore._ask = record
+"""
+
+
+def test_every_key_of_a_job_is_listed(tmp_path: Path) -> None:
+    """A job that loses a worker, as its workers see the store."""
+    gates = Gates(tmp_path, 2)
+    job = start(tmp_path, RECORD + TRAINING, "2")
+    try:
+        os.kill(gates.reached(job, 0)[1], signal.SIGKILL)
+    finally:
+        gates.close()
+        job.finish()
+    assert job.code == 0, job.stderr
+    used = {key for path in tmp_path.glob("keys.*") for key in path.read_text().splitlines()}
+    parts = {"NAME": "[^/]+", "[RGNI]": "[0-9]+"}
+    patterns = []
+    for key in listed():
+        for word, part in parts.items():
+            key = re.sub(rf"(?<![a-zA-Z]){word}(?![a-zA-Z])|(?<=try){word}", part.replace("\\", "\\\\"), key)
+        patterns.append(re.compile(f"swift/0/{key}"))
+    unlisted = {key for key in used if not any(pattern.fullmatch(key) for pattern in patterns)}
+    assert not unlisted and any(key.startswith("swift/0/gen/1/plan") for key in used)
 
 
 WISHES = """

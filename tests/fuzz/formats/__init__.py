@@ -8,7 +8,7 @@ from ..harness import Target
 
 FORMATS = (
     "plain", "image", "checkpoints", "spool", "segments", "board", "wire", "neighbour", "requests", "events", "plans",
-    "records", "options", "lightning",
+    "records", "options", "lightning", "store",
 )  # fmt: skip
 
 
