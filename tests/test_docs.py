@@ -22,11 +22,6 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/design").glob("*.md")),
-    *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "examples").rglob("*.md")),
-]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
