@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared_core.kinds import open_fd, open_regular
 from shared_core.plain_json import is_count, parse
 from shared_core.resources import told_before, what_to_do
 
@@ -143,7 +145,7 @@ class EventLog:
         return event
 
     def _append(self, path: Path, line: bytes) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        fd = open_fd(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, null=True)
         try:
             if os.write(fd, line) < len(line):  # never the rest: another's line may follow
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -165,8 +167,11 @@ def read_events(path: str | os.PathLike[str], torn: list[str] | None = None) -> 
     Args:
         path: of the file.
         torn: is given the lines that could not be read in full.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
     """
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open_regular(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file:
         for line in file:
             event = read_line(line, torn)
             if event is not None:

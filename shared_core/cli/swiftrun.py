@@ -20,7 +20,7 @@ from shared_core.errors import ConfigError, OutOfResources, SwiftError, told
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.handover import srun_tasks
-from shared_core.kinds import no_folder
+from shared_core.kinds import check_regular, no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.resources import advice, what_to_do
 from shared_core.system.streams import forgive
@@ -196,7 +196,9 @@ def _check_program(args: argparse.Namespace) -> None:
             raise ConfigError(f"--module: the module {target!r} does not exist here or in the Python path")
     elif not os.path.exists(target):
         raise ConfigError(f"the training script {target!r} does not exist")
-    elif os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+    elif not os.path.isdir(target):
+        check_regular(f"the training script {target!r}", target)
+    elif not os.path.exists(os.path.join(target, "__main__.py")):
         raise ConfigError(f"the training script {target!r} must be a file, or a folder with __main__.py")
     if args.log_dir is not None and (found := no_folder(args.log_dir)):
         raise ConfigError(f"--log-dir {args.log_dir}: {found} is not a folder")
@@ -232,12 +234,9 @@ def _events_path(args: argparse.Namespace) -> str | None:
     flag = f"--events {path}" if args.events else str(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise ConfigError(f"{flag} must be a file, not a folder")
-        if path.is_fifo() or path.is_socket():
-            raise ConfigError(f"{flag} must be a regular file")
     except OSError as error:
         raise ConfigError(f"{flag} must lie in a folder that is there or can be made: {error}") from error
+    check_regular(flag, path, null=True)
     return str(path.absolute())
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from shared_core.errors import ConfigError
 from shared_core.events import RUN, EventLog
 from shared_core.faults.spec import ANY_STEP, EXIT_CODE, REFUSALS, Fault, dumps, loads
+from shared_core.kinds import open_regular
 from shared_core.waiting import Wait, poll
 
 FAULTS = "SWIFT_FAULTS"
@@ -170,7 +171,8 @@ def read_file(path: str | os.PathLike[str]) -> list[Fault]:
         ConfigError: if it cannot be read.
     """
     try:
-        return loads(Path(path).read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            return loads(file.read().decode())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--faults: cannot read {path}: {error}") from error
 
