@@ -23,6 +23,7 @@ from shared_core.handover import srun_tasks
 from shared_core.kinds import check_regular, no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.resources import advice, what_to_do
+from shared_core.system.caretaker import Caretaker
 from shared_core.system.streams import forgive
 from shared_core.system.title import set_name
 from shared_core.worker.start import preload
@@ -371,6 +372,9 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
 
     initialize_metrics(MetricsConfig(torchrun.metrics_cfg))
     agent = Agent(spec, program, options, make_logs, early)
+    # Made by torchelastic for error files alone.
+    own_logs = [logs_specs.root_log_dir] if args.log_dir is None and args.redirects == args.tee == "0" else []
+    caretaker = Caretaker([*agent.folders, *own_logs])
     servers.serve(agent.job_dir)
     failed = True
     try:
@@ -387,8 +391,10 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     finally:
         servers.close()
         spec.rdzv_handler.shutdown()
-        if not failed and args.log_dir is None and not agent.logs_used and logs_specs.root_log_dir != os.devnull:
-            shutil.rmtree(logs_specs.root_log_dir, ignore_errors=True)  # made by torchelastic for error files alone
+        caretaker.close()
+        if not failed and not agent.logs_used:
+            for folder in own_logs:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -65,6 +65,7 @@ class Agent:
     Attributes:
         records: torchelastic's events of this job.
         job_dir: private folder of the job.
+        folders: that the job makes on this machine, and removes at its end.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Agent:
         self._last_tick = 0.0
         process.become_subreaper()
         job = JobDir(config.log.dir)
-        self.job_dir = job.path
+        self.job_dir, self.folders = job.path, job.folders
         if job.note:
             console(job.note)
         self.records = Records(Places(spec))
@@ -93,7 +94,7 @@ class Agent:
             wakeup.selector,
             options.standbys,
             clean_env(os.environ),
-            Preload(program.preload, job.folders, program.target),
+            Preload(program.preload, program.target),
             console,
             early,
             wait_timeout_s=config.detection.wait_timeout_s,

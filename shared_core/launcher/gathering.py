@@ -14,8 +14,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from shared_core.errors import ConfigError, SwiftError
 from shared_core.events import console
 from shared_core.launcher.lease import FIRST_S
-from shared_core.launcher.ports import Ports, serve_store
-from shared_core.launcher.rendezvous_store import C10D, Gone, Register, own_address, probe
+from shared_core.launcher.ports import Ports, StoreConnection, serve_store
+from shared_core.launcher.rendezvous_store import ANSWER_S, C10D, Gone, Register, own_address
 from shared_core.protocol.meeting_document import ENDED, FORMING, RUNNING
 from shared_core.system.secret import common
 from shared_core.waiting import Wait
@@ -124,6 +124,7 @@ class Gathering:
         self.server: Any = None
         self.met = False
         self._enough = False
+        self._connection: StoreConnection | None = None
 
     def close(self) -> None:
         """Give the store up."""
@@ -154,7 +155,8 @@ class Gathering:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
                     f"{self._options.nnodes} machines did not meet at {self._register.where} within "
-                    f"{self._options.join_s:.0f} s (--rdzv-conf join_timeout=...)"
+                    f"{self._options.join_s:.0f} s (--rdzv-conf join_timeout=...): this one waited for "
+                    + (whom or "an answer")
                 )
             try:
                 document = self._register.change(self._enter)
@@ -216,7 +218,8 @@ class Gathering:
                 wait.look()
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
-                    f"no rendezvous at {self._register.where} in {self._options.join_s:.0f} s: {why}"
+                    f"no rendezvous at {where} in {self._options.join_s:.0f} s: {why}. See what listens there, and "
+                    "give all machines another --rdzv-endpoint, or a longer --rdzv-conf join_timeout=SECONDS"
                 )
             self._listener.pause(RETRY_S)
 
@@ -255,10 +258,17 @@ class Gathering:
         return None
 
     def _reach(self, store: tuple[str, int]) -> bool:
+        """Whether the job's store answers. Whoever connects to it afterwards does not wait for something else."""
+        if self._connection is None or self._connection.place != store:
+            self._connection = StoreConnection(*store, max(1.0, self._options.lease_s / 2))
         try:
-            probe(store)
-        except OSError:
+            self._connection.client(ANSWER_S)
+        except TimeoutError:
             return False
+        except ConnectionError:
+            self._connection = None
+            return False
+        self._connection = None
         return True
 
     def _start_over(self, document: dict[str, Any]) -> None:
