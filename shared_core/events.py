@@ -236,7 +236,7 @@ def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def console(message: str) -> None:
-    """One readable line on stderr, marked as ours; lost where nothing can be written there, such as to a full disk."""
+    """One readable line on stderr, marked as ours, see :func:`visible`; lost where nothing can be written, as on a full disk."""
     with suppress(OSError, ValueError):
         print(marked(message), file=sys.stderr, flush=True)
 
@@ -260,7 +260,10 @@ def console_once(what: str, message: str, job_dir: Path | None = None) -> None:
 
 
 def visible(text: str) -> str:
-    """``text`` for a terminal: characters that would control it are written out, as ``\\x1b``."""
+    """``text`` as a part of one line for a terminal: line ends, escape sequences, marks that turn the direction of
+    writing round and all else that is not printable are written out, as ``\\n`` and ``\\x1b``. So what a worker or a
+    file says makes no line of its own. All that is shown of others goes through here.
+    """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

@@ -419,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             console(f"{inject.FAULTS} in the environment has no effect: faults are armed by --faults FILE")
         record(launch)(args, early if args.standbys and not args.no_python else None)
     except JobOver as error:
-        print(f"swiftrun: {error}", file=sys.stderr)
+        print(f"swiftrun: {arguments.one_line(error)}", file=sys.stderr)
         raise SystemExit(int(error.failed)) from None
     except OutOfResources as error:
         print(f"swiftrun: {arguments.one_line(told(error))}", file=sys.stderr)
@@ -430,10 +430,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not advice(error):
             raise
         named = f"{error.filename} " if error.filename else ""
-        print(f"swiftrun: {named}{what_to_do(error)}", file=sys.stderr)
+        print(f"swiftrun: {arguments.one_line(named + what_to_do(error))}", file=sys.stderr)
         raise SystemExit(1) from None
     except (SignalException, RendezvousError) as error:
-        print(f"swiftrun: {error}", file=sys.stderr)
+        print(f"swiftrun: {arguments.one_line(error)}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:
         if early is not None:

@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError
-from shared_core.events import RUN, EventLog
+from shared_core.events import RUN, EventLog, console
 from shared_core.faults.spec import ANY_STEP, EXIT_CODE, REFUSALS, Fault, dumps, loads
 from shared_core.kinds import open_regular
 from shared_core.waiting import Wait, poll
@@ -278,7 +277,7 @@ def _record(fault: Fault, index: int, tops: int) -> None:
         generation = int(os.environ.get("SWIFT_RECOVERY_GENERATION", "0"))
         log = EventLog(events, os.environ.get(RUN, ""))
         log.emit("fault", rank=fault.rank, generation=generation, fault=fault.to_dict(), tops=tops)
-    print(f"[swift] fault injector: {fault}", file=sys.stderr, flush=True)
+    console(f"fault injector: {fault}")
 
 
 def read_struck(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -105,7 +105,7 @@ def _exec(request: StartRequest) -> NoReturn:
         os.execvp(request.target, [request.target, *request.args])
     except OSError as error:
         rank = request.env.get("RANK", "?")
-        print(f"[swift] rank {rank} cannot run {request.target}: {error}", file=sys.stderr, flush=True)
+        console(f"rank {rank} cannot run {request.target}: {error}")
         os._exit(127)
 
 
