@@ -236,7 +236,7 @@ def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def console(message: str) -> None:
-    """One readable line on stderr, marked as ours, see :func:`visible`; lost where nothing can be written, as on a full disk."""
+    """One readable line on stderr, marked as ours, see :func:`visible`; lost where nothing can be written."""
     with suppress(OSError, ValueError):
         print(marked(message), file=sys.stderr, flush=True)
 

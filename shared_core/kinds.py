@@ -172,6 +172,22 @@ class Place:
 Kind = Whole | WholeOrAuto | Number | Truth | Choice | Port | Place
 
 
+def whole_of_environment(name: str, default: int) -> int:
+    """The whole number that a variable of the environment holds, which a launcher or the scheduler has set.
+
+    Args:
+        name: of the variable.
+        default: where it is not set, or empty.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    try:
+        return Whole().read(os.environ.get(name) or default)
+    except ValueError as error:
+        raise ConfigError(f"the environment variable {name} {error}: unset it, or correct it") from None
+
+
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a file to read it. What is no file, such as a pipe to which nobody writes, is refused at once.
 

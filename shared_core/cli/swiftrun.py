@@ -29,6 +29,8 @@ from shared_core.system.title import set_name
 from shared_core.worker.start import preload
 
 DEFAULT_BUDGET = 100
+#: Longest name of a job, in bytes. With what is appended it must be a folder's name.
+_LONGEST_ID = 200
 #: Rendezvous backends that a command line for one machine may name; none of them is used.
 _ALONE = ("static", "c10d", "etcd", "etcd-v2")
 
@@ -169,6 +171,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise ConfigError("--numa-binding is not supported in this version: bind in the script, or use torchrun")
     if args.module and args.no_python:
         raise ConfigError("--module and --no-python exclude each other")
+    _check_run_id(args.rdzv_id)
     args.store_port = args.port or 0
     if not args.several and (args.standalone or args.rdzv_backend in ("static", "etcd")):
         # One machine needs no meeting point; the port asked for becomes the store's.
@@ -177,6 +180,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.rdzv_id = args.rdzv_id if args.rdzv_id != "none" and not args.standalone else str(uuid.uuid4())
     args.master_port = args.master_port or 29500
     return args
+
+
+def _check_run_id(run_id: str) -> None:
+    """Folders are named after it."""
+    if "/" in run_id or len(os.fsencode(run_id)) > _LONGEST_ID or not run_id.isprintable():
+        raise ConfigError(
+            f"--rdzv-id {run_id!r:.100} must have at most {_LONGEST_ID} bytes, without '/' and control characters: "
+            "folders are named after it"
+        )
 
 
 def _check_switches() -> None:

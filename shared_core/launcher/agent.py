@@ -7,6 +7,7 @@ workers that are stopped or make no progress. The store is hosted here, so any w
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -17,6 +18,7 @@ from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from shared_core.errors import OutOfResources
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.elastic import Records
@@ -45,9 +47,12 @@ from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import Event, Phase
 from shared_core.protocol.loss_policy import LossBook
 from shared_core.protocol.resizing import Resizing
+from shared_core.resources import free_bytes
 from shared_core.system import process
-from shared_core.system.jobdir import JobDir
+from shared_core.system.jobdir import MEMORY, JobDir
 
+#: Room without which no worker can begin, in bytes for each of them.
+_LEAST_ROOM_BYTES = 256 << 10
 #: Looks in a row that must find a worker in state T before it is killed.
 STOPPED_LOOKS = 2
 #: Bounds of a tick, in seconds: a stopped worker is noticed within one.
@@ -82,6 +87,13 @@ class Agent:
         self._last_tick = 0.0
         process.become_subreaper()
         job = JobDir(config.log.dir)
+        if (free := free_bytes(job.path)) < _LEAST_ROOM_BYTES * nproc:
+            job.remove()
+            raise OutOfResources(
+                errno.ENOSPC,
+                f"{job.path.parent} has room for {free >> 10} KiB only, and {MEMORY} has no more: {nproc} workers publish "
+                f"at least {_LEAST_ROOM_BYTES * nproc >> 10} KiB. Make room in one of them, or set TMPDIR",
+            )
         self.job_dir, self.folders = job.path, job.folders
         if job.note:
             console(job.note)
