@@ -258,6 +258,23 @@ def check_regular(option: str, path: str | os.PathLike[str], *, null: bool = Fal
         raise ConfigError(f"{option} must name a regular file{or_null}, and it is {what}")
 
 
+def check_length(option: str, path: str | os.PathLike[str]) -> None:
+    """See that a path can be one: no part of it, nor all of it, is too long for the file system.
+
+    Args:
+        option: and its value as the user gave it, for the error.
+        path: of a file or folder that need not be there.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigError(f"{option:.200}: its name, or a part of it, is too long for the file system") from error
+
+
 def no_folder(path: str | os.PathLike[str]) -> Path | None:
     """What is in the way of a folder at ``path``: the nearest thing above or at it that is there and no folder."""
     found = Path(path).absolute()

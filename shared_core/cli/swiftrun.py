@@ -20,7 +20,7 @@ from shared_core.errors import ConfigError, OutOfResources, SwiftError, told
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.handover import srun_tasks
-from shared_core.kinds import check_regular, no_folder
+from shared_core.kinds import check_length, check_regular, no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.resources import advice, what_to_do
 from shared_core.system.caretaker import Caretaker
@@ -213,6 +213,8 @@ def _check_program(args: argparse.Namespace) -> None:
         check_regular(f"the training script {target!r}", target)
     elif not os.path.exists(os.path.join(target, "__main__.py")):
         raise ConfigError(f"the training script {target!r} must be a file, or a folder with __main__.py")
+    if args.log_dir is not None:
+        check_length(f"--log-dir {args.log_dir}", args.log_dir)
     if args.log_dir is not None and (found := no_folder(args.log_dir)):
         raise ConfigError(f"--log-dir {args.log_dir}: {found} is not a folder")
 

@@ -91,8 +91,8 @@ class Agent:
             job.remove()
             raise OutOfResources(
                 errno.ENOSPC,
-                f"{job.path.parent} has room for {free >> 10} KiB only, and {MEMORY} has no more: {nproc} workers publish "
-                f"at least {_LEAST_ROOM_BYTES * nproc >> 10} KiB. Make room in one of them, or set TMPDIR",
+                f"{job.path.parent} has room for {free >> 10} KiB only, and {MEMORY} has no more: {nproc} workers "
+                f"publish at least {_LEAST_ROOM_BYTES * nproc >> 10} KiB. Make room in one of them, or set TMPDIR",
             )
         self.job_dir, self.folders = job.path, job.folders
         if job.note:
