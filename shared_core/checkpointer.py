@@ -39,6 +39,7 @@ from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import ConfigError, Unsupported, WaitTimeout
 from shared_core.events import console
 from shared_core.job import Job, current_job
+from shared_core.kinds import whole_of_environment
 from shared_core.launcher.persisting import Persisting
 from shared_core.loop import TrainingLoop
 from shared_core.protocol.codec import Count, decode, text
@@ -311,8 +312,8 @@ class Alone(_NoNewcomers):
 
     def _open(self) -> None:
         self._ranks = _Ranks(self.rank, self.world_size, self.config.detection.wait_timeout_s)
-        local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.world_size > 1 else 0
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
+        local_rank = whole_of_environment("LOCAL_RANK", 0) if self.world_size > 1 else 0
+        local_size = whole_of_environment("LOCAL_WORLD_SIZE", self.world_size)
         first = self.rank - local_rank
         self._local = range(first, min(first + local_size, self.world_size))
         self._job_dir = JobDir(logging=False) if local_rank == 0 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared_core.kinds import open_fd, open_regular
 from shared_core.plain_json import is_count, parse
 from shared_core.resources import told_before, what_to_do
 
@@ -143,7 +145,7 @@ class EventLog:
         return event
 
     def _append(self, path: Path, line: bytes) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        fd = open_fd(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, null=True)
         try:
             if os.write(fd, line) < len(line):  # never the rest: another's line may follow
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -165,8 +167,11 @@ def read_events(path: str | os.PathLike[str], torn: list[str] | None = None) -> 
     Args:
         path: of the file.
         torn: is given the lines that could not be read in full.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
     """
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open_regular(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file:
         for line in file:
             event = read_line(line, torn)
             if event is not None:
@@ -231,7 +236,7 @@ def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def console(message: str) -> None:
-    """One readable line on stderr, marked as ours; lost where nothing can be written there, such as to a full disk."""
+    """One readable line on stderr, marked as ours, see :func:`visible`; lost where nothing can be written."""
     with suppress(OSError, ValueError):
         print(marked(message), file=sys.stderr, flush=True)
 
@@ -255,7 +260,10 @@ def console_once(what: str, message: str, job_dir: Path | None = None) -> None:
 
 
 def visible(text: str) -> str:
-    """``text`` for a terminal: characters that would control it are written out, as ``\\x1b``."""
+    """``text`` as a part of one line for a terminal: line ends, escape sequences, marks that turn the direction of
+    writing round and all else that is not printable are written out, as ``\\n`` and ``\\x1b``. So what a worker or a
+    file says makes no line of its own. All that is shown of others goes through here.
+    """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

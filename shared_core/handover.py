@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from shared_core.config import variable_of
 from shared_core.errors import SwiftError
 from shared_core.events import console
+from shared_core.kinds import whole_of_environment
 from shared_core.protocol import worker_env
 from shared_core.system import process
 
@@ -55,7 +56,7 @@ def warn_plain_torchrun_once() -> None:
 
 def srun_tasks() -> int:
     """How many tasks ``srun`` has started of what this process belongs to; 1 outside ``srun``, as in a batch script."""
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1") or "1")
+    return whole_of_environment("SLURM_STEP_NUM_TASKS", 1)
 
 
 def warn_srun_once(alone: bool = False) -> None:
@@ -148,7 +149,7 @@ def _command() -> list[str]:
         )
     if worker_env.launched():
         raise SwiftError("cannot hand over to swiftrun: this process is already one of its workers")
-    if under_plain_torchrun() or int(os.environ.get("WORLD_SIZE", "1") or "1") > 1:
+    if under_plain_torchrun() or whole_of_environment("WORLD_SIZE", 1) > 1:
         raise SwiftError(
             "cannot hand over to swiftrun: another launcher has started this process already "
             f"(WORLD_SIZE={os.environ.get('WORLD_SIZE')}). Use swiftrun in its place."

@@ -12,12 +12,21 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shared_core.errors import NotAFile
+from shared_core.errors import ConfigError, NotAFile
 
 #: Largest whole number that a file, a socket or another process takes.
 MOST = 2**63 - 1
 #: Longest time, in seconds; more overflows what the system counts in.
 LONGEST_S = 1e9
+#: What is said of a path that names something else.
+_NOT_REGULAR = "not a regular file"
+_OTHERS = (
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISDIR, "a folder"),
+)
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -163,6 +172,22 @@ class Place:
 Kind = Whole | WholeOrAuto | Number | Truth | Choice | Port | Place
 
 
+def whole_of_environment(name: str, default: int) -> int:
+    """The whole number that a variable of the environment holds, which a launcher or the scheduler has set.
+
+    Args:
+        name: of the variable.
+        default: where it is not set, or empty.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    try:
+        return Whole().read(os.environ.get(name) or default)
+    except ValueError as error:
+        raise ConfigError(f"the environment variable {name} {error}: unset it, or correct it") from None
+
+
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a file to read it. What is no file, such as a pipe to which nobody writes, is refused at once.
 
@@ -170,11 +195,84 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         NotAFile: it is no regular file.
         OSError: it cannot be opened.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    return os.fdopen(open_fd(path, os.O_RDONLY), "rb")
+
+
+def open_fd(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, null: bool = False) -> int:
+    """A descriptor of a regular file. It never waits: what is no file is opened without waiting, looked at and closed.
+
+    Args:
+        path: of the file.
+        flags: of ``os.open``.
+        mode: of a file that this call makes.
+        null: ``/dev/null`` is let through too.
+
+    Raises:
+        NotAFile: it is a pipe, a device, a folder or a socket.
+        OSError: it cannot be opened.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
+            raise NotAFile(errno.EINVAL, _NOT_REGULAR, os.fspath(path)) from error
+        if error.errno == errno.EISDIR:
+            raise NotAFile(errno.EISDIR, error.strerror, os.fspath(path)) from error
+        raise
+    found = os.fstat(fd)
+    if not is_regular(found, null=null):
         os.close(fd)
-        raise NotAFile(errno.EINVAL, "not a regular file", os.fspath(path))
-    return os.fdopen(fd, "rb")
+        if stat.S_ISDIR(found.st_mode):
+            raise NotAFile(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        raise NotAFile(errno.EINVAL, _NOT_REGULAR, os.fspath(path))
+    return fd
+
+
+def is_regular(found: os.stat_result, *, null: bool = False) -> bool:
+    """Whether that is a regular file, or, with ``null``, ``/dev/null``."""
+    return stat.S_ISREG(found.st_mode) or (
+        null and stat.S_ISCHR(found.st_mode) and found.st_rdev == os.stat(os.devnull).st_rdev
+    )
+
+
+def check_regular(option: str, path: str | os.PathLike[str], *, null: bool = False) -> None:
+    """See that an option which names a file names a regular one, or nothing that is there yet.
+
+    Args:
+        option: and its value as the user gave it, for the error.
+        path: of the file.
+        null: ``/dev/null`` will do too.
+
+    Raises:
+        ConfigError: it is a pipe, a device, a folder or a socket, or its name can be no file's.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} must name a file: {getattr(error, 'strerror', None) or error}") from error
+    if not is_regular(found, null=null):
+        what = next((text for is_one, text in _OTHERS if is_one(found.st_mode)), "something else")
+        or_null = ", or /dev/null for none" if null else ""
+        raise ConfigError(f"{option} must name a regular file{or_null}, and it is {what}")
+
+
+def check_length(option: str, path: str | os.PathLike[str]) -> None:
+    """See that a path can be one: no part of it, nor all of it, is too long for the file system.
+
+    Args:
+        option: and its value as the user gave it, for the error.
+        path: of a file or folder that need not be there.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ConfigError(f"{option:.200}: its name, or a part of it, is too long for the file system") from error
 
 
 def no_folder(path: str | os.PathLike[str]) -> Path | None:

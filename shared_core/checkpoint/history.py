@@ -12,11 +12,11 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError
 from shared_core.events import console
+from shared_core.kinds import open_fd, open_regular
 from shared_core.plain_json import parse
 
 #: ``running`` while it lasts; ``completed`` as planned; ``stopped`` early with its state saved; ``killed`` without.
@@ -76,7 +76,7 @@ def append(path: str | os.PathLike[str], run: Run) -> None:
         OSError: the file cannot be written.
     """
     line = json.dumps(asdict(run) | {"time": run.time or time.time()}, separators=(",", ":")).encode() + b"\n"
-    fd = os.open(path, _APPEND, 0o644)
+    fd = open_fd(path, _APPEND, 0o644)
     try:
         size = os.fstat(fd).st_size
         if size and os.pread(fd, 1, size - 1) != b"\n":
@@ -105,7 +105,8 @@ def read(path: str | os.PathLike[str], *, group: str | None = None, now: float |
     last: dict[str, Run] = {}
     skipped = 0
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        with open_regular(path) as file:
+            lines = file.read().split(b"\n")
     except FileNotFoundError:
         return History()
     for line in filter(None, lines):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, NoReturn
 
+from shared_core.events import visible
 from shared_core.kinds import LONGEST_S, Number, Whole
 
 #: More workers on a machine than any has; each is a process.
@@ -55,8 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 def one_line(message: object) -> str:
     """A message without line ends and other characters that a terminal acts on."""
-    text = " ".join(line.strip() for line in str(message).splitlines())
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return visible(" ".join(line.strip() for line in str(message).splitlines()))
 
 
 def _typed(read: Callable[[Any], Any]) -> Callable[[str], Any]:

@@ -52,8 +52,6 @@ def read_run(path: Path, wanted: str | None) -> Chosen:
     """
     torn: list[str] = []
     try:
-        if path.is_fifo():
-            raise OSError("not a regular file")
         runs = by_run(read_events(path, torn))
     except OSError as error:
         raise NoEvents(f"cannot read {path}: {error}; it must be the events.jsonl of a job") from error

@@ -9,6 +9,7 @@ from typing import Any
 from shared_core.checkpoint.storage import absolute, check_place, open_storage
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError
+from shared_core.kinds import check_length, check_regular
 
 
 def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = None) -> SwiftConfig:
@@ -45,10 +46,18 @@ def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = N
 
 
 def check_folders(args: argparse.Namespace, config: SwiftConfig) -> None:
-    """Can the folders of the options be there?"""
+    """Can the folders and files of the options be there?
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    if config.checkpoint.history is not None:
+        check_regular(f"checkpoint.history={config.checkpoint.history!r}", config.checkpoint.history)
     for option in ("checkpoint.dir", "checkpoint.resume_from"):
         if (where := config.get(option)) is not None:
             check_place(option, where)
+            if "://" not in where:
+                check_length(f"{option}={where!r}", where)
     if args.several or config.checkpoint.resume_from is None or config.checkpoint.dir is None:
         return
     # The next start goes on with its own checkpoints; what it began with may be gone by then.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError
+from shared_core.kinds import open_regular
 from shared_core.plain_json import parse
 
 SECTION = "swift_recovery"
@@ -32,7 +33,8 @@ def find_section(script: Path | None, args: Sequence[str]) -> dict[str, Any] | N
     tree = None
     if script is not None:
         with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: nested deeply
-            tree = ast.parse(script.read_bytes())
+            with open_regular(script) as file:
+                tree = ast.parse(file.read())
     words = [word for arg in args for word in (arg, arg.partition("=")[2])]
     nodes = list(ast.walk(tree)) if tree is not None else []
     words += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -50,7 +52,8 @@ def _in_files(words: Iterable[str], folders: Sequence[Path]) -> Iterator[Any]:
             continue
         for folder in folders:
             with suppress(OSError, ValueError):
-                content = parse((folder / word).read_text(encoding="utf-8"))
+                with open_regular(folder / word) as file:
+                    content = parse(file.read().decode())
                 if isinstance(content, dict) and SECTION in content:
                     yield content[SECTION]
 

@@ -20,14 +20,17 @@ from shared_core.errors import ConfigError, OutOfResources, SwiftError, told
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.handover import srun_tasks
-from shared_core.kinds import no_folder
+from shared_core.kinds import check_length, check_regular, no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.resources import advice, what_to_do
+from shared_core.system.caretaker import Caretaker
 from shared_core.system.streams import forgive
 from shared_core.system.title import set_name
 from shared_core.worker.start import preload
 
 DEFAULT_BUDGET = 100
+#: Longest name of a job, in bytes. With what is appended it must be a folder's name.
+_LONGEST_ID = 200
 #: Rendezvous backends that a command line for one machine may name; none of them is used.
 _ALONE = ("static", "c10d", "etcd", "etcd-v2")
 
@@ -168,6 +171,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise ConfigError("--numa-binding is not supported in this version: bind in the script, or use torchrun")
     if args.module and args.no_python:
         raise ConfigError("--module and --no-python exclude each other")
+    _check_run_id(args.rdzv_id)
     args.store_port = args.port or 0
     if not args.several and (args.standalone or args.rdzv_backend in ("static", "etcd")):
         # One machine needs no meeting point; the port asked for becomes the store's.
@@ -176,6 +180,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.rdzv_id = args.rdzv_id if args.rdzv_id != "none" and not args.standalone else str(uuid.uuid4())
     args.master_port = args.master_port or 29500
     return args
+
+
+def _check_run_id(run_id: str) -> None:
+    """Folders are named after it."""
+    if "/" in run_id or len(os.fsencode(run_id)) > _LONGEST_ID or not run_id.isprintable():
+        raise ConfigError(
+            f"--rdzv-id {run_id!r:.100} must have at most {_LONGEST_ID} bytes, without '/' and control characters: "
+            "folders are named after it"
+        )
 
 
 def _check_switches() -> None:
@@ -196,8 +209,12 @@ def _check_program(args: argparse.Namespace) -> None:
             raise ConfigError(f"--module: the module {target!r} does not exist here or in the Python path")
     elif not os.path.exists(target):
         raise ConfigError(f"the training script {target!r} does not exist")
-    elif os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+    elif not os.path.isdir(target):
+        check_regular(f"the training script {target!r}", target)
+    elif not os.path.exists(os.path.join(target, "__main__.py")):
         raise ConfigError(f"the training script {target!r} must be a file, or a folder with __main__.py")
+    if args.log_dir is not None:
+        check_length(f"--log-dir {args.log_dir}", args.log_dir)
     if args.log_dir is not None and (found := no_folder(args.log_dir)):
         raise ConfigError(f"--log-dir {args.log_dir}: {found} is not a folder")
 
@@ -232,12 +249,9 @@ def _events_path(args: argparse.Namespace) -> str | None:
     flag = f"--events {path}" if args.events else str(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise ConfigError(f"{flag} must be a file, not a folder")
-        if path.is_fifo() or path.is_socket():
-            raise ConfigError(f"{flag} must be a regular file")
     except OSError as error:
         raise ConfigError(f"{flag} must lie in a folder that is there or can be made: {error}") from error
+    check_regular(flag, path, null=True)
     return str(path.absolute())
 
 
@@ -372,6 +386,9 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
 
     initialize_metrics(MetricsConfig(torchrun.metrics_cfg))
     agent = Agent(spec, program, options, make_logs, early)
+    # Made by torchelastic for error files alone.
+    own_logs = [logs_specs.root_log_dir] if args.log_dir is None and args.redirects == args.tee == "0" else []
+    caretaker = Caretaker([*agent.folders, *own_logs])
     servers.serve(agent.job_dir)
     failed = True
     try:
@@ -388,8 +405,10 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     finally:
         servers.close()
         spec.rdzv_handler.shutdown()
-        if not failed and args.log_dir is None and not agent.logs_used and logs_specs.root_log_dir != os.devnull:
-            shutil.rmtree(logs_specs.root_log_dir, ignore_errors=True)  # made by torchelastic for error files alone
+        caretaker.close()
+        if not failed and not agent.logs_used:
+            for folder in own_logs:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -414,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             console(f"{inject.FAULTS} in the environment has no effect: faults are armed by --faults FILE")
         record(launch)(args, early if args.standbys and not args.no_python else None)
     except JobOver as error:
-        print(f"swiftrun: {error}", file=sys.stderr)
+        print(f"swiftrun: {arguments.one_line(error)}", file=sys.stderr)
         raise SystemExit(int(error.failed)) from None
     except OutOfResources as error:
         print(f"swiftrun: {arguments.one_line(told(error))}", file=sys.stderr)
@@ -425,10 +444,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not advice(error):
             raise
         named = f"{error.filename} " if error.filename else ""
-        print(f"swiftrun: {named}{what_to_do(error)}", file=sys.stderr)
+        print(f"swiftrun: {arguments.one_line(named + what_to_do(error))}", file=sys.stderr)
         raise SystemExit(1) from None
     except (SignalException, RendezvousError) as error:
-        print(f"swiftrun: {error}", file=sys.stderr)
+        print(f"swiftrun: {arguments.one_line(error)}", file=sys.stderr)
         raise SystemExit(1) from None
     finally:
         if early is not None:

@@ -243,8 +243,10 @@ def full_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Options by full name, as given in sections, by full name or by a name of before there were sections.
 
     Raises:
-        ConfigError: for an unknown option; names the closest known one.
+        ConfigError: for an unknown option, with the closest known one; or they are no mapping.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"options must be a mapping of names to values, not {type(values).__name__}: {values!r:.100}")
     found: dict[str, Any] = {}
     former: dict[str, str] = {}
     for name, value in values.items():

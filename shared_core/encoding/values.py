@@ -8,9 +8,9 @@ no state raises :class:`NotPlain`.
 from __future__ import annotations
 
 import datetime
-import importlib
 import pathlib
 import random
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from enum import Enum
@@ -140,11 +140,12 @@ def decode(data: Any) -> Any:
     """Inverse of :func:`encode`, as new objects; generators cannot be made again and come out as None.
 
     Raises:
-        CorruptFile: if it is nothing that :func:`encode` makes, or names an enumeration that this program has not.
+        CorruptFile: if it is nothing that :func:`encode` makes, or names an enumeration of a module that this program
+            has not imported.
     """
     try:
         return _decode(data)
-    except (LookupError, TypeError, ValueError, AttributeError, ImportError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CorruptFile(f"a published value cannot be made again: {error or type(error).__name__}") from error
 
 
@@ -180,13 +181,18 @@ def _decode(data: Any) -> Any:
 
 
 def _member(module: str, kind: str, name: str) -> Any:
-    """A member of an enumeration."""
-    found: Any = importlib.import_module(module)
+    """A member of an enumeration of a module that this program has imported: data does not name what is imported.
+
+    Names are looked up in dictionaries, since the ``__getattr__`` of a module or class may import too.
+    """
+    found: Any = sys.modules.get(module)
+    if found is None:
+        raise ValueError(f"the script has not imported {module}, which holds {kind}: import it at the script's top")
     for part in kind.split("."):
-        found = getattr(found, part)
+        found = vars(found)[part]
     if not (isinstance(found, type) and issubclass(found, Enum)):
         raise ValueError(f"{module}.{kind} is not an enumeration")
-    return found[name]
+    return found.__members__[name]
 
 
 def assign(existing: Any, data: Any) -> Any:

@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError
-from shared_core.events import RUN, EventLog
+from shared_core.events import RUN, EventLog, console
 from shared_core.faults.spec import ANY_STEP, EXIT_CODE, REFUSALS, Fault, dumps, loads
+from shared_core.kinds import open_regular
 from shared_core.waiting import Wait, poll
 
 FAULTS = "SWIFT_FAULTS"
@@ -170,7 +170,8 @@ def read_file(path: str | os.PathLike[str]) -> list[Fault]:
         ConfigError: if it cannot be read.
     """
     try:
-        return loads(Path(path).read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            return loads(file.read().decode())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--faults: cannot read {path}: {error}") from error
 
@@ -276,7 +277,7 @@ def _record(fault: Fault, index: int, tops: int) -> None:
         generation = int(os.environ.get("SWIFT_RECOVERY_GENERATION", "0"))
         log = EventLog(events, os.environ.get(RUN, ""))
         log.emit("fault", rank=fault.rank, generation=generation, fault=fault.to_dict(), tops=tops)
-    print(f"[swift] fault injector: {fault}", file=sys.stderr, flush=True)
+    console(f"fault injector: {fault}")
 
 
 def read_struck(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

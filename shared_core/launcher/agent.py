@@ -7,6 +7,7 @@ workers that are stopped or make no progress. The store is hosted here, so any w
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from shared_core.errors import OutOfResources
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.control_socket import ControlSocket
@@ -45,10 +47,13 @@ from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import Event, Phase
 from shared_core.protocol.loss_policy import LossBook
 from shared_core.protocol.resizing import Resizing
+from shared_core.resources import free_bytes
 from shared_core.system import process
-from shared_core.system.jobdir import JobDir
+from shared_core.system.jobdir import MEMORY, JobDir
 from shared_core.transport.store import StoreError
 
+#: Room without which no worker can begin, in bytes for each of them.
+_LEAST_ROOM_BYTES = 256 << 10
 #: Looks in a row that must find a worker in state T before it is killed.
 STOPPED_LOOKS = 2
 #: Bounds of a tick, in seconds: a stopped worker is noticed within one.
@@ -66,6 +71,7 @@ class Agent:
     Attributes:
         records: torchelastic's events of this job.
         job_dir: private folder of the job.
+        folders: that the job makes on this machine, and removes at its end.
     """
 
     def __init__(
@@ -82,7 +88,14 @@ class Agent:
         self._last_tick = 0.0
         process.become_subreaper()
         job = JobDir(config.log.dir)
-        self.job_dir = job.path
+        if (free := free_bytes(job.path)) < _LEAST_ROOM_BYTES * nproc:
+            job.remove()
+            raise OutOfResources(
+                errno.ENOSPC,
+                f"{job.path.parent} has room for {free >> 10} KiB only, and {MEMORY} has no more: {nproc} workers "
+                f"publish at least {_LEAST_ROOM_BYTES * nproc >> 10} KiB. Make room in one of them, or set TMPDIR",
+            )
+        self.job_dir, self.folders = job.path, job.folders
         if job.note:
             console(job.note)
         self.records = Records(Places(spec))
@@ -95,7 +108,7 @@ class Agent:
             wakeup.selector,
             options.standbys,
             clean_env(os.environ),
-            Preload(program.preload, job.folders, program.target),
+            Preload(program.preload, program.target),
             console,
             early,
             wait_timeout_s=config.detection.wait_timeout_s,

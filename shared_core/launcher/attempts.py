@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.console import ranks
 from shared_core.launcher.control_socket import ControlSocket
-from shared_core.launcher.elastic import Records
+from shared_core.launcher.elastic import Records, failure_of
 from shared_core.launcher.machine import Crew
 from shared_core.launcher.places import Places
 from shared_core.launcher.roster import Roster
@@ -178,9 +177,7 @@ class Attempts:
     def fail(self, rank: int, pid: int, code: int, error_file: str, message: str) -> None:
         """The job has failed, with this worker's error."""
         self.write_failure(rank, message)
-        failure = ProcessFailure(self.places.local_rank(rank), pid, code, error_file)
-        if message:
-            failure.message = message
+        failure = failure_of(self.places.local_rank(rank), pid, code, error_file, message)
         self.result = RunResult(WorkerState.FAILED, failures={rank: failure})
         self.step(Event.FAILED)
 

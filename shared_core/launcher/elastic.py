@@ -17,6 +17,7 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 
+from shared_core.events import visible
 from shared_core.launcher.places import Places
 from shared_core.protocol.loss_policy import AS_ANY
 
@@ -32,6 +33,8 @@ def raise_failure(name: str, failures: dict[int, ProcessFailure]) -> NoReturn:
         ChildFailedError: which the interpreter prints as a table.
         SystemExit: the console has said all that the table would say.
     """
+    for failure in failures.values():
+        failure.message = _shown(failure.message)
     error = ChildFailedError(name, failures)
     _, first = error.get_first_failure()
     if not str(first.message).endswith(AS_ANY):
@@ -39,6 +42,33 @@ def raise_failure(name: str, failures: dict[int, ProcessFailure]) -> NoReturn:
     if "TORCHELASTIC_ERROR_FILE" in os.environ and os.path.exists(first.error_file):
         get_error_handler().dump_error_file(first.error_file, first.exitcode)  # as ``record`` does
     raise SystemExit(1)
+
+
+def failure_of(local_rank: int, pid: int, code: int, error_file: str, message: str) -> ProcessFailure:
+    """A worker's failure, as torchelastic tells of it.
+
+    Args:
+        local_rank: of the worker.
+        pid: of the worker.
+        code: its exit code.
+        error_file: that it may have written. One that is damaged is as none.
+        message: what to say; empty for what the file says.
+    """
+    try:
+        failure = ProcessFailure(local_rank, pid, code, error_file)
+        failure.timestamp_isoformat()
+    except Exception:  # torch believes what a worker has written
+        failure = ProcessFailure(local_rank, pid, code, "")
+    failure.message = message or failure.message
+    return failure
+
+
+def _shown(message: object) -> str:
+    """What a worker says of its failure, for the table: indented, so that no line looks like one of the launcher's."""
+    if isinstance(message, dict):  # as torch writes error files
+        more = message.get("extraInfo")
+        message = (more if isinstance(more, dict) else {}).get("py_callstack", message.get("message", "<N/A>"))
+    return "\n  ".join(visible(line.expandtabs(4)) for line in str(message).split("\n"))
 
 
 class Records:

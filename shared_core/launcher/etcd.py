@@ -14,13 +14,13 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 from shared_core.errors import ConfigError
+from shared_core.kinds import open_regular
 
 ETCD = "etcd"
 #: Keys of all jobs begin so.
@@ -219,6 +219,7 @@ def _user(options: Mapping[str, Any]) -> dict[str, str]:
     if not name:
         return {}
     try:
-        return {"name": str(name), "password": Path(str(path)).read_text().strip("\n")}
-    except OSError as error:
+        with open_regular(str(path)) as file:
+            return {"name": str(name), "password": file.read().decode().strip("\n")}
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--rdzv-conf password_file={path}: {error}") from error

@@ -166,7 +166,8 @@ class Gathering:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
                     f"{self._options.nnodes} machines did not meet at {self._register.where} within "
-                    f"{self._options.join_s:.0f} s (--rdzv-conf join_timeout=...)"
+                    f"{self._options.join_s:.0f} s (--rdzv-conf join_timeout=...): this one waited for "
+                    + (whom or "an answer")
                 )
             try:
                 document = self._register.change(self._enter)
@@ -228,7 +229,8 @@ class Gathering:
                 wait.look()
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
-                    f"no rendezvous at {self._register.where} in {self._options.join_s:.0f} s: {why}"
+                    f"no rendezvous at {where} in {self._options.join_s:.0f} s: {why}. See what listens there, and "
+                    "give all machines another --rdzv-endpoint, or a longer --rdzv-conf join_timeout=SECONDS"
                 )
             self._listener.pause(RETRY_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -86,6 +87,50 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=128)
+
+
+class StoreConnection:
+    """A client of a store of torch, connected on a thread that is left behind if nobody answers there.
+
+    torch's constructor waits for minutes, whatever its time-out is, where something listens that is no store, and no
+    signal reaches a thread that is in it.
+
+    Args:
+        host: of the store.
+        port: of the store.
+        timeout_s: of the client's requests, in seconds.
+    """
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self.place = (host, port)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._error: RuntimeError | None = None
+        self._client: TCPStore
+        self._over = threading.Event()
+        threading.Thread(target=self._connect, name="swift-connect", daemon=True).start()
+
+    def client(self, wait_s: float) -> TCPStore:
+        """The client. May be called again after a :class:`TimeoutError`.
+
+        Args:
+            wait_s: longest wait, in seconds.
+
+        Raises:
+            TimeoutError: nothing has answered as a store does until now.
+            ConnectionError: the store cannot be reached.
+        """
+        if not self._over.wait(wait_s):
+            raise TimeoutError("something listens there and does not answer as a store of torch does")
+        if self._error is not None:
+            raise ConnectionError(str(self._error)) from self._error
+        return self._client
+
+    def _connect(self) -> None:
+        try:
+            self._client = TCPStore(*self.place, is_master=False, timeout=self._timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            self._error = error
+        self._over.set()
 
 
 def serve_store(host: str, listener: socket.socket, timeout_s: float = 300.0) -> TCPStore:

@@ -9,22 +9,22 @@ import errno
 import json
 import socket
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shared_core.errors import ConfigError
 from shared_core.launcher.etcd import ETCD, EtcdBackend
-from shared_core.launcher.ports import listen, serve_store
+from shared_core.launcher.ports import StoreConnection, listen, serve_store
 from shared_core.protocol.codec import damaged
 from shared_core.protocol.meeting_document import ADVICE, read_document
 
 C10D = "c10d"
 BACKENDS = (C10D, ETCD)
+#: Longest wait for a store's answer before signals and time-outs are looked at again, in seconds.
+ANSWER_S = 0.25
 _PORTS = {C10D: 29400, ETCD: 2379}
 
 
@@ -113,6 +113,7 @@ class Register:
         self.hosts = False
         self._options, self._timeout_s = options, timeout_s
         self._server: Any = None
+        self._connection: StoreConnection | None = None
         self._backend: RendezvousBackend | None = None
 
     @property
@@ -133,7 +134,8 @@ class Register:
         """Connect, or host the rendezvous where the endpoint is this machine's.
 
         Raises:
-            Gone, OSError, RendezvousConnectionError: if it cannot be reached now.
+            Gone, OSError, RendezvousConnectionError: if it cannot be reached now. Call again: a connection that was
+                begun goes on.
             ConfigError: if it will not be by trying again.
         """
         if self.backend == ETCD:
@@ -157,8 +159,15 @@ class Register:
             raise RendezvousConnectionError(str(error)) from error
 
     def _client(self) -> Any:
-        timeout = timedelta(seconds=max(1.0, self._timeout_s))
-        return TCPStore(*self.endpoint, is_master=False, timeout=timeout, wait_for_workers=False)
+        if self._connection is None:
+            self._connection = StoreConnection(*self.endpoint, max(1.0, self._timeout_s))
+        try:
+            client = self._connection.client(ANSWER_S)
+        except ConnectionError:
+            self._connection = None
+            raise
+        self._connection = None
+        return client
 
     def change(self, how: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> dict[str, Any] | None:
         """Replace the document by what ``how`` makes of its newest form; returns what it then is.

@@ -46,12 +46,10 @@ class Preload:
 
     Attributes:
         modules: to import.
-        folders: to be removed when the agent has ended, also if it was killed.
         program: the user's script or module, for the title in ``ps``.
     """
 
     modules: tuple[str, ...]
-    folders: tuple[str, ...] = ()
     program: str = ""
 
 
@@ -105,7 +103,7 @@ class Standby:
 
     def preload(self, what: Preload, *, more: bool = False) -> None:
         """Tell it what to import; with ``more`` it is not ready afterwards, because another call follows."""
-        message = {"preload": what.modules, "folders": what.folders, "program": what.program, "more": more}
+        message = {"preload": what.modules, "program": what.program, "more": more}
         self._send(json.dumps(message))
 
     def start(self, request: StartRequest) -> None:

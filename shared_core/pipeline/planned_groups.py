@@ -7,7 +7,6 @@ checkpoint is written, so that what is logged since that checkpoint was logged f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shared_core.job import Job
+from shared_core.kinds import whole_of_environment
 from shared_core.pipeline.grouping import Budget, ChainMachine, ChainProfile, drifted, plan_groups
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.worker.messages.log_budget import PARTS
@@ -48,7 +48,7 @@ class PlannedGroups:
     def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._last_top = 0
-        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        nproc = whole_of_environment("LOCAL_WORLD_SIZE", 1)
         self._stages = nproc if job.world_size > nproc else 1
         self._planned: list[list[float]] | None = None
         self._together: list[int] | None = None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from shared_core.kinds import whole_of_environment
 from shared_core.reroute.autograd_graph import kept_tensors
 from shared_core.schedule.schedule import Topology, held_without_loss
 from shared_core.system.memory import machine_bytes
@@ -67,4 +67,4 @@ def bytes_held(inputs: Iterable[Tensor], outputs: Sequence[Tensor], parameters: 
 
 def spare_bytes() -> int:
     """What this worker may use of the free memory of its machine, which the machine's workers share."""
-    return int(_SHARE * machine_bytes()[0]) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return int(_SHARE * machine_bytes()[0]) // max(1, whole_of_environment("LOCAL_WORLD_SIZE", 1))

@@ -54,9 +54,9 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent: int, sig: signal.Signals = signal.SIGKILL) -> bool:
-    """Have the kernel send ``sig`` to this process when its parent dies; False if ``parent`` is not the parent."""
-    _prctl(_PR_SET_PDEATHSIG, sig)
+def die_with_parent(parent: int) -> bool:
+    """Have the kernel kill this process when its parent dies; False if ``parent`` is not the parent."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
 
 

@@ -19,7 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from shared_core.errors import ConfigError
+from shared_core.errors import ConfigError, NotAFile
+from shared_core.kinds import open_regular
 
 #: In the environment of ``swiftrun``: path of the user's secret.
 VARIABLE = "SWIFT_RECOVERY_SECRET_FILE"
@@ -94,11 +95,11 @@ def read(path: str, option: str = "") -> bytes:
     """
     how = f"make one with: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with open_regular(path) as file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(f"{option}{path} is not a file: {how}")
             raw = file.read(_MOST + 1).strip()
+    except NotAFile as error:
+        raise ConfigError(f"{option}{path} is not a file ({error.strerror}): {how}") from error
     except OSError as error:
         raise ConfigError(f"{option}{path} cannot be read ({error.strerror}): {how}") from error
     if found.st_uid not in (os.geteuid(), 0) or found.st_mode & 0o077:

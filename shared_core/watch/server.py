@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
+import re
 import socket
 import socketserver
 import threading
@@ -17,11 +19,11 @@ from typing import Any
 from shared_core.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-#: Names by which a browser reaches this machine's loopback address; a name of another that leads here is refused.
-_NAMES = frozenset({LOOPBACK, "localhost"})
-#: Most requests at once; others are turned away. The launcher has other things to do.
+#: Most requests at once; who comes then takes the place of the one that has been here longest.
 _MOST = 16
-#: A client that says nothing for so long is turned away, in seconds.
+#: Most threads at once, those of clients that were sent away and that still prepare an answer among them.
+_MOST_THREADS = 2 * _MOST
+#: A request and its answer take so long together, in seconds, however often the client sends or reads a little.
 _PATIENCE_S = 10.0
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -74,7 +76,7 @@ class Server:
             raise ConfigError(
                 f"{option} {port}: cannot listen at {address}:{port} ({what}): choose another port, or 0 for a free one"
             ) from error
-        self._http.only_here = address in _NAMES
+        self._http.names = _names(address)
         self.port = int(self._http.server_address[1])
         self._serves = False
 
@@ -100,11 +102,14 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     allow_reuse_port = False
-    only_here = True
+    request_queue_size = 64
+    names: frozenset[str] = frozenset()
     pages: Mapping[str, Page] = {}
 
     def __init__(self, *args: Any) -> None:
-        self._free = threading.BoundedSemaphore(_MOST)
+        self._lock = threading.Lock()
+        self._since: dict[socket.socket, float] = {}  # of clients, oldest first
+        self._free = threading.BoundedSemaphore(_MOST_THREADS)
         super().__init__(*args)
 
     def server_bind(self) -> None:
@@ -117,21 +122,48 @@ class _Server(ThreadingHTTPServer):
             time.sleep(0.2)  # without a free descriptor the request stays, and would be tried again at once
             raise
 
+    def service_actions(self) -> None:
+        """Send away who takes too long; called between requests, at least every poll interval of the server."""
+        with self._lock:
+            now = time.monotonic()
+            for client in [each for each, since in self._since.items() if now - since > _PATIENCE_S]:
+                self._send_away(client)
+
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
+        with self._lock:
+            if len(self._since) >= _MOST:
+                self._send_away(next(iter(self._since)))
+            self._since[request] = time.monotonic()
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._free.release()
+            self._leaves(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._leaves(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:  # before its descriptor is closed, and perhaps another's
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def _send_away(self, client: socket.socket) -> None:
+        """End its connection under the lock; its thread then closes it."""
+        del self._since[client]
+        with suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
+
+    def _leaves(self, client: socket.socket) -> None:
+        with self._lock:
+            self._since.pop(client, None)
+        self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nobody needs to know of a client that has gone."""
@@ -148,8 +180,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """A page, or an error."""
-        if self.server.only_here and not _is_ours(self.headers.get_all("Host", [])):
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this server is for 127.0.0.1 and localhost only\n")
+        reached = str(self.connection.getsockname()[0])
+        if not is_ours(self.headers.get_all("Host", []), reached, self.server.names):
+            names = ", ".join(sorted({*self.server.names, reached, "localhost"}))
+            said = f"this server answers as {names}; for another name: --metrics-address NAME\n"
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, said.encode())
             return
         page = self.server.pages.get(self.path.partition("?")[0])
         if page is None:
@@ -174,13 +209,46 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            with suppress(ConnectionError):
+            with suppress(OSError):  # it has gone, was sent away, or reads nothing
                 self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """The console is the job's."""
 
 
-def _is_ours(hosts: list[str]) -> bool:
-    """Whether a request names this machine as it should: a page elsewhere whose name was made to lead here does not."""
-    return len(hosts) == 1 and hosts[0].partition(":")[0].lower() in _NAMES
+def is_ours(hosts: list[str], reached: str, names: frozenset[str]) -> bool:
+    """Whether a request names this server as one who means it does. A page of another site whose name was made to lead
+    here names its own site.
+
+    Args:
+        hosts: values of the request's ``Host``.
+        reached: address at which the connection has reached this machine.
+        names: others that count, in small letters.
+    """
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^:@\[\]]+)(:\d*)?", hosts[0].strip()) if len(hosts) == 1 else None
+    if match is None:
+        return False
+    name = match[1].strip("[]").lower()
+    here = _address(reached)
+    given = _address(name)
+    if given is None or here is None:
+        return name in names or (name == "localhost" and here is not None and here.is_loopback)
+    # An address is no name that another could have made lead here. Elsewhere a port may be passed on from another one.
+    return given == here or (given.is_loopback if here.is_loopback else True)
+
+
+def _names(address: str) -> frozenset[str]:
+    """By which a server at this address may be asked for: what the user has called it, else what this machine is."""
+    given = _address(address)
+    if given is None:
+        return frozenset({address.lower()})
+    return frozenset() if given.is_loopback else frozenset({socket.gethostname().lower()})
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a text is, if any; one of IPv4 where it comes as one of IPv6."""
+    try:
+        found = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shared_core.errors import ConfigError
@@ -123,30 +123,37 @@ def test_a_folder_that_others_can_enter_is_closed(tmp_path: Path) -> None:
     assert not own(folder) and folder.stat().st_mode & 0o777 == 0o700
 
 
-#: A zygote that is told to end at each kind of thing that it does to end.
-TOLD_TWICE = """
-import os, signal, sys
-from shared_core.worker.start import zygote
-seen = set()
-def struck(event, args):
-    if event not in seen and (seen or event == "shutil.rmtree"):
-        seen.add(event)
-        os.kill(os.getpid(), signal.SIGTERM)
-sys.addaudithook(struck)
-zygote.main()
+#: A launcher that has a caretaker for the folders that it is given, and lives until it is killed.
+CARED_FOR = """
+import sys
+from shared_core.system.caretaker import Caretaker
+keeper = Caretaker(sys.argv[2:])
+if sys.argv[1] == "close":
+    keeper.close()
+print("here", flush=True)
+sys.stdin.read()
 """
 
 
-def test_the_zygote_of_a_killed_agent_ends_whatever_the_signal_interrupts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["keep", "close"])
+def test_a_killed_launcher_leaves_no_folder(way: str, tmp_path: Path) -> None:
+    """Its caretaker removes them, also while somebody tells that one to end. Without it they stay."""
     folders = [tmp_path / "memory", tmp_path / "disk"]
     for each in folders:
         (each / "rank0").mkdir(parents=True)
-    mine, theirs = socket.socketpair()
-    with mine, theirs:
-        words = [str(theirs.fileno()), str(os.getpid())]
-        ends = subprocess.Popen([sys.executable, "-c", TOLD_TWICE, *words], pass_fds=[theirs.fileno()])
-        theirs.close()
-        mine.sendall(json.dumps({"preload": [], "folders": [*map(str, folders)], "program": ""}).encode() + b"\n")
-        assert b"ready" in mine.recv(4096)
-    assert ends.wait(30) == 0
-    assert not any(each.exists() for each in folders)
+    words = [sys.executable, "-c", CARED_FOR, way, *map(str, folders)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    live = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    assert live.stdout is not None and live.stdout.readline() == "here\n"
+    keepers = psutil.Process(live.pid).children()
+    assert len(keepers) == (way == "keep")
+    for keeper in keepers:
+        while keeper.name() != "swift caretaker":  # the test's time-out is the limit
+            os.sched_yield()
+    live.kill()
+    for keeper in keepers:
+        with suppress(psutil.NoSuchProcess):
+            keeper.terminate()
+    live.communicate()
+    psutil.wait_procs(keepers, timeout=30)
+    assert [each.exists() for each in folders] == [way == "close"] * 2

@@ -195,7 +195,8 @@ while True:
     assert f"received {number.name}" in job.stderr
 
 
-def test_a_dead_agent_takes_everything_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("standbys", ["0", "1"])
+def test_a_dead_agent_takes_everything_with_it(standbys: str, tmp_path: Path) -> None:
     script = (
         PRELUDE
         + """
@@ -207,11 +208,15 @@ while True:
     signal.pause()
 """
     )
-    job = start(tmp_path, script)
+    (temporary := tmp_path / "tmp").mkdir()
+    job = start(tmp_path, script, options=["--standbys", standbys], env={"TMPDIR": str(temporary)})
     job.finish(20)
     assert job.code == -signal.SIGKILL
     while tagged(job.tag):  # the kernel ends them; the test's time-out is the limit
         os.sched_yield()
+    job.check_nothing_left()
+    left = [each.name for each in temporary.iterdir() if not each.name.startswith("torchinductor_")]  # torch's cache
+    assert job.of("start") and not left
 
 
 def test_a_killed_standby_is_replaced(tmp_path: Path) -> None:

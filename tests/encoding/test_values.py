@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import random
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from enum import Enum, IntEnum
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import nn
 from shared_core.encoding.attributes import LARGE, Holder, Holders
 from shared_core.encoding.plain import dumps, loads
 from shared_core.encoding.values import NotPlain, assign, decode, encode
+from shared_core.errors import CorruptFile
 
 
 class Colour(Enum):
@@ -156,3 +159,23 @@ def test_user_objects_that_hang_on_a_module() -> None:
     target.restore(loads(dumps(source.capture())))
     assert two.thing.number == 6
     assert Colour.RED.value == "red" and Colour("red") is Colour.RED
+
+
+def test_no_module_is_imported_because_data_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither itself nor by what looks a name up in a module that is there."""
+    (tmp_path / "never_imported.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "lazy_names.py").write_text("def __getattr__(name): raise SystemExit(f'{name} was asked for')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("lazy_names")
+    for module in ("never_imported", "lazy_names", "this"):
+        with pytest.raises(CorruptFile, match="cannot be made again"):
+            decode(("\0enum", module, "X", "Y"))
+    assert "never_imported" not in sys.modules and "this" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["mro", "__class__", "nothing"])
+def test_only_members_of_an_enumeration_are_taken(name: str) -> None:
+    with pytest.raises(CorruptFile):
+        decode(("\0enum", Colour.__module__, Colour.__qualname__, name))
+    with pytest.raises(CorruptFile):
+        decode(("\0enum", "os", "environ", "X"))

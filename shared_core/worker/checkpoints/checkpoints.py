@@ -8,7 +8,6 @@ they are copied. A process of the machine writes them to storage, and notes what
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from shared_core.encoding.plain import dumps
 from shared_core.errors import ConfigError, DamagedRecord, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import EventLog, console, console_once
 from shared_core.faults import inject
+from shared_core.kinds import whole_of_environment
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import Top
@@ -392,7 +392,7 @@ def _note_orders(parts: dict[str, Any], board: Board) -> None:
 
 
 def _snapshots(env: WorkerEnv, spool: Spool, where: str) -> Snapshots:
-    nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    nproc = whole_of_environment("LOCAL_WORLD_SIZE", 1)
     first = env.rank - env.rank % nproc
     target = Target(where, env.config.checkpoint.keep, env.config.checkpoint.quota_bytes)
     return Snapshots(spool, env.rank, env.world_size, range(first, min(first + nproc, env.world_size)), target, console)

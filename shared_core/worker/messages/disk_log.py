@@ -7,7 +7,6 @@ every rank is told so by a collective that each batch has anyway, and what lies 
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ import torch
 
 from shared_core.config import ranges_of
 from shared_core.errors import ConfigError
+from shared_core.kinds import whole_of_environment
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system.jobdir import log_folder, own
 from shared_core.worker.messages import log_budget
@@ -77,7 +77,7 @@ class DiskLog:
         if self.archive is not None:
             return False
         env = self._env
-        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        nproc = whole_of_environment("LOCAL_WORLD_SIZE", 1)
         self.regroup(together(env.config.log.groups, env.rank, env.world_size, nproc), top)
         mine = log_folder(env.config.log.dir, env.job_dir) / f"rank{env.rank}"
         with suppress(OSError):  # a folder that cannot be made: the archive says so

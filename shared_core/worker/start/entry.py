@@ -23,7 +23,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NoReturn
 
-from shared_core.errors import ConfigError, MissingExtra, Unsupported
+from shared_core.errors import ConfigError, MissingExtra, OutOfResources, Unsupported
 from shared_core.events import JOB_DIR, console
 from shared_core.protocol.request import Mode, StartRequest
 from shared_core.resources import what_to_do
@@ -76,7 +76,7 @@ def _detach(request: StartRequest) -> None:
     signal.set_wakeup_fd(-1)
     for sig in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(sig, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the program runs: a Ctrl-C before that ends without a word
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if not process.die_with_parent(request.agent):
         os._exit(128 + signal.SIGKILL)  # the agent died while this process was being made: nobody would end it
@@ -102,7 +102,7 @@ def _exec(request: StartRequest) -> NoReturn:
         os.execvp(request.target, [request.target, *request.args])
     except OSError as error:
         rank = request.env.get("RANK", "?")
-        print(f"[swift] rank {rank} cannot run {request.target}: {error}", file=sys.stderr, flush=True)
+        console(f"rank {rank} cannot run {request.target}: {error}")
         os._exit(127)
 
 
@@ -141,6 +141,7 @@ def _run(request: StartRequest) -> None:
         for name in request.first:
             importlib.import_module(name)
         truncation.watch()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             _run_program(request.mode, target, main)
         except SystemExit as end:
@@ -154,6 +155,7 @@ def _run(request: StartRequest) -> None:
         raise
     except KeyboardInterrupt:
         link.mark_failed()
+        sys.excepthook = lambda *_: None  # the launcher has said that the job is ended, and where this was is no error
         raise
     except Exception as error:
         link.mark_failed(1)
@@ -163,7 +165,7 @@ def _run(request: StartRequest) -> None:
 
         with suppress(OSError):  # a full disk: the exception is still printed
             get_error_handler().record_exception(error)
-        if request.stderr or not isinstance(error, (ConfigError, MissingExtra, Unsupported)):
+        if request.stderr or not isinstance(error, (ConfigError, MissingExtra, OutOfResources, Unsupported)):
             _print_exception(error)
         else:
             _print_once(error, Path(request.env[JOB_DIR]))

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shared_core.kinds import open_regular
+
 #: Every worker needs these. The face of this product imports its parts only when they are asked for.
 ALWAYS = (
     "torch",
@@ -175,7 +177,8 @@ def _mentions(script: Path) -> _Mentions:
     it imports, or may import from a package.
     """
     try:
-        source = script.read_bytes()
+        with open_regular(script) as file:
+            source = file.read()
         tokens = tokenize.tokenize(io.BytesIO(source).readline)
         words = {token.string for token in tokens if token.type == tokenize.NAME}
         tree = ast.parse(source)

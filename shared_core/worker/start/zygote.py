@@ -14,14 +14,11 @@ import errno
 import gc
 import json
 import os
-import select
-import shutil
 import signal
 import socket
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,32 +29,6 @@ from shared_core.worker import link
 from shared_core.worker.start import entry, preload
 
 
-class _Orphan:
-    """What is left to do for an agent that was killed: its end closes the channel, and the kernel sends SIGTERM."""
-
-    pid = 0
-    folders: Sequence[str] = ()  # not looked up at the end: a signal may have interrupted what holds a lock
-    channel: socket.socket
-
-    @classmethod
-    def end(cls) -> None:
-        for folder in cls.folders:
-            shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)  # exit handlers of imported modules belong to the workers
-
-    @classmethod
-    def on_sigterm(cls, _number: int, _frame: object) -> None:
-        if os.getpid() != cls.pid:  # a worker that was forked an instant ago
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return
-        # Somebody else may have sent it. A dying agent's channel closes in an instant.
-        ended, _, _ = select.select([cls.channel], [], [], 1.0)
-        if ended and not cls.channel.recv(1, socket.MSG_PEEK):
-            cls.end()
-        os._exit(1)
-
-
 def serve(channel: socket.socket) -> StartRequest | None:
     """Answer the agent until it closes the channel (None); returns a request in a process that is to be a worker."""
     stream = channel.makefile("rb")
@@ -65,7 +36,6 @@ def serve(channel: socket.socket) -> StartRequest | None:
     for line in stream:
         message = json.loads(line)
         if "preload" in message:
-            _Orphan.folders = message["folders"]
             set_title("standby", message["program"])
             _preload(message["preload"], report)
             if not message.get("more"):
@@ -152,18 +122,14 @@ def main() -> None:
     """Serve, or become a worker; the worker leaves through the interpreter's normal end."""
     atexit.register(link.leave)  # before anything is imported that registers handlers: it is the last to run
     channel = socket.socket(fileno=int(sys.argv[1]))
-    agent = int(sys.argv[2])
-    _Orphan.pid, _Orphan.channel = os.getpid(), channel
-    signal.signal(signal.SIGTERM, _Orphan.on_sigterm)
-    if not process.die_with_parent(agent, signal.SIGTERM):
+    if not process.die_with_parent(int(sys.argv[2])):
         os._exit(1)
     # A Ctrl-C in the terminal is the agent's to handle.
     for sig in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
     request = serve(channel)
     if request is None:
-        _Orphan.end()  # also when the agent ends in good order: the folder is no longer needed then
-        return
+        os._exit(0)  # exit handlers of imported modules belong to the workers
     entry.enter(request, forked=True)
 
 

@@ -1,0 +1,116 @@
+"""Values that cannot be: one line for people, status 2 or 1, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from util import start, start_command
+
+from shared_core.cli.job_options import build_config, check_folders
+from shared_core.cli.swiftrun import parse_args
+from shared_core.config import SwiftConfig
+from shared_core.errors import ConfigError
+from shared_core.handover import srun_tasks
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize("value", ["x", "1.5", "0x2", "-", "\x1b[2K"])
+def test_a_variable_of_the_scheduler_that_is_no_number(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", value)
+    with pytest.raises(ConfigError, match="the environment variable SLURM_STEP_NUM_TASKS must be a whole number"):
+        srun_tasks()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "")
+    assert srun_tasks() == 1
+
+
+@pytest.mark.parametrize("options", [[1], 3, "x", None, [("seed", 1)], 2.5])
+def test_options_that_are_no_mapping(options: object) -> None:
+    for take in (SwiftConfig.from_dict, SwiftConfig().merged):
+        with pytest.raises(ConfigError, match="options must be a mapping of names to values, not"):
+            take(options)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", "3", "", "- a", "!!python/object:os.system x", "\xff", "null", '"text"', "{", "? [a]\n: b"]
+)
+@pytest.mark.parametrize("name", ["o.json", "o.yaml"])
+def test_files_of_options_that_hold_none(content: str, name: str, tmp_path: Path) -> None:
+    (path := tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError):
+        SwiftConfig.from_file(path)
+
+
+@pytest.mark.parametrize("run_id", [LONG, "a/b", "../x", "a\n[swift] done", "\x1b[2K"])
+def test_a_name_of_a_job_that_no_folder_can_have(run_id: str) -> None:
+    with pytest.raises(ConfigError, match="folders are named after it"):
+        parse_args(["--rdzv-id", run_id, "x.py"])
+
+
+@pytest.mark.parametrize("option", ["--checkpoint-dir", "--resume-from"])
+def test_a_folder_whose_name_is_too_long(option: str, tmp_path: Path) -> None:
+    args = parse_args([option, str(tmp_path / LONG), "x.py"])
+    with pytest.raises(ConfigError, match="is too long"):
+        check_folders(args, build_config(args))
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "says"),
+    [
+        ([], {"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS must be a whole number"),
+        (["--log-dir", LONG], {}, "is too long"),
+        (["--events", LONG], {}, "File name too long"),
+        (["--rdzv-id", LONG], {}, "folders are named after it"),
+    ],
+    ids=["slurm", "log-dir", "events", "rdzv-id"],
+)
+def test_swiftrun_says_it_in_a_line(words: list[str], env: dict[str, str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("")
+    command = [sys.executable, "-m", "shared_core.cli.swiftrun", "--standbys", "0", *words, "job.py"]
+    job = start_command(tmp_path, command, env).finish()
+    assert job.code == 2 and job.stderr.count("\n") == 1 and says in job.stderr, job.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount small devices")
+def test_no_room_in_memory_and_on_disk_at_the_start(tmp_path: Path) -> None:
+    (temporary := tmp_path / "tmp").mkdir()
+    mounts = f'mount -t tmpfs -o size=64k none /dev/shm && mount -t tmpfs -o size=64k none {temporary} && exec "$@"'
+    if subprocess.run(["unshare", "-m", "sh", "-c", mounts, "sh", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    (tmp_path / "job.py").write_text("")
+    command = ["unshare", "-m", "sh", "-c", mounts, "sh", sys.executable, "-m", "shared_core.cli.swiftrun"]
+    words = ["--standbys", "0", "--nproc-per-node", "2", "job.py"]
+    job = start_command(tmp_path, [*command, *words], {"TMPDIR": str(temporary)}).finish()
+    assert job.code == 1 and job.stderr.count("\n") == 1, job.stderr
+    assert job.stderr.startswith("swiftrun: OutOfResources: ") and "set TMPDIR" in job.stderr, job.stderr
+
+
+#: Rank 1 is lost, and its replacement tells the test where in its life it is.
+INTERRUPTED = """
+import os, signal, sys, time
+from shared_core.protocol import worker_env
+me = worker_env.env()
+if me.rank == 1 and me.incarnation == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+if me.rank == 1:
+    print("the replacement is here", flush=True)
+    while True:
+        time.sleep(0.01)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("standbys", ["0", "1"])
+def test_ctrl_c_during_a_recovery_prints_no_traceback(standbys: str, tmp_path: Path) -> None:
+    job = start(tmp_path, INTERRUPTED, options=["--standbys", standbys, "--shutdown-timeout", "2"])
+    assert job.process.stdout is not None and "is here" in job.process.stdout.readline()
+    os.kill(job.process.pid, signal.SIGINT)
+    job.finish(40)
+    job.check_nothing_left()
+    assert job.code == 1 and "received SIGINT" in job.stderr
+    assert "Traceback" not in job.stderr and "KeyboardInterrupt" not in job.stderr, job.stderr
