@@ -368,6 +368,11 @@ def forget_ended(folder: str, meta: Mapping[str, Any]) -> None:
         if not each.run or age_key(each.run) >= age_key(run) or not each.ended():
             continue
         if all(one.command.key == key for one in each.saved()):
+            if each.storage.is_link():
+                continue  # somebody keeps it elsewhere
             for step in store.steps(each.storage):
-                store.remove(each.storage, step)
+                if store.made_here(each.storage, step):
+                    store.remove(each.storage, step)
+            if not store.steps(each.storage):
+                each.storage.remove(ENDED)
             each.storage.remove_folder("")

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import hashlib
 import os
-import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -82,10 +81,20 @@ class Storage(Protocol):
         """
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens where there is none."""
+        """Remove a file; nothing happens where there is none, or where its folder is a link."""
 
-    def remove_folder(self, folder: str) -> None:
-        """Remove a folder with all that is in it, as far as possible."""
+    def remove_folder(self, folder: str, first: str = "") -> None:
+        """Remove the files of a folder, and the folder if nothing else is in it, as far as possible.
+
+        No link is followed: one in the place of the folder goes as a link, and what it names stays.
+
+        Args:
+            folder: its name; empty for the storage itself, which is removed only if it is empty.
+            first: the file that goes before all others.
+        """
+
+    def is_link(self, folder: str = "") -> bool:
+        """Whether a link stands in the place of a folder, or of the storage itself."""
 
     def free(self) -> int | None:
         """Bytes that can still be written; None where nobody knows."""
@@ -174,17 +183,50 @@ class LocalStorage:
     def remove(self, name: str) -> None:
         """See :class:`Storage`."""
         operation()
-        Path(self.root, name).unlink(missing_ok=True)
+        folder, _, file = name.rpartition("/")
+        if not self.is_link(folder):
+            with contextlib.suppress(FileNotFoundError), self._opened(folder) as fd:
+                os.unlink(file, dir_fd=fd)
 
-    def remove_folder(self, folder: str) -> None:
+    def remove_folder(self, folder: str, first: str = "") -> None:
         """See :class:`Storage`."""
-        path = Path(self.root, folder)
-        for name in self.names(folder):
-            operation()
-            with contextlib.suppress(OSError):
-                (path / name).unlink()
         operation()
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if not folder:
+                os.rmdir(self.root)
+                return
+            with self._opened("") as parent:
+                if self.is_link(folder):
+                    os.unlink(folder, dir_fd=parent)
+                    return
+                with self._opened(folder) as fd:
+                    for name in sorted(os.listdir(fd), key=lambda each: (each != first, each)):
+                        operation()
+                        with contextlib.suppress(OSError):  # a folder in it is nobody's of ours
+                            os.unlink(name, dir_fd=fd)
+                operation()
+                os.rmdir(folder, dir_fd=parent)
+
+    def is_link(self, folder: str = "") -> bool:
+        """See :class:`Storage`."""
+        return os.path.islink(os.path.join(self.root.rstrip("/"), folder).rstrip("/"))
+
+    @contextlib.contextmanager
+    def _opened(self, folder: str) -> Iterator[int]:
+        """The descriptor of a folder in the storage, or of the storage itself, which are no links.
+
+        Raises:
+            OSError: one is a link, or not there.
+        """
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fds = [os.open(self.root.rstrip("/") or "/", flags)]
+        try:
+            if folder:
+                fds.append(os.open(folder, flags, dir_fd=fds[0]))
+            yield fds[-1]
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def free(self) -> int | None:
         """See :class:`Storage`."""
@@ -263,12 +305,23 @@ class UrlStorage:
         with contextlib.suppress(FileNotFoundError):
             files.rm_file(path)
 
-    def remove_folder(self, folder: str) -> None:
+    def remove_folder(self, folder: str, first: str = "") -> None:
         """See :class:`Storage`."""
         files, path = self._at(folder)
         operation()
         with contextlib.suppress(OSError):
-            files.rm(path, recursive=True)
+            if folder and _is_link(files, path):
+                files.rm_file(path)
+                return
+            for name in sorted(self.names(folder) if folder else (), key=lambda each: (each != first, each)):
+                operation()
+                with contextlib.suppress(OSError):  # a folder in it is nobody's of ours
+                    files.rm_file(f"{path}/{name}")
+            files.rmdir(path)
+
+    def is_link(self, folder: str = "") -> bool:
+        """See :class:`Storage`."""
+        return _is_link(*self._at(folder))
 
     def free(self) -> int | None:
         """See :class:`Storage`."""
@@ -335,6 +388,15 @@ def _file_system(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise ConfigError(f"checkpoint.dir={url!r}: {error}") from error
     return files, path
+
+
+def _is_link(files: Any, path: str) -> bool:
+    """Whether a link stands there, on storage that has links."""
+    try:
+        found = files.info(path)
+    except OSError:
+        return False
+    return bool(found.get("islink")) or found.get("type") == "link"
 
 
 def _no_room(size: int, where: str, error: OSError) -> StorageFull:

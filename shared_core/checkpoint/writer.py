@@ -235,13 +235,14 @@ class Writer:
 
     def _finish(self, job: Outgoing) -> bool:
         """Commit if all ranks' parts are durable. Whether this step is over, one way or the other."""
+        names = job.storage.names(store.folder_name(job.step))
+        mine = [name for rank, part in job.parts.items() for name in (f"rank{rank}{store.DONE}", *part.files)]
+        if not set(mine) <= set(names):
+            raise FileNotFoundError(errno.ENOENT, "what was written is gone", job.storage.root)
         found = store.commit_marked(job.storage, job.step, job.one.world_size, job.meta)
         if found is not None:
             self._committed(job, found)
             return True
-        names = job.storage.names(store.folder_name(job.step))
-        if any(f"rank{rank}{store.DONE}" not in names for rank in job.parts):
-            raise FileNotFoundError(errno.ENOENT, "what was written is gone", job.storage.root)
         newest = self._newest()
         if not self._hurry and (newest is None or newest.key == job.key):
             return False
@@ -287,6 +288,8 @@ class Writer:
         with self._reports(job):
             keep = max(2, job.target.keep)
             store.prune(job.storage, keep, job.ours)
+            if job.storage.is_link():
+                self._warn(f"{job.storage.root} is a link: no older checkpoint is removed where it leads")
             if not self._cleared and len(store.committed(job.storage)) >= 2:
                 self._cleared = True
                 lineage.forget_ended(job.target.where, job.meta)
