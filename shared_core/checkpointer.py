@@ -331,7 +331,8 @@ class Alone(_NoNewcomers):
         self._persisting = Persisting(path, None, 60.0, console) if local_rank == 0 else None
         measured = self.rank == 0 and self.config.checkpoint.chosen_policy not in ("fixed", "none")
         self._pricing = Pricing(self.config, self.world_size, self._command.key) if measured else None
-        self._run = self._session = self._ranks.agreed("session", lineage.new_run())
+        mine = lineage.next_run(self._where, self._command) if self.rank == 0 else ""
+        self._run = self._session = self._ranks.agreed("session", mine)
         self._adopted, self._ending, self._told = "", False, 0
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)

@@ -49,6 +49,15 @@ class Unsupported(SwiftError, NotImplementedError):
     """
 
 
+class NoUsableCheckpoint(Unsupported):
+    """There are checkpoints of this command, and none of them can be used. The job ends rather than start from scratch.
+
+    A line for each says where it lies and what is wrong with it. Mend that (who may read the folder, a disk that is not
+    mounted, a newer version of this product, another job that still writes there), begin with other checkpoints
+    (``--resume-from``), or start from scratch with ``checkpoint.resume="never"``: docs/restarting.md#starting-again.
+    """
+
+
 class UnsupportedOptimizer(Unsupported):
     """An update of this optimizer cannot be undone, or its state cannot be moved to a newcomer.
 

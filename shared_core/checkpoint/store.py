@@ -136,13 +136,57 @@ def commit(
     return made
 
 
-def committed(dir: Where) -> list[Checkpoint]:
-    """Checkpoints that have a manifest, oldest first; parts are not looked at."""
-    storage, found = _open(dir), []
+class NeverCompleted(CorruptFile):
+    """The folder of a step has no manifest: no checkpoint, only what somebody who was killed has left."""
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A checkpoint, or the folder of a run, that is there and cannot be used.
+
+    Attributes:
+        path: where it lies.
+        reason: why, for people.
+        step: of a checkpoint; -1 for a folder.
+        run: whose it is; empty where nobody knows.
+    """
+
+    path: str
+    reason: str
+    step: int = -1
+    run: str = ""
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path} is passed over: {self.reason}"
+
+
+def read_all(dir: Where) -> tuple[list[Checkpoint], list[PassedOver]]:
+    """Checkpoints whose manifest can be read, and those that have one that cannot; oldest first. Parts are not looked
+    at.
+
+    Raises:
+        OSError: the storage cannot be read.
+    """
+    storage, found, passed = _open(dir), [], []
     for step in steps(storage):
-        with contextlib.suppress(CorruptFile, OSError):
+        try:
             found.append(load_manifest(storage, step))
-    return found
+        except NeverCompleted:
+            continue
+        except (CorruptFile, OSError) as error:
+            reason = cannot_be_read(error) if isinstance(error, OSError) else str(error)
+            passed.append(PassedOver(_shown(storage, step), reason, step))
+    return found, passed
+
+
+def committed(dir: Where) -> list[Checkpoint]:
+    """Checkpoints whose manifest can be read, oldest first; parts are not looked at."""
+    return read_all(dir)[0]
+
+
+def cannot_be_read(error: OSError) -> str:
+    """Why a folder or a file is passed over, for people."""
+    return f"it cannot be read ({error.strerror or error})"
 
 
 @dataclass(frozen=True)
@@ -173,15 +217,19 @@ def survey(dir: Where, *, check: bool = True) -> list[Found]:
     storage = _open(dir)
     found = []
     for step in steps(storage):
-        size, checkpoint = parts_size(storage, step), None
+        size, checkpoint = 0, None
         try:
+            size = parts_size(storage, step)
             checkpoint = load_manifest(storage, step)
             if check:
                 verify(checkpoint)
             state, reason = "valid" if check else "unchecked", ""
+        except NeverCompleted as error:
+            state, reason = "incomplete", str(error)
         except CorruptFile as error:
-            there = storage.names(folder_name(step))
-            state, reason = ("damaged" if MANIFEST in there else "incomplete"), str(error)
+            state, reason = "damaged", str(error)
+        except PermissionError as error:
+            state, reason = "damaged", cannot_be_read(error)
         found.append(Found(step, state, reason, checkpoint, size))
     return found
 
@@ -267,7 +315,7 @@ def prune(
     removed = [step for step in found if step not in kept and step < mine[0]]
     for step in removed:
         remove(storage, step)
-    return [storage.local(folder_name(step)) or Path(storage.root, folder_name(step)) for step in removed]
+    return [Path(_shown(storage, step)) for step in removed]
 
 
 def remove(dir: Where, step: int) -> None:
@@ -396,7 +444,9 @@ def load_manifest(dir: Where, step: int) -> Checkpoint:
             raise CorruptFile("the manifest says of a part that it has no size")
         return Checkpoint(storage, step, manifest["parts"], manifest["meta"], sizes, when)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptFile("it was never completed (no manifest)") from error
+        if MANIFEST in storage.names(folder_name(step)):
+            raise CorruptFile(f"the manifest cannot be read ({error})") from error
+        raise NeverCompleted("it was never completed (no manifest)") from error
     except (NotAFile, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CorruptFile(f"the manifest cannot be read ({error})") from error
 
@@ -406,6 +456,10 @@ def _is_parts(parts: Any) -> bool:
     return isinstance(parts, dict) and all(
         _NAME.fullmatch(name) and isinstance(digest, str) for name, digest in parts.items()
     )
+
+
+def _shown(storage: Storage, step: int) -> str:
+    return str(storage.local(folder_name(step)) or Path(storage.root, folder_name(step)))
 
 
 def _open(dir: Where) -> Storage:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import secrets
 
 from shared_core.plain_json import parse
@@ -40,4 +41,4 @@ def fits(raw: bytes, folder: str) -> bool:
 
 
 def _mac(key: str, folder: str) -> str:
-    return hmac.digest(key.encode(), b"made by swift-recovery: " + folder.encode(errors="surrogateescape"), "sha256").hex()
+    return hmac.digest(key.encode(), b"made by swift-recovery: " + os.fsencode(folder), "sha256").hex()
