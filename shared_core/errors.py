@@ -58,6 +58,15 @@ class NoUsableCheckpoint(Unsupported):
     """
 
 
+class RunInUse(Unsupported):
+    """Another job writes to the folder of the run. Two would overwrite and remove each other's checkpoints.
+
+    The same command was started twice. Wait for the end of the other job or end it; or start this one from scratch with
+    ``checkpoint.resume="never"``: it has a folder of its own then. The message names the other's process and machine.
+    See docs/checkpoint_files.md#one-job-at-a-time.
+    """
+
+
 class UnsupportedOptimizer(Unsupported):
     """An update of this optimizer cannot be undone, or its state cannot be moved to a newcomer.
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shared_core.checkpoint import store
+from shared_core.checkpoint import run_lock, store
 from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.storage import Storage, open_storage
 from shared_core.checkpoint.store import PassedOver
@@ -515,4 +515,5 @@ def forget_ended(folder: str, meta: Mapping[str, Any]) -> None:
                     store.remove(each.storage, step)
             if not store.steps(each.storage):
                 each.storage.remove(ENDED)
+                each.storage.remove(run_lock.FILE)
             each.storage.remove_folder("")

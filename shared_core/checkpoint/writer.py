@@ -28,8 +28,9 @@ from typing import Any
 
 from shared_core.checkpoint import lineage, store
 from shared_core.checkpoint.outgoing import Outgoing, QuotaFull, read_note, write_note
+from shared_core.checkpoint.run_lock import RENEW_S, RunLock, owner_of
 from shared_core.checkpoint.spool import BELL, Spool
-from shared_core.checkpoint.storage import cause_of, open_storage
+from shared_core.checkpoint.storage import Storage, cause_of, open_storage
 from shared_core.errors import SwiftError
 from shared_core.events import RUN, EventLog, console
 from shared_core.faults import inject
@@ -56,6 +57,7 @@ class Writer:
         self._warned: set[str] = set()
         self._follows, self._hurry, self._hurries_since = False, False, 0.0
         self._lock = threading.RLock()
+        self._held: dict[str, RunLock] = {}
 
     def work(self, *, hurry: bool = False) -> float | None:
         """Do all that can be done now.
@@ -68,6 +70,13 @@ class Writer:
         """
         if hurry and not self._hurry:
             self._hurry, self._retry, self._hurries_since = True, None, time.monotonic()
+        self._keep_locks()
+        until = self._work()
+        if any(lock.is_lease for lock in self._held.values()):
+            return RENEW_S if until is None else min(until, RENEW_S)
+        return until
+
+    def _work(self) -> float | None:
         while (job := self._open or self._choose()) is not None:
             try:
                 if not job.durable:
@@ -208,6 +217,7 @@ class Writer:
         job.begun = time.monotonic()
         inject.set_step(job.step)
         self._set(attempt=job.spool.attempt, writing=job.step, waiting=-1)
+        self._hold(job.storage, owner_of(job.meta))
         if not job.committed:
             job.make_room(self._warn)
             job.persist()
@@ -221,6 +231,9 @@ class Writer:
         def look() -> None:
             while not over.wait(LOOK_S):
                 with contextlib.suppress(OSError, SwiftError):
+                    for lock in list(self._held.values()):
+                        lock.renew()
+                with contextlib.suppress(OSError, SwiftError):
                     newest = self._newest()
                     if newest is not None and newest.key != job.key and newest.step != self._status.waiting:
                         self._set(waiting=newest.step)
@@ -232,6 +245,31 @@ class Writer:
         finally:
             over.set()
             thread.join()
+
+    # -- locks of runs ------------------------------------------------------------------------------------------------
+
+    def _hold(self, storage: Storage, owner: str) -> None:
+        """Take the lock of a run, or see that it is held."""
+        lock = self._held.get(storage.root) or RunLock(storage, owner)
+        lock.take()
+        self._held[storage.root] = lock
+
+    def _keep_locks(self) -> None:
+        """Hold what the job has claimed, and renew what must be renewed. What fails is told where something is
+        written.
+        """
+        claim = self._spool.claimed()
+        with contextlib.suppress(OSError, SwiftError):
+            if claim is not None and claim[0] not in self._held:
+                self._hold(open_storage(claim[0]), claim[1])
+        for lock in self._held.values():
+            with contextlib.suppress(OSError, SwiftError):
+                lock.renew()
+
+    def release(self) -> None:
+        """Let all locks go."""
+        for lock in self._held.values():
+            lock.release()
 
     def _finish(self, job: Outgoing) -> bool:
         """Commit if all ranks' parts are durable. Whether this step is over, one way or the other."""
@@ -373,6 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeout = writer.work(hurry=last)
             if last and (writer.idle or timeout is None):
                 writer.say_last()
+                writer.release()
                 return 0
             selector.select(min(LOOK_S, timeout or LOOK_S) if last else timeout)
             with contextlib.suppress(BlockingIOError):

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from torch._C._distributed_c10d import Store
 
 from shared_core.checkpoint import lineage
+from shared_core.checkpoint.run_lock import WAIT_S, RunLock
 from shared_core.checkpoint.spool import Spool
-from shared_core.checkpoint.storage import absolute
-from shared_core.errors import Unsupported
+from shared_core.checkpoint.storage import absolute, open_storage
+from shared_core.errors import RunInUse, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
@@ -33,6 +34,7 @@ class Origins:
         self, env: WorkerEnv, where: str, spool: Spool, store: Callable[[], Store], session: Callable[[], str]
     ) -> None:
         self._env, self._where, self._spool, self._store, self._session = env, where, spool, store, session
+        self._held: dict[str, RunLock] = {}
 
     @property
     def told(self) -> str:
@@ -51,14 +53,20 @@ class Origins:
             Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from; if
                 there is nothing of what it was told to begin with.
             NoUsableCheckpoint: if there are some of its own, and none can be used.
+            RunInUse: if another job goes on with its newest run.
         """
         found, there = self._own()
+        stored = [each for each in found if each.tier == recovery_line.STORAGE]
+        if stored:
+            self._hold(max(stored, key=lambda each: each.preference).run)
         if self.told:
             found = [each for each in found if each.meta.get("adopted") == self.told]
             found += recovery_line.to_adopt(self.told, needed=not found)
         loaded = recovery_line.agree(
             self._env, self._store(), found, lambda line: resharding.load(line, self._env), limit_s
         )
+        if loaded is not None and not loaded.line.adopts:
+            self._hold(loaded.line.run)
         key, passed = self._env.command.key, there.unusable(self._env.command.key)
         if not self._env.rank and not self._env.incarnation:
             taken = loaded.line.saved if loaded is not None else None
@@ -86,6 +94,27 @@ class Origins:
             return ""
         how, again = ("--resume-from", "--resume") if not env.handed_over else (BY_OPTION, "checkpoint.resume='always'")
         return lineage.left_behind(self._where, env.command.key, how, goes_on=env.config.continues, again=again)
+
+    def _hold(self, run: str) -> None:
+        """Keep other jobs from going on with a run; nothing in all ranks but the first, and in newcomers.
+
+        Raises:
+            RunInUse: another job holds it.
+        """
+        env = self._env
+        if env.rank or env.incarnation or run in self._held:
+            return
+        folder = lineage.folder_of(self._where, env.command, run)
+        try:
+            lock = RunLock(open_storage(folder), env.job)
+            lock.take(WAIT_S)
+            self._spool.claim(folder, env.job)
+        except RunInUse:
+            raise
+        except (OSError, SwiftError) as error:  # the writer tries again before it writes
+            console(f"{folder} cannot be locked against other jobs: {error}")
+        else:
+            self._held[run] = lock
 
     def _own(self) -> tuple[list[Line], lineage.Contents]:
         """What it may go on from, and what the storage holds; nothing where it does not go on with earlier starts."""
