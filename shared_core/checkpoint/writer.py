@@ -349,6 +349,8 @@ class Writer:
             "read-only": f"{job.storage.root} cannot be written to ({error})",
             "gone": f"{job.storage.root} was removed, or is not mounted any more ({error})",
         }.get(cause, str(error))
+        if cause == "error" and isinstance(error, OSError) and job.storage.local() is None:
+            what = f"{job.storage.root} cannot be reached ({error})"
         message = f"no checkpoint of step {job.step}: {what}"
         self._tell(cause, f"{message}; training continues, and later checkpoints are tried")
         self._set(attempt=job.spool.attempt, writing=-1, failed=job.step, cause=cause, message=message)
