@@ -355,7 +355,9 @@ def absolute(where: str | os.PathLike[str]) -> str:
 
 
 def open_storage(where: str | os.PathLike[str]) -> Storage:
-    """Storage for a local folder or a URL such as ``s3://bucket/run``; ``file://`` is a local folder. Nothing is reached.
+    """Storage for a local folder or a URL such as ``s3://bucket/run``; ``file://`` is a local folder.
+
+    Nothing is reached yet.
 
     Raises:
         MissingExtra: a URL, and fsspec or what it needs for it is not installed.

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
@@ -22,31 +23,41 @@ class FtpServer:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: list[socket.socket] = []
+        self._up, self._listens = threading.Event(), False
         self._listener = socket.socket()
         self._listener.bind(("127.0.0.1", 0))  # who connects is refused until it listens
-        self._address = self._listener.getsockname()
-        self.url = f"ftp://127.0.0.1:{self._address[1]}/storage"
+        self.url = f"ftp://127.0.0.1:{self._listener.getsockname()[1]}/storage"
 
     def up(self) -> None:
         """Serve, on a thread."""
-        self._listener.listen()
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+        if not self._listens:
+            self._listens = True
+            self._listener.listen()
+            threading.Thread(target=self._accept, daemon=True).start()
+        self._up.set()
 
     def down(self) -> None:
-        """Cut all connections, and refuse new ones."""
-        for each in (self._listener, *self._open):
+        """Cut all connections, and each new one at once."""
+        self._up.clear()
+        for each in self._open:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-            each.close()
         self._open.clear()
-        self._listener = socket.socket()
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._listener.bind(self._address)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def close(self) -> None:
+        """For good."""
+        self.down()
+        with contextlib.suppress(OSError):  # wakes who accepts
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                link, _ = listener.accept()
+                link, _ = self._listener.accept()
+                if not self._up.is_set():
+                    link.close()
+                    continue
                 self._open.append(link)
                 threading.Thread(target=self._serve, args=(link,), daemon=True).start()
 
@@ -64,7 +75,7 @@ class _Session:
     def __init__(self, folder: Path) -> None:
         self._folder, self._rest, self._data = folder, 0, socket.socket()
 
-    def answer(self, verb: str, word: str) -> list[str]:
+    def answer(self, verb: str, word: str) -> Iterable[str]:
         path = self._folder / word.lstrip("/")
         if verb in ("USER", "PASS", "TYPE", "NOOP", "CWD"):
             return ["230 good"]
@@ -79,7 +90,7 @@ class _Session:
             return ["350 good"]
         try:
             if verb in ("MLSD", "RETR", "STOR"):
-                return self._transfer(verb, path)
+                return self._transfer(verb, path, self._read(verb, path))
             if verb == "SIZE":
                 return [f"213 {path.stat().st_size}"]
             work = {"MKD": path.mkdir, "DELE": path.unlink, "RMD": path.rmdir}.get(verb)
@@ -90,15 +101,9 @@ class _Session:
             return [f"550 {error.strerror}"]
         return ['257 "done"' if verb == "MKD" else "250 done"]
 
-    def _transfer(self, verb: str, path: Path) -> list[str]:
-        given = b""
-        if verb == "MLSD":
-            for each in sorted(path.iterdir()):
-                kind = "dir" if each.is_dir() else "file"
-                given += f"type={kind};size={each.stat().st_size}; {each.name}\r\n".encode()
-        elif verb == "RETR":
-            given = path.read_bytes()[self._rest :]
+    def _transfer(self, verb: str, path: Path, given: bytes) -> Iterator[str]:
         target = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600) if verb == "STOR" else -1
+        yield "150 begins"
         link, _ = self._data.accept()
         with link, self._data:
             if verb == "STOR":
@@ -110,4 +115,13 @@ class _Session:
             else:
                 link.sendall(given)
         self._rest = 0
-        return ["150 begins", "226 done"]
+        yield "226 done"
+
+    def _read(self, verb: str, path: Path) -> bytes:
+        if verb == "RETR":
+            return path.read_bytes()[self._rest :]
+        lines = [
+            f"type={'dir' if each.is_dir() else 'file'};size={each.stat().st_size}; {each.name}\r\n"
+            for each in (sorted(path.iterdir()) if verb == "MLSD" else ())
+        ]
+        return "".join(lines).encode()

@@ -20,7 +20,7 @@ def server(tmp_path: Path) -> Iterator[FtpServer]:
     (tmp_path / "served").mkdir()
     made = FtpServer(tmp_path / "served")
     yield made
-    made.down()
+    made.close()
 
 
 def test_a_server_that_is_down_at_the_start_and_once_more_later(server: FtpServer, spool: Spool) -> None:
@@ -38,15 +38,14 @@ def test_a_server_that_is_down_at_the_start_and_once_more_later(server: FtpServe
         check(newest(server.url), 20)
         code, said = finish(writer)
     assert code == 0 and len(said) == 4, said
-    assert all(f"{server.url} cannot be reached (" in line and "training continues" in line for line in said[::2])
+    assert " cannot be reached (" in said[0] and all(server.url in line for line in said[::2]), said
     assert all("checkpoints can be written again" in line for line in said[1::2])
 
 
 def test_what_the_library_raises_is_an_os_error_here(server: FtpServer) -> None:
     storage = open_storage(server.url)
-    for reached in (False, True):
-        server.up() if reached else None
-        assert not reached or not storage.names()
+    server.up()
+    assert storage.names() == []
     server.down()
     for call in (storage.names, storage.exists, lambda: storage.size("x"), lambda: list(storage.chunks("x"))):
         with pytest.raises(OSError):
