@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from shared_core.checkpoint import image, lineage, store
 from shared_core.checkpoint.choosing import choose
 from shared_core.checkpoint.command import Command
+from shared_core.checkpoint.run_lock import WAIT_S, RunLock
 from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import absolute, open_storage
@@ -332,7 +333,8 @@ class Alone(_NoNewcomers):
         self._persisting = Persisting(path, None, 60.0, console) if local_rank == 0 else None
         measured = self.rank == 0 and self.config.checkpoint.chosen_policy not in ("fixed", "none")
         self._pricing = Pricing(self.config, self.world_size, self._command.key) if measured else None
-        self._run = self._session = self._ranks.agreed("session", lineage.new_run())
+        mine = lineage.next_run(self._where, self._command) if self.rank == 0 else ""
+        self._run = self._session = self._ranks.agreed("session", mine)
         self._adopted, self._ending, self._told = "", False, 0
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -347,6 +349,11 @@ class Alone(_NoNewcomers):
         if self.rank == 0:
             continues = self.config.continues
             found = choose(self._where, self._command, self.world_size, continues=continues, told=told)
+            if found is not None and not found[1]:
+                folder = lineage.folder_of(self._where, self._command, found[0].run)
+                self._lock = RunLock(open_storage(folder), self._session)
+                self._lock.take(WAIT_S)
+                self._spool.claim(folder, self._session)
             chosen = [(found[0].checkpoint.storage.root, found[0].step, found[1])] if found is not None else []
         chosen = decode(self._ranks.agreed("begins", json.dumps(chosen)), list[tuple[str, Count, bool]], "begins")
         if not chosen:

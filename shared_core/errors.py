@@ -49,6 +49,24 @@ class Unsupported(SwiftError, NotImplementedError):
     """
 
 
+class NoUsableCheckpoint(Unsupported):
+    """There are checkpoints of this command, and none of them can be used. The job ends rather than start from scratch.
+
+    A line for each says where it lies and what is wrong with it. Mend that (who may read the folder, a disk that is not
+    mounted, a newer version of this product, another job that still writes there), begin with other checkpoints
+    (``--resume-from``), or start from scratch with ``checkpoint.resume="never"``: docs/restarting.md#starting-again.
+    """
+
+
+class RunInUse(Unsupported):
+    """Another job writes to the folder of the run. Two would overwrite and remove each other's checkpoints.
+
+    The same command was started twice. Wait for the end of the other job or end it; or start this one from scratch with
+    ``checkpoint.resume="never"``: it has a folder of its own then. The message names the other's process and machine.
+    See docs/checkpoint_files.md#one-job-at-a-time.
+    """
+
+
 class UnsupportedOptimizer(Unsupported):
     """An update of this optimizer cannot be undone, or its state cannot be moved to a newcomer.
 

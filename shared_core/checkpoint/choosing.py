@@ -23,15 +23,22 @@ def choose(
 
     Raises:
         ConfigError: there is no whole one of what it was told to begin with.
+        NoUsableCheckpoint: there are some of its own, and it can use none of them.
     """
-    own = lineage.candidates(lineage.contents(where, command.key), command.key) if continues else []
+    there = lineage.Contents()
+    if continues:
+        there = lineage.read(where, command.key)
+    own = lineage.candidates(there, command.key)
     own = [each for each in own if not told or each.checkpoint.meta.get("adopted") == told]
-    adoptable = lineage.adoptable(told) if told else []
+    adoptable, passed = lineage.to_adopt(told) if told else ([], there.unusable(command.key))
     found = lineage.first_whole(each for each in (*own, *adoptable) if _fits(each, world_size))
+    lineage.tell_passed((*there.doubts(command.key), *passed), found)
     if found is not None:
         return found, found not in own
     if told:
         raise ConfigError(f"resume_from: there is no whole checkpoint of {world_size} ranks at {told}")
+    if number := len(own) + sum(bool(each.run) for each in passed):
+        raise lineage.none_usable(where, number)
     said = lineage.left_behind(where, command.key, "resume_from", goes_on=continues, again="resume='always'")
     if said:
         console(said)

@@ -6,7 +6,8 @@ Each run has a folder of its own, so that nobody ever writes to, or removes, wha
     DIR/train-3fa2b1c0-20261122T083801-9c01d2/ended.json            it has ended well
     DIR/step-0000000040/..., DIR/ended/RUN                          as earlier versions left them
 
-Names of runs begin with their time, so they sort by age; those of earlier versions do not, and count as the oldest.
+Names of runs begin with their time, so they sort by age; those of earlier versions do not, and count as the oldest. A
+new name is later than all that are there, whatever the clock says: one that was ahead, or is behind, hides no run.
 Does not import torch.
 """
 
@@ -19,24 +20,44 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shared_core.checkpoint import store
+from shared_core.checkpoint import run_lock, store
 from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.storage import Storage, open_storage
-from shared_core.errors import CorruptFile, SwiftError
+from shared_core.checkpoint.store import PassedOver
+from shared_core.errors import CorruptFile, NoUsableCheckpoint, SwiftError
 from shared_core.events import console
+from shared_core.plain_json import parse
 
+#: In the file that says that a run has ended well: its name was chosen to be later than all that were there.
+_ORDERED = "ordered"
 #: A file in a run's folder, and a folder of earlier versions: the run has ended well.
 ENDED, _ENDED_BEFORE = "ended.json", "ended"
+#: In the place of a run's name: the folder may hold any.
+_ANY = "unknown"
 _STAMPED = r"\d{8}T\d{6}-[0-9a-f]{6}"
 _FOLDER = re.compile(rf".+-(?P<command>[0-9a-f]{{8}})-(?P<run>{_STAMPED}|[0-9a-f]{{12}})")
 
 
-def new_run() -> str:
-    """A name that no other run has."""
-    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+def new_run(earlier: Iterable[str] = ()) -> str:
+    """A name that no other run has, and that sorts after those of earlier ones."""
+    stamps = [int(run[:8] + run[9:15]) + 1 for run in earlier if age_key(run)]
+    text = f"{min(max(int(_now()), *stamps, 0), 10**14 - 1):014d}"
+    return f"{text[:8]}T{text[8:]}-{secrets.token_hex(3)}"
+
+
+def next_run(where: str, command: Command) -> str:
+    """A name for a run of a command: later than all that it has there, as far as the storage can be read."""
+    earlier: list[str] = []
+    with suppress(OSError, SwiftError):
+        earlier += [each.run for each in folders(where, command.key)]
+    return new_run(earlier)
+
+
+def _now() -> str:
+    return time.strftime("%Y%m%d%H%M%S", time.gmtime())
 
 
 def age_key(run: str) -> str:
@@ -110,13 +131,37 @@ class Folder:
             return frozenset(self.storage.names(_ENDED_BEFORE))
         return frozenset({self.run} if ENDED in self.storage.names() else ())
 
+    def unsure(self) -> PassedOver | None:
+        """Why nobody knows whether the end of its run came after other runs; None for no reason.
+
+        Raises:
+            OSError: the storage cannot be read.
+        """
+        if age_key(self.run)[:15].replace("T", "") <= _now() or ENDED not in self.storage.names():
+            return None
+        with suppress(CorruptFile, ValueError):
+            noted = parse(store.read_file(self.storage, ENDED))
+            if isinstance(noted, dict) and noted.get(_ORDERED) is True:
+                return None
+        reason = "its run has ended, and by its name began in the future: a clock was ahead, so it hides no other run"
+        return PassedOver(self.storage.root, reason, run=self.run)
+
     def saved(self) -> list[Saved]:
         """Its committed checkpoints, oldest first.
 
         Raises:
             OSError: the storage cannot be read.
         """
-        return [Saved(found) for found in store.committed(self.storage)]
+        return self.read()[0]
+
+    def read(self) -> tuple[list[Saved], list[PassedOver]]:
+        """The same, and those that are there and cannot be used.
+
+        Raises:
+            OSError: the storage cannot be read.
+        """
+        found, passed = store.read_all(self.storage)
+        return [Saved(each) for each in found], [replace(each, run=self.run) for each in passed]
 
 
 @dataclass(frozen=True)
@@ -162,14 +207,33 @@ class Contents:
     Attributes:
         saved: committed checkpoints.
         ended: by the beginning of a command's key (empty: unknown), its runs that have ended well.
+        passed: checkpoints and folders of runs that are there and cannot be used; those without a run may be anybody's.
+        unsure: runs that have ended, and nobody knows whether after others.
     """
 
     saved: tuple[Saved, ...] = ()
     ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    passed: tuple[PassedOver, ...] = ()
+    unsure: tuple[PassedOver, ...] = ()
 
     def ended_of(self, key: str) -> frozenset[str]:
         """Runs of a command that have ended well."""
         return self.ended.get(key[:8], frozenset()) | self.ended.get("", frozenset())
+
+    def goes_on(self, run: str, key: str) -> bool:
+        """Whether the next start of a command may go on with one of its runs."""
+        return goes_on(run, self.ended_of(key), [each.run for each in self.unsure])
+
+    def unusable(self, key: str) -> list[PassedOver]:
+        """What the next start of a command would look at, and cannot use; of the newest run first."""
+        found = [each for each in self.passed if not each.run or self.goes_on(each.run, key)]
+        return sorted(found, key=lambda each: (age_key(each.run), each.step), reverse=True)
+
+    def doubts(self, key: str) -> list[PassedOver]:
+        """Runs of a command of which nobody knows whether they ended after others that the next start may look at."""
+        looked = [age_key(each.run) for each in candidates(self, key)]
+        looked += [age_key(each.run) for each in self.unusable(key)]
+        return [each for each in self.unsure if any(run < age_key(each.run) for run in looked)]
 
     def commands(self) -> list[Command]:
         """Those that have checkpoints here, in the order of their newest runs."""
@@ -199,7 +263,8 @@ def folders(where: store.Where, key: str | None = None) -> Iterator[Folder]:
 
 
 def contents(where: store.Where, key: str | None = None) -> Contents:
-    """What a folder holds (of one command, or of all); only manifests are read.
+    """What a folder holds (of one command, or of all); only manifests are read. A run's folder that this user may not
+    read is passed over.
 
     Raises:
         OSError: the storage cannot be read.
@@ -207,27 +272,53 @@ def contents(where: store.Where, key: str | None = None) -> Contents:
     """
     saved: list[Saved] = []
     ended: dict[str, frozenset[str]] = {}
+    passed: list[PassedOver] = []
+    unsure: list[PassedOver] = []
     for each in folders(where, key):
-        saved += [one for one in each.saved() if key is None or one.command.key == key]
-        ended[each.command] = ended.get(each.command, frozenset()) | each.ended()
-    return Contents(tuple(saved), ended)
+        try:
+            found, not_found = each.read()
+            ends, doubt = each.ended(), each.unsure()
+        except PermissionError as error:
+            if not each.run:
+                raise
+            passed.append(PassedOver(each.storage.root, store.cannot_be_read(error), run=each.run))
+            continue
+        saved += [one for one in found if key is None or one.command.key == key]
+        passed += not_found
+        ended[each.command] = ended.get(each.command, frozenset()) | ends
+        unsure += [doubt] if doubt is not None else []
+    return Contents(tuple(saved), ended, tuple(passed), tuple(unsure))
 
 
-def goes_on(run: str, ended: Iterable[str]) -> bool:
+def read(where: str, key: str, say: Callable[[str], None] = console) -> Contents:
+    """What a folder holds of a command; nothing where it cannot be read, which is said.
+
+    A local folder that this user may not read counts as one that cannot be used, not as an empty one.
+    """
+    try:
+        return contents(where, key)
+    except PermissionError as error:
+        return Contents(passed=(PassedOver(where, store.cannot_be_read(error), run=_ANY),))
+    except (OSError, SwiftError) as error:
+        say(f"checkpoints in {where} cannot be listed: {error}; this start continues none of them")
+        return Contents()
+
+
+def goes_on(run: str, ended: Iterable[str], unsure: Iterable[str] = ()) -> bool:
     """Whether the next start of a command may go on with one of its runs: neither it nor a later one has ended.
 
     Args:
         run: of the command.
         ended: runs of the command that have ended well.
+        unsure: those of them of which nobody knows when: they hide no other.
     """
     ends = set(ended)
-    return run not in ends and all(age_key(run) >= age_key(other) for other in ends)
+    return run not in ends and all(age_key(run) >= age_key(other) for other in ends.difference(unsure))
 
 
 def candidates(found: Contents, key: str) -> list[Saved]:
     """With what the next start of a command may go on: of its newest run first, and of that the newest first."""
-    ended = found.ended_of(key)
-    mine = [each for each in found.saved if each.command.key == key and goes_on(each.run, ended)]
+    mine = [each for each in found.saved if each.command.key == key and found.goes_on(each.run, key)]
     return sorted(mine, key=lambda each: (age_key(each.run), each.step), reverse=True)
 
 
@@ -238,13 +329,22 @@ def adoptable(where: str) -> list[Saved]:
         OSError: the storage cannot be read.
         SwiftError: nobody knows such storage.
     """
+    return to_adopt(where)[0]
+
+
+def to_adopt(where: str) -> tuple[list[Saved], list[PassedOver]]:
+    """As :func:`adoptable`, and what is there and cannot be used."""
     parent, _, name = where.rstrip("/").rpartition("/")
     step = store.step_of(name)
     if step is not None:
-        with suppress(CorruptFile):
-            return [Saved(store.load_manifest(parent or "/", step))]
-        return []
-    return sorted(contents(where).saved, key=lambda each: (each.time, each.step), reverse=True)
+        try:
+            return [Saved(store.load_manifest(parent or "/", step))], []
+        except store.NeverCompleted:
+            return [], []
+        except CorruptFile as error:
+            return [], [PassedOver(where, str(error), step)]
+    found = contents(where)
+    return sorted(found.saved, key=lambda each: (each.time, each.step), reverse=True), list(found.passed)
 
 
 def first_whole(found: Iterable[Saved], say: Callable[[str], None] = console) -> Saved | None:
@@ -262,6 +362,35 @@ def first_whole(found: Iterable[Saved], say: Callable[[str], None] = console) ->
 # -- what is said ---------------------------------------------------------------------------------
 
 
+def tell_passed(passed: Iterable[PassedOver], taken: Saved | None = None, say: Callable[[str], None] = console) -> None:
+    """Say which checkpoints cannot be used, a line each: those that a start would have taken before the one it takes.
+
+    Args:
+        passed: all that cannot be used.
+        taken: with what the start goes on; None for nothing.
+        say: prints a line.
+    """
+    last = ("", -1) if taken is None else (age_key(taken.run), taken.step)
+    for each in passed:
+        if each.step < 0 or (age_key(each.run), each.step) > last:
+            say(str(each))
+
+
+def none_usable(where: str, passed: int, who: str = "") -> NoUsableCheckpoint:
+    """The error of a start that would lose what is there.
+
+    Args:
+        where: the folder of checkpoints.
+        passed: how many are there that cannot be used.
+        who: the rank that says so.
+    """
+    return NoUsableCheckpoint(
+        f"{who}{where} holds checkpoints of this command ({passed} were passed over, see above), and none can be used. "
+        "To start from scratch: checkpoint.resume='never' (SWIFT_RECOVERY_CHECKPOINT_RESUME=never); to begin with "
+        "another checkpoint: --resume-from, or checkpoint.resume_from"
+    )
+
+
 def left_behind(where: str, key: str, how: str, *, goes_on: bool, again: str) -> str:
     """Why a start of a command starts from scratch, although there are checkpoints; empty if there are none.
 
@@ -277,6 +406,9 @@ def left_behind(where: str, key: str, how: str, *, goes_on: bool, again: str) ->
         other = _newest(where) if not found.saved else None
     except (OSError, SwiftError):
         return ""  # said where it is read or written
+    bad = [each for each in found.unusable(key) if each.run]
+    if bad and not found.saved:
+        return f"{bad[0]}; this run starts from scratch"
     if other is not None:
         whose = f"of another command ({other.command.short})"
         return f"{where} holds step {other.step} {whose}; this run starts from scratch; {how} adopts it"
@@ -293,8 +425,9 @@ def left_behind(where: str, key: str, how: str, *, goes_on: bool, again: str) ->
 def _newest(where: str) -> Saved | None:
     """The newest checkpoint of the newest run that has any, of whatever command."""
     for each in sorted(folders(where), key=lambda each: age_key(each.run), reverse=True):
-        if saved := each.saved():
-            return max(saved, key=lambda one: (one.time, one.step))
+        with suppress(PermissionError):  # another user's
+            if saved := each.saved():
+                return max(saved, key=lambda one: (one.time, one.step))
     return None
 
 
@@ -312,9 +445,12 @@ def next_start(found: Contents, command: Command, whole: Callable[[Saved], bool]
         asked = bool(picked.checkpoint.meta.get("continues", True))
         return Next(command, picked, "" if asked else "it was started without --resume")
     mine = [each for each in found.saved if each.command.key == command.key]
-    if mine and not rest:
+    bad = [each for each in found.unusable(command.key) if each.run]
+    if mine and not rest and not bad:
         return Next(command, None, "its last run has ended")
-    return Next(command, None, "none of its checkpoints is whole" if mine else "there is no checkpoint of it")
+    if rest or bad:
+        return Next(command, None, "none of its checkpoints is whole", fails=True)
+    return Next(command, None, "there is no checkpoint of it")
 
 
 @dataclass(frozen=True)
@@ -325,14 +461,18 @@ class Next:
         command: which one.
         saved: what it goes on from, or would with ``--resume``; None for nothing.
         reason: why it starts from scratch; empty if it goes on.
+        fails: it ends with an error instead.
     """
 
     command: Command
     saved: Saved | None
     reason: str = ""
+    fails: bool = False
 
     def __str__(self) -> str:
         who = f"the next start of '{self.command.short}'"
+        if self.fails:
+            return f"{who} ends with an error: {self.reason}; with checkpoint.resume='never' it starts from scratch"
         if self.saved is None:
             return f"{who} starts from scratch: {self.reason}"
         if self.reason:
@@ -349,7 +489,7 @@ def mark_ended(folder: str, step: int) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    payload = json.dumps({"step": step, "time": time.time()}).encode()
+    payload = json.dumps({"step": step, "time": time.time(), _ORDERED: True}).encode()
     open_storage(folder).write(ENDED, [payload], len(payload))
 
 
@@ -368,6 +508,12 @@ def forget_ended(folder: str, meta: Mapping[str, Any]) -> None:
         if not each.run or age_key(each.run) >= age_key(run) or not each.ended():
             continue
         if all(one.command.key == key for one in each.saved()):
+            if each.storage.is_link():
+                continue  # somebody keeps it elsewhere
             for step in store.steps(each.storage):
-                store.remove(each.storage, step)
+                if store.made_here(each.storage, step):
+                    store.remove(each.storage, step)
+            if not store.steps(each.storage):
+                each.storage.remove(ENDED)
+                each.storage.remove(run_lock.FILE)
             each.storage.remove_folder("")

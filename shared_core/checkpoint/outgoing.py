@@ -130,9 +130,12 @@ class Outgoing:
             OSError, SwiftError: if that cannot be.
         """
         storage, folder = self.storage, store.folder_name(self.step)
+        if storage.is_link(folder):  # the user keeps an old checkpoint of this step elsewhere
+            storage.remove_folder(folder)
         names = set(storage.names(folder))
         if store.MANIFEST in names:  # of another attempt, or damaged: it is not true from now on
             storage.remove(f"{folder}/{store.MANIFEST}")
+        store.sign(storage, self.step)
         if not self.alone and 0 in self.one.local:
             write_note(storage, self.step, store.BEGUN, self.meta)
         for rank, part in self.parts.items():
@@ -173,7 +176,7 @@ def write_note(storage: Storage, step: int, name: str, meta: Mapping[str, Any]) 
 
 def read_note(storage: Storage, step: int, name: str) -> dict[str, Any] | None:
     """Another writer's note; None where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        found = parse(b"".join(storage.chunks(f"{store.folder_name(step)}/{name}")))
+    with contextlib.suppress(OSError, ValueError, CorruptFile):
+        found = parse(store.read_file(storage, f"{store.folder_name(step)}/{name}"))
         return found if isinstance(found, dict) else None
     return None

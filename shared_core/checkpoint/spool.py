@@ -7,6 +7,7 @@
     spare/                                  files whose memory may be used again
     bell                                    a named pipe: a byte in it makes the writer look
     status.json                             what the writer has done; replaced by it
+    claim.json                              the run that the job goes on with: the writer holds its lock
     held.json                               snapshots that the writer does not let go: another machine has a copy
     kept/                                   the copy of another machine's snapshot, a folder like this one
 
@@ -37,7 +38,7 @@ from shared_core.resources import FULL
 FOLDER = "checkpoints"
 BELL = "bell"
 SEALED = ".sealed"
-_STATUS, _SPARE, _HELD = "status.json", "spare", "held.json"
+_STATUS, _SPARE, _HELD, _CLAIM = "status.json", "spare", "held.json", "claim.json"
 _STEP = re.compile(r"step-(\d{10,})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 #: Ranks of the largest job: the writer looks for the part of each.
@@ -274,6 +275,25 @@ class Spool:
             if all(is_count(number) for key in keys for number in key):
                 return keys
         return set()
+
+    def claim(self, where: str, owner: str) -> None:
+        """Have the writer hold the lock of a run.
+
+        Args:
+            where: the run's folder.
+            owner: the job, see :mod:`shared_core.checkpoint.run_lock`.
+        """
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _replace(self.folder / _CLAIM, json.dumps([where, owner]))
+        self.ring()
+
+    def claimed(self) -> tuple[str, str] | None:
+        """What was claimed last; None for nothing, or if that is damaged."""
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            where, owner = parse((self.folder / _CLAIM).read_bytes())
+            if isinstance(where, str) and isinstance(owner, str):
+                return where, owner
+        return None
 
     def all_attempts(self) -> Iterator[Spool]:
         """The folder as each attempt sees it, the newest first."""

@@ -10,14 +10,13 @@ import contextlib
 import errno
 import hashlib
 import os
-import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shared_core.errors import ConfigError, MissingExtra, StorageFull
+from shared_core.errors import ConfigError, MissingExtra, StorageFull, SwiftError
 from shared_core.faults import inject
 from shared_core.kinds import no_folder, open_regular
 from shared_core.resources import FULL, write_all
@@ -82,10 +81,20 @@ class Storage(Protocol):
         """
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens where there is none."""
+        """Remove a file; nothing happens where there is none, or where its folder is a link."""
 
-    def remove_folder(self, folder: str) -> None:
-        """Remove a folder with all that is in it, as far as possible."""
+    def remove_folder(self, folder: str, first: str = "") -> None:
+        """Remove the files of a folder, and the folder if nothing else is in it, as far as possible.
+
+        No link is followed: one in the place of the folder goes as a link, and what it names stays.
+
+        Args:
+            folder: its name; empty for the storage itself, which is removed only if it is empty.
+            first: the file that goes before all others.
+        """
+
+    def is_link(self, folder: str = "") -> bool:
+        """Whether a link stands in the place of a folder, or of the storage itself."""
 
     def free(self) -> int | None:
         """Bytes that can still be written; None where nobody knows."""
@@ -174,17 +183,50 @@ class LocalStorage:
     def remove(self, name: str) -> None:
         """See :class:`Storage`."""
         operation()
-        Path(self.root, name).unlink(missing_ok=True)
+        folder, _, file = name.rpartition("/")
+        if not self.is_link(folder):
+            with contextlib.suppress(FileNotFoundError), self._opened(folder) as fd:
+                os.unlink(file, dir_fd=fd)
 
-    def remove_folder(self, folder: str) -> None:
+    def remove_folder(self, folder: str, first: str = "") -> None:
         """See :class:`Storage`."""
-        path = Path(self.root, folder)
-        for name in self.names(folder):
-            operation()
-            with contextlib.suppress(OSError):
-                (path / name).unlink()
         operation()
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if not folder:
+                os.rmdir(self.root)
+                return
+            with self._opened("") as parent:
+                if self.is_link(folder):
+                    os.unlink(folder, dir_fd=parent)
+                    return
+                with self._opened(folder) as fd:
+                    for name in sorted(os.listdir(fd), key=lambda each: (each != first, each)):
+                        operation()
+                        with contextlib.suppress(OSError):  # a folder in it is nobody's of ours
+                            os.unlink(name, dir_fd=fd)
+                operation()
+                os.rmdir(folder, dir_fd=parent)
+
+    def is_link(self, folder: str = "") -> bool:
+        """See :class:`Storage`."""
+        return os.path.islink(os.path.join(self.root.rstrip("/"), folder).rstrip("/"))
+
+    @contextlib.contextmanager
+    def _opened(self, folder: str) -> Iterator[int]:
+        """The descriptor of a folder in the storage, or of the storage itself, which are no links.
+
+        Raises:
+            OSError: one is a link, or not there.
+        """
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fds = [os.open(self.root.rstrip("/") or "/", flags)]
+        try:
+            if folder:
+                fds.append(os.open(folder, flags, dir_fd=fds[0]))
+            yield fds[-1]
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def free(self) -> int | None:
         """See :class:`Storage`."""
@@ -201,74 +243,87 @@ class LocalStorage:
 
 @dataclass(frozen=True)
 class UrlStorage:
-    """Files behind an fsspec URL. A file that was cut off fails its checksum; nothing is renamed."""
+    """Files behind an fsspec URL. A file that was cut off fails its checksum; nothing is renamed.
+
+    It is reached when something is asked of it, and again after each failure: a server that is down now may be up
+    later. Whatever the library behind the URL raises is an ``OSError`` here.
+    """
 
     root: str
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
         """See :class:`Storage`."""
-        files, path = self._at(name)
         digest = hashlib.sha256()
-        try:
-            operation()
-            files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            operation()
-            with files.open(path, "wb") as file:
-                for chunk in chunks:
-                    operation()
-                    file.write(chunk)
-                    digest.update(chunk)
+        with self._at(name) as (files, path):
+            try:
                 operation()
-            operation()
-        except OSError as error:
-            if error.errno in FULL:
-                with contextlib.suppress(OSError):
-                    files.rm_file(path)
-                raise _no_room(size, f"{self.root}/{name}", error) from error
-            raise
+                files.makedirs(path.rpartition("/")[0], exist_ok=True)
+                operation()
+                with files.open(path, "wb") as file:
+                    for chunk in chunks:
+                        operation()
+                        file.write(chunk)
+                        digest.update(chunk)
+                    operation()
+                operation()
+            except OSError as error:
+                if error.errno in FULL:
+                    with contextlib.suppress(OSError):
+                        files.rm_file(path)
+                    raise _no_room(size, f"{self.root}/{name}", error) from error
+                raise
         return digest.hexdigest()
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """See :class:`Storage`."""
-        files, path = self._at(name)
-        with files.open(path, "rb", cache_type="none") as file:
+        with self._at(name) as (files, path), files.open(path, "rb", cache_type="none") as file:
             while chunk := file.read(CHUNK):
                 yield bytes(chunk)
 
     def names(self, folder: str = "") -> list[str]:
         """See :class:`Storage`."""
-        files, path = self._at(folder)
-        files.invalidate_cache()
-        try:
-            found = files.ls(path, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
+        with self._at(folder) as (files, path):
+            files.invalidate_cache()
+            try:
+                found = files.ls(path, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
 
     def exists(self) -> bool:
         """See :class:`Storage`."""
-        files, path = self._at("")
-        files.invalidate_cache()
-        return bool(files.exists(path))
+        with self._at("") as (files, path):
+            files.invalidate_cache()
+            return bool(files.exists(path))
 
     def size(self, name: str) -> int:
         """See :class:`Storage`."""
-        files, path = self._at(name)
-        return int(files.size(path))
+        with self._at(name) as (files, path):
+            return int(files.size(path))
 
     def remove(self, name: str) -> None:
         """See :class:`Storage`."""
-        files, path = self._at(name)
         operation()
-        with contextlib.suppress(FileNotFoundError):
+        with self._at(name) as (files, path), contextlib.suppress(FileNotFoundError):
             files.rm_file(path)
 
-    def remove_folder(self, folder: str) -> None:
+    def remove_folder(self, folder: str, first: str = "") -> None:
         """See :class:`Storage`."""
-        files, path = self._at(folder)
         operation()
-        with contextlib.suppress(OSError):
-            files.rm(path, recursive=True)
+        with contextlib.suppress(OSError), self._at(folder) as (files, path):
+            if folder and _is_link(files, path):
+                files.rm_file(path)
+                return
+            for name in sorted(self.names(folder) if folder else (), key=lambda each: (each != first, each)):
+                operation()
+                with contextlib.suppress(OSError):  # a folder in it is nobody's of ours
+                    files.rm_file(f"{path}/{name}")
+            files.rmdir(path)
+
+    def is_link(self, folder: str = "") -> bool:
+        """See :class:`Storage`."""
+        with self._at(folder) as (files, path):
+            return _is_link(files, path)
 
     def free(self) -> int | None:
         """See :class:`Storage`."""
@@ -278,9 +333,19 @@ class UrlStorage:
         """See :class:`Storage`."""
         return None
 
-    def _at(self, name: str) -> tuple[Any, str]:
-        files, path = _file_system(self.root)
-        return files, f"{path.rstrip('/')}/{name}" if name else path
+    @contextlib.contextmanager
+    def _at(self, name: str) -> Iterator[tuple[Any, str]]:
+        """fsspec's file system, and the path of a file there."""
+        try:
+            files, path = _file_system(self.root)
+            yield files, f"{path.rstrip('/')}/{name}" if name else path
+        except (SwiftError, FileNotFoundError, NotADirectoryError):
+            raise
+        except Exception as error:
+            _forget(self.root)
+            if isinstance(error, OSError):
+                raise
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self.root) from error
 
 
 def absolute(where: str | os.PathLike[str]) -> str:
@@ -292,6 +357,8 @@ def absolute(where: str | os.PathLike[str]) -> str:
 def open_storage(where: str | os.PathLike[str]) -> Storage:
     """Storage for a local folder or a URL such as ``s3://bucket/run``; ``file://`` is a local folder.
 
+    Nothing is reached yet.
+
     Raises:
         MissingExtra: a URL, and fsspec or what it needs for it is not installed.
         ConfigError: fsspec knows no such kind of URL.
@@ -301,7 +368,7 @@ def open_storage(where: str | os.PathLike[str]) -> Storage:
         return LocalStorage(text.removeprefix("file://"))
     if "://" not in text:
         return LocalStorage(text)
-    _file_system(text)
+    _check_kind(text)
     return UrlStorage(text)
 
 
@@ -319,8 +386,13 @@ def check_place(option: str, where: str) -> Storage:
     return storage
 
 
-def _file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL (it keeps one for each) and the path in it."""
+def _check_kind(url: str) -> None:
+    """See whether fsspec knows such URLs, and has what it needs for them; nothing is reached.
+
+    Raises:
+        MissingExtra: it has not, or is not there.
+        ConfigError: it knows no such kind.
+    """
     try:
         import fsspec
     except ImportError as error:
@@ -329,12 +401,48 @@ def _file_system(url: str) -> tuple[Any, str]:
             "local folder"
         ) from error
     try:
+        for kind in _kinds(url):
+            fsspec.get_filesystem_class(kind)
+    except ImportError as error:
+        raise MissingExtra(f"checkpoints at {url} need a package that fsspec does not find: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"checkpoint.dir={url!r}: {error}") from error
+
+
+def _kinds(url: str) -> list[str]:
+    """Of a URL, or of the parts of one such as ``simplecache::s3://bucket``."""
+    return [part.partition("://")[0] for part in url.split("::")]
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system for a URL (it keeps one for each), which may connect now, and the path in it."""
+    _check_kind(url)
+    import fsspec
+
+    try:
         files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except ImportError as error:
         raise MissingExtra(f"checkpoints at {url} need a package that fsspec does not find: {error}") from error
     except ValueError as error:
         raise ConfigError(f"checkpoint.dir={url!r}: {error}") from error
     return files, path
+
+
+def _forget(url: str) -> None:
+    """Have the next call make a new file system: the connection of this one may be broken for good."""
+    import fsspec
+
+    for kind in _kinds(url):
+        fsspec.get_filesystem_class(kind).clear_instance_cache()
+
+
+def _is_link(files: Any, path: str) -> bool:
+    """Whether a link stands there, on storage that has links."""
+    try:
+        found = files.info(path)
+    except OSError:
+        return False
+    return bool(found.get("islink")) or found.get("type") == "link"
 
 
 def _no_room(size: int, where: str, error: OSError) -> StorageFull:

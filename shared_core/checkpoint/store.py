@@ -23,15 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.checkpoint.storage import TEMPORARY, Storage, open_storage
-from shared_core.errors import CorruptFile, NotAFile
+from shared_core.errors import CorruptFile, NotAFile, StorageFull
 from shared_core.faults import inject
-from shared_core.plain_json import parse
+from shared_core.plain_json import is_count, parse
+from shared_core.system import marker
+from shared_core.system.marker import MADE
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 #: Endings of files that are no parts: a rank's parts are durable; it has none of this step; none of a newer one comes;
 #: the step was chosen.
 DONE, MISSED, LAST, BEGUN = ".done", ".missed", ".last", "begun.json"
+#: More bytes than this no manifest, mark or note has.
+MOST_BYTES = 64 << 20
 _FOLDER = re.compile(r"step-(\d{10,})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MARK = re.compile(r"rank(\d+)\.(?:done|missed|last)")
@@ -94,9 +98,16 @@ def copy_part(dir: Where, step: int, name: str, chunks: Iterable[bytes | memoryv
         StorageFull: no room; what was begun is removed, earlier checkpoints are as they were.
         ValueError: ``name`` is no plain file name, or ``step`` is negative.
     """
-    if not _NAME.fullmatch(name) or name in (MANIFEST, BEGUN) or _MARK.fullmatch(name):
+    if not _NAME.fullmatch(name) or name in (MANIFEST, BEGUN, MADE) or _MARK.fullmatch(name):
         raise ValueError(f"part name {name!r} must be a plain file name other than {MANIFEST} and rank*{DONE}")
-    return _open(dir).write(f"{folder_name(step)}/{name}", chunks, size)
+    storage, folder = _open(dir), folder_name(step)
+    sign(storage, step)
+    try:
+        return storage.write(f"{folder}/{name}", chunks, size)
+    except StorageFull:
+        if storage.names(folder) == [MADE]:
+            storage.remove_folder(folder)
+        raise
 
 
 def commit(
@@ -125,13 +136,57 @@ def commit(
     return made
 
 
-def committed(dir: Where) -> list[Checkpoint]:
-    """Checkpoints that have a manifest, oldest first; parts are not looked at."""
-    storage, found = _open(dir), []
+class NeverCompleted(CorruptFile):
+    """The folder of a step has no manifest: no checkpoint, only what somebody who was killed has left."""
+
+
+@dataclass(frozen=True)
+class PassedOver:
+    """A checkpoint, or the folder of a run, that is there and cannot be used.
+
+    Attributes:
+        path: where it lies.
+        reason: why, for people.
+        step: of a checkpoint; -1 for a folder.
+        run: whose it is; empty where nobody knows.
+    """
+
+    path: str
+    reason: str
+    step: int = -1
+    run: str = ""
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path} is passed over: {self.reason}"
+
+
+def read_all(dir: Where) -> tuple[list[Checkpoint], list[PassedOver]]:
+    """Checkpoints whose manifest can be read, and those that have one that cannot; oldest first. Parts are not looked
+    at.
+
+    Raises:
+        OSError: the storage cannot be read.
+    """
+    storage, found, passed = _open(dir), [], []
     for step in steps(storage):
-        with contextlib.suppress(CorruptFile, OSError):
+        try:
             found.append(load_manifest(storage, step))
-    return found
+        except NeverCompleted:
+            continue
+        except (CorruptFile, OSError) as error:
+            reason = cannot_be_read(error) if isinstance(error, OSError) else str(error)
+            passed.append(PassedOver(_shown(storage, step), reason, step))
+    return found, passed
+
+
+def committed(dir: Where) -> list[Checkpoint]:
+    """Checkpoints whose manifest can be read, oldest first; parts are not looked at."""
+    return read_all(dir)[0]
+
+
+def cannot_be_read(error: OSError) -> str:
+    """Why a folder or a file is passed over, for people."""
+    return f"it cannot be read ({error.strerror or error})"
 
 
 @dataclass(frozen=True)
@@ -162,15 +217,19 @@ def survey(dir: Where, *, check: bool = True) -> list[Found]:
     storage = _open(dir)
     found = []
     for step in steps(storage):
-        size, checkpoint = parts_size(storage, step), None
+        size, checkpoint = 0, None
         try:
+            size = parts_size(storage, step)
             checkpoint = load_manifest(storage, step)
             if check:
                 verify(checkpoint)
             state, reason = "valid" if check else "unchecked", ""
+        except NeverCompleted as error:
+            state, reason = "incomplete", str(error)
         except CorruptFile as error:
-            there = storage.names(folder_name(step))
-            state, reason = ("damaged" if MANIFEST in there else "incomplete"), str(error)
+            state, reason = "damaged", str(error)
+        except PermissionError as error:
+            state, reason = "damaged", cannot_be_read(error)
         found.append(Found(step, state, reason, checkpoint, size))
     return found
 
@@ -205,9 +264,15 @@ def part_chunks(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
         raise CorruptFile(
             f"checkpoint {checkpoint.path} has no part {name!r}; it has {', '.join(sorted(checkpoint.parts))}"
         )
-    digest = hashlib.sha256()
+    digest, size, most = hashlib.sha256(), 0, checkpoint.sizes.get(name)
     try:
         for chunk in checkpoint.storage.chunks(f"{checkpoint.folder}/{name}"):
+            size += len(chunk)
+            if most is not None and size > most:
+                raise CorruptFile(
+                    f"part {name!r} of checkpoint {checkpoint.path} is larger than the {most} bytes that were written; "
+                    "use an older checkpoint"
+                )
             digest.update(chunk)
             yield chunk
     except OSError as error:
@@ -222,7 +287,8 @@ def prune(
     """Remove all but the newest ``keep`` committed checkpoints, and what killed writers left below the newest of them.
 
     Returns the folders removed. A folder newer than the newest committed one is being written and stays, and so does
-    a checkpoint that is not ``wanted``: it is another job's. Steps in ``spare`` stay in any case.
+    a checkpoint that is not ``wanted``: it is another job's. Steps in ``spare`` stay in any case, and so does a folder
+    that nothing says this product has made. Nothing is removed where the folder of the run is a link.
 
     Raises:
         ValueError: ``keep`` is less than 1.
@@ -230,11 +296,15 @@ def prune(
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
     storage = _open(dir)
+    if storage.is_link():
+        return []
     found = sorted(steps(storage), reverse=True)
     mine: list[int] = []
     others: set[int] = set(spare)
     for step in found:
-        if MANIFEST in storage.names(folder_name(step)):
+        if not made_here(storage, step):
+            others.add(step)
+        elif MANIFEST in storage.names(folder_name(step)):
             if _is_wanted(storage, step, wanted):
                 mine.append(step)
             else:
@@ -245,15 +315,24 @@ def prune(
     removed = [step for step in found if step not in kept and step < mine[0]]
     for step in removed:
         remove(storage, step)
-    return [storage.local(folder_name(step)) or Path(storage.root, folder_name(step)) for step in removed]
+    return [Path(_shown(storage, step)) for step in removed]
 
 
 def remove(dir: Where, step: int) -> None:
     """Remove a checkpoint. The manifest goes first: a kill in the middle must not leave what looks complete."""
-    storage = _open(dir)
     inject.point("checkpoint.prune")
-    storage.remove(f"{folder_name(step)}/{MANIFEST}")
-    storage.remove_folder(folder_name(step))
+    _open(dir).remove_folder(folder_name(step), MANIFEST)
+
+
+def made_here(dir: Where, step: int) -> bool:
+    """Whether this product has made the folder of a step: it has a manifest that can be read, or a marker."""
+    storage = _open(dir)
+    with contextlib.suppress(CorruptFile, OSError):
+        load_manifest(storage, step)
+        return True
+    with contextlib.suppress(CorruptFile, OSError):
+        return marker.fits(read_file(storage, f"{folder_name(step)}/{MADE}", marker.MOST_BYTES), folder_name(step))
+    return False
 
 
 def write_mark(dir: Where, step: int, rank: int, mark: Mark) -> None:
@@ -269,7 +348,7 @@ def write_mark(dir: Where, step: int, rank: int, mark: Mark) -> None:
 def read_mark(dir: Where, step: int, rank: int) -> Mark | None:
     """What a rank has made durable of a step; None if it has not said so, or nobody can read it."""
     with contextlib.suppress(OSError, CorruptFile, ValueError, LookupError, TypeError, AttributeError, OverflowError):
-        body = _unseal(_read(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}"))
+        body = _unseal(read_file(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}"))
         if body["format"] == FORMAT and body["step"] == step:
             parts = {name: (str(each[0]), int(each[1])) for name, each in body["parts"].items()}
             if _is_parts({name: digest for name, (digest, _) in parts.items()}) and isinstance(body["meta"], dict):
@@ -353,7 +432,7 @@ def load_manifest(dir: Where, step: int) -> Checkpoint:
     """
     storage = _open(dir)
     try:
-        manifest = _unseal(_read(storage, f"{folder_name(step)}/{MANIFEST}"))
+        manifest = _unseal(read_file(storage, f"{folder_name(step)}/{MANIFEST}"))
         if manifest["format"] != FORMAT:
             raise CorruptFile(f"its format is {manifest['format']}, this version reads {FORMAT}")
         if manifest["step"] != step:
@@ -361,9 +440,13 @@ def load_manifest(dir: Where, step: int) -> Checkpoint:
         sizes, when = manifest.get("sizes", {}), float(manifest.get("time", 0.0))
         if not (_is_parts(manifest["parts"]) and isinstance(manifest["meta"], dict) and isinstance(sizes, dict)):
             raise CorruptFile("the manifest names no parts, or has no meta")
+        if not all(map(is_count, sizes.values())):
+            raise CorruptFile("the manifest says of a part that it has no size")
         return Checkpoint(storage, step, manifest["parts"], manifest["meta"], sizes, when)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptFile("it was never completed (no manifest)") from error
+        if MANIFEST in storage.names(folder_name(step)):
+            raise CorruptFile(f"the manifest cannot be read ({error})") from error
+        raise NeverCompleted("it was never completed (no manifest)") from error
     except (NotAFile, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CorruptFile(f"the manifest cannot be read ({error})") from error
 
@@ -375,12 +458,38 @@ def _is_parts(parts: Any) -> bool:
     )
 
 
+def _shown(storage: Storage, step: int) -> str:
+    return str(storage.local(folder_name(step)) or Path(storage.root, folder_name(step)))
+
+
 def _open(dir: Where) -> Storage:
     return open_storage(dir) if isinstance(dir, str | os.PathLike) else dir
 
 
-def _read(storage: Storage, name: str) -> bytes:
-    return b"".join(storage.chunks(name))
+def sign(dir: Where, step: int) -> None:
+    """Say in the folder of a step, which is made if it is not there, that this product has made it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    storage, folder = _open(dir), folder_name(step)
+    if MADE not in storage.names(folder):
+        _write(storage, f"{folder}/{MADE}", marker.make(folder))
+
+
+def read_file(storage: Storage, name: str, most: int = MOST_BYTES) -> bytes:
+    """A file of at most so many bytes.
+
+    Raises:
+        CorruptFile: it has more.
+        OSError: it cannot be read.
+    """
+    found = bytearray()
+    for chunk in storage.chunks(name):
+        found += chunk
+        if len(found) > most:
+            raise CorruptFile(f"{name} has more than {most} bytes")
+    return bytes(found)
 
 
 def _write(storage: Storage, name: str, payload: bytes) -> None:

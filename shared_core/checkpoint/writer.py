@@ -28,8 +28,9 @@ from typing import Any
 
 from shared_core.checkpoint import lineage, store
 from shared_core.checkpoint.outgoing import Outgoing, QuotaFull, read_note, write_note
+from shared_core.checkpoint.run_lock import RENEW_S, RunLock, owner_of
 from shared_core.checkpoint.spool import BELL, Spool
-from shared_core.checkpoint.storage import cause_of, open_storage
+from shared_core.checkpoint.storage import Storage, cause_of, open_storage
 from shared_core.errors import SwiftError
 from shared_core.events import RUN, EventLog, console
 from shared_core.faults import inject
@@ -56,6 +57,7 @@ class Writer:
         self._warned: set[str] = set()
         self._follows, self._hurry, self._hurries_since = False, False, 0.0
         self._lock = threading.RLock()
+        self._held: dict[str, RunLock] = {}
 
     def work(self, *, hurry: bool = False) -> float | None:
         """Do all that can be done now.
@@ -68,6 +70,13 @@ class Writer:
         """
         if hurry and not self._hurry:
             self._hurry, self._retry, self._hurries_since = True, None, time.monotonic()
+        self._keep_locks()
+        until = self._work()
+        if any(lock.is_lease for lock in self._held.values()):
+            return RENEW_S if until is None else min(until, RENEW_S)
+        return until
+
+    def _work(self) -> float | None:
         while (job := self._open or self._choose()) is not None:
             try:
                 if not job.durable:
@@ -208,6 +217,7 @@ class Writer:
         job.begun = time.monotonic()
         inject.set_step(job.step)
         self._set(attempt=job.spool.attempt, writing=job.step, waiting=-1)
+        self._hold(job.storage, owner_of(job.meta))
         if not job.committed:
             job.make_room(self._warn)
             job.persist()
@@ -221,6 +231,9 @@ class Writer:
         def look() -> None:
             while not over.wait(LOOK_S):
                 with contextlib.suppress(OSError, SwiftError):
+                    for lock in list(self._held.values()):
+                        lock.renew()
+                with contextlib.suppress(OSError, SwiftError):
                     newest = self._newest()
                     if newest is not None and newest.key != job.key and newest.step != self._status.waiting:
                         self._set(waiting=newest.step)
@@ -233,15 +246,41 @@ class Writer:
             over.set()
             thread.join()
 
+    # -- locks of runs ------------------------------------------------------------------------------------------------
+
+    def _hold(self, storage: Storage, owner: str) -> None:
+        """Take the lock of a run, or see that it is held."""
+        lock = self._held.get(storage.root) or RunLock(storage, owner)
+        lock.take()
+        self._held[storage.root] = lock
+
+    def _keep_locks(self) -> None:
+        """Hold what the job has claimed, and renew what must be renewed. What fails is told where something is
+        written.
+        """
+        claim = self._spool.claimed()
+        with contextlib.suppress(OSError, SwiftError):
+            if claim is not None and claim[0] not in self._held:
+                self._hold(open_storage(claim[0]), claim[1])
+        for lock in self._held.values():
+            with contextlib.suppress(OSError, SwiftError):
+                lock.renew()
+
+    def release(self) -> None:
+        """Let all locks go."""
+        for lock in self._held.values():
+            lock.release()
+
     def _finish(self, job: Outgoing) -> bool:
         """Commit if all ranks' parts are durable. Whether this step is over, one way or the other."""
+        names = job.storage.names(store.folder_name(job.step))
+        mine = [name for rank, part in job.parts.items() for name in (f"rank{rank}{store.DONE}", *part.files)]
+        if not set(mine) <= set(names):
+            raise FileNotFoundError(errno.ENOENT, "what was written is gone", job.storage.root)
         found = store.commit_marked(job.storage, job.step, job.one.world_size, job.meta)
         if found is not None:
             self._committed(job, found)
             return True
-        names = job.storage.names(store.folder_name(job.step))
-        if any(f"rank{rank}{store.DONE}" not in names for rank in job.parts):
-            raise FileNotFoundError(errno.ENOENT, "what was written is gone", job.storage.root)
         newest = self._newest()
         if not self._hurry and (newest is None or newest.key == job.key):
             return False
@@ -287,6 +326,8 @@ class Writer:
         with self._reports(job):
             keep = max(2, job.target.keep)
             store.prune(job.storage, keep, job.ours)
+            if job.storage.is_link():
+                self._warn(f"{job.storage.root} is a link: no older checkpoint is removed where it leads")
             if not self._cleared and len(store.committed(job.storage)) >= 2:
                 self._cleared = True
                 lineage.forget_ended(job.target.where, job.meta)
@@ -308,6 +349,8 @@ class Writer:
             "read-only": f"{job.storage.root} cannot be written to ({error})",
             "gone": f"{job.storage.root} was removed, or is not mounted any more ({error})",
         }.get(cause, str(error))
+        if cause == "error" and isinstance(error, OSError) and job.storage.local() is None:
+            what = f"{job.storage.root} cannot be reached ({error})"
         message = f"no checkpoint of step {job.step}: {what}"
         self._tell(cause, f"{message}; training continues, and later checkpoints are tried")
         self._set(attempt=job.spool.attempt, writing=-1, failed=job.step, cause=cause, message=message)
@@ -370,6 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             timeout = writer.work(hurry=last)
             if last and (writer.idle or timeout is None):
                 writer.say_last()
+                writer.release()
                 return 0
             selector.select(min(LOOK_S, timeout or LOOK_S) if last else timeout)
             with contextlib.suppress(BlockingIOError):

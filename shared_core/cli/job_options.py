@@ -61,5 +61,11 @@ def check_folders(args: argparse.Namespace, config: SwiftConfig) -> None:
     if args.several or config.checkpoint.resume_from is None or config.checkpoint.dir is None:
         return
     # The next start goes on with its own checkpoints; what it began with may be gone by then.
-    if not open_storage(config.checkpoint.resume_from).exists() and not open_storage(config.checkpoint.dir).exists():
+    try:
+        there = any(open_storage(where).exists() for where in (config.checkpoint.resume_from, config.checkpoint.dir))
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoint.resume_from={config.checkpoint.resume_from!r} cannot be read: {error}"
+        ) from error
+    if not there:
         raise ConfigError(f"checkpoint.resume_from={config.checkpoint.resume_from!r}: there is no such folder")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from shared_core.errors import ConfigError, OutOfResources
 from shared_core.resources import TOLD, free_bytes
+from shared_core.system import marker
+from shared_core.system.marker import MADE
 from shared_core.system.secret import FILE as SECRET
 
 PREFIX = "swift_"
@@ -25,6 +27,7 @@ DISK = "disk"
 ON_DISK = "board"
 #: Less room in memory than this is left to others, in bytes.
 LEAST_BYTES = 16 << 20
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 #: Locked for as long as the launcher lives.
 LOCK = "lock"
 #: Which job it is, see shared_core/system/card.py.
@@ -106,14 +109,19 @@ class JobDir:
         try:
             if logging and own(self._logs):
                 self._log_lock = _lock(self._logs)
+                _sign(self._logs)
                 (self.path / DISK).symlink_to(self._logs)
         except ConfigError:
             self.remove()
             raise
         except OSError:
             pass  # whoever wants to write there says so
-        sweep(self.path.parent)
-        _sweep(self._logs.parent, _LOGS + PREFIX)  # their jobs may run where other folders in memory are seen
+        left = sweep(self.path.parent)
+        # Their jobs may run where other folders in memory are seen.
+        left |= _sweep(self._logs.parent, _LOGS + PREFIX)
+        if left:
+            self.note += f"{'. ' * bool(self.note)}Jobs of an earlier version have left {', '.join(sorted(left))}"
+            self.note += ", which this one does not remove: remove them by hand"
 
     @property
     def folders(self) -> tuple[str, str]:
@@ -135,7 +143,7 @@ class JobDir:
             self._clear_before(keep)
             return
         for entry in self.path.iterdir():
-            if entry.name in (MIRROR, CHECKPOINTS, SECRET, CARD, AGENT):
+            if entry.name in (MIRROR, CHECKPOINTS, SECRET, CARD, MADE, AGENT):
                 continue
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
@@ -179,7 +187,9 @@ def _make(parent: str) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         try:
-            return path, _lock(path)
+            fd = _lock(path)
+            _sign(path)
+            return path, fd
         except FileNotFoundError:
             continue
         except OSError:
@@ -211,23 +221,71 @@ def _holds(fd: int, folder: Path) -> bool:
     return False
 
 
-def sweep(parent: Path) -> None:
-    """Remove folders that killed agents left in ``parent``, and their logs among temporary files: they are this user's,
-    and nobody holds their locks."""
-    _sweep(parent, PREFIX)
-    _sweep(Path(_temporary()), _LOGS + PREFIX)
+def _sign(folder: Path) -> None:
+    """Leave the marker without which nobody sweeps a folder."""
+    fd = os.open(folder / MADE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "wb") as file:
+        file.write(marker.make(_identity(folder.name, os.stat(folder))))
 
 
-def _sweep(parent: Path, prefix: str) -> None:
-    for folder in parent.glob(f"{prefix}*"):
-        with suppress(OSError):
-            found = os.lstat(folder)
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-                continue
-            fd = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _holds(fd, folder):
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(fd)
+def _identity(name: str, found: os.stat_result) -> str:
+    """What a folder has that its copies and folders of the same name elsewhere have not."""
+    return f"{name} {found.st_ino}"
+
+
+def sweep(parent: Path) -> set[str]:
+    """Remove folders that killed agents left in ``parent``, and their logs among temporary files.
+
+    They are this user's, nobody holds their locks, and a marker says that this product has made them. No link is
+    followed. Returns folders of jobs of earlier versions, which have no marker and stay.
+    """
+    return _sweep(parent, PREFIX) | _sweep(Path(_temporary()), _LOGS + PREFIX)
+
+
+def _sweep(parent: Path, prefix: str) -> set[str]:
+    left: set[str] = set()
+    with suppress(OSError):
+        at = os.open(parent, _FOLDER)
+        try:
+            for name in os.listdir(at):
+                if name.startswith(prefix):
+                    with suppress(OSError):
+                        if _is_left_by_earlier(at, name):
+                            left.add(str(parent / name))
+        finally:
+            os.close(at)
+    return left
+
+
+def _is_left_by_earlier(at: int, name: str) -> bool:
+    """Remove a folder if a killed agent has left it; whether one of an earlier version has.
+
+    Args:
+        at: descriptor of the folder that it is in.
+        name: its name.
+
+    Raises:
+        OSError: it is a link, somebody holds its lock, or it has none.
+    """
+    folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+    try:
+        found = os.fstat(folder)
+        if found.st_uid != os.geteuid():
+            return False
+        lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            now = os.stat(LOCK, dir_fd=folder, follow_symlinks=False)
+            if not os.path.samestat(os.fstat(lock), now):
+                return False
+            with suppress(FileNotFoundError):
+                made = os.open(MADE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+                with open(made, "rb") as file:
+                    if marker.fits(file.read(marker.MOST_BYTES), _identity(name, found)):
+                        shutil.rmtree(name, dir_fd=at, ignore_errors=True)
+                return False
+            return CARD in os.listdir(folder)
+        finally:
+            os.close(lock)
+    finally:
+        os.close(folder)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,14 @@ from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.lineage import adoptable, candidates, contents, folder_of, goes_on, next_start
 from shared_core.checkpoint.verdict import sentence, verdict
 
+ROOT = Path(__file__).parents[2]
+#: What a start of a command passes over.
+AS_OTHER = """
+import sys
+from shared_core.checkpoint import lineage
+for each in lineage.read(sys.argv[1], sys.argv[2]).unusable(sys.argv[2]):
+    print(each)
+"""
 A, B = (Command.of("/home/me/train.py", ["--lr", rate], "script") for rate in ("0.1", "0.2"))
 EARLY, LATE = "20260101T000000-00000a", "20260102T000000-00000b"
 
@@ -221,3 +231,73 @@ def test_a_manifest_says_when_it_was_committed(where: Path) -> None:
     (found,) = contents(where).saved
     assert found.time == found.checkpoint.time > 0
     assert store.step_of(found.checkpoint.folder) == 10 and store.step_of("other") is None
+
+
+# -- clocks, and what cannot be used ----------------------------------------------------------------------------------
+
+
+def test_a_new_run_is_later_than_all_that_are_there_whatever_the_clock_says(where: Path) -> None:
+    """One machine's clock was ahead; of the runs after it the next start goes on with the newest."""
+    ahead = "20991231T235959-00000c"
+    save(where, A, EARLY, 100)
+    save(where, A, ahead, 5, ended=True)
+    assert next_of(where, A) is None, "it noted that it came after the other"
+    later = lineage.next_run(str(where), A)
+    assert lineage.age_key(later) > ahead
+    save(where, A, later, 7)
+    assert next_of(where, A) == 7
+    last = lineage.next_run(str(where), A)
+    assert lineage.age_key(last) > later and lineage.age_key(lineage.next_run(str(where), B)) < ahead
+    lineage.mark_ended(folder_of(str(where), A, later), 7)
+    assert next_of(where, A) is None
+    assert lineage.age_key(lineage.new_run(["99999999T999999-00000f"]))
+
+
+def test_an_ended_run_of_an_earlier_version_whose_clock_was_ahead_hides_none(where: Path) -> None:
+    save(where, A, EARLY, 100)
+    save(where, A, "20991231T235959-00000c", 5)
+    folder = Path(folder_of(str(where), A, "20991231T235959-00000c"))
+    (folder / lineage.ENDED).write_text('{"step": 5, "time": 1.0}')
+    found = contents(where, A.key)
+    assert next_of(where, A) == 100
+    (said,) = found.doubts(A.key)
+    assert said.path == str(folder) and "a clock was ahead" in said.reason
+    lineage.mark_ended(folder_of(str(where), A, EARLY), 100)
+    assert not contents(where, A.key).doubts(A.key), "nothing is there that it could hide"
+
+
+def test_what_cannot_be_read_is_passed_over_and_named(where: Path) -> None:
+    save(where, A, EARLY, 10, 20)
+    os.truncate(f"{folder_of(str(where), A, EARLY)}/step-0000000020/manifest.json", 0)
+    found = contents(where, A.key)
+    (bad,) = found.unusable(A.key)
+    assert [each.step for each in candidates(found, A.key)] == [10]
+    assert str(bad).startswith(f"checkpoint {folder_of(str(where), A, EARLY)}/step-0000000020 is passed over: the mani")
+    said: list[str] = []
+    lineage.tell_passed([bad], candidates(found, A.key)[0], said.append)
+    assert said == [str(bad)]
+    os.truncate(f"{folder_of(str(where), A, EARLY)}/step-0000000010/manifest.json", 0)
+    following = str(next_start(contents(where, A.key), A))
+    assert "ends with an error: none of its checkpoints is whole; with checkpoint.resume='never'" in following
+    lineage.mark_ended(folder_of(str(where), A, EARLY), 20)
+    assert not contents(where, A.key).unusable(A.key), "the next start would not have looked at it"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as two users")
+@pytest.mark.parametrize("what", ["the run", "a step", "all"])
+def test_a_folder_that_this_user_may_not_read_is_passed_over_and_named(what: str, where: Path) -> None:
+    save(where, A, EARLY, 10)
+    run = Path(folder_of(str(where), A, EARLY))
+    for path in (where.parent, where, run):
+        path.chmod(0o755)
+    shut = {"the run": run, "a step": run / "step-0000000010", "all": where}[what]
+    shut.chmod(0o700)
+    words = ["setpriv", "--reuid", "10001", "--clear-groups", sys.executable, "-c", AS_OTHER, str(where), A.key]
+    if subprocess.run([*words[:4], "test", "-x", sys.executable]).returncode:
+        words[:4] = []
+        words[1:1] = ["-c", f"import os; os.setuid(10001)\n{AS_OTHER}"]
+        del words[3:5]
+    result = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert result.stdout.splitlines() == [f"checkpoint {shut} is passed over: it cannot be read (Permission denied)"], (
+        result.stderr
+    )

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 from checkpoint_tools import newest, write_part
 
-from shared_core.checkpoint import Checkpoint, commit, committed, prune, read_part
+from shared_core.checkpoint import Checkpoint, commit, committed, prune, read_part, store
 from shared_core.checkpoint.store import survey
 from shared_core.errors import CorruptFile, StorageFull
 
@@ -296,3 +297,67 @@ def test_the_manifest_is_json_that_a_person_can_read(tmp_path: Path) -> None:
     made = save(tmp_path, 7)
     sealed = json.loads((made.path / "manifest.json").read_text())
     assert json.loads(sealed["manifest"])["parts"] == dict(made.parts)
+
+
+def test_a_part_that_has_grown_is_refused_by_its_size(tmp_path: Path) -> None:
+    """Sparse, and larger than the memory that the reader may have."""
+    digest = write_part(tmp_path, 10, "rank0", b"x")
+    commit(tmp_path, 10, {"rank0": digest}, {"world_size": 1}, {"rank0": 1})
+    os.truncate(tmp_path / "step-0000000010" / "rank0", 3 << 30)
+    result = subprocess.run([sys.executable, "-c", READER, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "CorruptFile" in result.stdout and "is larger than the 1 bytes that were written" in result.stdout
+
+
+READER = """
+import resource, sys
+from shared_core.checkpoint import store
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30,) * 2)
+try:
+    store.read_part(store.load_manifest(sys.argv[1], 10), "rank0")
+except BaseException as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_manifest_that_has_grown_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    os.truncate(tmp_path / "step-0000000010" / "manifest.json", 60 << 30)
+    (found,) = survey(tmp_path)
+    assert found.state == "damaged" and "more than" in found.reason
+
+
+def test_no_link_is_followed(tmp_path: Path) -> None:
+    """The user has moved a checkpoint away and left a link: the link goes, what it names stays, however often the step
+    is made and removed again."""
+    root, archive = tmp_path / "run", tmp_path / "best"
+    for step in (10, 20):
+        save(root, step)
+    (root / "step-0000000010").rename(archive)
+    kept = sorted(os.listdir(archive))
+    (root / "step-0000000010").symlink_to(archive)
+    save(root, 30)
+    assert prune(root) == [root / "step-0000000010"] and not (root / "step-0000000010").is_symlink()
+    assert sorted(os.listdir(archive)) == kept
+
+
+def test_nothing_is_pruned_where_the_folder_of_a_run_is_a_link(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path / "elsewhere", step)
+    (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
+    assert prune(tmp_path / "run") == [] and len(committed(tmp_path / "run")) == 3
+    assert len(prune(tmp_path / "elsewhere")) == 1
+
+
+def test_folders_of_the_user_s_own_stay(tmp_path: Path) -> None:
+    """Neither a name like ours nor a copy of ours makes one that may be removed; a folder in ours is the user's, too."""
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    own = tmp_path / "step-0000000005"
+    own.mkdir()
+    (own / "thesis.tex").write_text("three years")
+    shutil.copytree(tmp_path / "step-0000000010", tmp_path / "step-0000000015")  # its manifest says 10
+    (tmp_path / "step-0000000020" / "notes").mkdir()
+    prune(tmp_path)
+    left = sorted(store.step_of(path.name) or 0 for path in tmp_path.iterdir())
+    assert left == [5, 15, 20, 30, 40] and (own / "thesis.tex").exists()
+    assert os.listdir(tmp_path / "step-0000000020") == ["notes"]

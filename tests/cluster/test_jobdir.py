@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,3 +158,56 @@ def test_a_killed_launcher_leaves_no_folder(way: str, tmp_path: Path) -> None:
     live.communicate()
     psutil.wait_procs(keepers, timeout=30)
     assert [each.exists() for each in folders] == [way == "close"] * 2
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """The folder of a job that was killed, in a folder of temporary files."""
+    live = subprocess.Popen(
+        [sys.executable, "-c", LIVE, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert live.stdout is not None
+    path = Path(live.stdout.readline().strip())
+    live.kill()
+    live.communicate()
+    return log_folder(tmp_path, path)
+
+
+def swept(folder: Path) -> bool:
+    """Whether a job that starts now removes it."""
+    JobDir(str(folder.parent)).remove()
+    return not folder.exists()
+
+
+def test_the_sweep_removes_only_what_this_product_made(left: Path) -> None:
+    """A folder of the user's with such a name and a lock, one of ours that was renamed, and a copy of it all stay."""
+    own = left.with_name(f"{left.name}_ios_project")
+    own.mkdir()
+    (own / "lock").touch()
+    (own / "thesis.tex").write_text("three years")
+    copy = left.with_name(f"{left.name}_copy")
+    shutil.copytree(left, copy)
+    assert swept(left) and copy.exists() and (own / "thesis.tex").exists()
+
+
+def test_a_renamed_folder_stays(left: Path) -> None:
+    kept = left.rename(left.with_name(f"{left.name}_kept"))
+    assert not swept(kept)
+
+
+def test_the_sweep_follows_no_link(left: Path) -> None:
+    away = left.rename(left.parent / "away")
+    left.symlink_to(away)
+    assert not swept(left) and left.is_symlink() and (away / "lock").exists()
+
+
+def test_what_an_earlier_version_has_left_stays_and_is_named_once(left: Path) -> None:
+    (left / "made.json").unlink()
+    (left / "card.json").write_text("{}")
+    job = JobDir(str(left.parent))
+    job.remove()
+    assert left.exists() and job.note.count(str(left)) == 1 and "remove them by hand" in job.note

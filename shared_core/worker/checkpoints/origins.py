@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 from shared_core.checkpoint import lineage
+from shared_core.checkpoint.run_lock import WAIT_S, RunLock
 from shared_core.checkpoint.spool import Spool
-from shared_core.checkpoint.storage import absolute
-from shared_core.errors import SwiftError, Unsupported
+from shared_core.checkpoint.storage import absolute, open_storage
+from shared_core.errors import RunInUse, SwiftError, Unsupported
+from shared_core.events import console
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.transport.store import Store
@@ -32,6 +33,7 @@ class Origins:
         self, env: WorkerEnv, where: str, spool: Spool, store: Callable[[], Store], session: Callable[[], str]
     ) -> None:
         self._env, self._where, self._spool, self._store, self._session = env, where, spool, store, session
+        self._held: dict[str, RunLock] = {}
 
     @property
     def told(self) -> str:
@@ -49,16 +51,30 @@ class Origins:
             WaitTimeout: if a rank does not come.
             Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from; if
                 there is nothing of what it was told to begin with.
+            NoUsableCheckpoint: if there are some of its own, and none can be used.
+            RunInUse: if another job goes on with its newest run.
         """
-        found = self._own()
+        found, there = self._own()
+        stored = [each for each in found if each.tier == recovery_line.STORAGE]
+        if stored:
+            self._hold(max(stored, key=lambda each: each.preference).run)
         if self.told:
             found = [each for each in found if each.meta.get("adopted") == self.told]
             found += recovery_line.to_adopt(self.told, needed=not found)
         loaded = recovery_line.agree(
             self._env, self._store(), found, lambda line: resharding.load(line, self._env), limit_s
         )
+        if loaded is not None and not loaded.line.adopts:
+            self._hold(loaded.line.run)
+        key, passed = self._env.command.key, there.unusable(self._env.command.key)
+        if not self._env.rank and not self._env.incarnation:
+            taken = loaded.line.saved if loaded is not None else None
+            lineage.tell_passed((*there.doubts(key), *passed), taken)
         if loaded is None and self.told:
             raise Unsupported(f"checkpoint.resume_from: no checkpoint at {self.told} can be read on every rank")
+        lost = sum(each.tier == recovery_line.STORAGE for each in found) + sum(bool(each.run) for each in passed)
+        if loaded is None and lost and not self._env.incarnation:  # later there is what this attempt has made itself
+            raise lineage.none_usable(self._where, lost, f"rank {self._env.rank}: ")
         return loaded
 
     def adopted(self, line: Line) -> str:
@@ -78,28 +94,46 @@ class Origins:
         how, again = ("--resume-from", "--resume") if not env.handed_over else (BY_OPTION, "checkpoint.resume='always'")
         return lineage.left_behind(self._where, env.command.key, how, goes_on=env.config.continues, again=again)
 
-    def _own(self) -> list[Line]:
+    def _hold(self, run: str) -> None:
+        """Keep other jobs from going on with a run; nothing in all ranks but the first, and in newcomers.
+
+        Raises:
+            RunInUse: another job holds it.
+        """
+        env = self._env
+        if env.rank or env.incarnation or run in self._held:
+            return
+        folder = lineage.folder_of(self._where, env.command, run)
+        try:
+            lock = RunLock(open_storage(folder), env.job)
+            lock.take(WAIT_S)
+            self._spool.claim(folder, env.job)
+        except RunInUse:
+            raise
+        except (OSError, SwiftError) as error:  # the writer tries again before it writes
+            console(f"{folder} cannot be locked against other jobs: {error}")
+        else:
+            self._held[run] = lock
+
+    def _own(self) -> tuple[list[Line], lineage.Contents]:
+        """What it may go on from, and what the storage holds; nothing where it does not go on with earlier starts."""
         env = self._env
         found: list[Line] = []
         if env.machines:
             found += recovery_line.at_neighbours(env.machines, env.rank, env.world_size, secret.of_job(env.job_dir))
         found += recovery_line.in_memory(self._spool, env.rank, env.world_size)
-        stored = recovery_line.in_storage(self._where, None, env.command.key)
+        there = lineage.read(self._where, env.command.key, (lambda line: None) if env.rank else console)
+        stored = recovery_line.in_storage(there)
         if env.resized is not None:  # what was handed on is at least as new as any of another number of workers
             stored = [each for each in stored if each.world_size == env.world_size]
-        ended = self._ended()
-        return [each for each in (*found, *stored) if self._before(each, ended)]
+        mine = [each for each in (*found, *stored) if self._before(each, there)]
+        return mine, there if env.config.continues else lineage.Contents()
 
-    def _before(self, line: Line, ended: frozenset[str]) -> bool:
+    def _before(self, line: Line, there: lineage.Contents) -> bool:
         """Whether this attempt may begin with it."""
         meta, env = line.meta, self._env
         if line.session == self._session() or meta.get("command") != env.command.key or not line.world_size:
             return False
         if meta.get("job") == env.job:
             return True
-        return env.config.continues and lineage.goes_on(line.run, ended)
-
-    def _ended(self) -> frozenset[str]:
-        with suppress(OSError, SwiftError):  # said where checkpoints are listed
-            return frozenset().union(*(each.ended() for each in lineage.folders(self._where, self._env.command.key)))
-        return frozenset()
+        return env.config.continues and there.goes_on(line.run, env.command.key)

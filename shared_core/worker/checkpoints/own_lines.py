@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from shared_core.checkpoint import lineage
 from shared_core.checkpoint.spool import Spool
 from shared_core.errors import CorruptFile
 from shared_core.events import console
@@ -64,5 +65,5 @@ class OwnLines:
         if env.config.checkpoint.dir is None:
             return []
         found = recovery_line.in_memory(self._spool, env.rank, env.world_size)
-        found += recovery_line.in_storage(self._identity.folder, env.world_size)
+        found += recovery_line.in_storage(lineage.read(self._identity.folder, env.command.key), env.world_size)
         return [each for each in found if each.session == self._identity.session]

@@ -78,6 +78,7 @@ class Line:
         open: gives the bytes or the file of a part.
         time: when it was committed, in seconds since the epoch; 0 in memory.
         adopts: where it lies, if the job was told to begin with it, whosever it is; else empty.
+        saved: itself, in storage.
     """
 
     step: int
@@ -87,6 +88,7 @@ class Line:
     open: Callable[[str], bytes | Path]
     time: float = 0.0
     adopts: str = ""
+    saved: lineage.Saved | None = None
 
     @property
     def run(self) -> str:
@@ -166,21 +168,14 @@ def _reader(found: store.Checkpoint) -> Callable[[str], bytes | Path]:
     return lambda name: store.read_part(found, name)
 
 
-def in_storage(where: str, world_size: int | None = None, key: str | None = None) -> list[Line]:
-    """Committed checkpoints of jobs of so many ranks (None: any), oldest first; nothing where the storage cannot be
-    read.
+def in_storage(found: lineage.Contents, world_size: int | None = None) -> list[Line]:
+    """Committed checkpoints of jobs of so many ranks (None: any), oldest first.
 
     Args:
-        where: the folder.
+        found: what the storage holds.
         world_size: see above.
-        key: of the command whose they are; None for those of all.
     """
-    try:
-        found = lineage.contents(where, key).saved
-    except (OSError, SwiftError) as error:
-        console(f"checkpoints in {where} cannot be listed: {error}")
-        return []
-    mine = sorted(found, key=lambda each: (lineage.age_key(each.run), each.step))
+    mine = sorted(found.saved, key=lambda each: (lineage.age_key(each.run), each.step))
     made = (_of_storage(each) for each in mine)
     return [line for line in made if world_size is None or line.world_size == world_size]
 
@@ -196,13 +191,14 @@ def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
         Unsupported: there is nothing, and it is needed.
     """
     try:
-        found = lineage.adoptable(where)
+        found, passed = lineage.to_adopt(where)
     except (OSError, SwiftError) as error:
         raise Unsupported(f"checkpoint.resume_from: {where} cannot be read: {error}") from error
     if not found and needed:
+        bad = f" ({passed[0]})" if passed else ""
         raise Unsupported(
-            f"checkpoint.resume_from: there is no whole checkpoint at {where}; name the folder of one (step-...), or a "
-            "folder that holds some: swiftctl checkpoints DIR lists them"
+            f"checkpoint.resume_from: there is no whole checkpoint at {where}{bad}; name the folder of one (step-...), "
+            "or a folder that holds some: swiftctl checkpoints DIR lists them"
         )
     return [_of_storage(each, adopts=str(each.checkpoint.path)) for each in found]
 
@@ -210,7 +206,7 @@ def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
 def _of_storage(saved: lineage.Saved, adopts: str = "") -> Line:
     found = saved.checkpoint
     session = str(found.meta.get("session"))
-    return Line(found.step, session, STORAGE, found.meta, _reader(found), saved.time, adopts)
+    return Line(found.step, session, STORAGE, found.meta, _reader(found), saved.time, adopts, saved)
 
 
 def load(line: Line, rank: int) -> Loaded:
@@ -331,7 +327,9 @@ def agree(
             return loaded
         rank, why = next(iter(failed.items()))
         if rank == env.rank:
-            console(f"rank {rank}: the checkpoint at batch top {offers[key].step} is passed over: {why}")
+            saved = offers[key].saved
+            where = f" in {saved.checkpoint.path.parent}" if saved is not None else ""
+            console(f"rank {rank}: the checkpoint at batch top {offers[key].step}{where} is passed over: {why}")
     if refusal is not None:
         raise refusal
     client.set(_CHOSEN, _NOTHING)

@@ -35,7 +35,8 @@ class RunIdentity:
     def session(self) -> str:
         """A name of this attempt that no other has."""
         if not self._session:
-            mine = lineage.new_run()
+            where = self._env.config.checkpoint.dir
+            mine = lineage.next_run(where, self._env.command) if where is not None else lineage.new_run()
             try:
                 self._session = text(self._store().compare_set("session", "", mine), "session", Name) or mine
             except DamagedRecord as error:
