@@ -122,13 +122,13 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     flag(
         "secret-file",
-        "Several machines: file (mode 0600) of a secret, equal on all of them, without which nobody is let in to "
-        "the copies of the training state. Default: SWIFT_RECOVERY_SECRET_FILE, else ~/.config/swift-recovery/secret.",
+        "Several machines: file (mode 0600) of a secret, equal on all of them, by which they know each other. "
+        "Default: SWIFT_RECOVERY_SECRET_FILE, else ~/.config/swift-recovery/secret.",
         metavar="PATH",
     )
     flag(
         "port",
-        "Port of the job's store; several machines take copies of their state at the next. Default: free ones.",
+        "Port of the store for process groups; several machines answer each other at the next. Default: free ones.",
         type=arguments.whole(1, 65534),
     )
     flag(
