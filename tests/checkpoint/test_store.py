@@ -349,7 +349,7 @@ def test_nothing_is_pruned_where_the_folder_of_a_run_is_a_link(tmp_path: Path) -
 
 
 def test_folders_of_the_user_s_own_stay(tmp_path: Path) -> None:
-    """Neither a name like ours nor a copy of ours makes one that may be removed; a folder in ours is the user's, too."""
+    """Neither a name like ours nor a copy of ours makes one that may be removed; a folder in ours is the user's."""
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
     own = tmp_path / "step-0000000005"
