@@ -32,6 +32,8 @@ LEASE_S, RENEW_S = 30.0, 5.0
 #: How long a start waits for another job to leave, such as the writer of one that was killed, in seconds.
 WAIT_S = 10.0
 _LOOK_S = 0.1
+#: More bytes than this the file never has.
+_MOST_BYTES = 1 << 16
 #: Two jobs that take a lease at the same time see so much later which one was last, in seconds.
 _SETTLE_S = 0.5
 #: What a file system says that has no ``flock``.
@@ -127,7 +129,7 @@ class RunLock:
                 os.ftruncate(fd, len(raw))
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             # Between the two locks another job may have come.
-            found = _content(os.pread(fd, store.MOST_BYTES, 0))
+            found = _content(os.pread(fd, _MOST_BYTES, 0))
             if _is(fd, path) and found is not None and found.get("owner") == self._owner:
                 self._fd, fd = fd, -1
                 return True
@@ -164,7 +166,7 @@ class RunLock:
 
     def _read_lease(self) -> dict[str, Any] | None:
         try:
-            return _content(store.read_file(self._storage, FILE, 1 << 16))
+            return _content(store.read_file(self._storage, FILE, _MOST_BYTES))
         except (FileNotFoundError, CorruptFile):
             return None
 
