@@ -71,7 +71,7 @@ class Server:
         kind = _IPv6 if ":" in address else _Server
         try:
             self._http = kind((address, port), _Handler)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             what = getattr(error, "strerror", None) or error
             raise ConfigError(
                 f"{option} {port}: cannot listen at {address}:{port} ({what}): choose another port, or 0 for a free one"
