@@ -275,6 +275,22 @@ def check_length(option: str, path: str | os.PathLike[str]) -> None:
             raise ConfigError(f"{option:.200}: its name, or a part of it, is too long for the file system") from error
 
 
+def check_host(option: str, host: str) -> None:
+    """See that a name can be a machine's.
+
+    Args:
+        option: and its value as the user gave it, for the error.
+        host: a name or an address.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise ConfigError(f"{option:.200}: that is no name or address of a machine") from error
+
+
 def no_folder(path: str | os.PathLike[str]) -> Path | None:
     """What is in the way of a folder at ``path``: the nearest thing above or at it that is there and no folder."""
     found = Path(path).absolute()

@@ -20,7 +20,7 @@ from shared_core.errors import ConfigError, OutOfResources, SwiftError, told
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.handover import srun_tasks
-from shared_core.kinds import check_length, check_regular, no_folder
+from shared_core.kinds import check_host, check_length, check_regular, no_folder
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.resources import advice, what_to_do
 from shared_core.system.caretaker import Caretaker
@@ -172,6 +172,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.module and args.no_python:
         raise ConfigError("--module and --no-python exclude each other")
     _check_run_id(args.rdzv_id)
+    if args.local_addr is not None:
+        check_host(f"--local-addr {args.local_addr!r}", args.local_addr)
     args.store_port = args.port or 0
     if not args.several and (args.standalone or args.rdzv_backend in ("static", "etcd")):
         # One machine needs no meeting point; the port asked for becomes the store's.

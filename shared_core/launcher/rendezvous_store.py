@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shared_core.errors import ConfigError
+from shared_core.kinds import check_host
 from shared_core.launcher.etcd import ETCD, EtcdBackend
 from shared_core.launcher.ports import StoreConnection, listen, serve_store
 from shared_core.protocol.codec import damaged
@@ -45,6 +46,7 @@ def parse_endpoints(endpoints: str, backend: str) -> tuple[tuple[str, int], ...]
             raise ConfigError(f"--rdzv-endpoint {endpoints!r}: HOST:PORT is needed for several machines")
         if len(port) > 5 or int(port or 1) not in range(1, 65536):
             raise ConfigError(f"--rdzv-endpoint {endpoints!r}: the port must be between 1 and 65535")
+        check_host(f"--rdzv-endpoint {endpoints!r}", host)
         found.append((host.strip("[] "), int(port) if port else _PORTS[backend]))
     if backend == C10D and len(found) > 1:
         raise ConfigError(f"--rdzv-endpoint {endpoints!r}: several endpoints are for --rdzv-backend {ETCD}")

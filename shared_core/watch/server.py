@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from shared_core.errors import ConfigError
+from shared_core.kinds import check_host
 
 LOOPBACK = "127.0.0.1"
 #: Most requests at once; who comes then takes the place of the one that has been here longest.
@@ -68,6 +69,7 @@ class Server:
 
     def __init__(self, option: str, address: str, port: int) -> None:
         self.address = address
+        check_host(f"{option}, address {address!r}", address)
         kind = _IPv6 if ":" in address else _Server
         try:
             self._http = kind((address, port), _Handler)

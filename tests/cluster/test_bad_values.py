@@ -16,6 +16,7 @@ from shared_core.cli.swiftrun import parse_args
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError
 from shared_core.handover import srun_tasks
+from shared_core.watch.server import Server
 
 LONG = "x" * 300
 
@@ -50,6 +51,15 @@ def test_files_of_options_that_hold_none(content: str, name: str, tmp_path: Path
 def test_a_name_of_a_job_that_no_folder_can_have(run_id: str) -> None:
     with pytest.raises(ConfigError, match="folders are named after it"):
         parse_args(["--rdzv-id", run_id, "x.py"])
+
+
+@pytest.mark.parametrize("host", [LONG, "\udcff"])
+def test_a_name_that_no_machine_can_have(host: str) -> None:
+    for words in (["--nnodes", "2", "--rdzv-endpoint", f"{host}:29400"], ["--local-addr", host]):
+        with pytest.raises(ConfigError, match="no name or address of a machine"):
+            parse_args([*words, "x.py"])
+    with pytest.raises(ConfigError, match="no name or address of a machine"):
+        Server("--metrics-port", host, 0)
 
 
 @pytest.mark.parametrize("option", ["--checkpoint-dir", "--resume-from"])
