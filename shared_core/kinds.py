@@ -20,6 +20,7 @@ MOST = 2**63 - 1
 LONGEST_S = 1e9
 #: What is said of a path that names something else.
 _NOT_REGULAR = "not a regular file"
+_FOLDER = "it is a directory, not a regular file"
 _OTHERS = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -217,13 +218,13 @@ def open_fd(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, null
         if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
             raise NotAFile(errno.EINVAL, _NOT_REGULAR, os.fspath(path)) from error
         if error.errno == errno.EISDIR:
-            raise NotAFile(errno.EISDIR, error.strerror, os.fspath(path)) from error
+            raise NotAFile(errno.EISDIR, _FOLDER, os.fspath(path)) from error
         raise
     found = os.fstat(fd)
     if not is_regular(found, null=null):
         os.close(fd)
         if stat.S_ISDIR(found.st_mode):
-            raise NotAFile(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+            raise NotAFile(errno.EISDIR, _FOLDER, os.fspath(path))
         raise NotAFile(errno.EINVAL, _NOT_REGULAR, os.fspath(path))
     return fd
 

@@ -61,12 +61,12 @@ def test_the_wait_for_a_silent_store_of_the_job_ends_in_time(silent: int, tmp_pa
     register = Register(C10D, [("127.0.0.1", port)], "one", {}, 5.0)
     register.open()
     assert register.hosts
-    member = {"name": "127.0.0.1:1#here.x", "nproc": 1, "nnodes": "2:2", "secret": "", "host": True}
-    met = {"phase": "running", "round": 0, "attempt": 0, "run": "a", "members": [member], "secret": ""}
-    register.change(lambda _: met | {"store": ["127.0.0.1", silent]})
+    member = {"name": f"127.0.0.1:{silent}#here.x", "nproc": 1, "nnodes": "2:2", "host": True}
+    met = {"phase": "running", "round": 0, "attempt": 0, "run": "a", "members": [member]}
+    register.change(lambda _: met | {"store": ["127.0.0.1", port]})
     job = _join(tmp_path, port).finish(JOIN_S + REST_S)
     assert job.code == 1 and "Traceback" not in job.stderr, job.stderr
-    assert f"the store at 127.0.0.1:{silent} to answer" in job.stderr.splitlines()[-1], job.stderr
+    assert f"the machine 127.0.0.1:{silent}#here.x, which has the job's store, to answer" in job.stderr.splitlines()[-1], job.stderr
 
 
 def test_a_connection_is_there_once_the_store_is(silent: int) -> None:

@@ -184,7 +184,7 @@ def test_silent_strangers_and_too_few_descriptors_stop_nobody(tmp_path: Path) ->
         (0o600, "s" * 5000, "must hold 16 to 4096 bytes"),
         (0o600, None, "cannot be read"),
         (0o600, "fifo", "is not a file"),
-        (0o700, "folder", "Is a directory"),
+        (0o700, "folder", "a directory"),
     ],
 )
 def test_a_secret_file_that_is_none(mode: int, content: str | None, says: str, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_machines_that_share_a_home_have_one_secret(home: Path) -> None:
         (lambda path: path.chmod(0o640), "can be read by others"),
         (lambda path: path.write_text(""), "must hold 16 to 4096 bytes"),
         (lambda path: path.parent.chmod(0o777), "others can write to"),
-        (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
+        (lambda path: (path.unlink(), path.mkdir()), "a directory"),
         (lambda path: (shutil.rmtree(path.parent), path.parent.write_text("")), "Not a directory|File exists"),
         (lambda path: os.environ.update(HOME="no/home"), "no home folder"),
     ],

@@ -210,7 +210,7 @@ while True:
     )
     (temporary := tmp_path / "tmp").mkdir()
     job = start(tmp_path, script, options=["--standbys", standbys], env={"TMPDIR": str(temporary)})
-    job.finish(20)
+    job.finish(75)
     assert job.code == -signal.SIGKILL
     while tagged(job.tag):  # the kernel ends them; the test's time-out is the limit
         os.sched_yield()

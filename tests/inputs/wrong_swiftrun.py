@@ -103,7 +103,7 @@ CASES: list[tuple[str, str, str]] = [
     ("--swift-config @numbered.yaml SCRIPT", "numbered.yaml", "unknown option 3"),
     ("--swift-config @seed.yaml SCRIPT", "seed.yaml", "seed must be a whole number"),
     ("--swift-config= SCRIPT", "--swift-config", "file"),
-    ("--events @folder SCRIPT", "--events", "a file"),
+    ("--events @folder SCRIPT", "--events", "regular file"),
     ("--events @noise/below.jsonl SCRIPT", "--events", "a folder"),
     ("--events /proc/none/events.jsonl SCRIPT", "--events", "a folder"),
     ("--events @fifo SCRIPT", "--events", "regular file"),
