@@ -66,7 +66,8 @@ def test_the_wait_for_a_silent_store_of_the_job_ends_in_time(silent: int, tmp_pa
     register.change(lambda _: met | {"store": ["127.0.0.1", port]})
     job = _join(tmp_path, port).finish(JOIN_S + REST_S)
     assert job.code == 1 and "Traceback" not in job.stderr, job.stderr
-    assert f"the machine 127.0.0.1:{silent}#here.x, which has the job's store, to answer" in job.stderr.splitlines()[-1], job.stderr
+    whom = f"the machine 127.0.0.1:{silent}#here.x, which has the job's store, to answer"
+    assert whom in job.stderr.splitlines()[-1], job.stderr
 
 
 def test_a_connection_is_there_once_the_store_is(silent: int) -> None:
