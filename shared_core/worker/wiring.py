@@ -106,7 +106,9 @@ class Worker:
         publishing = Publishing(
             position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints
         )
-        self.joining = Joining(start, position, parts, trained, buckets, updates, progress, replays, news, publishing)
+        self.joining = Joining(
+            start, position, runtime.place, parts, trained, buckets, updates, progress, replays, news, publishing
+        )
         self.tops = BatchTops(
             position,
             trained,
@@ -115,6 +117,7 @@ class Worker:
             progress,
             news,
             publishing,
+            runtime.place,
             self.joining,
             config.resizes,
             runtime.groups.log_bytes,

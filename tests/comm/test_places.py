@@ -1,0 +1,100 @@
+"""Ranks that exchange something from different places of the program are found out; those that mean to are not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import Jobs
+
+from shared_core.faults import Fault
+from shared_core.protocol.place import AFTER, Place, apart
+from shared_core.testing.runner import JobResult
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "places.py")
+KILL = [Fault(1, 2, "update.after", "SIGKILL")]
+#: Faults, and the two places that the error names.
+MISTAKES = {
+    "by_rank": ([], "epoch 1, pass 1, batch 0", "epoch 0, pass 1, batch 3"),
+    "by_replacement": (KILL, "epoch 1, pass 1, batch 0", "epoch 0, pass 1, batch 3"),
+    "skips": (KILL, "epoch 0, pass 1, batch 3", "epoch 0, pass 1, batch 4"),
+    "receives": ([Fault(1, 3, "batch_top", "SIGKILL")], "epoch 0, pass 1, batch 3", "epoch 0, pass 1, batch 4"),
+}
+#: Ways in which ranks are at different places and mean to.
+MEANT = ("local", "cycles", "main_alone", "late")
+
+
+@pytest.mark.parametrize("way", MISTAKES)
+def test_ranks_at_different_places_end_with_an_error_that_names_both(way: str, jobs: Jobs) -> None:
+    faults, *places = MISTAKES[way]
+    result = jobs.run(SCRIPT, faults=faults, args=[way])
+    assert result.status == 1 and not result.reports, result.tail()
+    (line,) = result.told("the job failed")
+    found = re.search(r"PlaceMismatch: rank (\d) calls .* from (.*), and rank (\d) calls it from (.*?)\. ", line)
+    assert found is not None, result.tail()
+    assert {found[1], found[3]} == {"0", "1"} and {found[2], found[4]} == set(places), line
+
+
+@pytest.mark.parametrize("way", ["by_rank", "by_replacement"])
+def test_each_rank_ends_with_it_before_it_uses_the_result(way: str, jobs: Jobs) -> None:
+    result = jobs.run(SCRIPT, faults=MISTAKES[way][0], args=[way])
+    raised = {rank for rank in (0, 1) if re.search(rf"(?m)^\[rank{rank}\].*PlaceMismatch", result.stderr)}
+    assert raised == {0, 1} or _ended_by_the_agent(result, {0, 1} - raised), result.tail()
+
+
+def _ended_by_the_agent(result: JobResult, ranks: set[int]) -> bool:
+    """One rank tells the agent, which may end the others before they have printed anything; none has gone on."""
+    return len(ranks) < 2 and not result.reports
+
+
+@pytest.mark.parametrize("way", MISTAKES)
+def test_control_nothing_else_notices_that(way: str, jobs: Jobs) -> None:
+    result = jobs.run(SCRIPT, faults=MISTAKES[way][0], args=[way, "--blind"])
+    assert result.status == 0 and len(result.reports) == 2, result.tail()
+
+
+@pytest.mark.parametrize("way", MEANT)
+def test_places_that_differ_on_purpose_are_no_error(way: str, jobs: Jobs) -> None:
+    reference = jobs.reference(SCRIPT, args=[way])
+    without = jobs.run(SCRIPT, args=[way])
+    assert without.status == 0, without.tail()
+    assert {rank: each["digests"] for rank, each in without.reports.items()} == {
+        rank: each["digests"] for rank, each in reference.reports.items()
+    }
+
+
+E0, E1 = Place(epoch=0, phase=1, pass_=1, batch=4), Place(epoch=1, phase=1, pass_=1, batch=1)
+
+
+def test_only_what_no_program_means_is_refused_without_a_failure() -> None:
+    next_batch, later = E0._replace(batch=5), E0._replace(pass_=2, batch=1)
+    assert not apart((E0, E0), (E1, E1), recovered=False)
+    assert not apart((E0, E0), (E0, next_batch), recovered=False), "other numbers of local batches"
+    assert not apart((E0, E0), (later, next_batch), recovered=False), "own passes over own data"
+    assert not apart((E0, E1), (E1, E1._replace(epoch=2)), recovered=False), "each has begun an epoch"
+    assert apart((E0, E0), (E1, next_batch), recovered=False), "only one has begun an epoch"
+    assert not apart((None, E0), (E1, next_batch), recovered=False), "it is not known"
+    assert apart((E0, E0), (E0, next_batch), recovered=True)
+    assert not apart((None, None), (E0, E0), recovered=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (Place(), "before the first batch"),
+        (Place(batch=3), "batch 2"),
+        (E0, "epoch 0, pass 1, batch 3"),
+        (E0._replace(batch=AFTER), "epoch 0, pass 1, after its batches"),
+        (Place(phase=2), "after loop 1 over epochs"),
+        (Place(entry=1, phase=1, epoch=2, pass_=1, batch=1), "entry call 1, epoch 2, pass 1, batch 0"),
+        (Place(entry=-3), "after entry call 1"),
+    ],
+)
+def test_a_place_in_words_and_in_bytes(place: Place, words: str) -> None:
+    assert str(place) == words
+    assert Place.unpacked(place.packed()) == place
+
+
+def test_no_place_is_none() -> None:
+    assert Place.unpacked(bytes(len(E0.packed()))) is None
