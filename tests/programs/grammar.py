@@ -359,11 +359,11 @@ class _Loop(_Writer):
         for each in variables:
             lines += each.change
         if self.other:
-            plain_pass = not self.has("in steps", 0.4)
+            inner = "_, y in job.steps(data.split(12))" if self.has("in steps", 0.4) else "y in data.split(12)"
             lines += [
                 "if i == 1:",
                 "    with torch.no_grad():",
-                f"        for {'y' if plain_pass else '_, y'} in {'data.split(12)' if plain_pass else 'job.steps(data.split(12))'}:",
+                f"        for {inner}:",
                 "            v = v + net(y).mean().item()",
             ]
         if self.has("collective", 0.3):

@@ -165,8 +165,7 @@ def plain(value):
 
 
 def say(text):
-    """One write, so that no other process's line comes between a line and its end."""
-    os.write(1, f"{text}\n".encode())
+    os.write(1, (text + chr(10)).encode())  # at once: another process's line must not come between it and its end
 
 
 def hold(**values):
