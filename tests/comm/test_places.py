@@ -10,6 +10,8 @@ from harness import Jobs
 
 from shared_core.faults import Fault
 from shared_core.protocol.place import AFTER, Place, apart
+from shared_core.testing.cluster import Cluster
+from shared_core.testing.namespaces import machines, unavailable
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "places.py")
 KILL = [Fault(1, 2, "update.after", "SIGKILL")]
@@ -64,6 +66,22 @@ def test_places_that_differ_on_purpose_are_no_error(way: str, jobs: Jobs) -> Non
 @pytest.mark.parametrize("way", [way for way in MEANT if way != "local"])
 def test_nor_after_a_failure(way: str, jobs: Jobs) -> None:
     jobs.check(SCRIPT, faults=[Fault(1, 11, "batch_top", "SIGKILL")], args=[way])
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
+@pytest.mark.parametrize("blind", [False, True])
+def test_ranks_on_two_machines_are_compared_too(blind: bool, jobs: Jobs) -> None:
+    with machines(2) as made:
+        args = ["by_rank", *(["--blind"] if blind else [])]
+        cluster = Cluster(jobs.warm, made, jobs.folder("machines"), Path(SCRIPT), nproc=1, args=args)
+        try:
+            result, _ = cluster.finish()
+        finally:
+            cluster.stop()
+    found = re.findall(
+        r"PlaceMismatch: rank \d calls .* from epoch \d.* and rank \d calls it from epoch", result.stderr
+    )
+    assert bool(found) != blind and (result.status == 0) == blind, result.tail()
 
 
 E0, E1 = Place(epoch=0, phase=1, pass_=1, batch=4), Place(epoch=1, phase=1, pass_=1, batch=1)

@@ -101,7 +101,7 @@ class _Writer:
         self.parts: list[str] = []
         self.passes = self.epochs = draw.choice([2, 3])
         self.batches = self.tops = 0
-        self.size = draw.choice([24, 32, 36])
+        self.size = draw.choice([24, 28, 36])
 
     def has(self, word: str, chance: float) -> bool:
         found = self.draw.random() < chance

@@ -18,6 +18,8 @@ from shared_core.worker.comm.compat import in_backward
 
 #: Operations, and messages of each member, whose places are kept.
 _OPERATIONS, _MESSAGES = 512, 256
+#: Operations whose places are told to other machines.
+_TOLD = 256
 #: In front of a place: sequence number + 1 of the operation; that of the message, and a number for its channel.
 _SEQ, _KEY = struct.Struct("<I"), struct.Struct("<II")
 _ENTRY, _MESSAGE = _SEQ.size + SIZE, _KEY.size + SIZE
@@ -141,6 +143,16 @@ class GroupPlaces:
         at = _FLAGS + seq % _OPERATIONS * self._row + member * _ENTRY
         entry = self._memory[at : at + _ENTRY]
         return Place.unpacked(entry[_SEQ.size :]) if entry.startswith(_SEQ.pack(seq + 1 & _WRAP)) else None
+
+    def own_before(self, seq: int) -> list[tuple[int, Place]]:
+        """From where this rank has called the last operations before this one, as far as that is known."""
+        called = ((each, self._of(self._own, each)) for each in range(max(0, seq - _TOLD), seq))
+        return [(each, place) for each, place in called if place is not None]
+
+    def told(self, member: int, seq: int, place: Place) -> None:
+        """A member on another machine has called an operation from there."""
+        at = _FLAGS + seq % _OPERATIONS * self._row + member * _ENTRY
+        self._memory[at : at + _ENTRY] = _SEQ.pack(seq + 1 & _WRAP) + place.packed()
 
     # -- point to point ----------------------------------------------------------------------------
 
