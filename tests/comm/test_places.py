@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from shared_core.faults import Fault
 from shared_core.protocol.place import AFTER, Place, apart
 from shared_core.testing.cluster import Cluster
 from shared_core.testing.namespaces import machines, unavailable
+from shared_core.testing.runner import compare
+from shared_core.worker.comm.places import GroupPlaces, ProgramPlace
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "places.py")
 KILL = [Fault(1, 2, "update.after", "SIGKILL")]
@@ -35,6 +38,16 @@ def test_ranks_at_different_places_end_with_an_error_that_names_both(way: str, j
     found = re.search(r"PlaceMismatch: rank (\d) calls .* from (.*), and rank (\d) calls it from (.*?)\. ", line)
     assert found is not None, result.tail()
     assert {found[1], found[3]} == {"0", "1"} and {found[2], found[4]} == set(places), line
+
+
+def test_a_plain_counter_gives_the_same_bits_or_the_error(jobs: Jobs) -> None:
+    """Whether a replacement gets it back or not."""
+    result = jobs.run(SCRIPT, faults=[Fault(1, 23, "update.after", "SIGKILL")], args=["plain_counter"])
+    if result.status:
+        (line,) = result.told("the job failed")
+        assert "PlaceMismatch" in line and "from epoch 3, pass 1, batch 0" in line, result.tail()
+    else:
+        compare(result, jobs.reference(SCRIPT, args=["plain_counter"]))
 
 
 @pytest.mark.parametrize("way", ["by_rank", "by_replacement"])
@@ -118,3 +131,49 @@ def test_a_place_in_words_and_in_bytes(place: Place, words: str) -> None:
 
 def test_no_place_is_none() -> None:
     assert Place.unpacked(bytes(len(E0.packed()))) is None
+
+
+def _members(path: Path) -> list[GroupPlaces]:
+    return [GroupPlaces(path, (4, 7), own) for own in (0, 1)]
+
+
+def test_members_see_where_others_have_called(tmp_path: Path) -> None:
+    one, two = _members(tmp_path / "places")
+    for seq in range(2000):
+        for member in (one, two):
+            member.called(seq, E0.packed())
+        assert one.elsewhere(seq, E0.packed(), recovered=True) is None
+    one.called(2000, E1.packed())
+    assert one.elsewhere(2000, E1.packed(), recovered=True) is None, "the other has not called it yet"
+    two.called(2000, E0.packed())
+    assert one.elsewhere(2000, E1.packed(), recovered=True) == (7, E0)
+    assert two.elsewhere(2000, E0.packed(), recovered=False) == (4, E1)
+    assert two.own_before(2001)[-1] == (2000, E0)
+
+
+def test_members_that_differ_before_a_failure_may_differ_after_it(tmp_path: Path) -> None:
+    one, two = _members(tmp_path / "places")
+    late = E0._replace(batch=9)
+    for recovered in (False, True):
+        one.called(0, E0.packed())
+        two.called(0, late.packed())
+        assert two.elsewhere(0, late.packed(), recovered=recovered) is None
+        one.sent((0, 1, 5), 3, E0.packed())
+        assert two.sent_elsewhere((0, 1, 5), 3, late.packed(), recovered=recovered) is None
+    other, _ = _members(tmp_path / "others")
+    other.sent((0, 1, 5), 3, E0.packed())
+    assert other.sent_elsewhere((0, 1, 5), 3, late.packed(), recovered=True) == (4, E0)
+    assert other.sent_elsewhere((0, 1, 5), 4, late.packed(), recovered=True) is None, "it is another message"
+
+
+def test_a_thread_of_the_script_is_nowhere(tmp_path: Path) -> None:
+    program, found = ProgramPlace(), list[bytes]()
+    thread = threading.Thread(target=lambda: found.append(program.packed()))
+    thread.start()
+    thread.join()
+    assert Place.unpacked(found[0]) is None and Place.unpacked(program.packed()) == Place()
+    one, two = _members(tmp_path / "places")
+    one.called(0, found[0])
+    two.called(0, E0.packed())
+    assert two.elsewhere(0, E0.packed(), recovered=True) is None
+    assert one.elsewhere(0, found[0], recovered=True) is None

@@ -69,10 +69,10 @@ class ProgramPlace:
 
     def step(self, epoch: int | None) -> None:
         """A step boundary is passed; with the epoch where the loop tells it in no other way."""
-        now = self.now
-        if epoch is not None and epoch != now.epoch:
-            now = now._replace(phase=1, epoch=epoch, pass_=1, batch=0)
-        self._go(now._replace(batch=max(now.batch, 0) + 1))
+        entry, phase, now, pass_, batch = self.now
+        if epoch is not None and epoch != now:
+            phase, now, pass_, batch = 1, epoch, 1, 0
+        self._go(Place(entry, phase, now, pass_, max(batch, 0) + 1))
 
     def capture(self) -> list[int]:
         """Plain data."""
@@ -96,21 +96,17 @@ class GroupPlaces:
     """
 
     def __init__(self, path: Path, ranks: tuple[int, ...], own: int) -> None:
-        self._ranks, self._own, size = ranks, own, len(ranks)
-        self._row = _ENTRY * size
+        self._ranks, self._own, self._size = ranks, own, len(ranks)
+        self._row = _ENTRY * self._size
         self._messages = _FLAGS + _OPERATIONS * self._row
-        self._memory: mmap.mmap = map_file(path, self._messages + _MESSAGES * _MESSAGE * size)
+        self._memory: mmap.mmap = map_file(path, self._messages + _MESSAGES * _MESSAGE * self._size)
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def called(self, seq: int, place: bytes) -> Place | None:
-        """Note from where this rank calls an operation. Returns from where its failed worker had called it, if that is
-        known.
-        """
+    def called(self, seq: int, place: bytes) -> None:
+        """Note from where this rank calls an operation."""
         at = _FLAGS + seq % _OPERATIONS * self._row + self._own * _ENTRY
-        head, before = _SEQ.pack(seq + 1 & _WRAP), self._memory[at : at + _ENTRY]
-        self._memory[at : at + _ENTRY] = head + place
-        return Place.unpacked(before[_SEQ.size :]) if before.startswith(head) else None
+        self._memory[at : at + _ENTRY] = _SEQ.pack(seq + 1 & _WRAP) + place
 
     def elsewhere(self, seq: int, place: bytes, *, recovered: bool) -> tuple[int, Place] | None:
         """A member that has called an operation from a place where it must not be, and that place; None if all agree.
@@ -120,9 +116,9 @@ class GroupPlaces:
             place: from where this rank has called it.
             recovered: a worker has failed.
         """
-        at, entry = _FLAGS + seq % _OPERATIONS * self._row, _SEQ.pack(seq + 1 & _WRAP) + place
-        if self._memory[at : at + self._row] == entry * len(self._ranks):
-            return None
+        at = _FLAGS + seq % _OPERATIONS * self._row
+        if self._memory[at : at + self._row] == (_SEQ.pack(seq + 1 & _WRAP) + place) * self._size:
+            return None  # nearly always
         mine = Place.unpacked(place)
         if mine is None:
             return None

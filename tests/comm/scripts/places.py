@@ -89,6 +89,16 @@ class Program:
                     dist.recv(batch, 0)
                     self.seen.sum += float(batch.sum())
 
+    def plain_counter(self) -> None:
+        """A counter in a plain variable, which a break depends on."""
+        for _ in self.job.epochs(5):
+            count = 0
+            for _, batch in self.batches(12):
+                self.step(batch)
+                count += 1
+                if count == 9:
+                    break
+
     # -- no mistakes ----------------------------------------------------------------------------------------
 
     def local(self) -> None:
