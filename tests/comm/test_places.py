@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import Jobs
+from harness import Jobs, few
 
 from shared_core.faults import Fault
 from shared_core.protocol.place import AFTER, Place, apart
@@ -79,6 +79,14 @@ def test_places_that_differ_on_purpose_are_no_error(way: str, jobs: Jobs) -> Non
 @pytest.mark.parametrize("way", [way for way in MEANT if way != "local"])
 def test_nor_after_a_failure(way: str, jobs: Jobs) -> None:
     jobs.check(SCRIPT, faults=[Fault(1, 11, "batch_top", "SIGKILL")], args=[way])
+
+
+@pytest.mark.parametrize("framework", few(("lightning", "fabric", "accelerate"), "lightning"))
+def test_epochs_of_a_framework_are_compared_too(framework: str, jobs: Jobs) -> None:
+    result = jobs.run(str(Path(__file__).parent / "scripts" / "places_in.py"), args=[framework])
+    assert result.status == 1, result.tail()
+    (line,) = result.told("the job failed")
+    assert "PlaceMismatch" in line and "epoch 1, pass 1, batch 0" in line and "epoch 0, pass 1, batch 3" in line, line
 
 
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
