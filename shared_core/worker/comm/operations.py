@@ -209,9 +209,9 @@ class Operations:
             raise state.end(
                 ReplayDivergence(
                     f"rank {state.rank} takes over from a lost worker and calls {describe(op.signature)} as operation "
-                    f"{op.seq} of group {group.name!r}, but its predecessor had called {describe(called)} there. The "
-                    "training code must do the same when it is run again: seed every random number, and do not branch "
-                    "on time or on files the run itself writes."
+                    f"{op.seq} of group {group.name!r} from {state.place.now}, but its predecessor had called "
+                    f"{describe(called)} there. The training code must do the same when it is run again: seed every "
+                    "random number, and do not branch on time or on files the run itself writes."
                 )
             )
         op.serve(results)
@@ -230,9 +230,10 @@ class Operations:
             raise state.end(
                 ReplayDivergence(
                     f"rank {state.rank} takes over from a lost worker, and its input to operation {op.seq} of group "
-                    f"{group.name!r} ({describe(op.signature)}) has checksum {op.checksum:08x}, its predecessor's had "
-                    f"{expected:08x}. The training code computed something else when it was run again: an unseeded or "
-                    "unregistered random number, or state that was not registered (job.register)."
+                    f"{group.name!r} ({describe(op.signature)}, from {state.place.now}) has checksum "
+                    f"{op.checksum:08x}, its predecessor's had {expected:08x}. The training code computed something "
+                    "else when it was run again: an unseeded or unregistered random number, or state that was not "
+                    "registered (job.register)."
                 )
             )
         state.listener.publish_checksum(group.id, op.seq, op.checksum)
