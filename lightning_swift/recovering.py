@@ -193,7 +193,8 @@ class RecoveringStrategy(CollectiveStrategy):
             self._begun = True
             if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoints.near:
                 self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
-            if self.job.batch_top(accumulating=accumulating):
+            epoch = self._trainer.current_epoch if self._trainer is not None else None
+            if self.job.batch_top(accumulating=accumulating, epoch=epoch):
                 self._log_recovery({})
 
     def eval_top(self) -> None:

@@ -85,6 +85,16 @@ class ReplayDivergence(SwiftError, RuntimeError):
     """
 
 
+class PlaceMismatch(SwiftError, RuntimeError):
+    """Two ranks have called the same operation from different places of the program, such as one from epoch 1 and the
+    other from epoch 2. The job ends rather than mix what does not belong together.
+
+    The message names both ranks and both places. Usual causes: a counter or a condition of the script that a
+    replacement does not get back (register it: ``job.register``, ``plugin.register``), or that is different on each
+    rank, so that one runs more batches than the other. What is compared: docs/how_it_works.md#the-same-place.
+    """
+
+
 class ReplicaMismatch(SwiftError, RuntimeError):
     """Replicas that must be equal differ, and no majority says which is right.
 

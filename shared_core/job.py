@@ -139,17 +139,18 @@ class Job:
         """
         return self._worker.start.beginning.peek(name)
 
-    def batch_top(self, *, accumulating: bool = False) -> bool:
+    def batch_top(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
         """Call at the very top of each batch, before anything random and any collective of it.
 
         Args:
             accumulating: gradients of earlier micro-batches are pending, so this is no recovery point.
+            epoch: number of the epoch, of a loop that does not count epochs by :class:`TrainingLoop`.
 
         Returns:
             Whether this process has just joined; then everything registered was restored to the predecessor's batch
             top.
         """
-        return self._worker.tops.batch(accumulating)
+        return self._worker.tops.batch(accumulating, epoch)
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """The training loss of this batch, from which a policy learns what progress is worth. Rank 0's counts; a tensor

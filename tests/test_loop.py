@@ -23,6 +23,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),
     "last_epoch": ([], [Fault(0, 17, "update.during", "SIGKILL", nth=9)]),
     "first_batch_of_an_epoch": ([], [Fault(1, 8, "forward", "SIGKILL")]),
+    "last_batch_of_a_pass_without_collectives_after_it": (["--alone"], [Fault(1, 13, "update.after", "SIGKILL")]),
     "evaluation": ([], [Fault(1, 14, "collective.before", "SIGKILL")]),
     "startup": ([], [Fault(1, 0, "startup", "SIGKILL")]),
     "others_have_made_the_update": ([], [Fault(1, 10, "update.before", "SIGKILL")]),

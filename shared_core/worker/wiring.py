@@ -42,6 +42,7 @@ from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.first_group import on_first_group
 from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.patience import Patience
+from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
@@ -82,6 +83,7 @@ class Worker:
         lanes = self.lanes = Lanes(recovery, copies, position)
         replicas = Replicas(env, recovery, updates)
         self.patience = Patience(env, recovery, events)
+        self.place_reports = PlaceReports(env, runtime, store)
         buckets = self.buckets = Buckets(runtime, board, position)
         passes = self.passes = Passes(runtime, board, updates, parts, joining, position)
         news = self.news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
@@ -106,7 +108,9 @@ class Worker:
         publishing = Publishing(
             position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints
         )
-        self.joining = Joining(start, position, parts, trained, buckets, updates, progress, replays, news, publishing)
+        self.joining = Joining(
+            start, position, runtime.place, parts, trained, buckets, updates, progress, replays, news, publishing
+        )
         self.tops = BatchTops(
             position,
             trained,
@@ -115,6 +119,7 @@ class Worker:
             progress,
             news,
             publishing,
+            runtime.place,
             self.joining,
             config.resizes,
             runtime.groups.log_bytes,
@@ -138,7 +143,16 @@ class _GroupsRelay(_Relay):
 
     def first_group(self) -> None:
         it = self._worker
-        on_first_group(it.runtime, it.recovery, it.start.beginning, it.updates, it.replays, it.news, it.patience)
+        on_first_group(
+            it.runtime,
+            it.recovery,
+            it.start.beginning,
+            it.updates,
+            it.replays,
+            it.news,
+            it.patience,
+            it.place_reports,
+        )
 
     def kept_for(self, group: str) -> Mapping[int, Logged]:
         return self._worker.recovery.forming.kept_for(group)

@@ -27,6 +27,7 @@ def train() -> dist.ProcessGroup:
     parser.add_argument("--no-epochs", action="store_true", help="the script counts its epochs itself")
     parser.add_argument("--unmarked", action="store_true", help="read batches past job.steps()")
     parser.add_argument("--break-at", type=int, default=0, help="leave each epoch after so many batches")
+    parser.add_argument("--alone", action="store_true", help="no collectives but those of the gradients")
     parser.add_argument("--second", action="store_true", help="a second call of epochs(), over two loaders")
     parser.add_argument("--no-install", action="store_true", help="forget shared_core.install()")
     parser.add_argument("--log", default="", help="mode in which the script opens a log file before its loop")
@@ -72,12 +73,15 @@ def train() -> dist.ProcessGroup:
             if log is not None:
                 print(epoch, step, file=log, flush=True)
             total = loss.detach().clone()
-            dist.all_reduce(total)
+            if not args.alone:
+                dist.all_reduce(total)
             seen.loss += total.item()
             seen.batches += 1
             if args.break_at and seen.batches % args.break_at == 0:
                 break
         scheduler.step()
+        if args.alone:
+            return
         model.eval()
         with torch.no_grad():
             worst = torch.stack([model(x).square().mean() for (x,) in DataLoader(TensorDataset(data), 16)]).max()

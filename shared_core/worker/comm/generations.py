@@ -7,7 +7,7 @@ next generation.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,10 +28,16 @@ class Generations:
     """Cuts the groups and gives them new connections."""
 
     def __init__(
-        self, state: SharedState, groups: Groups, connections: Connections, operations: Operations, others: OtherThreads
+        self,
+        state: SharedState,
+        groups: Groups,
+        connections: Connections,
+        operations: Operations,
+        others: OtherThreads,
+        compare_places: Callable[[GroupState], None],
     ) -> None:
         self._state, self._groups, self._connections, self._operations = state, groups, connections, operations
-        self._others = others
+        self._others, self._compare_places = others, compare_places
         # Of the live generation: rank-specific operations to run again, and what receivers have, by group.
         self._redo: Mapping[str, set[int]] = {}
         self._received: Mapping[str, dict[str, int]] = {}
@@ -42,6 +48,7 @@ class Generations:
         with state.lock:
             first = self._groups.world is None
             self._groups.add(group)
+            self._compare_places(group)
             group.replay.update(state.listener.kept_for(group.name))
         if first:
             state.listener.first_group()

@@ -8,6 +8,7 @@ from typing import Any
 
 from shared_core.protocol.members import members_text
 from shared_core.worker.comm.gloo import InnerGroup
+from shared_core.worker.comm.places import GroupPlaces
 
 
 class Membership:
@@ -23,6 +24,7 @@ class Membership:
         timeout: of an operation.
         inner: the gloo group of the live generation; None while there is none.
         inflight: operations that gloo has not yet finished or failed.
+        places: from where its members have called; None where nobody compares that.
     """
 
     def __init__(self, name: str, rank: int, size: int, ranks: tuple[int, ...], timeout: timedelta) -> None:
@@ -31,6 +33,7 @@ class Membership:
         self.rename(name)
         self.inner: InnerGroup | None = None
         self.inflight = 0
+        self.places: GroupPlaces | None = None
 
     def rename(self, name: str) -> None:
         """Give the group another name."""

@@ -25,6 +25,7 @@ class Op:
 
     Attributes:
         seq: sequence number in its group.
+        place: from where in the program it was called, packed.
         signature: what must match when it is replayed.
         start: starts it on an inner group and returns the inner work; called again after a failure.
         results: tensors that hold the result once the inner work is done; what the log keeps.
@@ -58,6 +59,7 @@ class Op:
         "kept",
         "kept_pooled",
         "lazy",
+        "place",
         "redo",
         "results",
         "seq",
@@ -86,6 +88,7 @@ class Op:
     ) -> None:
         self.seq = -1
         self.top = 0
+        self.place = b""
         self.attempt = 0
         self.awaited = False
         self.begun = time.monotonic()

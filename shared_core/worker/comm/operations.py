@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from shared_core.errors import ReplayDivergence
+from shared_core.errors import PlaceMismatch, ReplayDivergence
 from shared_core.faults import inject
 from shared_core.system import threads
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.op import Op, describe
 from shared_core.worker.comm.other_threads import OtherThreads
+from shared_core.worker.comm.places import mismatch
 from shared_core.worker.comm.results import Results
 from shared_core.worker.comm.startup import StartUp
 from shared_core.worker.comm.state import SharedState
@@ -60,6 +61,7 @@ class Operations:
 
         Raises:
             ReplayDivergence: if a newcomer's operation is not the one its predecessor ran.
+            PlaceMismatch: if it is served with what others have called from another place of the program.
             RuntimeError: if gloo refuses the arguments.
         """
         state = self._state
@@ -87,8 +89,7 @@ class Operations:
         state = self._state
         if state.absent and group.size > 1:
             state.listener.cannot_complete(f"{describe(op.signature)} of group {group.name!r}")
-        op.seq, op.top = group.next, state.top
-        group.next += 1
+        self._number(group, op)
         logged = group.replay.get(op.seq)
         if op.checksum and (logged is None or same_call(logged[0], op.signature)):
             self._check(group, op)
@@ -107,6 +108,14 @@ class Operations:
                 state.note_waiting(-1)
                 raise
         return None
+
+    def _number(self, group: GroupState, op: Op) -> None:
+        """Give the operation the group's next number. Callers hold the lock."""
+        state = self._state
+        op.seq, op.top, op.place = group.next, state.top, state.place.packed()
+        group.next += 1
+        if group.places is not None:
+            group.places.called(op.seq, op.place)
 
     def start(self, group: GroupState, op: Op) -> None:
         """Run an operation on the group's connections. Callers hold the lock."""
@@ -137,10 +146,14 @@ class Operations:
                 return  # given up
             group.inflight -= 1
             op.inner_work = None
-            if error is None:
+            apart = self._apart(group, op)
+            if error is None and apart is None:
                 del group.pending[op.seq]
                 entry = self._results.keep(group, op)
             state.changed.notify_all()
+        if apart is not None:
+            op.future.set_exception(state.end(apart))
+            return
         if error is not None:
             self._suspicion.suspect(error)
             return
@@ -157,21 +170,48 @@ class Operations:
         else:
             op.future.set_result(op.value)
 
+    def _apart(self, group: GroupState, op: Op) -> PlaceMismatch | None:
+        """The error, if another member has called this operation from a place where it must not be."""
+        if group.places is None:
+            return None
+        state = self._state
+        other = group.places.elsewhere(op.seq, op.place, recovered=state.generation > 0)
+        if other is None:
+            return None
+        call = f"{describe(op.signature)} (#{op.seq} of {self._groups.called(group)})"
+        return mismatch(state.rank, call, op.place, other)
+
+    def end_if_apart(self) -> None:
+        """End the job if an operation under way can never end, because its members are at different places."""
+        state = self._state
+        with state.lock:
+            pending = [(group, op) for group in self._groups.all() for op in group.pending.values()]
+            found = next(((op, apart) for group, op in pending if (apart := self._apart(group, op))), None)
+        if found is not None:
+            op, apart = found
+            op.attempt += 1
+            op.future.set_exception(state.end(apart))
+
     def serve(self, group: GroupState, op: Op, logged: Logged) -> None:
         """Complete an operation that has its place in the group with what the log says of that place.
 
         Raises:
             ReplayDivergence: if another operation was called there.
+            PlaceMismatch: if it was called from another place of the program.
         """
         state = self._state
+        with state.lock:
+            apart = self._apart(group, op)
+        if apart is not None:
+            raise state.end(apart)
         called, results = logged
         if not same_call(called, op.signature):
             raise state.end(
                 ReplayDivergence(
                     f"rank {state.rank} takes over from a lost worker and calls {describe(op.signature)} as operation "
-                    f"{op.seq} of group {group.name!r}, but its predecessor had called {describe(called)} there. The "
-                    "training code must do the same when it is run again: seed every random number, and do not branch "
-                    "on time or on files the run itself writes."
+                    f"{op.seq} of group {group.name!r} from {state.place.now}, but its predecessor had called "
+                    f"{describe(called)} there. The training code must do the same when it is run again: seed every "
+                    "random number, and do not branch on time or on files the run itself writes."
                 )
             )
         op.serve(results)
@@ -190,9 +230,10 @@ class Operations:
             raise state.end(
                 ReplayDivergence(
                     f"rank {state.rank} takes over from a lost worker, and its input to operation {op.seq} of group "
-                    f"{group.name!r} ({describe(op.signature)}) has checksum {op.checksum:08x}, its predecessor's had "
-                    f"{expected:08x}. The training code computed something else when it was run again: an unseeded or "
-                    "unregistered random number, or state that was not registered (job.register)."
+                    f"{group.name!r} ({describe(op.signature)}, from {state.place.now}) has checksum "
+                    f"{op.checksum:08x}, its predecessor's had {expected:08x}. The training code computed something "
+                    "else when it was run again: an unseeded or unregistered random number, or state that was not "
+                    "registered (job.register)."
                 )
             )
         state.listener.publish_checksum(group.id, op.seq, op.checksum)
@@ -233,8 +274,7 @@ class Operations:
         """Issue an operation that was withdrawn."""
         state = self._state
         with state.lock:
-            op.seq, op.top = group.next, state.top
-            group.next += 1
+            self._number(group, op)
             group.pending[op.seq] = op
             state.note_waiting(+1)
             if group.inner is not None and not state.broken:

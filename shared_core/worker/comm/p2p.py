@@ -20,6 +20,7 @@ from shared_core.protocol.frontier import Channel, Done, channel_key
 from shared_core.system import threads
 from shared_core.worker.comm.membership import Membership
 from shared_core.worker.comm.other_threads import OtherThreads
+from shared_core.worker.comm.places import mismatch
 from shared_core.worker.comm.startup import StartUp
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.messages.disk_log import DiskLog
@@ -33,6 +34,7 @@ class P2PWork(dist.Work):
     def __init__(self, channels: Channels, channel: Channel, index: int, tensor: torch.Tensor) -> None:
         super().__init__()
         self.channels, self.channel, self.index, self.tensor = channels, channel, index, tensor
+        self.place = b""  # from where it was called, packed
         self.inner_work: Any = None
         self.done = False
         self.awaited = False
@@ -44,6 +46,7 @@ class P2PWork(dist.Work):
         """Block until the message is through.
 
         Raises:
+            PlaceMismatch: if it was sent from another place of the program.
             RuntimeError: what gloo reported, when no rank was lost.
         """
         self.channels.wait(self)
@@ -104,6 +107,8 @@ class Channels:
             self._check_present("send")
             index = self._sent.get(channel, 0)
             self._sent[channel] = index + 1
+            if self._group.places is not None:
+                self._group.places.sent(channel, index, self._state.place.packed())
             self._log.setdefault(channel, deque()).append((index, self._state.top, copy))
             self.nbytes += copy.numel() * copy.element_size()
             # The copy is ours, so the caller need not wait: a send is done when it is posted.
@@ -146,6 +151,7 @@ class Channels:
             # The sender does not send it again to a newcomer, which begins at a later place.
             work.keep = self._startup.keeper(key, [tensor]) if key is not None else None
             self._posted[channel] = work.index + 1
+            work.place = self._state.place.packed()
             self._works.setdefault(channel, []).append(work)
             self._post(work)
         return work
@@ -194,16 +200,30 @@ class Channels:
                     # A recovery had given it up and told the others that the message is not here: it comes again.
                     continue
                 group.inflight -= 1
+                apart = self._apart(work) if error is None else None
                 if error is None:
                     self._complete(work)
                 else:
                     work.inner_work = None
                 state.changed.notify_all()
+            if apart is not None:
+                raise state.end(apart)
             if error is None:
                 if work.keep is not None:
                     work.keep()
                 return
             self._suspect(error)
+
+    def _apart(self, work: P2PWork) -> SwiftError | None:
+        """The error, if the message was sent from a place of the program where its sender must not be."""
+        group, state = self._group, self._state
+        if group.places is None:
+            return None
+        recovered = state.generation > 0
+        other = group.places.sent_elsewhere(work.channel, work.index, work.place, recovered=recovered)
+        if other is None:
+            return None
+        return mismatch(state.rank, f"recv (message {work.index} from rank {other[0]})", work.place, other)
 
     # -- failures ----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.listener import Listener
 from shared_core.worker.comm.operations import Operations
 from shared_core.worker.comm.other_threads import OtherThreads
+from shared_core.worker.comm.places import GroupPlaces
 from shared_core.worker.comm.results import Results
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.comm.suspicion import Suspicion
@@ -45,19 +46,32 @@ class Runtime(SharedState):
         super().__init__(env, listener)
         groups = self.groups = Groups(self)
         self.disk = disk
+        self._places = env.job_dir / f"places{env.restart}.{env.world_size}"
         limit = env.config.log.spill_bytes or _LIMIT
         self.results = Results(self, groups, disk, BufferPool(), limit, marks)
         self.suspicion = Suspicion(self, groups)
         self.others = OtherThreads(self)
         self.operations = Operations(self, groups, self.results, self.suspicion, self.others)
         self.connections = Connections(self, groups)
-        self.generations = Generations(self, groups, self.connections, self.operations, self.others)
+        self.generations = Generations(
+            self, groups, self.connections, self.operations, self.others, self.compare_places
+        )
 
     def passed_top(self, top: int) -> None:
         """This rank has published a batch top."""
         with self.lock:
             self.others.at_top()
             super().passed_top(top)
+
+    def compare_places(self, group: GroupState) -> None:
+        """From now on members of this group on this machine see from where the others call its operations.
+
+        Raises:
+            OutOfResources: there is no room for it.
+        """
+        if group.size > 1:
+            self._places.mkdir(mode=0o700, exist_ok=True)
+            group.places = GroupPlaces(self._places / f"{group.id:08x}", group.ranks, group.rank)
 
     @property
     def world(self) -> GroupState | None:

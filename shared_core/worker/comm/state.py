@@ -14,6 +14,7 @@ from shared_core.errors import SwiftError
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.compute_turn import Turn
 from shared_core.worker.comm.listener import Listener, Part, RecordKey
+from shared_core.worker.comm.places import ProgramPlace
 
 
 @dataclass
@@ -49,6 +50,7 @@ class SharedState:
         records: what a predecessor has recorded.
         expected: checksums of the predecessor's inputs, by group and sequence number.
         top: index of the last published batch top.
+        place: where the program is.
         stable: newest batch top that every rank is known to have published.
         checksums: whether inputs are summed and published.
         bucket_checksums: whether DDP's buckets are: with unused parameters they hold leftovers that mean nothing.
@@ -73,6 +75,7 @@ class SharedState:
         self.records: dict[RecordKey, list[torch.Tensor]] = {}
         self.expected: dict[tuple[int, int], int] = {}
         self.top = self.stable = 0
+        self.place = ProgramPlace()
         self.beside: tuple[float, tuple[int, ...], str] | None = None
         self._waiting = 0
 
@@ -123,6 +126,7 @@ class SharedState:
         """The program begins or leaves an entry call: up to the next batch top it starts up."""
         with self.lock:
             self.entry, self.in_startup = entry, True
+            self.place.enter_call(entry)
 
     def start_up_again(self, part: Part = (), *, hold: bool = False) -> None:
         """What the program does up to the next batch top a newcomer does again.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
+from shared_core.worker.comm.places import ProgramPlace
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
@@ -25,6 +26,7 @@ class BatchTops:
         progress: what the launcher sees of this worker.
         news: told to those that listen.
         publishing: publishes tops.
+        place: where the program is.
         joining: takes the predecessor's place.
         resizes: the number of workers may change.
         log_bytes: says how much memory the message logs hold.
@@ -39,22 +41,23 @@ class BatchTops:
         progress: progress_file.ProgressFile,
         news: News,
         publishing: Publishing,
+        place: ProgramPlace,
         joining: Joining,
         resizes: bool,
         log_bytes: Callable[[], int],
     ) -> None:
         self._position, self._trained, self._buckets, self._updates = position, trained, buckets, updates
         self._progress, self._news, self._publishing, self._joining = progress, news, publishing, joining
-        self._resizes, self._log_bytes = resizes, log_bytes
+        self._place, self._resizes, self._log_bytes = place, resizes, log_bytes
         self._deferred = 0
 
-    def batch(self, accumulating: bool) -> bool:
+    def batch(self, accumulating: bool, epoch: int | None) -> bool:
         """See :meth:`Job.batch_top`."""
         inject.point("batch_top")
         self._news.deliver()
         if self._joining.at("batch"):
             return True
-        self._pass()
+        self._pass(epoch)
         self._updates.next_batch()
         shard = self._trained.shard
         if accumulating or (shard is not None and shard.unsettled):
@@ -78,11 +81,12 @@ class BatchTops:
         self._news.deliver()
         if self._joining.at("eval"):
             return True
-        self._pass()
+        self._pass(None)
         self._publishing.at_top("eval")
         return False
 
-    def _pass(self) -> None:
+    def _pass(self, epoch: int | None) -> None:
         self._position.tops += 1
+        self._place.step(epoch)
         self._progress.top(self._position.tops, self._log_bytes())
         self._news.passed()

@@ -125,13 +125,18 @@ class Entries:
             epoch: the one that this is in, if it is in one; what was kept in those before the last is let go of.
             pass_: how many passes of it there were. After one, all is let go of if no other follows.
         """
+        if pass_:
+            self._runtime.place.end_pass()
+        else:
+            self._runtime.place.begin(phase, epoch)
         part = (phase,) if epoch is None else (phase, epoch, pass_)
         self._runtime.start_up_again(part if phase else (), hold=pass_ > 0)
         if epoch is not None and not self._joining.pending:
             self._board.records.forget(lambda key: _is_earlier(key, phase, epoch - 1))
 
     def goes_on(self) -> None:
-        """Another pass of the same epoch begins."""
+        """Another pass of the same epoch, or phase, begins."""
+        self._runtime.place.begin_pass()
         self._runtime.keep_held()
 
     def _leave(self) -> None:

@@ -7,6 +7,7 @@ import time
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.worker.checkpoints.restored import Restored
+from shared_core.worker.comm.places import ProgramPlace
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.replay import Replays
@@ -22,6 +23,7 @@ class Joining:
 
     Args:
         start: knows the place.
+        place: where the program is.
         progress: what the launcher sees of this worker.
         news: says that it has joined.
         publishing: publishes it, there.
@@ -31,6 +33,7 @@ class Joining:
         self,
         start: Start,
         position: Position,
+        place: ProgramPlace,
         parts: Parts,
         trained: Trained,
         buckets: Buckets,
@@ -40,7 +43,7 @@ class Joining:
         news: News,
         publishing: Publishing,
     ) -> None:
-        self._start, self._position, self._parts, self._trained = start, position, parts, trained
+        self._start, self._position, self._place, self._parts, self._trained = start, position, place, parts, trained
         self._buckets, self._updates, self._progress = buckets, updates, progress
         self._replays, self._news, self._publishing = replays, news, publishing
 
@@ -80,6 +83,8 @@ class Joining:
     def _take_place(self, place: Restored) -> None:
         parts = place.parts | self._parts.of_main(place.main)
         self._position.tops = place.top.index
+        if "swift.place" in parts:  # not in checkpoints of earlier versions
+            self._place.restore(parts["swift.place"])
         self._start.checkpoints.joined(place.top, saved=bool(place.tier))
         self._start.beginning.joined()
         self._parts.restore(parts)

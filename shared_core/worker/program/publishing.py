@@ -76,6 +76,7 @@ class Publishing:
         parts["swift.outside"] = self._updates.outside.active
         parts["swift.eligible"] = self._buckets.eligible
         parts["swift.images"] = self._updates.keeps_images
+        parts["swift.place"] = self._runtime.place.capture()
         if grads is not None:
             parts["swift.gradients"] = grads
         top = self._top(kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
 from shared_core.worker.recovery.patience import Patience
+from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.reporting import News
@@ -20,8 +21,10 @@ def on_first_group(
     replays: Replays,
     news: News,
     patience: Patience,
+    place_reports: PlaceReports,
 ) -> None:
     """Form the first generation. A newcomer with a batch top to reach does so there; another one joins here."""
+    place_reports.begin()
     if beginning.spare.waits:  # it goes the way of a newcomer, and says nothing to the others before it has a place
         runtime.answer_from(dict(recovery.board.records.read()))
         beginning.spare.then(patience.begin)

@@ -99,6 +99,7 @@ class Patience:
         if mine is not None and mine.waited_s < min(_REPORT_S, quiet / 2):
             mine = None
         self._last = mine
+        self._runtime.operations.end_if_apart()
         if mine is None:
             self._retire()
             return

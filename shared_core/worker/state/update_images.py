@@ -33,7 +33,7 @@ class UpdateImages:
         self._images: list[PreImage] = []
         self._newest: dict[int, torch.Tensor] = {}
         self._spare: dict[int, list[torch.Tensor]] = {}
-        #: Number and version of the last two batch tops.
+        #: Number of the newest batch top, and version, of the last two versions that batch tops had.
         self._tops: list[tuple[int, int]] = []
 
     # -- whether -----------------------------------------------------------------------------------
@@ -82,12 +82,14 @@ class UpdateImages:
     def at_top(self, index: int) -> None:
         """The batch top of this number was published."""
         self._several = self._several or self._wanted
-        self._tops = [*self._tops, (index, self._count.applied)][-2:]
+        version = self._count.applied
+        self._tops = [*(top for top in self._tops if top[1] != version), (index, version)][-2:]
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of what no newcomer asks for: none begins before the last two batch tops, nor before one that every
-        rank has published.
+        """Let go of what no newcomer asks for. All ranks have made the gradients of the newest update, so each has
+        published the batch top before it; and none begins before one that every rank has published. (Batch tops alone
+        say nothing: where no collective lies between, such as at the end of a pass, one rank can be several ahead.)
         """
         stable = self._stable()
         self._tops = [(top, version) for top, version in self._tops if top >= stable]

@@ -1,0 +1,52 @@
+"""Random scripts end with a failure as they end stock, or with an error that says why they cannot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from .grammar import write
+from .trial import HANG, OTHER, REFUSED, Trials, trials
+
+#: Programs of a night; at most so many of a hundred are refused.
+_NIGHTLY, _MOST_REFUSED = 300, 5
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Trials]:
+    with trials() as each:
+        yield each
+
+
+@pytest.mark.parametrize("seed", range(1, 21))
+def test_a_random_program_ends_as_without_a_failure_or_is_refused(seed: int, runs: Trials) -> None:
+    outcome = runs.run(seed)
+    assert outcome.verdict not in (OTHER, HANG), f"{outcome.row()}\n{outcome.program.swift}"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_many_random_programs(runs: Trials, request: pytest.FixtureRequest) -> None:
+    """Others each night: the date is the first seed."""
+    first = request.config.getoption("night") or 1
+    outcomes = [runs.run(seed) for seed in range(first, first + _NIGHTLY)]
+    found = Counter(outcome.verdict for outcome in outcomes)
+    wrong = [outcome.row() for outcome in outcomes if outcome.verdict in (OTHER, HANG)]
+    refused = [outcome.row() for outcome in outcomes if outcome.verdict == REFUSED]
+    assert not wrong, "\n".join([f"{found}", *wrong])
+    assert len(refused) <= _MOST_REFUSED * _NIGHTLY / 100, "\n".join([f"{found}", *refused])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_what_is_registered_is_never_refused(runs: Trials) -> None:
+    outcomes = [runs.run(seed, plain=False) for seed in range(1, 41)]
+    assert not [outcome.row() for outcome in outcomes if outcome.verdict != "same"]
+
+
+def test_a_seed_gives_the_same_program() -> None:
+    assert all(write(seed) == write(seed) for seed in range(100))
+    assert write(1) != write(2)
+    assert write(1).stock.count("shared_core") == 0
