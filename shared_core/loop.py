@@ -27,6 +27,7 @@ from shared_core.loaders import Loaders, TrackedLoader, read_random, write_rando
 from shared_core.registered import Registered
 from shared_core.sharing import SharedStep, StepSharing, shared_steps
 from shared_core.worker.sharded.own import Owner
+from shared_core.worker.variables.variables import Variables
 
 #: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
 _ANCHORS = 8
@@ -127,11 +128,13 @@ class _Anchors:
     Attributes:
         taken: by number of passes.
         loaders: of the script.
+        variables: all that the script holds.
     """
 
     def __init__(self, registered: Registered) -> None:
         self._registered = registered
         self.loaders: Loaders
+        self.variables: Variables
         self.taken: dict[int, bytes] = {}
 
     def take(self, passes: int) -> None:
@@ -139,7 +142,8 @@ class _Anchors:
         if passes == 0:
             self.taken.clear()
         values = self._registered.capture_counters()
-        self.taken[passes] = dumps({"random": read_random(), "values": values, "owned": self.loaders.owned()})
+        found = {"random": read_random(), "values": values, "owned": self.loaders.owned()}
+        self.taken[passes] = dumps(found | {"variables": self.variables.capture(boundary=False)})
         if passes > _ANCHORS:
             self.taken.pop(passes - _ANCHORS, None)
 
@@ -150,6 +154,7 @@ class _Anchors:
         found = loads(taken[passes])
         self._registered.restore_counters(found["values"])
         self.loaders.set_owned(found["owned"])
+        self.variables.put_back(found.get("variables", {}), boundary=False)
         write_random(found["random"])
 
 
@@ -324,6 +329,13 @@ class TrainingLoop:
             self.job.keep_tops()
         return counters
 
+    def ignore(self, *names: str) -> None:
+        """Variables and attributes of the script with these names may be others in a replacement: nothing depends on
+        them. All others are put back, or compared (docs/will_my_script_work.md).
+        """
+        if self.job is not None:
+            self.job.variables.ignore(*names)
+
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """Tell the policy ``value`` the loss of this batch; a tensor is not read at once."""
         if self.job is not None:
@@ -341,6 +353,7 @@ class TrainingLoop:
         """
         self.job, self._config, self._replays = job, config, replays
         self._loaders = self._anchors.loaders = Loaders(job, config)
+        self._anchors.variables = job.variables
         if replays:
             return
         job.register(_PLACE, self._capture_place, self._restore_place)

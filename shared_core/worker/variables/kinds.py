@@ -1,0 +1,195 @@
+"""What objects of a type are to a replacement: restored from their value, left alone, or only compared."""
+
+from __future__ import annotations
+
+import array
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import io
+import itertools
+import logging
+import os
+import pathlib
+import random
+import re
+import sysconfig
+import threading
+import types
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+#: Packages whose objects are restored by this product already, or hold what belongs to one process.
+FRAMEWORKS = frozenset(
+    "shared_core lightning_swift accelerate_swift lightning pytorch_lightning lightning_fabric lightning_utilities "
+    "accelerate transformers deepspeed datasets tokenizers safetensors wandb mlflow tensorboard tensorboardX tqdm rich "
+    "logging threading multiprocessing concurrent asyncio socket ssl subprocess selectors queue tempfile argparse "
+    "unittest pytest _pytest inspect importlib contextlib abc typing matplotlib ctypes".split()
+)
+#: Parts of torch with objects that hold state of a script; those of other parts are left to this product.
+_OF_TORCH = (
+    "torch.optim.lr_scheduler",
+    "torch.optim.swa_utils",
+    "torch.amp.",
+    "torch.cuda.amp.",
+    "torch.distributions",
+)
+_LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_paths()[each]) + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {sysconfig.get_paths()[each] + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+#: What belongs to the process, and holds nothing that a script computes.
+IGNORED = (
+    io.IOBase,
+    logging.Logger,
+    logging.Handler,
+    threading.Thread,
+    threading.Event,
+    threading.Condition,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.local,
+    re.Pattern,
+    weakref.ReferenceType,
+    memoryview,
+    types.MappingProxyType,
+    types.CodeType,
+    types.FrameType,
+    types.TracebackType,
+    functools._lru_cache_wrapper,
+    type(...),
+    type(NotImplemented),
+    np.random.BitGenerator,
+    torch.distributed.ProcessGroup,
+    torch.distributed.Store,
+)
+#: Types whose objects are known by their name only.
+NAMED = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    np.ufunc,
+)
+RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_CONTAINERS: tuple[tuple[type, str], ...] = (
+    (dict, "dict"),
+    (list, "list"),
+    (collections.deque, "deque"),
+    (set, "set"),
+    (tuple, "tuple"),
+    (frozenset, "frozenset"),
+)
+_ATOMS = (bool, int, float, complex, str, bytes, bytearray)
+
+#: Immutable values: what they are made from, and how.
+VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    decimal.Decimal: (str, decimal.Decimal),
+    fractions.Fraction: (lambda v: (v.numerator, v.denominator), lambda parts: fractions.Fraction(*parts)),
+    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.timedelta: (lambda v: (v.days, v.seconds, v.microseconds), lambda parts: datetime.timedelta(*parts)),
+    range: (lambda v: (v.start, v.stop, v.step), lambda parts: range(*parts)),
+    slice: (lambda v: (v.start, v.stop, v.step), lambda parts: slice(*parts)),
+    uuid.UUID: (lambda v: v.int, lambda number: uuid.UUID(int=number)),
+    torch.device: (str, torch.device),
+    pathlib.PosixPath: (str, pathlib.PosixPath),
+    np.dtype: (lambda v: v.str, np.dtype),
+    itertools.count: (lambda v: v.__reduce__()[1], lambda parts: itertools.count(*parts)),
+}
+
+
+def of_libraries(file: str | None) -> bool:
+    """Whether a file of code is part of Python, or of an installed package."""
+    return file is None or file.startswith(("<frozen", *_LIBRARIES)) or "site-packages" in file
+
+
+@functools.cache
+def kind_of(cls: type) -> str:
+    """What is done with objects of a type: the name of one of the ways in :mod:`.writer`."""
+    if issubclass(cls, torch.Tensor):
+        return "tensor" if cls in (torch.Tensor, nn.Parameter, nn.Buffer) else "opaque"
+    if issubclass(cls, np.ndarray):
+        return "ndarray" if cls is np.ndarray else "opaque"
+    if issubclass(cls, (np.generic, torch.dtype, torch.Size)):
+        return "plain"
+    if cls in VALUES or issubclass(cls, np.dtype):
+        return "value"
+    if issubclass(cls, enum.Enum):
+        return "enum"
+    if cls is types.FunctionType:
+        return "function"
+    if issubclass(cls, NAMED):
+        return "named"
+    if issubclass(cls, RANDOM):
+        return "random"
+    if issubclass(cls, IGNORED):
+        return "ignored"
+    if cls is array.array:
+        return "pyarray"
+    for base, name in _CONTAINERS:
+        if issubclass(cls, base):
+            return name
+    if issubclass(cls, _ATOMS):
+        return "atom"
+    if cls is types.SimpleNamespace:
+        return "object"
+    if issubclass(cls, nn.Module):
+        return "module"
+    if _left_to_others(cls):
+        return "fixed"
+    return "object" if _is_made_of_attributes(cls) else "opaque"
+
+
+def _left_to_others(cls: type) -> bool:
+    if issubclass(cls, (torch.optim.Optimizer, torch.utils.data.DataLoader, torch.utils.data.Sampler)):
+        return True
+    module = cls.__module__
+    root = module.partition(".")[0]
+    if root == "torch":
+        return not module.startswith(_OF_TORCH)
+    return root in FRAMEWORKS
+
+
+def _is_made_of_attributes(cls: type) -> bool:
+    """All that makes an object of it is in its ``__dict__`` and ``__slots__``."""
+    for base in cls.__mro__[:-1]:
+        if not base.__flags__ & (1 << 9) or isinstance(base.__dict__.get("__new__"), types.BuiltinFunctionType):
+            return False  # a type in C, which keeps what nobody sees
+    return hasattr(cls, "__dict__") and ("__dict__" in _members(cls) or bool(slots_of(cls)))
+
+
+def _members(cls: type) -> set[str]:
+    return {name for base in cls.__mro__ for name in base.__dict__}
+
+
+@functools.cache
+def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
+    """Where objects of a type keep what is not in their ``__dict__``."""
+    return tuple(
+        each
+        for base in cls.__mro__
+        for name, each in base.__dict__.items()
+        if isinstance(each, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__")
+    )
+
+
+def name_of(thing: Any) -> str:
+    """By which a class, function or module is found in another process that runs the same script."""
+    if isinstance(thing, types.ModuleType):
+        return f"{thing.__name__}:"
+    func = getattr(thing, "__func__", thing)
+    return f"{getattr(func, '__module__', None)}:{getattr(func, '__qualname__', type(func).__qualname__)}"

@@ -1,0 +1,209 @@
+"""Where a script's variables are: frames of its functions that run, its modules, their classes, what is told by name."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared_core.worker.variables.kinds import kind_of, of_libraries
+from shared_core.worker.variables.liveness import live
+from shared_core.worker.variables.writer import Unbound
+
+#: Packages whose own frames and modules are no part of a script.
+_OURS = tuple(
+    f"{Path(__file__).resolve().parents[3] / name}/" for name in ("shared_core", "lightning_swift", "accelerate_swift")
+)
+_OF_CLASSES = (
+    types.FunctionType,
+    classmethod,
+    staticmethod,
+    property,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.ModuleType,
+    type,
+)
+_WRITES_THROUGH = sys.version_info >= (3, 13)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Variables in one place.
+
+    Attributes:
+        name: by which a replacement knows the place.
+        where: the place in the source, for people.
+        names: of the variables.
+        values: what they hold, in the same order.
+        holder: takes new values: a namespace, a class, or a frame.
+    """
+
+    name: str
+    where: str
+    names: tuple[str, ...]
+    values: list[Any]
+    holder: Any
+
+    def put(self, changed: Mapping[str, Any]) -> None:
+        """Give variables other values."""
+        if isinstance(self.holder, types.FrameType):
+            _put_locals(self.holder, changed)
+        elif isinstance(self.holder, type):
+            for name, value in changed.items():
+                type.__setattr__(self.holder, name, value)
+        else:
+            self.holder.update(changed)
+
+
+class Told:
+    """Attributes of an object, found once and looked for again when there are others.
+
+    Args:
+        name: of the object.
+        thing: the object.
+        leaves: names of attributes that are none of a script's.
+    """
+
+    def __init__(self, name: str, thing: Any, leaves: frozenset[str]) -> None:
+        self._name, self._own, self._leaves = name, vars(thing), leaves
+        self._size, self._names = -1, ()
+
+    def scope(self) -> Scope:
+        """What they hold."""
+        if len(self._own) != self._size or any(each not in self._own for each in self._names):
+            self._size = len(self._own)
+            self._names: tuple[str, ...] = tuple(each for each in self._own if each not in self._leaves)
+        return Scope(self._name, self._name, self._names, [self._own[each] for each in self._names], self._own)
+
+
+class Scopes:
+    """The places of one script."""
+
+    def __init__(self) -> None:
+        self._codes: dict[types.CodeType, bool] = {}
+        self._modules: list[tuple[str, dict[str, Any]]] = []
+        self._seen_modules = -1
+        self._plans: dict[tuple[str, Any], tuple[int, tuple[str, ...], list[tuple[str, type]]]] = {}
+
+    def find(self, frame: types.FrameType | None, told: Iterable[Told]) -> Iterator[Scope]:
+        """All scopes: those of objects that are told first, then frames from the innermost outward, then modules.
+
+        Args:
+            frame: the innermost one to look at.
+            told: objects whose attributes count too.
+        """
+        for each in told:
+            yield each.scope()
+        running: dict[int, types.FrameType] = {}
+        times: dict[str, int] = {}
+        while frame is not None:
+            code = frame.f_code
+            mine = self._codes.get(code)
+            if mine is None:
+                mine = self._codes[code] = _is_script(code, frame.f_globals)
+            if mine:
+                running.setdefault(id(frame.f_globals), frame)
+                if code.co_name != "<module>":
+                    name = f"{frame.f_globals.get('__name__')}:{code.co_qualname}"
+                    number = times[name] = times.get(name, 0) + 1
+                    yield _of_frame(frame, f"{name} {number}")
+                else:
+                    running[id(frame.f_globals)] = frame
+                    if frame.f_globals.get("__name__") == "__main__":
+                        break
+            frame = frame.f_back
+        for name, own in self._own_modules(running):
+            yield from self._of_module(name, own, running.get(id(own)))
+
+    def _own_modules(self, running: Mapping[int, types.FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
+        if len(sys.modules) != self._seen_modules:
+            self._seen_modules = len(sys.modules)
+            self._modules = [
+                (name, vars(each))
+                for name, each in list(sys.modules.items())
+                if isinstance(each, types.ModuleType) and name != "__mp_main__" and _is_own_module(each)
+            ]
+        known = {id(own) for _, own in self._modules}
+        for number, frame in running.items():
+            if number not in known:
+                yield str(frame.f_globals.get("__name__")), frame.f_globals
+        yield from self._modules
+
+    def _of_module(self, name: str, own: dict[str, Any], frame: types.FrameType | None) -> Iterator[Scope]:
+        last = frame.f_lasti if frame is not None and frame.f_code.co_name == "<module>" else None
+        plan = self._plans.get((name, last))
+        if plan is None or plan[0] != len(own) or any(each not in own for each in plan[1]):
+            plan = self._plans[name, last] = _plan(name, own, frame if last is not None else None)
+        file = Path(own.get("__file__") or name).name
+        where = file if last is None or frame is None else f"{file}:{frame.f_lineno}"
+        yield Scope(name, where, plan[1], [own[each] for each in plan[1]], own)
+        for path, cls in plan[2]:
+            names = tuple(k for k, v in vars(cls).items() if not k.startswith("_") and not isinstance(v, _OF_CLASSES))
+            if names:
+                yield Scope(path, f"class {cls.__qualname__}", names, [vars(cls)[each] for each in names], cls)
+
+
+def _plan(
+    name: str, own: dict[str, Any], frame: types.FrameType | None
+) -> tuple[int, tuple[str, ...], list[tuple[str, type]]]:
+    """Which of a module's names are variables, and its classes."""
+    alive = None if frame is None else live(frame.f_code, frame.f_lasti)
+    names, classes = [], []
+    for each, value in own.items():
+        if isinstance(value, type):
+            if value.__module__ == name and kind_of(value) not in ("enum",):
+                classes.append((f"{name}:{value.__qualname__}", value))
+        elif each.startswith("__") or isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+            continue
+        elif isinstance(value, types.FunctionType) and not _has_state(value, name):
+            continue
+        elif alive is None or each in alive:
+            names.append(each)
+    return len(own), tuple(names), classes
+
+
+def _has_state(function: types.FunctionType, module: str) -> bool:
+    held = bool(function.__closure__ or function.__dict__ or function.__defaults__ or function.__kwdefaults__)
+    return held and function.__module__ == module
+
+
+def _of_frame(frame: types.FrameType, name: str) -> Scope:
+    code = frame.f_code
+    values = frame.f_locals
+    alive = live(code, frame.f_lasti)
+    names = (*code.co_varnames, *(each for each in code.co_cellvars if each not in code.co_varnames), *code.co_freevars)
+    wanted = tuple(each for each in names if (alive is None or each in alive) and not each.startswith("."))
+    held = [values.get(each, Unbound) for each in wanted]
+    if not _WRITES_THROUGH:
+        for each in names:  # else what the function has let go of stays until it is looked at again
+            values.pop(each, None)
+    return Scope(name, f"{Path(code.co_filename).name}:{frame.f_lineno}", wanted, held, frame)
+
+
+def _put_locals(frame: types.FrameType, changed: Mapping[str, Any]) -> None:
+    values = frame.f_locals
+    values.update(changed)
+    if not _WRITES_THROUGH:
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+        for each in list(values):
+            if each in frame.f_code.co_varnames or each in frame.f_code.co_cellvars + frame.f_code.co_freevars:
+                values.pop(each, None)
+
+
+def _is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:
+    main = sys.modules.get("__main__")
+    if main is not None and variables is vars(main):
+        return True
+    return not of_libraries(code.co_filename) and not code.co_filename.startswith(_OURS)
+
+
+def _is_own_module(module: types.ModuleType) -> bool:
+    if module.__name__ == "__main__":
+        return True
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and not of_libraries(file) and not file.startswith(_OURS)
