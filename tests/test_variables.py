@@ -6,7 +6,7 @@ import pytest
 from harness import Jobs
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import Mismatch
+from shared_core.testing.runner import Mismatch, compare
 from shared_core.worker.variables.variables import OFF
 
 #: Parts of the script, and where workers fail in them: an epoch has ten batches and eleven step boundaries.
@@ -29,3 +29,20 @@ def test_without_the_capture_it_is_not(part: str, jobs: Jobs) -> None:
     """The control of the tests above."""
     with pytest.raises(Mismatch):
         jobs.check("variables.py", args=[part], faults=CASES[part], env={OFF: "1"})
+
+
+def test_what_cannot_be_put_back_is_refused_by_name(jobs: Jobs) -> None:
+    """A generator that runs: all workers start again, from the beginning where there is no checkpoint."""
+    result = jobs.run("variables.py", args=["unrestorable"], faults=[Fault(1, 17, "bucket", "SIGKILL")])
+    compare(result, jobs.reference("variables.py", args=["unrestorable"]))
+    [restart] = result.kinds("restart")
+    reason = restart.fields["reason"]
+    assert "`stream` (variables.py:" in reason and "job.ignore('stream')" in reason, reason
+
+
+def test_what_is_ignored_is_not_compared(jobs: Jobs) -> None:
+    """The control of the test above, and what ``job.ignore`` asks for."""
+    result = jobs.run("variables.py", args=["ignored"], faults=[Fault(1, 17, "bucket", "SIGKILL")])
+    assert result.status == 0 and not result.kinds("restart"), result.tail()
+    with pytest.raises(Mismatch):  # what the stream counts is wrong, as the script has asked for
+        compare(result, jobs.reference("variables.py", args=["ignored"]))

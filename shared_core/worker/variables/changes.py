@@ -15,7 +15,9 @@ def changed(first: tuple[Any, Any], now: tuple[Any, Any]) -> set[tuple[str, str]
         first: scopes and descriptions, as they were when the loop began.
         now: the same, as they are.
     """
-    before = {(scope, name): value for scope, _, names, values in first[0] for name, value in zip(names, values)}
+    before = {
+        (scope, name): value for scope, _, names, values in first[0] for name, value in zip(names, values, strict=True)
+    }
     ours, theirs = _by_number(first[1]), _by_number(now[1])
     return {
         (scope, name)

@@ -47,11 +47,13 @@ class Difference:
         path: of the value: the variable, and the way from there.
         was: what the other run held, for people.
         here: what this run holds, for people.
+        where: the place of the variable in the source.
     """
 
     path: str
     was: str
     here: str
+    where: str = ""
 
 
 class Graft:
@@ -153,7 +155,7 @@ class Graft:
                 self._differ(path, f"a {_short(parts[0])} of {parts[1]} parts, too many to be published", old)
             return old
         if not same or tuple(parts) != self._writer.describe("opaque", old):
-            self._differ(path, f"another {_short(cls)}" if same else f"a {_short(cls)}", old)
+            self._differ(path, f"a {_short(cls)}" + " that has gone on" * same, old)
         return old
 
     def _find(self, name: str, old: Any, path: str) -> Any:
@@ -204,15 +206,7 @@ class Graft:
         if kind in _AS_HERE or (kind == "function" and (here is MISSING or name_of(here) != parts[0])):
             self._filled[new] = here
         elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
-            made = _immutable(kind, cls, parts, self.value)
-            self._filled[new] = (
-                here
-                if here is not MISSING
-                and type(here) is type(made)
-                and here == made
-                and kind not in ("tuple", "frozenset")
-                else made
-            )
+            self._filled[new] = _immutable(kind, cls, parts, self.value)
         elif kind in ("tensor", "ndarray"):
             self._filled[new] = self._restored(kind, cls, parts, here)
         elif kind == "random":
@@ -232,7 +226,7 @@ class Graft:
 
     def _fill_container(self, kind: str, made: Any, parts: list[Any]) -> None:
         attributes = parts[-1]
-        base = {"dict": dict, "list": list, "set": set, "deque": deque}.get(kind)
+        base: Any = {"dict": dict, "list": list, "set": set, "deque": deque}.get(kind)
         if base is not None:
             if kind == "dict":
                 items: Any = [(self.value(k), self.value(v)) for k, v in parts[0]]
@@ -337,7 +331,7 @@ def _fits(kind: str, parts: list[Any], old: Any) -> bool:
         alike = str(old.dtype) == f"torch.{dtype}" and tuple(old.shape) == tuple(shape) and old.device.type == "cpu"
         return alike and gradient != 2 and old.grad_fn is None
     if kind == "ndarray":
-        return old.dtype.str == parts[1].replace("O", "|O") and old.shape == tuple(parts[2])
+        return bool(old.dtype.str == parts[1].replace("O", "|O") and old.shape == tuple(parts[2]))
     if kind == "pyarray":
         return bool(old.typecode == parts[0])
     if kind == "deque":
@@ -350,7 +344,7 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     if kind in ("object", "module"):
         return {f".{name}": value for name, value in parts[0].items()}
     if kind in ("list", "deque", "tuple"):
-        found = dict(enumerate(parts[0]))
+        found: dict[Any, Any] = dict(enumerate(parts[0]))
         return found if kind == "tuple" else found | {f".{name}": value for name, value in parts[-1].items()}
     if kind == "dict":
         found = {_key(key): value for key, value in parts[0]}
@@ -438,7 +432,7 @@ def _blank(kind: str, cls: str, parts: list[Any]) -> Any:
     if not isinstance(made, type) or kind_of(made) != kind:
         raise RecoveryFailed(f"{_short(cls)} is no class of the script any more")
     if kind == "deque":
-        fresh = deque.__new__(made)
+        fresh: Any = deque.__new__(made)
         deque.__init__(fresh, (), parts[1])
         return fresh
     if kind == "module":

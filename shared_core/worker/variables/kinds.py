@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch._C._distributed_c10d import Store
 
 #: Packages whose objects are restored by this product already, or hold what belongs to one process.
 FRAMEWORKS = frozenset(
@@ -35,7 +36,7 @@ FRAMEWORKS = frozenset(
     "logging threading multiprocessing concurrent asyncio socket ssl subprocess selectors queue tempfile argparse "
     "unittest pytest _pytest inspect importlib contextlib abc typing matplotlib ctypes".split()
 )
-#: Parts of torch with objects that hold state of a script; those of other parts are left to this product.
+#: Parts of torch whose objects hold state of a script; all others are left to this product.
 _OF_TORCH = (
     "torch.optim.lr_scheduler",
     "torch.optim.swa_utils",
@@ -70,7 +71,7 @@ IGNORED = (
     type(NotImplemented),
     np.random.BitGenerator,
     torch.distributed.ProcessGroup,
-    torch.distributed.Store,
+    Store,
 )
 #: Types whose objects are known by their name only.
 NAMED = (
@@ -118,7 +119,7 @@ def of_libraries(file: str | None) -> bool:
 
 
 @functools.cache
-def kind_of(cls: type) -> str:
+def kind_of(cls: Any) -> str:
     """What is done with objects of a type: the name of one of the ways in :mod:`.writer`."""
     if issubclass(cls, torch.Tensor):
         return "tensor" if cls in (torch.Tensor, nn.Parameter, nn.Buffer) else "opaque"
@@ -177,7 +178,7 @@ def _members(cls: type) -> set[str]:
 
 
 @functools.cache
-def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
+def slots_of(cls: Any) -> tuple[types.MemberDescriptorType, ...]:
     """Where objects of a type keep what is not in their ``__dict__``."""
     return tuple(
         each

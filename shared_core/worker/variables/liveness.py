@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
+from typing import Any
 
 #: Who names one of these may read every variable.
 _READS_ALL = frozenset({"locals", "globals", "vars", "dir", "eval", "exec"})
@@ -43,7 +44,7 @@ def _live(code: CodeType, last: int) -> frozenset[str] | None:
     instructions = list(dis.get_instructions(code))
     index = {each.offset: number for number, each in enumerate(instructions)}
     handlers: list[list[int]] = [[] for _ in instructions]
-    for entry in dis.Bytecode(code).exception_entries:
+    for entry in _handlers(code):
         for number, each in enumerate(instructions):
             if entry.start <= each.offset < entry.end:
                 handlers[number].append(index[entry.target])
@@ -61,6 +62,13 @@ def _live(code: CodeType, last: int) -> frozenset[str] | None:
                 before[number], changed = now, True
     here = max((number for number, each in enumerate(instructions) if each.offset <= last), default=0)
     return frozenset(always).union(*(before[each] for each in following[here]))
+
+
+def _handlers(code: CodeType) -> Iterable[Any]:
+    """Where exceptions of which instructions go on: public, but not in the stubs."""
+    bytecode: Any = dis.Bytecode(code)
+    found: Iterable[Any] = bytecode.exception_entries
+    return found
 
 
 def _inside(code: CodeType) -> Iterator[CodeType]:

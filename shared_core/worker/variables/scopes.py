@@ -1,4 +1,4 @@
-"""Where a script's variables are: frames of its functions that run, its modules, their classes, what is told by name."""
+"""Where a script's variables are: frames of its running functions, its modules, their classes, objects it tells of."""
 
 from __future__ import annotations
 
@@ -71,14 +71,21 @@ class Told:
 
     def __init__(self, name: str, thing: Any, leaves: frozenset[str]) -> None:
         self._name, self._own, self._leaves = name, vars(thing), leaves
-        self._size, self._names = -1, ()
+        self._size = -1
+        self._names: tuple[str, ...] = ()
 
     def scope(self) -> Scope:
         """What they hold."""
-        if len(self._own) != self._size or any(each not in self._own for each in self._names):
-            self._size = len(self._own)
-            self._names: tuple[str, ...] = tuple(each for each in self._own if each not in self._leaves)
-        return Scope(self._name, self._name, self._names, [self._own[each] for each in self._names], self._own)
+        own = self._own
+        try:
+            values = [own[each] for each in self._names] if len(own) == self._size else None
+        except KeyError:
+            values = None
+        if values is None:
+            self._size = len(own)
+            self._names = tuple(each for each in own if each not in self._leaves)
+            values = [own[each] for each in self._names]
+        return Scope(self._name, self._name, self._names, values, own)
 
 
 class Scopes:

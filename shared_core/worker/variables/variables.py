@@ -6,6 +6,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
@@ -176,9 +177,9 @@ class Variables:
             self._large.add((scope_name, name))
             self._tell(
                 name,
-                f"the variable {name!r} ({where}) is too large to be published at each step (the limit for all together "
-                f"is {LIMIT >> 20} MiB): where it has changed, a failed worker is not replaced, and all go back to the "
-                f"checkpoint. If nothing depends on it: job.ignore({name!r})",
+                f"the variable {name!r} ({where}) is too large to be published at each step (the limit for all is "
+                f"{LIMIT >> 20} MiB): a worker that fails after it has changed is not replaced, and all go back to the "
+                f"checkpoint. If nothing depends on it, write job.ignore({name!r})",
             )
 
     def _tell(self, name: str, message: str) -> None:
@@ -240,9 +241,7 @@ class Variables:
                 known = len(graft.differences)
                 graft.match(new, old, name)
                 todo.append((scope, name, new, old))
-                graft.differences[known:] = [
-                    Difference(f"{each.path} ({where})", each.was, each.here) for each in graft.differences[known:]
-                ]
+                graft.differences[known:] = [replace(each, where=where) for each in graft.differences[known:]]
         if graft.differences and boundary:
             return self._refusal(graft.differences)
         changes: dict[str, dict[str, Any]] = {}
@@ -258,10 +257,10 @@ class Variables:
 
     def _refusal(self, differences: Sequence[Difference]) -> str:
         each = differences[0]
-        name = each.path.partition(" ")[0].partition(".")[0].partition("[")[0]
-        more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
+        name = each.path.partition(".")[0].partition("[")[0].partition(" ")[0]
+        more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
         return (
-            f"rank {self._rank}: `{each.path}` was {each.was} in the failed worker, is {each.here} in its replacement, and "
-            f"cannot be put back{more}. Keep it as plain data or in an object with plain attributes, or, if nothing "
-            f"depends on it, write job.ignore({name!r})"
+            f"rank {self._rank}: `{each.path}` ({each.where}) was {each.was} in the failed worker and is {each.here} "
+            f"in its replacement, which cannot be given the other{more}. Keep it as plain data or as an object with plain "
+            f"attributes; if nothing depends on it, write job.ignore({name!r})"
         )

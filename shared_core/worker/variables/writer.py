@@ -1,4 +1,4 @@
-"""Values of a script's variables as bytes: what is plain by its value, objects by numbers, under which they are described.
+"""Values of a script's variables as bytes: plain data by value, objects by numbers under which they are described.
 
 The bytes are plain data (:mod:`shared_core.encoding`): a list of values, and descriptions ``(number, kind, type, ...)``
 of the objects among them. No method of a script's class runs, and reading makes no object: :mod:`.graft` does.
@@ -303,7 +303,7 @@ def _digest(thing: Any) -> int | None:
 def _large(_: Writer, thing: Large) -> tuple[Any, ...]:
     value = thing.value
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        data = memory_of(value)[: value.nbytes] if isinstance(value, torch.Tensor) else memoryview(value).cast("B")
+        data = memory_of(value)[: value.nbytes] if isinstance(value, torch.Tensor) else memoryview(value.tobytes())
         return (name_of(type(value)), len(data), _sample(data))
     if not isinstance(value, (list, tuple, deque, dict, set, frozenset)):
         value = attributes_of(value)
