@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -256,9 +257,10 @@ class TrainingLoop:
                 if not entered and not self.joining:
                     self._loaders.enter(begun)
                     entered = True
-                if outer and self.batch_top() and not entered:
-                    self._loaders.enter(begun)
-                    entered = True
+                with self.variables_held():
+                    if outer and self.batch_top() and not entered:
+                        self._loaders.enter(begun)
+                        entered = True
                 try:
                     batch = begun.next()
                 except StopIteration:
@@ -415,6 +417,11 @@ class TrainingLoop:
     def activate(self, position: Any) -> None:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
         self._active = weakref.ref(position)
+
+    def variables_held(self) -> AbstractContextManager[None]:
+        """Around a batch top and the reading of what was read before it; see :meth:`Variables.held`."""
+        assert self.job is not None
+        return self.job.variables.held()
 
     def batch_top(self) -> bool:
         """A batch begins; True if this newcomer has just joined."""

@@ -22,6 +22,7 @@ import types
 import uuid
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,10 @@ _OF_TORCH = (
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_paths()[each]) + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {sysconfig.get_paths()[each] + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+#: Packages whose own frames and modules are no part of a script.
+OURS = tuple(
+    f"{Path(__file__).resolve().parents[3] / name}/" for name in ("shared_core", "lightning_swift", "accelerate_swift")
 )
 #: What belongs to the process, and holds nothing that a script computes.
 IGNORED = (

@@ -10,14 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.worker.variables.kinds import kind_of, of_libraries
+from shared_core.worker.variables.kinds import OURS, kind_of, of_libraries
 from shared_core.worker.variables.liveness import live
 from shared_core.worker.variables.writer import Unbound
 
-#: Packages whose own frames and modules are no part of a script.
-_OURS = tuple(
-    f"{Path(__file__).resolve().parents[3] / name}/" for name in ("shared_core", "lightning_swift", "accelerate_swift")
-)
 _OF_CLASSES = (
     types.FunctionType,
     classmethod,
@@ -206,11 +202,11 @@ def _is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:
     main = sys.modules.get("__main__")
     if main is not None and variables is vars(main):
         return True
-    return not of_libraries(code.co_filename) and not code.co_filename.startswith(_OURS)
+    return not of_libraries(code.co_filename) and not code.co_filename.startswith(OURS)
 
 
 def _is_own_module(module: types.ModuleType) -> bool:
     if module.__name__ == "__main__":
         return True
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not of_libraries(file) and not file.startswith(_OURS)
+    return isinstance(file, str) and not of_libraries(file) and not file.startswith(OURS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -62,6 +63,8 @@ class Variables:
         self._large: set[tuple[str, str]] = set()
         self._first: bytes | None = None
         self._attached: list[str] = []
+        self._holds = False
+        self._held: dict[str, Any] | None = None
 
     # -- what counts --------------------------------------------------------------------------------------------------
 
@@ -117,6 +120,8 @@ class Variables:
         """
         if self._off:
             return {}
+        if self._held is not None:
+            return self._held
         scopes = self._find(sys._getframe(1))
         now = self._write(scopes)
         if boundary:
@@ -198,9 +203,26 @@ class Variables:
         origin = self._origin()
         if origin == "other":
             return
+        if self._holds and boundary:
+            self._held = stored
+            return
         refusal = self.restore(stored, changed_only=origin == "checkpoint", boundary=boundary)
         if refusal:
             self._refuse(refusal)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is to be put back in here is put back at its end. Until then the script holds what it did at its start,
+        for data that is read again; and what that changes is put right afterwards.
+        """
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
+        if self._held is not None:
+            stored, self._held = self._held, None
+            self.put_back(stored)
 
     # -- in a replacement ---------------------------------------------------------------------------------------------
 
@@ -261,6 +283,6 @@ class Variables:
         more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
         return (
             f"rank {self._rank}: `{each.path}` ({each.where}) was {each.was} in the failed worker and is {each.here} "
-            f"in its replacement, which cannot be given the other{more}. Keep it as plain data or as an object with plain "
-            f"attributes; if nothing depends on it, write job.ignore({name!r})"
+            f"in its replacement, which cannot be given the other{more}. Keep it as plain data, or as an object with "
+            f"plain attributes; if nothing depends on it, write job.ignore({name!r})"
         )

@@ -29,7 +29,7 @@ from shared_core.encoding.raw_memory import memory_of
 from shared_core.encoding.unpacking import array_kind
 from shared_core.loaders.randomness import generator_state
 from shared_core.worker.state.generators import python_memory
-from shared_core.worker.variables.kinds import VALUES, kind_of, name_of, of_libraries, slots_of
+from shared_core.worker.variables.kinds import OURS, VALUES, kind_of, name_of, of_libraries, slots_of
 
 #: Bytes of all values together, beyond which the largest are only compared.
 LIMIT = 4 << 20
@@ -42,6 +42,7 @@ _STATE_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"
 _PATIENCE, _DEAR_S = 100, 1e-3
 #: Large tensors and arrays that are followed before those that are gone are forgotten.
 _REMEMBERED = 4096
+_SIMPLE, _DEEPEST = (int, float, str, bool, bytes, type(None)), 6
 
 
 #: What the bytes name.
@@ -284,20 +285,33 @@ def _opaque(writer: Writer, thing: Any) -> tuple[Any, ...]:
 
 
 def _digest(thing: Any) -> int | None:
-    if isinstance(thing, types.GeneratorType):
-        frame = thing.gi_frame
-        if frame is None:
-            return -1
-        if of_libraries(frame.f_code.co_filename):
-            return None
-        known = {k: v for k, v in frame.f_locals.items() if type(v) in (int, float, str, bool, bytes)}
-        return zlib.crc32(repr((frame.f_code.co_qualname, frame.f_lasti, known)).encode())
-    if hasattr(thing, "_num_yielded"):  # an iterator over a DataLoader
-        return int(thing._num_yielded)
+    if hasattr(type(thing), "__next__"):
+        return zlib.crc32(repr(_progress(thing)).encode())
     try:
         return zlib.crc32(pickle.dumps(thing, 5))
     except Exception:  # it does not say what it holds
         return None
+
+
+def _progress(thing: Any, depth: int = 0) -> Any:
+    """How far an iterator is, as far as it shows that; what it reads from is compared by itself."""
+    cls = type(thing)
+    if isinstance(thing, _SIMPLE):
+        return thing
+    if isinstance(thing, types.GeneratorType):
+        frame = thing.gi_frame
+        if frame is None or frame.f_code.co_filename.startswith(OURS):
+            return frame is None
+        simple = {k: v for k, v in frame.f_locals.items() if isinstance(v, _SIMPLE)}
+        return frame.f_code.co_qualname, frame.f_lasti, simple
+    if hasattr(thing, "_num_yielded"):  # of a DataLoader
+        return thing._num_yielded
+    if depth < _DEEPEST and (
+        cls is tuple or (cls.__module__ in ("builtins", "itertools") and hasattr(cls, "__next__"))
+    ):
+        parts = thing if cls is tuple else thing.__reduce__()[1:]
+        return cls.__name__, [_progress(each, depth + 1) for each in parts]
+    return cls.__qualname__
 
 
 def _large(_: Writer, thing: Large) -> tuple[Any, ...]:
