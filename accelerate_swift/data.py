@@ -165,5 +165,6 @@ class _Tops(Iterator[Any]):
         elif self._joined:
             self._joined = False
         else:
-            self._loop.batch_top()
+            with self._loop.variables_held():
+                self._loop.batch_top()
         return self._inner.next_here()

@@ -99,17 +99,17 @@ class Parts:
         return parts
 
     def restore(self, values: Mapping[str, Any], *, attached: bool = True) -> None:
-        """Put back what is in ``values``: variables of the script after what is registered, random generators last.
+        """Put back what is in ``values``: variables of the script first, random generators last.
 
         Args:
             values: from :meth:`capture`.
             attached: also what belongs to what is attached.
         """
+        if _VARIABLES in values:
+            self.variables.put_back(values[_VARIABLES])
         for name, part in self._parts.items():
             if name in values and (attached or not name.startswith(_ATTACHED)):
                 part.restore(values[name])
-        if _VARIABLES in values:
-            self.variables.put_back(values[_VARIABLES])
         if _RANDOM in values:
             set_random_state(values[_RANDOM])
 

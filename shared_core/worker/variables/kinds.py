@@ -37,6 +37,11 @@ FRAMEWORKS = frozenset(
     "logging threading multiprocessing concurrent asyncio socket ssl subprocess selectors queue tempfile argparse "
     "unittest pytest _pytest inspect importlib contextlib abc typing matplotlib ctypes".split()
 )
+#: A class of the script that derives from one of theirs is left to their adapter, too.
+_ADAPTED = frozenset(
+    "shared_core lightning_swift accelerate_swift lightning pytorch_lightning lightning_fabric accelerate transformers "
+    "deepspeed datasets".split()
+)
 #: Parts of torch whose objects hold state of a script; all others are left to this product.
 _OF_TORCH = (
     "torch.optim.lr_scheduler",
@@ -161,13 +166,12 @@ def kind_of(cls: Any) -> str:
 
 
 def _left_to_others(cls: type) -> bool:
-    if issubclass(cls, (torch.optim.Optimizer, torch.utils.data.DataLoader, torch.utils.data.Sampler)):
+    if issubclass(cls, (torch.optim.Optimizer, torch.utils.data.DataLoader)):
         return True
-    module = cls.__module__
-    root = module.partition(".")[0]
-    if root == "torch":
-        return not module.startswith(_OF_TORCH)
-    return root in FRAMEWORKS
+    if any(base.__module__.partition(".")[0] in _ADAPTED for base in cls.__mro__):
+        return True
+    root = cls.__module__.partition(".")[0]
+    return root in FRAMEWORKS or (root == "torch" and not cls.__module__.startswith(_OF_TORCH))
 
 
 def _is_made_of_attributes(cls: type) -> bool:

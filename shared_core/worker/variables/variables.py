@@ -99,7 +99,9 @@ class Variables:
         self._restored.clear()  # the writer asks this very dictionary
         self._restored.update((id(thing), thing) for thing, _ in self._told.values())
         for number, module in enumerate(modules):
-            for path, child in module.named_modules():
+            bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+            self._restored[id(module)] = module
+            for path, child in bare.named_modules():
                 self._restored[id(child)] = child
                 if type(child).__module__.partition(".")[0] not in FRAMEWORKS | {"torch"}:
                     name = f"model {number} {path}".rstrip()
@@ -194,19 +196,16 @@ class Variables:
     def put_back(self, stored: dict[str, Any], *, boundary: bool = True) -> None:
         """Put back what :meth:`capture` has given in the process that this one goes on for; refuse what cannot be.
 
-        Of another rank nothing is put back: its variables say which rank it was.
+        Of another rank only objects that were told are put back: variables say which rank it was.
 
         Args:
             stored: from there.
             boundary: see :meth:`capture`.
         """
-        origin = self._origin()
-        if origin == "other":
-            return
         if self._holds and boundary:
             self._held = stored
             return
-        refusal = self.restore(stored, changed_only=origin == "checkpoint", boundary=boundary)
+        refusal = self.restore(stored, self._origin(), boundary=boundary)
         if refusal:
             self._refuse(refusal)
 
@@ -215,7 +214,7 @@ class Variables:
         """What is to be put back in here is put back at its end. Until then the script holds what it did at its start,
         for data that is read again; and what that changes is put right afterwards.
         """
-        self._holds = True
+        self._holds = self._writer.data = True
         try:
             yield
         finally:
@@ -226,13 +225,13 @@ class Variables:
 
     # -- in a replacement ---------------------------------------------------------------------------------------------
 
-    def restore(self, stored: dict[str, Any], *, changed_only: bool = False, boundary: bool = True) -> str:
+    def restore(self, stored: dict[str, Any], origin: Origin = "same", *, boundary: bool = True) -> str:
         """Put back what :meth:`capture` has given in another process, at the same place of the script.
 
         Args:
             stored: from there.
-            changed_only: leave alone what had not changed since the loop began, which a later start of the script may
-                give other values: of a checkpoint.
+            origin: where it comes from. What had not changed when a checkpoint was made is left alone: a later start of
+                the script may give it other values.
             boundary: this is a step boundary, where what cannot be put back is compared.
 
         Returns:
@@ -245,14 +244,14 @@ class Variables:
             return ""
         values, rows = loads(stored["now"])
         first = stored["first"]
-        only = changed(loads(first), (values, rows)) if changed_only and first is not None else None
+        only = changed(loads(first), (values, rows)) if origin == "checkpoint" and first is not None else None
         here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
         graft = Graft(rows, self._writer, self._named)
         todo: list[tuple[Scope, str, Any, Any]] = []
         for scope_name, where, names, theirs in values:
             scope = here.get(scope_name)
-            if scope is None:
+            if scope is None or (origin == "other" and scope_name not in self._told):
                 continue
             mine = dict(zip(scope.names, scope.values, strict=True))
             for name, new in zip(names, theirs, strict=True):
@@ -264,7 +263,7 @@ class Variables:
                 graft.match(new, old, name)
                 todo.append((scope, name, new, old))
                 graft.differences[known:] = [replace(each, where=where) for each in graft.differences[known:]]
-        if graft.differences and boundary:
+        if graft.differences and boundary and origin != "other":
             return self._refusal(graft.differences)
         changes: dict[str, dict[str, Any]] = {}
         for scope, name, new, old in todo:

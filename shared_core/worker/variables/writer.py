@@ -47,6 +47,7 @@ _SIMPLE, _DEEPEST = (int, float, str, bool, bytes, type(None)), 6
 
 #: What the bytes name.
 _NAMES = frozenset({_numbered, plain._scalar, plain._dtype, torch.Size, deque, complex})
+_DATA = (torch.utils.data.Dataset, torch.utils.data.Sampler)
 _BY_NAME = frozenset({"function", "named"})
 
 
@@ -104,6 +105,8 @@ class Writer:
         self.aliases: dict[int, str] = {}
         #: Whether what is seen for the first time was made by what a replacement runs, too.
         self.begins = True
+        #: Whether data sets and samplers count: where they are put back after all was read that is read again.
+        self.data = False
         self._signatures: dict[int, tuple[Any, Any]] = {}
         self._random: dict[int, tuple[Any, Any]] = {}
         self._digests: dict[int, tuple[Any, int | None, float]] = {}
@@ -184,7 +187,7 @@ class _Values(_Pickler):
             kind = "large"
         elif obj is Unbound:
             kind = "unbound"
-        elif self._writer.restored(id(obj)):
+        elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
             kind = "fixed"
         self._count += 1
         self._todo.append((self._count, kind, obj))
