@@ -123,13 +123,16 @@ class Graft:
             if not same:
                 self._here[new] = self._find(parts[0], old, path)
                 return
-        if kind in ("enum", "value", "atom", "frozenset", "tuple"):
+        if kind == "method":
+            self._here[new] = self._find(parts[0], MISSING, path)
+        elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
             self._here[new] = old if same else MISSING
         elif not (same and _fits(kind, parts, old) and self._claim(new, old)):
             self._here[new] = MISSING
             self._check_can_be_made(kind, cls, parts, path)
         here = self._here[new]
-        theirs, mine = _children(kind, parts), MISSING if here is MISSING else _own_children(kind, here)
+        theirs = _children(kind, parts)
+        mine = MISSING if here is MISSING else _own_children(kind, old if kind == "method" and same else here)
         for key, value in theirs.items():
             yield value, MISSING if mine is MISSING else mine.get(key, MISSING), _below(path, key)
 
@@ -207,6 +210,8 @@ class Graft:
             self._filled[new] = here
         elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
             self._filled[new] = _immutable(kind, cls, parts, self.value)
+        elif kind == "method":
+            self._filled[new] = types.MethodType(here, self.value(parts[1]))
         elif kind in ("tensor", "ndarray"):
             self._filled[new] = self._restored(kind, cls, parts, here)
         elif kind == "random":
@@ -355,6 +360,8 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     if kind == "function":
         found = {("cell", i): value for i, value in enumerate(parts[1])}
         return found if parts[2] is None else found | dict(zip(_OF_FUNCTIONS, parts[2], strict=True))
+    if kind == "method":
+        return {".__self__": parts[1]}
     if kind == "ndarray" and parts[0] == "objects":
         return {0: parts[3]}
     return {}
@@ -379,6 +386,8 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
             with suppress(ValueError):
                 found[("cell", i)] = cell.cell_contents
         return found | {name: getattr(here, name[1:]) for name in _OF_FUNCTIONS}
+    if kind == "method":
+        return {".__self__": getattr(here, "__self__", MISSING)}
     return {}
 
 

@@ -88,7 +88,6 @@ NAMED = (
     type,
     types.ModuleType,
     types.BuiltinFunctionType,
-    types.MethodType,
     types.MethodWrapperType,
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
@@ -143,6 +142,8 @@ def kind_of(cls: Any) -> str:
         return "enum"
     if cls is types.FunctionType:
         return "function"
+    if cls is types.MethodType:
+        return "method"
     if issubclass(cls, NAMED):
         return "named"
     if issubclass(cls, RANDOM):
@@ -201,5 +202,4 @@ def name_of(thing: Any) -> str:
     """By which a class, function or module is found in another process that runs the same script."""
     if isinstance(thing, types.ModuleType):
         return f"{thing.__name__}:"
-    func = getattr(thing, "__func__", thing)
-    return f"{getattr(func, '__module__', None)}:{getattr(func, '__qualname__', type(func).__qualname__)}"
+    return f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"

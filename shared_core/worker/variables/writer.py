@@ -351,6 +351,7 @@ _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
     "tuple": lambda _, thing: (list(thing),),
     "atom": lambda _, thing: (next(base for base in type(thing).__mro__ if base.__module__ == "builtins")(thing),),
     "function": _function,
+    "method": lambda _, thing: (name_of(thing.__func__), thing.__self__),
     "named": lambda _, thing: (name_of(thing),),
     "fixed": lambda writer, thing: (writer.aliases.get(id(thing)),),
     "ignored": lambda _, thing: (),
