@@ -16,13 +16,15 @@ def changed(first: tuple[Any, Any], now: tuple[Any, Any]) -> set[tuple[str, str]
         now: the same, as they are.
     """
     before = {
-        (scope, name): value for scope, _, names, values in first[0] for name, value in zip(names, values, strict=True)
+        (scope, name): value
+        for scope, _, names, values in first[0]
+        for name, value in zip(names.split(), values, strict=True)
     }
     ours, theirs = _by_number(first[1]), _by_number(now[1])
     return {
         (scope, name)
         for scope, _, names, values in now[0]
-        for name, value in zip(names, values, strict=True)
+        for name, value in zip(names.split(), values, strict=True)
         if (scope, name) not in before or not _equal(before[scope, name], ours, value, theirs)
     }
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,30 @@ _OF_CLASSES = (
 _WRITES_THROUGH = sys.version_info >= (3, 13)
 
 
-@dataclass(frozen=True)
+class Names:
+    """Names of variables, and their values at once.
+
+    Args:
+        names: in the order in which their values are wanted.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        self.joined = " ".join(self.names)
+        self._get = itemgetter(*self.names) if len(self.names) > 1 else None
+
+    def values(self, own: Mapping[str, Any]) -> Sequence[Any]:
+        """Values in a namespace.
+
+        Raises:
+            KeyError: one of the names is not there.
+        """
+        if self._get is not None:
+            return self._get(own)  # type: ignore[no-any-return]  # a tuple
+        return [own[each] for each in self.names]
+
+
+@dataclass(frozen=True, slots=True)
 class Scope:
     """Variables in one place.
 
@@ -41,8 +65,8 @@ class Scope:
 
     name: str
     where: str
-    names: tuple[str, ...]
-    values: list[Any]
+    names: Names
+    values: Sequence[Any]
     holder: Any
 
     def put(self, changed: Mapping[str, Any]) -> None:
@@ -67,21 +91,35 @@ class Told:
 
     def __init__(self, name: str, thing: Any, leaves: frozenset[str]) -> None:
         self._name, self._own, self._leaves = name, vars(thing), leaves
-        self._size = -1
-        self._names: tuple[str, ...] = ()
+        self._size, self._names = -1, Names(())
 
     def scope(self) -> Scope:
         """What they hold."""
         own = self._own
         try:
-            values = [own[each] for each in self._names] if len(own) == self._size else None
-        except KeyError:
-            values = None
-        if values is None:
-            self._size = len(own)
-            self._names = tuple(each for each in own if each not in self._leaves)
-            values = [own[each] for each in self._names]
-        return Scope(self._name, self._name, self._names, values, own)
+            if len(own) == self._size:
+                return Scope(self._name, self._name, self._names, self._names.values(own), own)
+        except KeyError:  # one is gone and another has come
+            pass
+        self._size, self._names = len(own), Names(each for each in own if each not in self._leaves)
+        return Scope(self._name, self._name, self._names, self._names.values(own), own)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is looked at in a module.
+
+    Attributes:
+        size: of its namespace, when this was made.
+        names: of its variables.
+        where: the place in the source, for people.
+        classes: its classes, by what a replacement knows them by.
+    """
+
+    size: int
+    names: Names
+    where: str
+    classes: list[tuple[str, type]]
 
 
 class Scopes:
@@ -91,7 +129,8 @@ class Scopes:
         self._codes: dict[types.CodeType, bool] = {}
         self._modules: list[tuple[str, dict[str, Any]]] = []
         self._seen_modules = -1
-        self._plans: dict[tuple[str, Any], tuple[int, tuple[str, ...], list[tuple[str, type]]]] = {}
+        self._plans: dict[tuple[str, Any], _Plan] = {}
+        self._frames: dict[tuple[types.CodeType, int], tuple[Names, str, frozenset[str]]] = {}
 
     def find(self, frame: types.FrameType | None, told: Iterable[Told]) -> Iterator[Scope]:
         """All scopes: those of objects that are told first, then frames from the innermost outward, then modules.
@@ -114,7 +153,7 @@ class Scopes:
                 if code.co_name != "<module>":
                     name = f"{frame.f_globals.get('__name__')}:{code.co_qualname}"
                     number = times[name] = times.get(name, 0) + 1
-                    yield _of_frame(frame, f"{name} {number}")
+                    yield self._of_frame(frame, f"{name} {number}")
                 else:
                     running[id(frame.f_globals)] = frame
                     if frame.f_globals.get("__name__") == "__main__":
@@ -138,22 +177,55 @@ class Scopes:
         yield from self._modules
 
     def _of_module(self, name: str, own: dict[str, Any], frame: types.FrameType | None) -> Iterator[Scope]:
-        last = frame.f_lasti if frame is not None and frame.f_code.co_name == "<module>" else None
-        plan = self._plans.get((name, last))
-        if plan is None or plan[0] != len(own) or any(each not in own for each in plan[1]):
-            plan = self._plans[name, last] = _plan(name, own, frame if last is not None else None)
-        file = Path(own.get("__file__") or name).name
-        where = file if last is None or frame is None else f"{file}:{frame.f_lineno}"
-        yield Scope(name, where, plan[1], [own[each] for each in plan[1]], own)
-        for path, cls in plan[2]:
-            names = tuple(k for k, v in vars(cls).items() if not k.startswith("_") and not isinstance(v, _OF_CLASSES))
+        if frame is not None and frame.f_code.co_name != "<module>":
+            frame = None  # only its functions run
+        key = (name, None if frame is None else frame.f_lasti)
+        plan, values = self._plans.get(key), None
+        try:
+            if plan is not None and plan.size == len(own):
+                values = plan.names.values(own)
+        except KeyError:
+            pass
+        if plan is None or values is None:
+            plan = self._plans[key] = _plan(name, own, frame)
+            values = plan.names.values(own)
+        yield Scope(name, plan.where, plan.names, values, own)
+        for path, cls in plan.classes:
+            names = [k for k, v in vars(cls).items() if not k.startswith("_") and not isinstance(v, _OF_CLASSES)]
             if names:
-                yield Scope(path, f"class {cls.__qualname__}", names, [vars(cls)[each] for each in names], cls)
+                yield Scope(path, path.partition(":")[2], Names(names), [vars(cls)[each] for each in names], cls)
+
+    def _of_frame(self, frame: types.FrameType, name: str) -> Scope:
+        code = frame.f_code
+        key = (code, frame.f_lasti)
+        known = self._frames.get(key)
+        if known is None:
+            alive = live(code, frame.f_lasti)
+            every = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
+            names = Names(each for each in every if (alive is None or each in alive) and not each.startswith("."))
+            known = self._frames[key] = names, f"{Path(code.co_filename).name}:{frame.f_lineno}", frozenset(every)
+        names, where, every_name = known
+        own = frame.f_locals
+        try:
+            values = names.values(own)
+        except KeyError:
+            values = [own.get(each, Unbound) for each in names.names]
+        _let_go(own, every_name)
+        return Scope(name, where, names, values, frame)
 
 
-def _plan(
-    name: str, own: dict[str, Any], frame: types.FrameType | None
-) -> tuple[int, tuple[str, ...], list[tuple[str, type]]]:
+def _let_go(own: dict[str, Any], names: frozenset[str]) -> None:
+    """What a function lets go of would stay in the copy of its variables, until somebody looks at them again."""
+    if _WRITES_THROUGH:
+        return
+    if own.keys() <= names:
+        own.clear()
+    else:  # the script has put something there itself
+        for each in names:
+            own.pop(each, None)
+
+
+def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Plan:
     """Which of a module's names are variables, and its classes."""
     alive = None if frame is None else live(frame.f_code, frame.f_lasti)
     names, classes = [], []
@@ -167,7 +239,8 @@ def _plan(
             continue
         elif alive is None or each in alive:
             names.append(each)
-    return len(own), tuple(names), classes
+    file = Path(own.get("__file__") or name).name
+    return _Plan(len(own), Names(names), file if frame is None else f"{file}:{frame.f_lineno}", classes)
 
 
 def _has_state(function: types.FunctionType, module: str) -> bool:
@@ -175,27 +248,13 @@ def _has_state(function: types.FunctionType, module: str) -> bool:
     return held and function.__module__ == module
 
 
-def _of_frame(frame: types.FrameType, name: str) -> Scope:
-    code = frame.f_code
-    values = frame.f_locals
-    alive = live(code, frame.f_lasti)
-    names = (*code.co_varnames, *(each for each in code.co_cellvars if each not in code.co_varnames), *code.co_freevars)
-    wanted = tuple(each for each in names if (alive is None or each in alive) and not each.startswith("."))
-    held = [values.get(each, Unbound) for each in wanted]
-    if not _WRITES_THROUGH:
-        for each in names:  # else what the function has let go of stays until it is looked at again
-            values.pop(each, None)
-    return Scope(name, f"{Path(code.co_filename).name}:{frame.f_lineno}", wanted, held, frame)
-
-
 def _put_locals(frame: types.FrameType, changed: Mapping[str, Any]) -> None:
     values = frame.f_locals
     values.update(changed)
     if not _WRITES_THROUGH:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-        for each in list(values):
-            if each in frame.f_code.co_varnames or each in frame.f_code.co_cellvars + frame.f_code.co_freevars:
-                values.pop(each, None)
+    code = frame.f_code
+    _let_go(values, frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars)))
 
 
 def _is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:

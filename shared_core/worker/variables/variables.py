@@ -137,7 +137,7 @@ class Variables:
         if self._named is None:
             self._named = {}
             for scope in scopes:
-                for name, value in zip(scope.names, scope.values, strict=True):
+                for name, value in zip(scope.names.names, scope.values, strict=True):
                     if not isinstance(value, _ATOMS) and kind_of(type(value)) in ("fixed", "module"):
                         self._named[f"{scope.name} {name}"] = value
                         self._writer.aliases.setdefault(id(value), f"{scope.name} {name}")
@@ -150,24 +150,23 @@ class Variables:
             self._single_out(scopes)
             return self._writer.write([self._row(scope) for scope in scopes], 4 * LIMIT)
 
-    def _row(self, scope: Scope) -> tuple[str, str, tuple[str, ...], list[Any]]:
-        names, values, out = scope.names, scope.values, self._writer.ignored
-        if out and not out.isdisjoint(names):
-            kept = [number for number, name in enumerate(names) if name not in out]
-            names, values = tuple(names[each] for each in kept), [values[each] for each in kept]
-        if self._large:
-            values = [
-                Large(value) if (scope.name, name) in self._large and not isinstance(value, _ATOMS) else value
-                for name, value in zip(names, values, strict=True)
-            ]
-        return scope.name, scope.where, names, values
+    def _row(self, scope: Scope) -> tuple[str, str, str, Sequence[Any]]:
+        out, large = self._writer.ignored, self._large
+        if not (large or out):
+            return scope.name, scope.where, scope.names.joined, scope.values
+        kept = [
+            (name, Large(value) if (scope.name, name) in large and not isinstance(value, _ATOMS) else value)
+            for name, value in zip(scope.names.names, scope.values, strict=True)
+            if name not in out
+        ]
+        return scope.name, scope.where, " ".join(name for name, _ in kept), [value for _, value in kept]
 
     def _single_out(self, scopes: list[Scope]) -> None:
         """Find the values that are only compared from now on."""
         sizes: list[tuple[int, str, str, str]] = []
         for scope in scopes:
             _, _, names, values = self._row(scope)
-            for name, value in zip(names, values, strict=True):
+            for name, value in zip(names.split(), values, strict=True):
                 if isinstance(value, _ATOMS):
                     continue
                 try:
@@ -253,8 +252,8 @@ class Variables:
             scope = here.get(scope_name)
             if scope is None or (origin == "other" and scope_name not in self._told):
                 continue
-            mine = dict(zip(scope.names, scope.values, strict=True))
-            for name, new in zip(names, theirs, strict=True):
+            mine = dict(zip(scope.names.names, scope.values, strict=True))
+            for name, new in zip(names.split(), theirs, strict=True):
                 if name in self._writer.ignored or (only is not None and (scope_name, name) not in only):
                     continue
                 old = mine.get(name, MISSING)
