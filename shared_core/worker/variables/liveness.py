@@ -8,7 +8,7 @@ from types import CodeType
 from typing import Any
 
 #: Who names one of these may read every variable.
-_READS_ALL = frozenset({"locals", "globals", "vars", "dir", "eval", "exec"})
+READS_ALL = frozenset({"locals", "globals", "vars", "dir", "eval", "exec"})
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"})
 _JUMP_CODES = frozenset((*dis.hasjrel, *dis.hasjabs))
@@ -33,13 +33,13 @@ def live(code: CodeType, last: int) -> frozenset[str] | None:
 
 
 def _live(code: CodeType, last: int) -> frozenset[str] | None:
-    if not _READS_ALL.isdisjoint(code.co_names):
+    if not READS_ALL.isdisjoint(code.co_names):
         return None
     always = {*code.co_cellvars, *code.co_freevars}
     if not code.co_flags & 1:  # a module or a class: others look its variables up by name
         for inner in _inside(code):
             always.update(inner.co_names)
-        if not _READS_ALL.isdisjoint(always):
+        if not READS_ALL.isdisjoint(always):
             return None
     instructions = list(dis.get_instructions(code))
     index = {each.offset: number for number, each in enumerate(instructions)}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.worker.variables.kinds import OURS, kind_of, of_libraries
-from shared_core.worker.variables.liveness import live
+from shared_core.worker.variables.liveness import READS_ALL, live
 from shared_core.worker.variables.writer import Unbound
 
 _OF_CLASSES = (
@@ -105,6 +105,29 @@ class Told:
         return Scope(self._name, self._name, self._names, self._names.values(own), own)
 
 
+class _Class:
+    """Attributes of a class of the script that are no code.
+
+    Args:
+        name: of the class.
+        cls: the class.
+    """
+
+    def __init__(self, name: str, cls: type) -> None:
+        self._name, self._cls, self._own = name, cls, vars(cls)
+        self._size, self._names = -1, Names(())
+
+    def scope(self) -> Scope | None:
+        """What they hold; None where there are none."""
+        own = self._own
+        if len(own) != self._size or any(each not in own for each in self._names.names):
+            self._size = len(own)
+            self._names = Names(k for k, v in own.items() if not k.startswith("_") and not isinstance(v, _OF_CLASSES))
+        if not self._names.names:
+            return None
+        return Scope(self._name, self._name.partition(":")[2], self._names, self._names.values(own), self._cls)
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What is looked at in a module.
@@ -113,24 +136,26 @@ class _Plan:
         size: of its namespace, when this was made.
         names: of its variables.
         where: the place in the source, for people.
-        classes: its classes, by what a replacement knows them by.
+        classes: its classes.
     """
 
     size: int
     names: Names
     where: str
-    classes: list[tuple[str, type]]
+    classes: list[_Class]
 
 
 class Scopes:
     """The places of one script."""
 
     def __init__(self) -> None:
-        self._codes: dict[types.CodeType, bool] = {}
+        # By identity, as a hash of code goes through all of it; kept with the code, so that no other takes its place.
+        self._codes: dict[int, tuple[types.CodeType, bool]] = {}
         self._modules: list[tuple[str, dict[str, Any]]] = []
         self._seen_modules = -1
+        self._known: set[int] = set()
         self._plans: dict[tuple[str, Any], _Plan] = {}
-        self._frames: dict[tuple[types.CodeType, int], tuple[Names, str, frozenset[str]]] = {}
+        self._frames: dict[tuple[int, int], tuple[Names, str]] = {}
 
     def find(self, frame: types.FrameType | None, told: Iterable[Told]) -> Iterator[Scope]:
         """All scopes: those of objects that are told first, then frames from the innermost outward, then modules.
@@ -145,10 +170,10 @@ class Scopes:
         times: dict[str, int] = {}
         while frame is not None:
             code = frame.f_code
-            mine = self._codes.get(code)
-            if mine is None:
-                mine = self._codes[code] = _is_script(code, frame.f_globals)
-            if mine:
+            known = self._codes.get(id(code))
+            if known is None:
+                known = self._codes[id(code)] = code, _is_script(code, frame.f_globals)
+            if known[1]:
                 running.setdefault(id(frame.f_globals), frame)
                 if code.co_name != "<module>":
                     name = f"{frame.f_globals.get('__name__')}:{code.co_qualname}"
@@ -170,9 +195,9 @@ class Scopes:
                 for name, each in list(sys.modules.items())
                 if isinstance(each, types.ModuleType) and name != "__mp_main__" and _is_own_module(each)
             ]
-        known = {id(own) for _, own in self._modules}
+            self._known = {id(own) for _, own in self._modules}
         for number, frame in running.items():
-            if number not in known:
+            if number not in self._known:
                 yield str(frame.f_globals.get("__name__")), frame.f_globals
         yield from self._modules
 
@@ -190,39 +215,33 @@ class Scopes:
             plan = self._plans[key] = _plan(name, own, frame)
             values = plan.names.values(own)
         yield Scope(name, plan.where, plan.names, values, own)
-        for path, cls in plan.classes:
-            names = [k for k, v in vars(cls).items() if not k.startswith("_") and not isinstance(v, _OF_CLASSES)]
-            if names:
-                yield Scope(path, path.partition(":")[2], Names(names), [vars(cls)[each] for each in names], cls)
+        for each in plan.classes:
+            if (found := each.scope()) is not None:
+                yield found
 
     def _of_frame(self, frame: types.FrameType, name: str) -> Scope:
         code = frame.f_code
-        key = (code, frame.f_lasti)
+        key = (id(code), frame.f_lasti)
         known = self._frames.get(key)
         if known is None:
             alive = live(code, frame.f_lasti)
             every = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
             names = Names(each for each in every if (alive is None or each in alive) and not each.startswith("."))
-            known = self._frames[key] = names, f"{Path(code.co_filename).name}:{frame.f_lineno}", frozenset(every)
-        names, where, every_name = known
+            known = self._frames[key] = names, f"{Path(code.co_filename).name}:{frame.f_lineno}"
+        names, where = known
         own = frame.f_locals
         try:
             values = names.values(own)
         except KeyError:
             values = [own.get(each, Unbound) for each in names.names]
-        _let_go(own, every_name)
+        _let_go(own, code)
         return Scope(name, where, names, values, frame)
 
 
-def _let_go(own: dict[str, Any], names: frozenset[str]) -> None:
+def _let_go(own: dict[str, Any], code: types.CodeType) -> None:
     """What a function lets go of would stay in the copy of its variables, until somebody looks at them again."""
-    if _WRITES_THROUGH:
-        return
-    if own.keys() <= names:
+    if not _WRITES_THROUGH and READS_ALL.isdisjoint(code.co_names):  # else the script may have put something there
         own.clear()
-    else:  # the script has put something there itself
-        for each in names:
-            own.pop(each, None)
 
 
 def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Plan:
@@ -232,7 +251,7 @@ def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Pla
     for each, value in own.items():
         if isinstance(value, type):
             if value.__module__ == name and kind_of(value) not in ("enum",):
-                classes.append((f"{name}:{value.__qualname__}", value))
+                classes.append(_Class(f"{name}:{value.__qualname__}", value))
         elif each.startswith("__") or isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
             continue
         elif isinstance(value, types.FunctionType) and not _has_state(value, name):
@@ -253,8 +272,7 @@ def _put_locals(frame: types.FrameType, changed: Mapping[str, Any]) -> None:
     values.update(changed)
     if not _WRITES_THROUGH:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-    code = frame.f_code
-    _let_go(values, frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars)))
+    _let_go(values, frame.f_code)
 
 
 def _is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:
