@@ -76,14 +76,15 @@ class Variables:
         """Attributes of these names, of objects of this class, belong to a framework."""
         self._leaves.append((cls, frozenset(names)))
 
-    def tell(self, name: str, thing: Any) -> None:
+    def tell(self, name: str, thing: Any, leaves: Iterable[str] = ()) -> None:
         """The attributes of an object count, too; all else that it is comes back otherwise.
 
         Args:
             name: by which a replacement knows it.
             thing: the object; another one of this name is forgotten.
+            leaves: names of its attributes that do not count, beside those of :meth:`leave`.
         """
-        leaves = frozenset().union(*(names for cls, names in self._leaves if isinstance(thing, cls)))
+        leaves = frozenset(leaves).union(*(names for cls, names in self._leaves if isinstance(thing, cls)))
         self._told[name] = thing, Told(name, thing, leaves | MODULE_PARTS if isinstance(thing, nn.Module) else leaves)
         self._restored[id(thing)] = thing
 
