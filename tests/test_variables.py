@@ -46,3 +46,24 @@ def test_what_is_ignored_is_not_compared(jobs: Jobs) -> None:
     assert result.status == 0 and not result.kinds("restart"), result.tail()
     with pytest.raises(Mismatch):  # what the stream counts is wrong, as the script has asked for
         compare(result, jobs.reference("variables.py", args=["ignored"]))
+
+
+#: Frameworks, and where workers fail: an epoch has six batches.
+FRAMEWORKS: dict[str, list[Fault]] = {
+    "lightning": [Fault(1, 4, "bucket", "SIGKILL"), Fault(0, 14, "forward", "SIGKILL")],
+    "fabric": [Fault(0, 10, "bucket", "SIGKILL")],
+    "accelerate": [Fault(1, 10, "bucket", "SIGKILL")],
+    "transformers": [Fault(1, 10, "bucket", "SIGKILL")],
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_the_frameworks_scripts_hold_is_put_back(framework: str, jobs: Jobs) -> None:
+    jobs.check("variables_in.py", args=[framework], faults=FRAMEWORKS[framework])
+
+
+@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
+def test_without_the_capture_they_end_otherwise(framework: str, jobs: Jobs) -> None:
+    """The control of the tests above."""
+    with pytest.raises(Mismatch):
+        jobs.check("variables_in.py", args=[framework], faults=FRAMEWORKS[framework], env={OFF: "1"})
