@@ -49,7 +49,7 @@ class RunState:
         self._told: list[str] = []
         for cls, leaves in _OF_FRAMEWORKS.items():
             job.variables.leave(cls, leaves)
-        self._tell()
+        self.tell()
         for name, capture, restore, forward in (
             ("progress", self._capture_progress, self._restore_progress, False),
             ("averages", self.averages.capture, self.averages.restore, False),
@@ -68,9 +68,9 @@ class RunState:
     def forget(self) -> None:
         """Look up again what there is to visit: the entry has added modules or callbacks."""
         self._built.clear()
-        self._tell()
+        self.tell()
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """Attributes of the user's callbacks and data module count as variables of the script, as those of the module
         do, which is attached."""
         for name in self._told:

@@ -31,8 +31,9 @@ def data() -> TensorDataset:
 
 
 def finish(model: nn.Module, optimizer: Any, *states: State, **more: Any) -> None:
-    found = digest([[each.plain() for each in states], more])
-    report.finish(training_digest(model, [optimizer], [], {"found": found}) | {"generators": generators_digest()})
+    found = [[each.plain() for each in states], more]
+    digests = training_digest(model, [optimizer], [], {"found": digest(found)})
+    report.finish(digests | {"generators": generators_digest()}, found=[repr(each) for each in (*found[0], more)])
 
 
 def lightning() -> None:
