@@ -127,9 +127,18 @@ def of_libraries(file: str | None) -> bool:
     return file is None or file.startswith(("<frozen", *_LIBRARIES)) or "site-packages" in file
 
 
-@functools.cache
-def kind_of(cls: Any) -> str:
+_KINDS: dict[type, str] = {}
+
+
+def kind_of(cls: type) -> str:
     """What is done with objects of a type: the name of one of the ways in :mod:`.writer`."""
+    known = _KINDS.get(cls)
+    if known is None:
+        known = _KINDS[cls] = _kind_of(cls)
+    return known
+
+
+def _kind_of(cls: type) -> str:
     if issubclass(cls, torch.Tensor):
         return "tensor" if cls in (torch.Tensor, nn.Parameter, nn.Buffer) else "opaque"
     if issubclass(cls, np.ndarray):
@@ -187,15 +196,20 @@ def _members(cls: type) -> set[str]:
     return {name for base in cls.__mro__ for name in base.__dict__}
 
 
-@functools.cache
-def slots_of(cls: Any) -> tuple[types.MemberDescriptorType, ...]:
+_SLOTS: dict[type, tuple[types.MemberDescriptorType, ...]] = {}
+
+
+def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
     """Where objects of a type keep what is not in their ``__dict__``."""
-    return tuple(
-        each
-        for base in cls.__mro__
-        for name, each in base.__dict__.items()
-        if isinstance(each, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__")
-    )
+    known = _SLOTS.get(cls)
+    if known is None:
+        known = _SLOTS[cls] = tuple(
+            each
+            for base in cls.__mro__
+            for name, each in base.__dict__.items()
+            if isinstance(each, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__")
+        )
+    return known
 
 
 def name_of(thing: Any) -> str:
