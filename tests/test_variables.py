@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from harness import Jobs
 
@@ -22,6 +24,15 @@ CASES: dict[str, list[Fault]] = {
 @pytest.mark.parametrize("part", CASES)
 def test_what_a_script_counts_is_put_back(part: str, jobs: Jobs) -> None:
     jobs.check("variables.py", args=[part], faults=CASES[part])
+
+
+@pytest.mark.parametrize("part", ["mean", "order"])
+def test_a_job_that_begins_again_has_them_from_its_checkpoint(part: str, jobs: Jobs, tmp_path: Path) -> None:
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
+    env["SWIFT_RECOVERY_ON_FAILURE"] = "restart"
+    result = jobs.run("variables.py", args=[part], faults=[Fault(1, 19, "bucket", "SIGKILL")], env=env)
+    compare(result, jobs.reference("variables.py", args=[part]))
+    assert any(each.fields.get("whence") for each in result.kinds("began")), result.tail()
 
 
 @pytest.mark.parametrize("part", ["mean", "kinds", "order"])

@@ -205,7 +205,10 @@ class Variables:
         if self._holds and boundary:
             self._held = stored
             return
-        refusal = self.restore(stored, self._origin(), boundary=boundary)
+        try:
+            refusal = self.restore(stored, self._origin(), boundary=boundary)
+        except Exception as error:  # of a class that is another one now, or of bytes that are damaged
+            refusal = f"rank {self._rank}: the script's variables cannot be put back: {type(error).__name__}: {error}"
         if refusal:
             self._refuse(refusal)
 
