@@ -116,6 +116,19 @@ def test_what_is_too_large_is_compared(changes: bool) -> None:
     assert ("`table` (test_variables_here.py:" in refused) == changes, refused
 
 
+def test_a_script_is_told_once_what_its_variables_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(again: bool) -> Any:
+        buffer = [[float(number)] for number in range(100_000)]
+        for step in steps(again):
+            buffer[step] = [-1.0]
+        return sum(map(sum, buffer))
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+    told = capsys.readouterr().err
+    assert told.count("most of it for 'buffer' (test_variables_here.py:") == 1, told
+
+
 def test_what_cannot_be_made_is_refused_by_name() -> None:
     def script(again: bool) -> Any:
         line, count = None, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,8 @@ from shared_core.worker.variables.writer import LIMIT, MODULE_PARTS, Large, TooL
 OFF = "SWIFT_TEST_NO_VARIABLES"
 #: A first capture of more bytes is not published each time.
 _FIRST = 1 << 16
-#: From so many bytes on a script is told once what its variables cost.
-_DEAR = 1 << 20
+#: A script is told what its variables cost when captures have taken so many seconds, so often.
+_DEAR_S, _DEAR_TIMES = 2e-3, 5
 _ATOMS = (bool, int, float, str, bytes, type(None))
 
 
@@ -65,6 +66,7 @@ class Variables:
         self._attached: list[str] = []
         self._holds = False
         self._held: dict[str, Any] | None = None
+        self._dear = 0
 
     # -- what counts --------------------------------------------------------------------------------------------------
 
@@ -125,8 +127,13 @@ class Variables:
             return {}
         if self._held is not None:
             return self._held
+        begun = time.thread_time()
         scopes = self._find(sys._getframe(1))
         now = self._write(scopes)
+        if (took := time.thread_time() - begun) > _DEAR_S:
+            self._dear += 1
+            if self._dear == _DEAR_TIMES:
+                self._tell_cost(scopes, took)
         if boundary:
             self._writer.begins = False
             if self._first is None:
@@ -164,20 +171,9 @@ class Variables:
 
     def _single_out(self, scopes: list[Scope]) -> None:
         """Find the values that are only compared from now on."""
-        sizes: list[tuple[int, str, str, str]] = []
-        for scope in scopes:
-            _, _, names, values = self._row(scope)
-            for name, value in zip(names.split(), values, strict=True):
-                if isinstance(value, _ATOMS):
-                    continue
-                try:
-                    sizes.append((len(self._writer.write(value)), scope.name, name, scope.where))
-                except TooLarge:
-                    sizes.append((LIMIT + 1, scope.name, name, scope.where))
-                except Exception:
-                    self._large.add((scope.name, name))
+        sizes = self._sizes(scopes)
         total = sum(size for size, *_ in sizes)
-        for size, scope_name, name, where in sorted(sizes, reverse=True):
+        for size, scope_name, name, where in sizes:
             if total <= LIMIT:
                 break
             total -= size
@@ -187,6 +183,35 @@ class Variables:
                 f"the variable {name!r} ({where}) is too large to be published at each step (the limit for all is "
                 f"{LIMIT >> 20} MiB): a worker that fails after it has changed is not replaced, and all go back to the "
                 f"checkpoint. If nothing depends on it, write job.ignore({name!r})",
+            )
+
+    def _sizes(self, scopes: list[Scope]) -> list[tuple[int, str, str, str]]:
+        """(bytes, scope, name, place) of all values but simple ones, the largest first. What cannot be written at all
+        is only compared from now on.
+        """
+        found: list[tuple[int, str, str, str]] = []
+        for scope in scopes:
+            _, _, names, values = self._row(scope)
+            for name, value in zip(names.split(), values, strict=True):
+                if isinstance(value, _ATOMS):
+                    continue
+                try:
+                    size = len(self._writer.write(value))
+                except TooLarge:
+                    size = LIMIT + 1
+                except Exception:
+                    self._large.add((scope.name, name))
+                    continue
+                found.append((size, scope.name, name, scope.where))
+        return sorted(found, reverse=True)
+
+    def _tell_cost(self, scopes: list[Scope], took: float) -> None:
+        for size, _, name, where in self._sizes(scopes)[:1]:
+            self._tell(
+                f"cost of {name}",
+                f"publishing the script's variables takes {took * 1e3:.0f} ms of each step, most of it for {name!r} "
+                f"({where}, {size >> 10} KiB): keep many small objects in one array or tensor, or, if nothing depends "
+                f"on it, write job.ignore({name!r})",
             )
 
     def _tell(self, name: str, message: str) -> None:
