@@ -224,7 +224,7 @@ class _StateRelay(_Relay):
     def origin(self) -> Origin:
         """Whose variables of the script this worker puts back."""
         it = self._worker
-        if it.position.added or it.position.resized:
+        if it.position.added or it.position.resized or it.start.beginning.of_others:
             return "other"
         return "checkpoint" if it.start.beginning.restarts else "same"
 

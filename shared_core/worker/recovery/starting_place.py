@@ -119,6 +119,11 @@ class Beginning:
         """Whether the place is that of a checkpoint from which all workers begin."""
         return self._restored is not None
 
+    @property
+    def of_others(self) -> bool:
+        """Whether the place is a copy of another rank's, or of another number of workers."""
+        return self._recovery.knocks or (self._restored is not None and self._restored.resized)
+
     # -- before the place is reached ---------------------------------------------------------------
 
     def from_scratch(self) -> None:
