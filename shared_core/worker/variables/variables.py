@@ -65,7 +65,7 @@ class Variables:
         self._first: bytes | None = None
         self._attached: list[str] = []
         self._holds = False
-        self._held: dict[str, Any] | None = None
+        self._held: tuple[dict[str, Any], Origin] | None = None
         self._dear = 0
 
     # -- what counts --------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class Variables:
         if self._off:
             return {}
         if self._held is not None:
-            return self._held
+            return self._held[0]
         begun = time.thread_time()
         scopes = self._find(sys._getframe(1))
         now = self._write(scopes)
@@ -227,11 +227,15 @@ class Variables:
             stored: from there.
             boundary: see :meth:`capture`.
         """
+        origin = self._origin()
         if self._holds and boundary:
-            self._held = stored
-            return
+            self._held = stored, origin
+        else:
+            self._put_back(stored, origin, boundary)
+
+    def _put_back(self, stored: dict[str, Any], origin: Origin, boundary: bool) -> None:
         try:
-            refusal = self.restore(stored, self._origin(), boundary=boundary)
+            refusal = self.restore(stored, origin, boundary=boundary)
         except Exception as error:  # of a class that is another one now, or of bytes that are damaged
             refusal = f"rank {self._rank}: the script's variables cannot be put back: {type(error).__name__}: {error}"
         if refusal:
@@ -248,8 +252,8 @@ class Variables:
         finally:
             self._holds = False
         if self._held is not None:
-            stored, self._held = self._held, None
-            self.put_back(stored)
+            (stored, origin), self._held = self._held, None
+            self._put_back(stored, origin, boundary=True)
 
     # -- in a replacement ---------------------------------------------------------------------------------------------
 
