@@ -228,9 +228,9 @@ class _StateRelay(_Relay):
             return "other"
         return "checkpoint" if it.start.beginning.restarts else "same"
 
-    def cannot_put_back(self, reason: str) -> None:
+    def cannot_put_back(self, reason: str, origin: Origin) -> None:
         """A variable of the script cannot be put back. From a checkpoint it could not be either."""
-        if self._worker.start.beginning.restarts:
+        if origin == "checkpoint":
             self._worker.endings.give_up(RecoveryFailed(reason))
         self._worker.endings.fall_back(reason)
 

@@ -37,7 +37,7 @@ _ATOMS = (bool, int, float, str, bytes, type(None))
 Origin = Literal["same", "checkpoint", "other"]
 
 
-def _raise(reason: str) -> None:
+def _raise(reason: str, origin: Origin) -> None:
     raise RecoveryFailed(reason)
 
 
@@ -47,11 +47,14 @@ class Variables:
     Args:
         rank: of this worker; None where nobody replaces it, and nothing is captured.
         origin: whose variables are put back.
-        refuse: ends what cannot go on, for a reason.
+        refuse: ends what cannot go on, for a reason and with what it has begun from.
     """
 
     def __init__(
-        self, rank: int | None, origin: Callable[[], Origin] = lambda: "same", refuse: Callable[[str], Any] = _raise
+        self,
+        rank: int | None,
+        origin: Callable[[], Origin] = lambda: "same",
+        refuse: Callable[[str, Origin], Any] = _raise,
     ) -> None:
         self._rank, self._off = rank, rank is None or bool(os.environ.get(OFF))
         self._origin, self._refuse = origin, refuse
@@ -239,7 +242,7 @@ class Variables:
         except Exception as error:  # of a class that is another one now, or of bytes that are damaged
             refusal = f"rank {self._rank}: the script's variables cannot be put back: {type(error).__name__}: {error}"
         if refusal:
-            self._refuse(refusal)
+            self._refuse(refusal, origin)
 
     @contextmanager
     def held(self) -> Iterator[None]:
