@@ -159,10 +159,12 @@ class _Tops(Iterator[Any]):
             self._begun = True
             if self._loop.joining:
                 # The batch at hand is the one that the predecessor had at its top.
-                self._joined = self._loop.batch_top()
-                return next(self._inner)
+                with self._loop.variables_held():
+                    self._joined = self._loop.batch_top()
+                    return next(self._inner)
         elif self._joined:
             self._joined = False
         else:
-            self._loop.batch_top()
+            with self._loop.variables_held():
+                self._loop.batch_top()
         return self._inner.next_here()

@@ -18,7 +18,7 @@ from accelerate_swift import compat
 from accelerate_swift.data import gate_any
 from accelerate_swift.plugin import SwiftPlugin, enabled
 from accelerate_swift.reports import Reports
-from shared_core import install, launched_by_swiftrun
+from shared_core import Job, install, launched_by_swiftrun
 from shared_core.encoding import Holders, assign, decode, encode_state
 from shared_core.errors import Unsupported
 from shared_core.trackers import prepare
@@ -63,10 +63,12 @@ class SwiftTrainer(transformers.Trainer):
         self._swift_began: float | None = None
         self._swift_reports: Reports | None = None
         self._swift_holders: Holders | None = None
+        self._swift_names: frozenset[str] = frozenset()
         super().__init__(*args, **kwargs)
         if self._swift.loop.job is not None:
             self._swift_reports = Reports(self, self._swift.loop.job)
             self._swift.loop.job.register(_NAME, self._swift_capture, self._swift_restore)
+            self._swift_names = frozenset(vars(self))
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
@@ -86,6 +88,7 @@ class SwiftTrainer(transformers.Trainer):
                     "transformers.Trainer counts the steps of an epoch in advance, so the number of workers cannot "
                     "change in the middle of one: leave on_failure='replace' and resize.replace_timeout_s=0"
                 )
+            self._swift_tell(job)
             job.checkpoints.keep_number("transformers.Trainer counts the steps of an epoch in advance")
             job.checkpoints.note_reachable(self._swift_phase == 1)
             if self._swift.loop.joining:
@@ -188,15 +191,22 @@ class SwiftTrainer(transformers.Trainer):
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _swift_attributes(self) -> Holders:
-        """Plain attributes of a Trainer of the user's own, and of callbacks; those of services hold connections."""
+        """Plain attributes that every Trainer has, and those of its own callbacks."""
         if self._swift_holders is None:
             callbacks = {
                 f"{number} {type(each).__name__}": each
                 for number, each in enumerate(self.callback_handler.callbacks)
-                if not type(each).__module__.startswith("transformers.integrations")
+                if type(each).__module__.startswith("transformers.") and not _of_a_service(each)
             }
             self._swift_holders = Holders({"": self} | callbacks, compat.TRAINER_PARTS | _own_names(self))
         return self._swift_holders
+
+    def _swift_tell(self, job: Job) -> None:
+        """What a Trainer of the user's own has besides, and callbacks of the user's, count as variables."""
+        job.variables.tell("trainer", self, self._swift_names | compat.TRAINER_PARTS | _own_names(self))
+        for number, each in enumerate(self.callback_handler.callbacks):
+            if not type(each).__module__.startswith("transformers."):
+                job.variables.tell(f"callback {number} {type(each).__name__}", each)
 
     def _swift_capture(self) -> dict[str, Any]:
         scheduler: Any = self.lr_scheduler  # a Trainer does not have it prepared
@@ -221,6 +231,11 @@ class SwiftTrainer(transformers.Trainer):
         self._swift_attributes().restore(data["attributes"])
         if self._swift_reports is not None:
             self._swift_reports.restore(data["reports"])
+
+
+def _of_a_service(callback: Any) -> bool:
+    """Whether a callback holds a connection."""
+    return type(callback).__module__.startswith("transformers.integrations")
 
 
 def _own_names(trainer: SwiftTrainer) -> frozenset[str]:

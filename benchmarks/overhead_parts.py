@@ -18,6 +18,11 @@ from typing import Any
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("batch top", "shared_core.job:Job.batch_top", ""),
     ("batch top: state captured", "shared_core.worker.state.local_state:Parts.capture", "batch top"),
+    (
+        "batch top: variables of the script",
+        "shared_core.worker.variables.variables:Variables.capture",
+        "batch top: state captured",
+    ),
     ("batch top: written", "shared_core.worker.state.publications:Board.publish_top", "batch top"),
     ("forward: buckets released", "shared_core.worker.comm.results:Results.release", ""),
     ("before a bucket", "shared_core.worker.state.forward_pass:Passes.before_bucket", ""),

@@ -46,14 +46,16 @@ class RunState:
     def register(self, job: Job) -> None:
         """Register every part; the order is the order in which a newcomer restores them."""
         self._job = job
+        self._told: list[str] = []
+        for cls, leaves in _OF_FRAMEWORKS.items():
+            job.variables.leave(cls, leaves)
+        self.tell()
         for name, capture, restore, forward in (
             ("progress", self._capture_progress, self._restore_progress, False),
             ("averages", self.averages.capture, self.averages.restore, False),
-            ("module", self._capture_module, self._restore_module, True),
+            ("metrics", lambda: None, self._restore_metrics, False),
             ("flags", self._capture_flags, self._restore_flags, False),
             ("callbacks", self._of("callbacks").capture, self._of("callbacks").restore, False),
-            ("callbacks.user", self._of("user callbacks").capture, self._of("user callbacks").restore, True),
-            ("callbacks.held", self._of("held").capture, self._of("held").restore, True),
             ("results", self._results.capture, self._restore_results, True),
             ("schedulers", self._capture_schedulers, self._restore_schedulers, False),
             ("data", self.data.capture, self._restore_data, False),
@@ -66,6 +68,19 @@ class RunState:
     def forget(self) -> None:
         """Look up again what there is to visit: the entry has added modules or callbacks."""
         self._built.clear()
+        self.tell()
+
+    def tell(self) -> None:
+        """Attributes of the user's callbacks and data module count as variables of the script, as those of the module
+        do, which is attached."""
+        for name in self._told:
+            self._job.variables.forget(name)
+        found = {f"callback {name}": each for name, each in _callback_objects(self.trainer, user=True)[0].items()}
+        if (data := getattr(self.trainer, "datamodule", None)) is not None:
+            found["data module"] = data
+        for name, each in found.items():
+            self._job.variables.tell(name, each)
+        self._told = list(found)
 
     # -- holders ------------------------------------------------------------------------------------------------------
 
@@ -74,13 +89,9 @@ class RunState:
 
     def _holders(self, name: str) -> Holders:
         if name not in self._built:
-            build = self._held_objects if name == "held" else _BUILDERS[name]
-            self._built[name] = Holders(*build(self.trainer))
+            self._built[name] = Holders(*_BUILDERS[name](self.trainer))
         found: Holders = self._built[name]
         return found
-
-    def _held_objects(self, _: pl.Trainer) -> tuple[dict[str, object], frozenset[str]]:
-        return _layers(self.averages.held()), _OF_MODULES
 
     def _model(self) -> tuple[list[nn.Module], list[nn.Parameter]]:
         if "model" not in self._built:
@@ -139,7 +150,6 @@ class RunState:
             "training": bytes([m.training for m in modules]),
             "requires_grad": bytes([p.requires_grad for p in parameters]),
             "precision": encode(dict(precision)) if precision else None,
-            "datamodule": self._holders("datamodule").capture(),
             "optimizers": self._holders("optimizers").capture(),
         }
 
@@ -153,16 +163,11 @@ class RunState:
         precision = decode(data["precision"])
         if precision:
             self.trainer.precision_plugin.load_state_dict(precision)
-        self._holders("datamodule").restore(data["datamodule"])
         self._holders("optimizers").restore(data["optimizers"])
 
     # -- module and schedulers ----------------------------------------------------------------------------------------
 
-    def _capture_module(self) -> Any:
-        return self._holders("module").capture()
-
-    def _restore_module(self, data: Mapping[str, Any]) -> None:
-        self._holders("module").restore(data)
+    def _restore_metrics(self, data: None) -> None:
         strategy: Any = self.trainer.strategy
         if self._job.added and not strategy.metrics_alike:
             for child in self._model()[0]:
@@ -177,7 +182,7 @@ class RunState:
     @contextmanager
     def untouched(self) -> Iterator[None]:
         """The module's own attributes, metrics among them, are afterwards as they were."""
-        before = dumps(self._capture_module())
+        before = dumps(self._holders("module").capture())
         yield
         self._holders("module").restore(loads(before))
 
@@ -206,6 +211,12 @@ class _Lazy:
 
 
 _OF_MODULES = frozenset(vars(pl.LightningModule())) | compat.METRIC_INTERNALS | frozenset(vars(nn.Module()))
+#: Attributes that objects of these classes have by themselves.
+_OF_FRAMEWORKS: dict[type, frozenset[str]] = {
+    pl.LightningModule: frozenset(vars(pl.LightningModule())),
+    pl.LightningDataModule: frozenset(vars(pl.LightningDataModule())),
+    Metric: compat.METRIC_INTERNALS,
+}
 
 
 def _module_objects(trainer: pl.Trainer) -> tuple[dict[str, object], frozenset[str]]:
@@ -239,11 +250,6 @@ def _callback_objects(trainer: pl.Trainer, user: bool) -> tuple[dict[str, object
 _BUILDERS: dict[str, Callable[[pl.Trainer], tuple[dict[str, object], frozenset[str]]]] = {
     "module": _module_objects,
     "callbacks": lambda trainer: _callback_objects(trainer, user=False),
-    "user callbacks": lambda trainer: _callback_objects(trainer, user=True),
-    "datamodule": lambda trainer: (
-        {"": getattr(trainer, "datamodule", None)},
-        frozenset(vars(pl.LightningDataModule())),
-    ),
     "optimizers": lambda trainer: (
         {str(number): optimizer for number, optimizer in enumerate(trainer.strategy.optimizers)},
         _OPTIMIZER_INTERNALS,

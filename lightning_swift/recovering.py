@@ -190,6 +190,8 @@ class RecoveringStrategy(CollectiveStrategy):
                 assert self._trainer is not None
                 self._attach_trained(self._trainer)
                 self.run_state.forget()
+            if not self._begun:
+                self.run_state.tell()  # the data module is known only now
             self._begun = True
             if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoints.near:
                 self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
@@ -200,6 +202,7 @@ class RecoveringStrategy(CollectiveStrategy):
     def eval_top(self) -> None:
         """The start of a stand-alone evaluation."""
         if self.job is not None:
+            self.run_state.tell()
             self.job.entries.evaluation_top()
 
     def _log_recovery(self, fields: dict[str, Any]) -> None:

@@ -235,6 +235,7 @@ class Alone(_NoNewcomers):
         self._top_version = -1
         self._owed = False
         self._parts = Parts()
+        self.variables = self._parts.variables
         self._found: dict[str, Any] | None = None
         self._replicated = Replicated(models, optimizers)
         if any(hasattr(parameter, "device_mesh") for parameter in self._replicated.parameters):

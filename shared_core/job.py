@@ -36,6 +36,7 @@ class Job:
         entries: its entry calls (fit, validate, test, predict).
         notes: what is kept for newcomers of this rank, beside what is registered.
         parts: what is registered.
+        variables: of the script.
         trained: what is attached.
         updates: of the replicated state.
         checkpoints: of the job.
@@ -50,6 +51,7 @@ class Job:
         self.rank, self.world_size = worker.env.rank, worker.env.world_size
         self._worker = worker
         self.position, self.entries, self.notes = worker.position, worker.entries, worker.notes
+        self.variables = worker.parts.variables
         self.parts, self.trained, self.updates = worker.parts, worker.trained, worker.updates
         self.checkpoints, self.options = worker.checkpoints, worker.options
         self.lanes, self.replays = worker.lanes, worker.replays

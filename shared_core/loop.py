@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from shared_core.loaders import Loaders, TrackedLoader, read_random, write_rando
 from shared_core.registered import Registered
 from shared_core.sharing import SharedStep, StepSharing, shared_steps
 from shared_core.worker.sharded.own import Owner
+from shared_core.worker.variables.variables import Variables
 
 #: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
 _ANCHORS = 8
@@ -127,11 +129,13 @@ class _Anchors:
     Attributes:
         taken: by number of passes.
         loaders: of the script.
+        variables: all that the script holds.
     """
 
     def __init__(self, registered: Registered) -> None:
         self._registered = registered
         self.loaders: Loaders
+        self.variables: Variables
         self.taken: dict[int, bytes] = {}
 
     def take(self, passes: int) -> None:
@@ -139,7 +143,8 @@ class _Anchors:
         if passes == 0:
             self.taken.clear()
         values = self._registered.capture_counters()
-        self.taken[passes] = dumps({"random": read_random(), "values": values, "owned": self.loaders.owned()})
+        found = {"random": read_random(), "values": values, "owned": self.loaders.owned()}
+        self.taken[passes] = dumps(found | {"variables": self.variables.capture(boundary=False)})
         if passes > _ANCHORS:
             self.taken.pop(passes - _ANCHORS, None)
 
@@ -150,6 +155,7 @@ class _Anchors:
         found = loads(taken[passes])
         self._registered.restore_counters(found["values"])
         self.loaders.set_owned(found["owned"])
+        self.variables.put_back(found.get("variables", {}), boundary=False)
         write_random(found["random"])
 
 
@@ -251,9 +257,10 @@ class TrainingLoop:
                 if not entered and not self.joining:
                     self._loaders.enter(begun)
                     entered = True
-                if outer and self.batch_top() and not entered:
-                    self._loaders.enter(begun)
-                    entered = True
+                with self.variables_held():
+                    if outer and self.batch_top() and not entered:
+                        self._loaders.enter(begun)
+                        entered = True
                 try:
                     batch = begun.next()
                 except StopIteration:
@@ -324,6 +331,13 @@ class TrainingLoop:
             self.job.keep_tops()
         return counters
 
+    def ignore(self, *names: str) -> None:
+        """Variables and attributes of the script with these names may be others in a replacement: nothing depends on
+        them. All others are put back, or compared (docs/will_my_script_work.md).
+        """
+        if self.job is not None:
+            self.job.variables.ignore(*names)
+
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """Tell the policy ``value`` the loss of this batch; a tensor is not read at once."""
         if self.job is not None:
@@ -341,6 +355,7 @@ class TrainingLoop:
         """
         self.job, self._config, self._replays = job, config, replays
         self._loaders = self._anchors.loaders = Loaders(job, config)
+        self._anchors.variables = job.variables
         if replays:
             return
         job.register(_PLACE, self._capture_place, self._restore_place)
@@ -402,6 +417,11 @@ class TrainingLoop:
     def activate(self, position: Any) -> None:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
         self._active = weakref.ref(position)
+
+    def variables_held(self) -> AbstractContextManager[None]:
+        """Around a batch top and the reading of what was read before it; see :meth:`Variables.held`."""
+        assert self.job is not None
+        return self.job.variables.held()
 
     def batch_top(self) -> bool:
         """A batch begins; True if this newcomer has just joined."""

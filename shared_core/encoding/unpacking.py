@@ -14,6 +14,7 @@ import pathlib
 import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +29,14 @@ _REPEATS, _SOME = 16, 1 << 20
 #: A key of a dictionary or an element of a set consists of so many values at most, and is so deep.
 _KEY_SIZE, _KEY_DEPTH = 4096, 50
 _ARRAY_KIND = re.compile(r"[<>|=]([biufcSU]\d+|[mM]8(\[\d*\w+\])?)")
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Stands for an object of a script, which is described elsewhere under this number."""
+
+    number: int
+
 
 #: The module of the writer, whose functions the bytes name.
 WRITER = "shared_core.encoding.plain"
@@ -51,7 +60,7 @@ _CONTAINERS = frozenset(
 _MAPPINGS = (dict,)  # and its subclasses, of which only those above can be made
 _LEAVES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.Size, torch.Tensor, np.ndarray}
-    | {datetime.timedelta, datetime.datetime, pathlib.PosixPath}
+    | {datetime.timedelta, datetime.datetime, pathlib.PosixPath, Numbered}
 )
 _PLAIN = _CONTAINERS | _LEAVES
 _HASHABLE = _LEAVES - {bytearray, torch.Tensor, np.ndarray}
@@ -175,6 +184,11 @@ def _size(budget: _Budget, parts: Any = ()) -> Any:
     return torch.Size(parts)
 
 
+def _numbered(_budget: _Budget, number: Any) -> Any:
+    _only(type(number) is int and number >= 0)
+    return Numbered(number)
+
+
 def _complex(_budget: _Budget, real: Any, imaginary: Any) -> Any:
     _only(type(real) is float and type(imaginary) is float)
     return complex(real, imaginary)
@@ -190,6 +204,7 @@ _MAKERS: dict[Any, Callable[..., Any]] = {
     (WRITER, "_tensor"): _tensor,
     (WRITER, "_array"): _array,
     (WRITER, "_scalar"): _scalar,
+    (WRITER, "_numbered"): _numbered,
     (WRITER, "_dtype"): lambda _budget, name: dtype_named(name),
     collections.OrderedDict: lambda _budget: collections.OrderedDict(),
     collections.defaultdict: _default,

@@ -56,6 +56,7 @@ from shared_core.worker.state.overflow import overflow
 from shared_core.worker.state.overlapped import Overlapped
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.updates import Updates
+from shared_core.worker.variables.variables import Origin, Variables
 
 
 class Worker:
@@ -65,7 +66,8 @@ class Worker:
         config = env.config
         groups_relay, recovery_relay, state_relay = _GroupsRelay(self), _RecoveryRelay(self), _StateRelay(self)
         joining = state_relay.joining
-        self.env, self.position, self.parts = env, Position(), Parts()
+        self.env, self.position = env, Position()
+        self.parts = Parts(Variables(env.rank, state_relay.origin, state_relay.cannot_put_back))
         position, parts = self.position, self.parts
         events = EventLog(env.events, env.run)
         board = self.board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env))
@@ -232,6 +234,19 @@ class _StateRelay(_Relay):
     def joining(self) -> bool:
         """Whether this worker has not reached the place yet that it begins from."""
         return self._worker.start.beginning.joining
+
+    def origin(self) -> Origin:
+        """Whose variables of the script this worker puts back."""
+        it = self._worker
+        if it.position.added or it.position.resized or it.start.beginning.of_others:
+            return "other"
+        return "checkpoint" if it.start.beginning.restarts else "same"
+
+    def cannot_put_back(self, reason: str, origin: Origin) -> None:
+        """A variable of the script cannot be put back. From a checkpoint it could not be either."""
+        if origin == "checkpoint":
+            self._worker.endings.give_up(RecoveryFailed(reason))
+        self._worker.endings.fall_back(reason)
 
     def replicas(self) -> list[int]:
         """Ranks that train the same as this one, where not all do."""

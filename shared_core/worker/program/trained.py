@@ -123,6 +123,7 @@ class Trained:
             step = self.shard.step_bytes if self.shard is not None else replicated.nbytes + extra
             self._runtime.results.limit(max(2 * step, 4 << 20))
         self._register(Attached(modules, replicated, alike=alike))
+        self._parts.variables.attach(modules, optimizers)
         if (optimizers or sharded or divided) and os.environ.get("SWIFT_FAULTS") and modules:
             self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
 

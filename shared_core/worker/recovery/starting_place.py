@@ -114,6 +114,16 @@ class Beginning:
         if no_top or not self.spare.serves(None if knocks else target, self._is_finished):
             os._exit(EXIT_STALE)  # it has gone another way than its predecessor; the launcher starts another
 
+    @property
+    def restarts(self) -> bool:
+        """Whether the place is that of a checkpoint from which all workers begin."""
+        return self._restored is not None
+
+    @property
+    def of_others(self) -> bool:
+        """Whether the place is a copy of another rank's, or of another number of workers."""
+        return self._recovery.knocks or (self._restored is not None and self._restored.resized)
+
     # -- before the place is reached ---------------------------------------------------------------
 
     def from_scratch(self) -> None:

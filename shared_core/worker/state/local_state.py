@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.worker.state.generators import random_state, set_random_state
+from shared_core.worker.variables.variables import Variables
 
 Capture = Callable[[], Any]
 Restore = Callable[[Any], None]
 
-_RANDOM = "swift.random"
+_RANDOM, _VARIABLES = "swift.random", "swift.variables"
 #: Start of the names of what belongs to the modules and optimizers that are attached.
 _ATTACHED = "swift."
 
@@ -59,10 +60,15 @@ class _Part:
 
 
 class Parts:
-    """What only this rank has, by name. Random generators are always among it."""
+    """What only this rank has, by name. Random generators and the variables of the script are always among it.
 
-    def __init__(self) -> None:
+    Args:
+        variables: of the script.
+    """
+
+    def __init__(self, variables: Variables | None = None) -> None:
         self._parts: dict[str, _Part] = {}
+        self.variables = variables or Variables(None)
 
     def register(
         self, name: str, capture: Capture, restore: Restore, *, forward_mutated: bool = False, main: bool = False
@@ -87,16 +93,20 @@ class Parts:
         """All parts as they are now, or only those that forward changes."""
         wanted = {name: part for name, part in self._parts.items() if part.forward_mutated or not forward_mutated}
         parts = {name: part.capture() for name, part in wanted.items()}
+        if not forward_mutated:
+            parts[_VARIABLES] = self.variables.capture()
         parts[_RANDOM] = random_state()
         return parts
 
     def restore(self, values: Mapping[str, Any], *, attached: bool = True) -> None:
-        """Put back what is in ``values``, random generators last.
+        """Put back what is in ``values``: variables of the script first, random generators last.
 
         Args:
             values: from :meth:`capture`.
             attached: also what belongs to what is attached.
         """
+        if _VARIABLES in values:
+            self.variables.put_back(values[_VARIABLES])
         for name, part in self._parts.items():
             if name in values and (attached or not name.startswith(_ATTACHED)):
                 part.restore(values[name])

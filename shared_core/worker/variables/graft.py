@@ -1,0 +1,483 @@
+"""Values that another run of the script held, put into this run's: in place, so that every other reference sees it.
+
+First both graphs are walked side by side, which changes nothing: it finds for each object of the other run the one here
+that stands for it, and what cannot be put back. Then what is here is filled.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shared_core.encoding.unpacking import Numbered, dtype_named
+from shared_core.errors import RecoveryFailed
+from shared_core.loaders.randomness import set_generator_state
+from shared_core.worker.variables.kinds import VALUES, kind_of, name_of, slots_of
+from shared_core.worker.variables.writer import MODULE_PARTS, Unbound, Writer, attributes_of, state_of
+
+#: Nothing is put into these.
+_AS_HERE = frozenset({"fixed", "ignored", "named", "unbound", "opaque", "large"})
+_PLAIN = (list, dict, set)
+_TEXT = 60
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "not there"
+
+
+#: This run has nothing at a place.
+MISSING = _Missing()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What cannot be put back, and is not as it was.
+
+    Attributes:
+        path: of the value: the variable, and the way from there.
+        was: what the other run held, for people.
+        here: what this run holds, for people.
+        where: the place of the variable in the source.
+    """
+
+    path: str
+    was: str
+    here: str
+    where: str = ""
+
+
+class Graft:
+    """One run's values in another run of the same script.
+
+    Args:
+        rows: descriptions of the other run's objects.
+        writer: describes this run's.
+        named: objects of this run by the names of variables that held them when its loop began.
+    """
+
+    def __init__(self, rows: Iterable[Any], writer: Writer, named: Mapping[str, Any]) -> None:
+        self._rows = {row[0]: row for row in rows if row is not None}
+        self._writer, self._named = writer, named
+        self._here: dict[Any, Any] = {}
+        self._claimed: dict[int, Any] = {}
+        self._filled: dict[Any, Any] = {}
+        self._keep: list[Any] = []
+        self._top = ""
+        self.differences: list[Difference] = []
+
+    # -- side by side -------------------------------------------------------------------------------------------------
+
+    def match(self, new: Any, old: Any, path: str) -> None:
+        """Find what here stands for the objects in a value of the other run.
+
+        Args:
+            new: the value.
+            old: what this run holds in its place.
+            path: of the place.
+        """
+        self._top = path
+        todo = [(new, old, path)]
+        while todo:
+            new, old, path = todo.pop()
+            if isinstance(new, Numbered):
+                todo.extend(reversed(list(self._match_object(new, old, path))))
+            elif type(new) is tuple:
+                fits = type(old) is tuple and len(old) == len(new)
+                todo.extend((each, old[i] if fits else MISSING, f"{path}[{i}]") for i, each in enumerate(new))
+            elif type(new) in _PLAIN and id(new) not in self._here:
+                self._keep.append(new)
+                if type(old) is type(new) and self._claim(id(new), old):
+                    todo.extend(reversed(list(_pairs(new, old, path))))
+                else:
+                    self._here[id(new)] = MISSING
+                    todo.extend(reversed(list(_pairs(new, MISSING, path))))
+
+    def _claim(self, key: Any, old: Any) -> bool:
+        """Whether an object here can stand for this one: no other object of the other run has it."""
+        if id(old) in self._claimed:
+            return False
+        self._claimed[id(old)] = old
+        self._here[key] = old
+        return True
+
+    def _match_object(self, new: Numbered, old: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
+        if new in self._here:
+            return
+        _, kind, cls, *parts = self._rows[new.number]
+        same = old is not MISSING and name_of(type(old)) == cls
+        if kind in _AS_HERE:
+            self._here[new] = self._as_here(kind, cls, parts, old, same, path)
+            return
+        if kind == "function":
+            same = same and name_of(old) == parts[0]
+            if not same:
+                self._here[new] = self._find(parts[0], old, path)
+                return
+        if kind == "method":
+            self._here[new] = self._find(parts[0], MISSING, path)
+        elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
+            self._here[new] = old if same else MISSING
+        elif not (same and _fits(kind, parts, old) and self._claim(new, old)):
+            self._here[new] = MISSING
+            self._check_can_be_made(kind, cls, parts, path)
+        here = self._here[new]
+        theirs = _children(kind, parts)
+        mine = MISSING if here is MISSING else _own_children(kind, old if kind == "method" and same else here)
+        for key, value in theirs.items():
+            yield value, MISSING if mine is MISSING else mine.get(key, MISSING), _below(path, key)
+
+    def _as_here(self, kind: str, cls: str, parts: list[Any], old: Any, same: bool, path: str) -> Any:
+        if kind == "unbound":
+            return MISSING
+        if kind == "ignored":
+            if old is MISSING and path != self._top:  # a variable without a value says so by itself
+                self._differ(path, f"a {_short(cls)}", old)
+            return old
+        if kind == "named":
+            return old if same and name_of(old) == parts[0] else self._find(parts[0], old, path)
+        if kind == "fixed":
+            found = self._named.get(parts[0], MISSING) if parts[0] else MISSING
+            if found is not MISSING and name_of(type(found)) == cls:
+                return found
+            if not same:
+                self._differ(path, f"a {_short(cls)}", old)
+            return old
+        if kind == "large":
+            mine = self._writer.describe("large", _Shown(old)) if old is not MISSING else ()
+            if tuple(parts) != mine:
+                self._differ(path, f"a {_short(parts[0])} of {parts[1]} parts, too many to be published", old)
+            return old
+        if not same or tuple(parts) != self._writer.describe("opaque", old):
+            self._differ(path, f"a {_short(cls)}" + " that has gone on" * same, old)
+        return old
+
+    def _find(self, name: str, old: Any, path: str) -> Any:
+        found = _look_up(name)
+        if found is MISSING:
+            self._differ(path, _short(name), old)
+            return old
+        return found
+
+    def _check_can_be_made(self, kind: str, cls: str, parts: list[Any], path: str) -> None:
+        if kind in ("tensor", "ndarray") and parts[0] in ("same", "apart"):
+            self._differ(path, f"a {_short(cls)} of another kind", MISSING)
+        elif kind == "random" or (kind not in _MAKERS and _look_up(cls) is MISSING):
+            self._differ(path, f"a {_short(cls)}", MISSING)
+
+    def _differ(self, path: str, was: str, here: Any) -> None:
+        self.differences.append(Difference(path, was, shown(here)))
+
+    # -- filling ------------------------------------------------------------------------------------------------------
+
+    def value(self, new: Any) -> Any:
+        """A value of the other run, made of what is here."""
+        if isinstance(new, Numbered):
+            if new not in self._filled:
+                self._fill(new)
+            return self._filled[new]
+        if type(new) is tuple:
+            return tuple(self.value(each) for each in new)
+        if type(new) is frozenset:
+            return frozenset(self.value(each) for each in new)
+        if type(new) not in _PLAIN:
+            return new
+        key = id(new)
+        if key not in self._filled:
+            here = self._here.get(key, MISSING)
+            made = self._filled[key] = type(new)() if here is MISSING else here
+            if isinstance(new, dict):
+                items: Any = [(self.value(k), self.value(v)) for k, v in new.items()]
+            else:
+                items = [self.value(each) for each in new]
+            made.clear()
+            made.extend(items) if isinstance(new, list) else made.update(items)
+        return self._filled[key]
+
+    def _fill(self, new: Numbered) -> None:
+        _, kind, cls, *parts = self._rows[new.number]
+        here = self._here.get(new, MISSING)
+        if kind in _AS_HERE or (kind == "function" and (here is MISSING or name_of(here) != parts[0])):
+            self._filled[new] = here
+        elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
+            self._filled[new] = _immutable(kind, cls, parts, self.value)
+        elif kind == "method":
+            self._filled[new] = types.MethodType(here, self.value(parts[1]))
+        elif kind in ("tensor", "ndarray"):
+            self._filled[new] = self._restored(kind, cls, parts, here)
+        elif kind == "random":
+            set_generator_state(here, self.value(parts[0]))
+            self._filled[new] = here
+        elif kind == "function":
+            self._filled[new] = here
+            self._fill_function(here, *parts[1:])
+        elif kind == "pyarray":
+            array = here if here is not MISSING else _look_up(cls)(parts[0])
+            self._filled[new] = array
+            del array[:]
+            array.frombytes(parts[1])
+        else:
+            made = self._filled[new] = here if here is not MISSING else _blank(kind, cls, parts)
+            self._fill_container(kind, made, parts)
+
+    def _fill_container(self, kind: str, made: Any, parts: list[Any]) -> None:
+        attributes = parts[-1]
+        base: Any = {"dict": dict, "list": list, "set": set, "deque": deque}.get(kind)
+        if base is not None:
+            if kind == "dict":
+                items: Any = [(self.value(k), self.value(v)) for k, v in parts[0]]
+                base.clear(made)
+                for k, v in items:
+                    dict.__setitem__(made, k, v)
+            else:
+                items = [self.value(each) for each in parts[0]]
+                base.clear(made)
+                (set.update if kind == "set" else base.extend)(made, items)
+        self._set_attributes(made, attributes, kind)
+
+    def _set_attributes(self, made: Any, attributes: Mapping[str, Any], kind: str) -> None:
+        slots = {each.__name__: each for each in slots_of(type(made))}
+        own = getattr(made, "__dict__", None)
+        values = {name: self.value(value) for name, value in attributes.items()}
+        for name, value in values.items():
+            if value is MISSING:
+                continue
+            if name in slots:
+                with suppress(AttributeError, TypeError):
+                    slots[name].__set__(made, value)
+            elif own is not None:
+                own[name] = value
+        if own is not None:
+            left = self._writer.ignored | (MODULE_PARTS if kind == "module" else frozenset())
+            for name in [each for each in own if each not in values and each not in left]:
+                del own[name]
+
+    def _fill_function(self, here: types.FunctionType, cells: list[Any], own: Any) -> None:
+        if own is None:
+            return
+        for cell, value in zip(here.__closure__ or (), cells, strict=False):
+            found = self.value(value)
+            if found is not MISSING:
+                cell.cell_contents = found
+        here.__dict__.update({k: self.value(v) for k, v in own[0].items()})
+        here.__defaults__, here.__kwdefaults__ = self.value(own[1]), self.value(own[2])
+
+    def _restored(self, kind: str, cls: str, parts: list[Any], here: Any) -> Any:
+        how = parts[0]
+        if how == "same":
+            return here
+        if kind == "ndarray":
+            if how == "objects":
+                made = np.empty(len(parts[3]), object)
+                for index, value in enumerate(self.value(parts[3])):
+                    made[index] = value
+                made = made.reshape(parts[2])
+            else:
+                made = np.frombuffer(bytearray(parts[3]), np.dtype(parts[1])).reshape(parts[2])
+            if here is MISSING or not here.flags.writeable:
+                here = made
+            else:
+                here[...] = made
+            self._writer.put_back(here)
+            return here
+        _, dtype, shape, data, gradient = parts
+        raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        value = raw.view(dtype_named(dtype)).view(shape) if data else torch.empty(shape, dtype=dtype_named(dtype))
+        if gradient == 2:
+            return _Ended.apply(value.requires_grad_())  # type: ignore[no-untyped-call]
+        if here is MISSING:
+            here = (
+                nn.Parameter(value, bool(gradient))
+                if cls.endswith(":Parameter")
+                else value.requires_grad_(bool(gradient))
+            )
+        else:
+            here.data.copy_(value)
+            if here.is_leaf:
+                here.requires_grad_(bool(gradient))
+        self._writer.put_back(here)
+        return here
+
+
+class _Ended(torch.autograd.Function):
+    """A value whose graph was that of the failed worker: it can be read, but not differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RecoveryFailed(
+            "a result of an earlier batch is differentiated again, whose graph was the failed worker's: detach() what "
+            "is kept from one batch to the next, or run the whole sequence in one batch"
+        )
+
+
+class _Shown:
+    """What :class:`.writer.Large` is of a value here."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _fits(kind: str, parts: list[Any], old: Any) -> bool:
+    if kind == "tensor":
+        _, dtype, shape, _, gradient = parts
+        alike = str(old.dtype) == f"torch.{dtype}" and tuple(old.shape) == tuple(shape) and old.device.type == "cpu"
+        return alike and gradient != 2 and old.grad_fn is None
+    if kind == "ndarray":
+        return bool(old.dtype.str == parts[1].replace("O", "|O") and old.shape == tuple(parts[2]))
+    if kind == "pyarray":
+        return bool(old.typecode == parts[0])
+    if kind == "deque":
+        return bool(old.maxlen == parts[1])
+    return True
+
+
+def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
+    """What a description holds that may be objects, by place."""
+    if kind in ("object", "module"):
+        return {f".{name}": value for name, value in parts[0].items()}
+    if kind in ("list", "deque", "tuple"):
+        found: dict[Any, Any] = dict(enumerate(parts[0]))
+        return found if kind == "tuple" else found | {f".{name}": value for name, value in parts[-1].items()}
+    if kind == "dict":
+        found = {_key(key): value for key, value in parts[0]}
+        found |= {("key", i): key for i, (key, _) in enumerate(parts[0]) if isinstance(key, (Numbered, tuple))}
+        return found | {f".{name}": value for name, value in parts[-1].items()}
+    if kind in ("set", "frozenset"):
+        return {("key", i): value for i, value in enumerate(parts[0])}
+    if kind == "function":
+        found = {("cell", i): value for i, value in enumerate(parts[1])}
+        return found if parts[2] is None else found | dict(zip(_OF_FUNCTIONS, parts[2], strict=True))
+    if kind == "method":
+        return {".__self__": parts[1]}
+    if kind == "ndarray" and parts[0] == "objects":
+        return {0: parts[3]}
+    return {}
+
+
+_OF_FUNCTIONS = (".__dict__", ".__defaults__", ".__kwdefaults__")
+
+
+def _own_children(kind: str, here: Any) -> dict[Any, Any]:
+    if kind in ("object", "module"):
+        own = state_of(here) if kind == "module" else attributes_of(here)
+        return {f".{name}": value for name, value in own.items()}
+    if kind in ("list", "deque", "tuple"):
+        found: dict[Any, Any] = dict(enumerate(here))
+        return found if kind == "tuple" else found | {f".{name}": value for name, value in attributes_of(here).items()}
+    if kind == "dict":
+        found = {_key(key): value for key, value in dict.items(here)}
+        return found | {f".{name}": value for name, value in attributes_of(here).items()}
+    if kind == "function":
+        found = {}
+        for i, cell in enumerate(here.__closure__ or ()):
+            with suppress(ValueError):
+                found[("cell", i)] = cell.cell_contents
+        return found | {name: getattr(here, name[1:]) for name in _OF_FUNCTIONS}
+    if kind == "method":
+        return {".__self__": getattr(here, "__self__", MISSING)}
+    return {}
+
+
+def _key(key: Any) -> Any:
+    return key if isinstance(key, (str, int, float, bytes, bool, type(None))) else ("no", id(key))
+
+
+def _pairs(new: Any, old: Any, path: str) -> Iterable[tuple[Any, Any, str]]:
+    if isinstance(new, dict):
+        for key, value in new.items():
+            simple = not isinstance(key, (Numbered, tuple, frozenset))
+            yield value, old.get(key, MISSING) if old is not MISSING and simple else MISSING, _below(path, key)
+            if not simple:
+                yield key, MISSING, f"{path} (a key)"
+    elif isinstance(new, list):
+        for i, value in enumerate(new):
+            if not isinstance(value, (int, float, str, type(None))):
+                yield value, old[i] if old is not MISSING and i < len(old) else MISSING, f"{path}[{i}]"
+    else:
+        for value in new:
+            yield value, MISSING, f"{path} (an element)"
+
+
+def _below(path: str, key: Any) -> str:
+    if isinstance(key, str) and key.startswith("."):
+        return f"{path}{key}"
+    if isinstance(key, tuple):
+        return f"{path} (a {key[0]})"
+    return f"{path}[{key!r}]"
+
+
+def _look_up(name: str) -> Any:
+    """What has a name in a module that this process has imported; nothing is imported for it."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module, MISSING)
+    if path.startswith("NoneType") and module == "builtins":
+        return type(None)
+    for part in path.split(".") if path else ():
+        found = getattr(found, "__dict__", {}).get(part, MISSING) if found is not MISSING else MISSING
+        if isinstance(found, staticmethod):
+            found = found.__func__
+    return found
+
+
+#: Kinds that are made of nothing else here.
+_MAKERS = frozenset({"value", "tensor", "ndarray", "pyarray", "atom", "enum", "tuple", "frozenset"})
+
+
+def _blank(kind: str, cls: str, parts: list[Any]) -> Any:
+    made = _look_up(cls)
+    if not isinstance(made, type) or kind_of(made) != kind:
+        raise RecoveryFailed(f"{_short(cls)} is no class of the script any more")
+    if kind == "deque":
+        fresh: Any = deque.__new__(made)
+        deque.__init__(fresh, (), parts[1])
+        return fresh
+    if kind == "module":
+        fresh = object.__new__(made)
+        nn.Module.__init__(fresh)
+        return fresh
+    base: Any = {"dict": dict, "list": list, "set": set}.get(kind, object)
+    if made is types.SimpleNamespace:
+        return types.SimpleNamespace()
+    if issubclass(made, dict):
+        base = next(each for each in made.__mro__ if "__new__" in each.__dict__)
+    return base.__new__(made)
+
+
+def _immutable(kind: str, cls: str, parts: list[Any], value: Callable[[Any], Any]) -> Any:
+    made = _look_up(cls)
+    if kind == "value":
+        known = next((each for each in VALUES if name_of(each) == cls), np.dtype)
+        return VALUES[known][1](value(parts[0]))
+    if not isinstance(made, type) or kind_of(made) != kind:
+        raise RecoveryFailed(f"{_short(cls)} is no class of the script any more")
+    if kind == "enum":
+        return made.__members__[parts[0]]  # type: ignore[attr-defined]
+    base: Any = {"tuple": tuple, "frozenset": frozenset}.get(kind) or type(parts[0])
+    return base.__new__(made, value(parts[0]))
+
+
+def _short(name: str) -> str:
+    return name.partition(":")[2].rpartition("<locals>.")[2] or name
+
+
+def shown(value: Any) -> str:
+    """A value for people, without asking the script's code for it."""
+    if value is MISSING or value is Unbound:
+        return "not there"
+    if isinstance(value, (int, float, str, bool, bytes, type(None))) and type(value).__module__ == "builtins":
+        text = repr(value)
+        return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."
+    return f"a {type(value).__qualname__}"

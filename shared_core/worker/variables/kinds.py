@@ -1,0 +1,226 @@
+"""What objects of a type are to a replacement: restored from their value, left alone, or only compared."""
+
+from __future__ import annotations
+
+import array
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import io
+import itertools
+import logging
+import os
+import pathlib
+import random
+import re
+import sysconfig
+import threading
+import types
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._C._distributed_c10d import Store
+
+#: Packages whose objects are restored by this product already, or hold what belongs to one process.
+FRAMEWORKS = frozenset(
+    "shared_core lightning_swift accelerate_swift lightning pytorch_lightning lightning_fabric lightning_utilities "
+    "accelerate transformers deepspeed datasets tokenizers safetensors wandb mlflow tensorboard tensorboardX tqdm rich "
+    "logging threading multiprocessing concurrent asyncio socket ssl subprocess selectors queue tempfile argparse "
+    "unittest pytest _pytest inspect importlib contextlib abc typing matplotlib ctypes".split()
+)
+#: A class of the script that derives from one of theirs is left to their adapter, too.
+_ADAPTED = frozenset(
+    "shared_core lightning_swift accelerate_swift lightning pytorch_lightning lightning_fabric accelerate transformers "
+    "deepspeed datasets".split()
+)
+#: Modules of these are engines of a script, not networks: what is in them is attached.
+_ENGINES = frozenset(("shared_core", "deepspeed"))
+#: Parts of torch whose objects hold state of a script; all others are left to this product.
+_OF_TORCH = (
+    "torch.optim.lr_scheduler",
+    "torch.optim.swa_utils",
+    "torch.amp.",
+    "torch.cuda.amp.",
+    "torch.distributions",
+)
+_LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_paths()[each]) + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")}
+    | {sysconfig.get_paths()[each] + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+#: Packages whose own frames and modules are no part of a script.
+OURS = tuple(
+    f"{Path(__file__).resolve().parents[3] / name}/" for name in ("shared_core", "lightning_swift", "accelerate_swift")
+)
+#: What belongs to the process, and holds nothing that a script computes.
+IGNORED = (
+    io.IOBase,
+    logging.Logger,
+    logging.Handler,
+    threading.Thread,
+    threading.Event,
+    threading.Condition,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.local,
+    re.Pattern,
+    weakref.ReferenceType,
+    memoryview,
+    types.MappingProxyType,
+    types.CodeType,
+    types.FrameType,
+    types.TracebackType,
+    functools._lru_cache_wrapper,
+    type(...),
+    type(NotImplemented),
+    np.random.BitGenerator,
+    torch.distributed.ProcessGroup,
+    Store,
+)
+#: Types whose objects are known by their name only.
+NAMED = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    np.ufunc,
+)
+RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_CONTAINERS: tuple[tuple[type, str], ...] = (
+    (dict, "dict"),
+    (list, "list"),
+    (collections.deque, "deque"),
+    (set, "set"),
+    (tuple, "tuple"),
+    (frozenset, "frozenset"),
+)
+_ATOMS = (bool, int, float, complex, str, bytes, bytearray)
+
+#: Immutable values: what they are made from, and how.
+VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    decimal.Decimal: (str, decimal.Decimal),
+    fractions.Fraction: (lambda v: (v.numerator, v.denominator), lambda parts: fractions.Fraction(*parts)),
+    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    datetime.timedelta: (lambda v: (v.days, v.seconds, v.microseconds), lambda parts: datetime.timedelta(*parts)),
+    range: (lambda v: (v.start, v.stop, v.step), lambda parts: range(*parts)),
+    slice: (lambda v: (v.start, v.stop, v.step), lambda parts: slice(*parts)),
+    uuid.UUID: (lambda v: v.int, lambda number: uuid.UUID(int=number)),
+    torch.device: (str, torch.device),
+    pathlib.PosixPath: (str, pathlib.PosixPath),
+    np.dtype: (lambda v: v.str, np.dtype),
+    itertools.count: (lambda v: v.__reduce__()[1], lambda parts: itertools.count(*parts)),
+}
+
+
+def of_libraries(file: str | None) -> bool:
+    """Whether a file of code is part of Python, or of an installed package."""
+    return file is None or file.startswith(("<frozen", *_LIBRARIES)) or "site-packages" in file
+
+
+_KINDS: dict[type, str] = {}
+
+
+def kind_of(cls: type) -> str:
+    """What is done with objects of a type: the name of one of the ways in :mod:`.writer`."""
+    known = _KINDS.get(cls)
+    if known is None:
+        known = _KINDS[cls] = _kind_of(cls)
+    return known
+
+
+def _kind_of(cls: type) -> str:
+    if issubclass(cls, torch.Tensor):
+        return "tensor" if cls in (torch.Tensor, nn.Parameter, nn.Buffer) else "opaque"
+    if issubclass(cls, np.ndarray):
+        return "ndarray" if cls is np.ndarray else "opaque"
+    if issubclass(cls, (np.generic, torch.dtype, torch.Size)):
+        return "plain"
+    if cls in VALUES or issubclass(cls, np.dtype):
+        return "value"
+    if issubclass(cls, enum.Enum):
+        return "enum"
+    if cls is types.FunctionType:
+        return "function"
+    if cls is types.MethodType:
+        return "method"
+    if issubclass(cls, NAMED):
+        return "named"
+    if issubclass(cls, RANDOM):
+        return "random"
+    if issubclass(cls, IGNORED):
+        return "ignored"
+    if cls is array.array:
+        return "pyarray"
+    for base, name in _CONTAINERS:
+        if issubclass(cls, base):
+            return name
+    if issubclass(cls, _ATOMS):
+        return "atom"
+    if cls is types.SimpleNamespace:
+        return "object"
+    if issubclass(cls, nn.Module):
+        return "fixed" if any(root_of(base) in _ENGINES for base in cls.__mro__) else "module"
+    if _left_to_others(cls):
+        return "fixed"
+    return "object" if _is_made_of_attributes(cls) else "opaque"
+
+
+def root_of(cls: type) -> str:
+    """The package that a class is from."""
+    return cls.__module__.partition(".")[0]
+
+
+def _left_to_others(cls: type) -> bool:
+    if issubclass(cls, (torch.optim.Optimizer, torch.utils.data.DataLoader)):
+        return True
+    if any(root_of(base) in _ADAPTED for base in cls.__mro__):
+        return True
+    root = root_of(cls)
+    return root in FRAMEWORKS or (root == "torch" and not cls.__module__.startswith(_OF_TORCH))
+
+
+def _is_made_of_attributes(cls: type) -> bool:
+    """All that makes an object of it is in its ``__dict__`` and ``__slots__``."""
+    for base in cls.__mro__[:-1]:
+        if not base.__flags__ & (1 << 9) or isinstance(base.__dict__.get("__new__"), types.BuiltinFunctionType):
+            return False  # a type in C, which keeps what nobody sees
+    return hasattr(cls, "__dict__") and ("__dict__" in _members(cls) or bool(slots_of(cls)))
+
+
+def _members(cls: type) -> set[str]:
+    return {name for base in cls.__mro__ for name in base.__dict__}
+
+
+_SLOTS: dict[type, tuple[types.MemberDescriptorType, ...]] = {}
+
+
+def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
+    """Where objects of a type keep what is not in their ``__dict__``."""
+    known = _SLOTS.get(cls)
+    if known is None:
+        known = _SLOTS[cls] = tuple(
+            each
+            for base in cls.__mro__
+            for name, each in base.__dict__.items()
+            if isinstance(each, types.MemberDescriptorType) and name not in ("__dict__", "__weakref__")
+        )
+    return known
+
+
+def name_of(thing: Any) -> str:
+    """By which a class, function or module is found in another process that runs the same script."""
+    if isinstance(thing, types.ModuleType):
+        return f"{thing.__name__}:"
+    return f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"

@@ -1,0 +1,100 @@
+"""Which variables of a running function may still be read before they are written: only these are state."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import Any
+
+#: Who names one of these may read every variable.
+READS_ALL = frozenset({"locals", "globals", "vars", "dir", "eval", "exec"})
+_ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
+_JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"})
+_JUMP_CODES = frozenset((*dis.hasjrel, *dis.hasjabs))
+
+_known: dict[tuple[CodeType, int], frozenset[str] | None] = {}
+
+
+def live(code: CodeType, last: int) -> frozenset[str] | None:
+    """Names of variables that may be read, before they are written, by what follows the running instruction.
+
+    Args:
+        code: of the function or module that runs.
+        last: ``f_lasti`` of its frame.
+
+    Returns:
+        The names; of a module those that its functions name are always among them. None where any may be read.
+    """
+    key = (code, last)
+    if key not in _known:
+        _known[key] = _live(code, last)
+    return _known[key]
+
+
+def _live(code: CodeType, last: int) -> frozenset[str] | None:
+    if not READS_ALL.isdisjoint(code.co_names):
+        return None
+    always = {*code.co_cellvars, *code.co_freevars}
+    if not code.co_flags & 1:  # a module or a class: others look its variables up by name
+        for inner in _inside(code):
+            always.update(inner.co_names)
+        if not READS_ALL.isdisjoint(always):
+            return None
+    instructions = list(dis.get_instructions(code))
+    index = {each.offset: number for number, each in enumerate(instructions)}
+    handlers: list[list[int]] = [[] for _ in instructions]
+    for entry in _handlers(code):
+        for number, each in enumerate(instructions):
+            if entry.start <= each.offset < entry.end:
+                handlers[number].append(index[entry.target])
+    following = [_following(number, each, index) + handlers[number] for number, each in enumerate(instructions)]
+    effects = [_effect(each) for each in instructions]
+    before: list[frozenset[str]] = [frozenset()] * len(instructions)
+    changed = True
+    while changed:
+        changed = False
+        for number in range(len(instructions) - 1, -1, -1):
+            after = frozenset().union(*(before[each] for each in following[number]))
+            reads, writes = effects[number]
+            now = reads | (after - writes)
+            if now != before[number]:
+                before[number], changed = now, True
+    here = max((number for number, each in enumerate(instructions) if each.offset <= last), default=0)
+    return frozenset(always).union(*(before[each] for each in following[here]))
+
+
+def _handlers(code: CodeType) -> Iterable[Any]:
+    """Where exceptions of which instructions go on: public, but not in the stubs."""
+    bytecode: Any = dis.Bytecode(code)
+    found: Iterable[Any] = bytecode.exception_entries
+    return found
+
+
+def _inside(code: CodeType) -> Iterator[CodeType]:
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _inside(each)
+
+
+def _following(number: int, each: dis.Instruction, index: dict[int, int]) -> list[int]:
+    found = [] if each.opname in _ENDS | _JUMPS or number + 1 == len(index) else [number + 1]
+    if each.opcode in _JUMP_CODES and each.argval in index:
+        found.append(index[each.argval])
+    return found
+
+
+def _effect(each: dis.Instruction) -> tuple[frozenset[str], frozenset[str]]:
+    """Names that an instruction reads, and those that it writes without having read them."""
+    name, value = each.opname, each.argval
+    if name == "STORE_FAST_LOAD_FAST":
+        return frozenset({value[1]}) - {value[0]}, frozenset({value[0]})
+    names = frozenset(value if isinstance(value, tuple) else (value,))
+    if not all(isinstance(each, str) for each in names):
+        return frozenset(), frozenset()
+    if name in ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_FAST_STORE_FAST"):
+        return frozenset(), names
+    if name.startswith(("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "DELETE_")):
+        return names, frozenset()
+    return frozenset(), frozenset()

@@ -1,0 +1,289 @@
+"""Where a script's variables are: frames of its running functions, its modules, their classes, objects it tells of."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from shared_core.worker.variables.kinds import OURS, kind_of, of_libraries
+from shared_core.worker.variables.liveness import READS_ALL, live
+from shared_core.worker.variables.writer import Unbound
+
+_OF_CLASSES = (
+    types.FunctionType,
+    classmethod,
+    staticmethod,
+    property,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.ModuleType,
+    type,
+)
+_WRITES_THROUGH = sys.version_info >= (3, 13)
+
+
+class Names:
+    """Names of variables, and their values at once.
+
+    Args:
+        names: in the order in which their values are wanted.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        self.joined = " ".join(self.names)
+        self._get = itemgetter(*self.names) if len(self.names) > 1 else None
+
+    def values(self, own: Mapping[str, Any]) -> Sequence[Any]:
+        """Values in a namespace.
+
+        Raises:
+            KeyError: one of the names is not there.
+        """
+        if self._get is not None:
+            return self._get(own)  # type: ignore[no-any-return]  # a tuple
+        return [own[each] for each in self.names]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Variables in one place.
+
+    Attributes:
+        name: by which a replacement knows the place.
+        where: the place in the source, for people.
+        names: of the variables.
+        values: what they hold, in the same order.
+        holder: takes new values: a namespace, a class, or a frame.
+    """
+
+    name: str
+    where: str
+    names: Names
+    values: Sequence[Any]
+    holder: Any
+
+    def put(self, changed: Mapping[str, Any]) -> None:
+        """Give variables other values."""
+        if isinstance(self.holder, types.FrameType):
+            _put_locals(self.holder, changed)
+        elif isinstance(self.holder, type):
+            for name, value in changed.items():
+                type.__setattr__(self.holder, name, value)
+        else:
+            self.holder.update(changed)
+
+
+class Told:
+    """Attributes of an object, found once and looked for again when there are others.
+
+    Args:
+        name: of the object.
+        thing: the object.
+        leaves: names of attributes that are none of a script's.
+    """
+
+    def __init__(self, name: str, thing: Any, leaves: frozenset[str]) -> None:
+        self._name, self._own, self._leaves = name, vars(thing), leaves
+        self._size, self._names = -1, Names(())
+
+    def scope(self) -> Scope:
+        """What they hold."""
+        own = self._own
+        try:
+            if len(own) == self._size:
+                return Scope(self._name, self._name, self._names, self._names.values(own), own)
+        except KeyError:  # one is gone and another has come
+            pass
+        self._size, self._names = len(own), Names(each for each in own if each not in self._leaves)
+        return Scope(self._name, self._name, self._names, self._names.values(own), own)
+
+
+class _Class:
+    """Attributes of a class of the script that are no code.
+
+    Args:
+        name: of the class.
+        cls: the class.
+    """
+
+    def __init__(self, name: str, cls: type) -> None:
+        self._name, self._cls, self._own = name, cls, vars(cls)
+        self._size, self._names = -1, Names(())
+
+    def scope(self) -> Scope | None:
+        """What they hold; None where there are none."""
+        own = self._own
+        if len(own) != self._size or any(each not in own for each in self._names.names):
+            self._size = len(own)
+            self._names = Names(k for k, v in own.items() if not k.startswith("_") and not isinstance(v, _OF_CLASSES))
+        if not self._names.names:
+            return None
+        return Scope(self._name, self._name.partition(":")[2], self._names, self._names.values(own), self._cls)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is looked at in a module.
+
+    Attributes:
+        size: of its namespace, when this was made.
+        names: of its variables.
+        where: the place in the source, for people.
+        classes: its classes.
+    """
+
+    size: int
+    names: Names
+    where: str
+    classes: list[_Class]
+
+
+class Scopes:
+    """The places of one script."""
+
+    def __init__(self) -> None:
+        # By identity, as a hash of code goes through all of it; kept with the code, so that no other takes its place.
+        self._codes: dict[int, tuple[types.CodeType, bool]] = {}
+        self._modules: list[tuple[str, dict[str, Any]]] = []
+        self._seen_modules = -1
+        self._known: set[int] = set()
+        self._plans: dict[tuple[str, Any], _Plan] = {}
+        self._frames: dict[tuple[int, int], tuple[Names, str]] = {}
+
+    def find(self, frame: types.FrameType | None, told: Iterable[Told]) -> Iterator[Scope]:
+        """All scopes: those of objects that are told first, then frames from the innermost outward, then modules.
+
+        Args:
+            frame: the innermost one to look at.
+            told: objects whose attributes count too.
+        """
+        for each in told:
+            yield each.scope()
+        running: dict[int, types.FrameType] = {}
+        times: dict[str, int] = {}
+        while frame is not None:
+            code = frame.f_code
+            known = self._codes.get(id(code))
+            if known is None:
+                known = self._codes[id(code)] = code, _is_script(code, frame.f_globals)
+            if known[1]:
+                running.setdefault(id(frame.f_globals), frame)
+                if code.co_name != "<module>":
+                    name = f"{frame.f_globals.get('__name__')}:{code.co_qualname}"
+                    number = times[name] = times.get(name, 0) + 1
+                    yield self._of_frame(frame, f"{name} {number}")
+                else:
+                    running[id(frame.f_globals)] = frame
+                    if frame.f_globals.get("__name__") == "__main__":
+                        break
+            frame = frame.f_back
+        for name, own in self._own_modules(running):
+            yield from self._of_module(name, own, running.get(id(own)))
+
+    def _own_modules(self, running: Mapping[int, types.FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
+        if len(sys.modules) != self._seen_modules:
+            self._seen_modules = len(sys.modules)
+            self._modules = [
+                (name, vars(each))
+                for name, each in list(sys.modules.items())
+                if isinstance(each, types.ModuleType) and name != "__mp_main__" and _is_own_module(each)
+            ]
+            self._known = {id(own) for _, own in self._modules}
+        for number, frame in running.items():
+            if number not in self._known:
+                yield str(frame.f_globals.get("__name__")), frame.f_globals
+        yield from self._modules
+
+    def _of_module(self, name: str, own: dict[str, Any], frame: types.FrameType | None) -> Iterator[Scope]:
+        if frame is not None and frame.f_code.co_name != "<module>":
+            frame = None  # only its functions run
+        key = (name, None if frame is None else frame.f_lasti)
+        plan, values = self._plans.get(key), None
+        try:
+            if plan is not None and plan.size == len(own):
+                values = plan.names.values(own)
+        except KeyError:
+            pass
+        if plan is None or values is None:
+            plan = self._plans[key] = _plan(name, own, frame)
+            values = plan.names.values(own)
+        yield Scope(name, plan.where, plan.names, values, own)
+        for each in plan.classes:
+            if (found := each.scope()) is not None:
+                yield found
+
+    def _of_frame(self, frame: types.FrameType, name: str) -> Scope:
+        code = frame.f_code
+        key = (id(code), frame.f_lasti)
+        known = self._frames.get(key)
+        if known is None:
+            alive = live(code, frame.f_lasti)
+            every = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
+            names = Names(each for each in every if (alive is None or each in alive) and not each.startswith("."))
+            known = self._frames[key] = names, f"{Path(code.co_filename).name}:{frame.f_lineno}"
+        names, where = known
+        own = frame.f_locals
+        try:
+            values = names.values(own)
+        except KeyError:
+            values = [own.get(each, Unbound) for each in names.names]
+        _let_go(own, code)
+        return Scope(name, where, names, values, frame)
+
+
+def _let_go(own: dict[str, Any], code: types.CodeType) -> None:
+    """What a function lets go of would stay in the copy of its variables, until somebody looks at them again."""
+    if not _WRITES_THROUGH and READS_ALL.isdisjoint(code.co_names):  # else the script may have put something there
+        own.clear()
+
+
+def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Plan:
+    """Which of a module's names are variables, and its classes."""
+    alive = None if frame is None else live(frame.f_code, frame.f_lasti)
+    names, classes = [], []
+    for each, value in own.items():
+        if isinstance(value, type):
+            if value.__module__ == name and kind_of(value) not in ("enum",):
+                classes.append(_Class(f"{name}:{value.__qualname__}", value))
+        elif each.startswith("__") or isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+            continue
+        elif isinstance(value, types.FunctionType) and not _has_state(value, name):
+            continue
+        elif alive is None or each in alive:
+            names.append(each)
+    file = Path(own.get("__file__") or name).name
+    return _Plan(len(own), Names(names), file if frame is None else f"{file}:{frame.f_lineno}", classes)
+
+
+def _has_state(function: types.FunctionType, module: str) -> bool:
+    held = bool(function.__closure__ or function.__dict__ or function.__defaults__ or function.__kwdefaults__)
+    return held and function.__module__ == module
+
+
+def _put_locals(frame: types.FrameType, changed: Mapping[str, Any]) -> None:
+    values = frame.f_locals
+    values.update(changed)
+    if not _WRITES_THROUGH:
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    _let_go(values, frame.f_code)
+
+
+def _is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:
+    main = sys.modules.get("__main__")
+    if main is not None and variables is vars(main):
+        return True
+    return not of_libraries(code.co_filename) and not code.co_filename.startswith(OURS)
+
+
+def _is_own_module(module: types.ModuleType) -> bool:
+    if module.__name__ == "__main__":
+        return True
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and not of_libraries(file) and not file.startswith(OURS)

@@ -1,0 +1,322 @@
+"""What a script's variables hold, for a replacement: captured at each step boundary, put back, or refused by name."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shared_core.encoding.plain import loads
+from shared_core.errors import RecoveryFailed
+from shared_core.events import console_once
+from shared_core.worker.variables.changes import changed
+from shared_core.worker.variables.graft import MISSING, Difference, Graft
+from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of
+from shared_core.worker.variables.scopes import Scope, Scopes, Told
+from shared_core.worker.variables.writer import LIMIT, MODULE_PARTS, Large, TooLarge, Unbound, Writer
+
+#: For tests: a script's variables are left alone.
+OFF = "SWIFT_TEST_NO_VARIABLES"
+#: A first capture of more bytes is not published each time.
+_FIRST = 1 << 16
+#: A script is told what its variables cost when captures have taken so many seconds, so often.
+_DEAR_S, _DEAR_TIMES = 2e-3, 5
+_ATOMS = (bool, int, float, str, bytes, type(None))
+
+
+#: Whose variables a worker puts back: those of the failed worker that had its place; those that a checkpoint has of an
+#: earlier start of the script; those of another rank, whose place is not this one's.
+Origin = Literal["same", "checkpoint", "other"]
+
+
+def _raise(reason: str, origin: Origin) -> None:
+    raise RecoveryFailed(reason)
+
+
+class Variables:
+    """The variables of one worker's script. Called on the script's own thread only.
+
+    Args:
+        rank: of this worker; None where nobody replaces it, and nothing is captured.
+        origin: whose variables are put back.
+        refuse: ends what cannot go on, for a reason and with what it has begun from.
+    """
+
+    def __init__(
+        self,
+        rank: int | None,
+        origin: Callable[[], Origin] = lambda: "same",
+        refuse: Callable[[str, Origin], Any] = _raise,
+    ) -> None:
+        self._rank, self._off = rank, rank is None or bool(os.environ.get(OFF))
+        self._origin, self._refuse = origin, refuse
+        self._scopes = Scopes()
+        self._restored: dict[int, Any] = {}
+        self._writer = Writer(self._restored.__contains__)
+        self._told: dict[str, tuple[Any, Told]] = {}
+        self._leaves: list[tuple[type, frozenset[str]]] = []
+        self._named: dict[str, Any] | None = None
+        self._large: set[tuple[str, str]] = set()
+        self._first: bytes | None = None
+        self._attached: list[str] = []
+        self._holds = False
+        self._held: tuple[dict[str, Any], Origin] | None = None
+        self._dear = 0
+
+    # -- what counts --------------------------------------------------------------------------------------------------
+
+    def ignore(self, *names: str) -> None:
+        """Variables and attributes of these names are neither captured nor compared."""
+        self._writer.ignored.update(names)
+
+    def leave(self, cls: type, names: Iterable[str]) -> None:
+        """Attributes of these names, of objects of this class, belong to a framework."""
+        self._leaves.append((cls, frozenset(names)))
+
+    def tell(self, name: str, thing: Any, leaves: Iterable[str] = ()) -> None:
+        """The attributes of an object count, too; all else that it is comes back otherwise.
+
+        Args:
+            name: by which a replacement knows it.
+            thing: the object; another one of this name is forgotten.
+            leaves: names of its attributes that do not count, beside those of :meth:`leave`.
+        """
+        leaves = frozenset(leaves).union(*(names for cls, names in self._leaves if isinstance(thing, cls)))
+        self._told[name] = thing, Told(name, thing, leaves | MODULE_PARTS if isinstance(thing, nn.Module) else leaves)
+        self._restored[id(thing)] = thing
+
+    def forget(self, name: str) -> None:
+        """An object that was told counts no more."""
+        self._told.pop(name, None)
+
+    def attach(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        """These are put back by others, all but the attributes that classes of the script have added."""
+        for name in self._attached:
+            self.forget(name)
+        self._attached.clear()
+        self._restored.clear()  # the writer asks this very dictionary
+        self._restored.update((id(thing), thing) for thing, _ in self._told.values())
+        for number, module in enumerate(modules):
+            bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+            self._restored[id(module)] = module
+            for path, child in bare.named_modules():
+                self._restored[id(child)] = child
+                if type(child).__module__.partition(".")[0] not in FRAMEWORKS | {"torch"}:
+                    name = f"model {number} {path}".rstrip()
+                    self._attached.append(name)
+                    self.tell(name, child)
+            for each in (*module.parameters(), *module.buffers()):
+                self._restored[id(each)] = each
+        for optimizer in optimizers:
+            self._restored[id(optimizer)] = optimizer
+
+    # -- at step boundaries -------------------------------------------------------------------------------------------
+
+    def capture(self, *, boundary: bool = True) -> dict[str, Any]:
+        """All of them as plain data.
+
+        Args:
+            boundary: this is a step boundary; else the start of an epoch, before its first.
+        """
+        if self._off:
+            return {}
+        if self._held is not None:
+            return self._held[0]
+        begun = time.thread_time()
+        scopes = self._find(sys._getframe(1))
+        now = self._write(scopes)
+        if (took := time.thread_time() - begun) > _DEAR_S:
+            self._dear += 1
+            if self._dear == _DEAR_TIMES:
+                self._tell_cost(scopes, took)
+        if boundary:
+            self._writer.begins = False
+            if self._first is None:
+                self._first = now
+        return {"now": now, "first": self._first if self._first is not None and len(self._first) <= _FIRST else None}
+
+    def _find(self, frame: types.FrameType) -> list[Scope]:
+        scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
+        if self._named is None:
+            self._named = {}
+            for scope in scopes:
+                for name, value in zip(scope.names.names, scope.values, strict=True):
+                    if not isinstance(value, _ATOMS) and kind_of(type(value)) in ("fixed", "module"):
+                        self._named[f"{scope.name} {name}"] = value
+                        self._writer.aliases.setdefault(id(value), f"{scope.name} {name}")
+        return scopes
+
+    def _write(self, scopes: list[Scope]) -> bytes:
+        try:
+            return self._writer.write([self._row(scope) for scope in scopes])
+        except Exception:  # too large, or what holds a value that cannot be written
+            self._single_out(scopes)
+            return self._writer.write([self._row(scope) for scope in scopes], 4 * LIMIT)
+
+    def _row(self, scope: Scope) -> tuple[str, str, str, Sequence[Any]]:
+        out, large = self._writer.ignored, self._large
+        if not (large or out):
+            return scope.name, scope.where, scope.names.joined, scope.values
+        kept = [
+            (name, Large(value) if (scope.name, name) in large and not isinstance(value, _ATOMS) else value)
+            for name, value in zip(scope.names.names, scope.values, strict=True)
+            if name not in out
+        ]
+        return scope.name, scope.where, " ".join(name for name, _ in kept), [value for _, value in kept]
+
+    def _single_out(self, scopes: list[Scope]) -> None:
+        """Find the values that are only compared from now on."""
+        sizes = self._sizes(scopes)
+        total = sum(size for size, *_ in sizes)
+        for size, scope_name, name, where in sizes:
+            if total <= LIMIT:
+                break
+            total -= size
+            self._large.add((scope_name, name))
+            self._tell(
+                name,
+                f"the variable {name!r} ({where}) is too large to be published at each step (the limit for all is "
+                f"{LIMIT >> 20} MiB): a worker that fails after it has changed is not replaced, and all go back to the "
+                f"checkpoint. If nothing depends on it, write job.ignore({name!r})",
+            )
+
+    def _sizes(self, scopes: list[Scope]) -> list[tuple[int, str, str, str]]:
+        """(bytes, scope, name, place) of all values but simple ones, the largest first. What cannot be written at all
+        is only compared from now on.
+        """
+        found: list[tuple[int, str, str, str]] = []
+        for scope in scopes:
+            _, _, names, values = self._row(scope)
+            for name, value in zip(names.split(), values, strict=True):
+                if isinstance(value, _ATOMS):
+                    continue
+                try:
+                    size = len(self._writer.write(value))
+                except TooLarge:
+                    size = LIMIT + 1
+                except Exception:
+                    self._large.add((scope.name, name))
+                    continue
+                found.append((size, scope.name, name, scope.where))
+        return sorted(found, reverse=True)
+
+    def _tell_cost(self, scopes: list[Scope], took: float) -> None:
+        for size, _, name, where in self._sizes(scopes)[:1]:
+            self._tell(
+                f"cost of {name}",
+                f"publishing the script's variables takes {took * 1e3:.0f} ms of each step, most of it for {name!r} "
+                f"({where}, {size >> 10} KiB): keep many small objects in one array or tensor, or, if nothing depends "
+                f"on it, write job.ignore({name!r})",
+            )
+
+    def _tell(self, name: str, message: str) -> None:
+        if self._rank == 0:
+            console_once(f"variable {name}", message)
+
+    def put_back(self, stored: dict[str, Any], *, boundary: bool = True) -> None:
+        """Put back what :meth:`capture` has given in the process that this one goes on for; refuse what cannot be.
+
+        Of another rank only objects that were told are put back: variables say which rank it was.
+
+        Args:
+            stored: from there.
+            boundary: see :meth:`capture`.
+        """
+        origin = self._origin()
+        if self._holds and boundary:
+            self._held = stored, origin
+        else:
+            self._put_back(stored, origin, boundary)
+
+    def _put_back(self, stored: dict[str, Any], origin: Origin, boundary: bool) -> None:
+        try:
+            refusal = self.restore(stored, origin, boundary=boundary)
+        except Exception as error:  # of a class that is another one now, or of bytes that are damaged
+            refusal = f"rank {self._rank}: the script's variables cannot be put back: {type(error).__name__}: {error}"
+        if refusal:
+            self._refuse(refusal, origin)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is to be put back in here is put back at its end. Until then the script holds what it did at its start,
+        for data that is read again; and what that changes is put right afterwards.
+        """
+        self._holds = self._writer.data = True
+        try:
+            yield
+        finally:
+            self._holds = False
+        if self._held is not None:
+            (stored, origin), self._held = self._held, None
+            self._put_back(stored, origin, boundary=True)
+
+    # -- in a replacement ---------------------------------------------------------------------------------------------
+
+    def restore(self, stored: dict[str, Any], origin: Origin = "same", *, boundary: bool = True) -> str:
+        """Put back what :meth:`capture` has given in another process, at the same place of the script.
+
+        Args:
+            stored: from there.
+            origin: where it comes from. What had not changed when a checkpoint was made is left alone: a later start of
+                the script may give it other values.
+            boundary: this is a step boundary, where what cannot be put back is compared.
+
+        Returns:
+            What cannot be put back, for people; empty where all is as it was. Nothing is changed then.
+
+        Raises:
+            CorruptFile: if it is damaged.
+        """
+        if self._off or not stored:
+            return ""
+        values, rows = loads(stored["now"])
+        first = stored["first"]
+        only = changed(loads(first), (values, rows)) if origin == "checkpoint" and first is not None else None
+        here = {scope.name: scope for scope in self._find(sys._getframe(1))}
+        assert self._named is not None
+        graft = Graft(rows, self._writer, self._named)
+        todo: list[tuple[Scope, str, Any, Any]] = []
+        for scope_name, where, names, theirs in values:
+            scope = here.get(scope_name)
+            if scope is None or (origin == "other" and scope_name not in self._told):
+                continue
+            mine = dict(zip(scope.names.names, scope.values, strict=True))
+            for name, new in zip(names.split(), theirs, strict=True):
+                if name in self._writer.ignored or (only is not None and (scope_name, name) not in only):
+                    continue
+                old = mine.get(name, MISSING)
+                old = MISSING if old is Unbound else old
+                known = len(graft.differences)
+                graft.match(new, old, name)
+                todo.append((scope, name, new, old))
+                graft.differences[known:] = [replace(each, where=where) for each in graft.differences[known:]]
+        if graft.differences and boundary and origin != "other":
+            return self._refusal(graft.differences)
+        changes: dict[str, dict[str, Any]] = {}
+        for scope, name, new, old in todo:
+            value = graft.value(new)
+            if value is not MISSING and (value is not old or isinstance(value, _ATOMS)):
+                changes.setdefault(scope.name, {})[name] = value
+        for scope_name, values_of in changes.items():
+            here[scope_name].put(values_of)
+        if boundary:
+            self._first = first
+        return ""
+
+    def _refusal(self, differences: Sequence[Difference]) -> str:
+        each = differences[0]
+        name = each.path.partition(".")[0].partition("[")[0].partition(" ")[0]
+        more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
+        return (
+            f"rank {self._rank}: `{each.path}` ({each.where}) was {each.was} in the failed worker and is {each.here} "
+            f"in its replacement, which cannot be given the other{more}. Keep it as plain data, or as an object with "
+            f"plain attributes; if nothing depends on it, write job.ignore({name!r})"
+        )

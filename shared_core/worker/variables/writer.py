@@ -1,0 +1,361 @@
+"""Values of a script's variables as bytes: plain data by value, objects by numbers under which they are described.
+
+The bytes are plain data (:mod:`shared_core.encoding`): a list of values, and descriptions ``(number, kind, type, ...)``
+of the objects among them. No method of a script's class runs, and reading makes no object: :mod:`.graft` does.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import time
+import types
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shared_core.encoding import plain
+from shared_core.encoding.plain import _numbered, _Pickler
+from shared_core.encoding.raw_memory import memory_of
+from shared_core.encoding.unpacking import array_kind
+from shared_core.loaders.randomness import generator_state
+from shared_core.worker.state.generators import python_memory
+from shared_core.worker.variables.kinds import OURS, VALUES, kind_of, name_of, of_libraries, slots_of
+
+#: Bytes of all values together, beyond which the largest are only compared.
+LIMIT = 4 << 20
+#: Tensors and arrays of more bytes are written again only where a sample of them, or their version, has changed.
+_LARGE = 1 << 16
+#: What modules have by themselves, and is no state.
+MODULE_PARTS = frozenset(vars(nn.Module()))
+_STATE_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"})
+#: A digest of an object that pickles is taken again after so many times as long as it took.
+_PATIENCE, _DEAR_S = 100, 1e-3
+#: Large tensors and arrays that are followed before those that are gone are forgotten.
+_REMEMBERED = 4096
+_SIMPLE, _DEEPEST = (int, float, str, bool, bytes, type(None)), 6
+
+
+#: What the bytes name.
+_NAMES = frozenset({_numbered, plain._scalar, plain._dtype, torch.Size, deque, complex})
+_DATA = (torch.utils.data.Dataset, torch.utils.data.Sampler)
+_BY_NAME = frozenset({"function", "named"})
+
+
+class TooLarge(Exception):
+    """The values have more bytes than there is room for."""
+
+
+class Large:
+    """Stands for a value beyond the limit, of which a sample is compared.
+
+    Args:
+        value: what it stands for.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Unbound:
+    """Stands for a variable that has no value."""
+
+
+class _Rows:
+    """Stands in the bytes for the descriptions, which become known while values are written."""
+
+
+class _Room(io.BytesIO):
+    """Takes so many bytes."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._left = limit
+
+    def write(self, data: Any) -> int:
+        self._left -= memoryview(data).nbytes
+        if self._left < 0:
+            raise TooLarge
+        return super().write(data)
+
+
+class Writer:
+    """Writes values, and remembers what has not changed since it was first written.
+
+    Args:
+        restored: whether an object's state is put back by others: of what is attached.
+    """
+
+    def __init__(self, restored: Callable[[int], bool]) -> None:
+        self.restored = restored
+        #: Names of attributes that are left out.
+        self.ignored: set[str] = set()
+        #: Names of variables that hold what is not described, by identity.
+        self.aliases: dict[int, str] = {}
+        #: Whether what is seen for the first time was made by what a replacement runs, too.
+        self.begins = True
+        #: Whether data sets and samplers count: where they are put back after all was read that is read again.
+        self.data = False
+        self._signatures: dict[int, tuple[Any, Any]] = {}
+        self._random: dict[int, tuple[Any, Any]] = {}
+        self._digests: dict[int, tuple[Any, int | None, float]] = {}
+
+    def write(self, values: Any, limit: int = LIMIT) -> bytes:
+        """Values as bytes.
+
+        Raises:
+            TooLarge: beyond the limit.
+            Exception: what comes of an object that cannot be described.
+        """
+        room = _Room(limit)
+        pickler = _Values(room, self)
+        pickler.dump((values, _Rows()))
+        return room.getvalue()
+
+    def describe(self, kind: str, thing: Any) -> tuple[Any, ...]:
+        """What is written of an object of this kind, beside its number, kind and type."""
+        return _WAYS[kind](self, thing)
+
+    def put_back(self, thing: Any) -> None:
+        """This tensor or array was given another value than what the script's beginning gives it."""
+        self._signatures[id(thing)] = (weakref.ref(thing), None)
+
+    def unchanged(self, thing: Any, signature: Any) -> bool:
+        """Whether a large tensor or array is as what a replacement runs has made it, too."""
+        known = self._signatures.get(id(thing))
+        if known is None or known[0]() is not thing:
+            if len(self._signatures) > _REMEMBERED:
+                self._signatures = {k: each for k, each in self._signatures.items() if each[0]() is not None}
+            self._signatures[id(thing)] = (weakref.ref(thing), signature if self.begins else None)
+            return self.begins
+        return bool(known[1] == signature)
+
+    def random(self, thing: Any) -> Any:
+        """The state of a generator; asked for only where its memory has changed."""
+        if not isinstance(thing, random.Random):
+            return generator_state(thing)
+        memory = python_memory(thing)
+        known = self._random.get(id(thing))
+        if known is None or known[0] != memory:
+            if len(self._random) > 256:
+                self._random.clear()
+            known = self._random[id(thing)] = (memory, generator_state(thing))
+        return known[1]
+
+    def digest(self, thing: Any) -> int | None:
+        """A checksum of an object of a type in C; None where it shows nothing. Where that takes long, it is not taken
+        each time.
+        """
+        known = self._digests.get(id(thing))
+        now = time.monotonic()
+        if known is not None and now < known[2] and known[0]() is thing:
+            return known[1]
+        found = _digest(thing)
+        took = time.monotonic() - now
+        if took > _DEAR_S:
+            with suppress(TypeError):  # of some types no weak reference can be made
+                self._digests[id(thing)] = (weakref.ref(thing), found, now + _PATIENCE * took)
+        return found
+
+
+class _Values(_Pickler):
+    def __init__(self, file: io.BytesIO, writer: Writer) -> None:
+        super().__init__(file, None)
+        self._writer, self._todo, self._count = writer, deque[tuple[int, str, Any]](), 0
+
+    def reducer_override(self, obj: Any) -> Any:
+        cls = type(obj)
+        kind = kind_of(cls)
+        if kind == "plain":
+            return super().reducer_override(obj)
+        if cls is complex or kind in _BY_NAME and obj in _NAMES:
+            return NotImplemented
+        if cls is _Rows:
+            return deque, (), None, self._rows()
+        if cls is Large:
+            kind = "large"
+        elif obj is Unbound:
+            kind = "unbound"
+        elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
+            kind = "fixed"
+        self._count += 1
+        self._todo.append((self._count, kind, obj))
+        return _numbered, (self._count,)
+
+    def _rows(self) -> Iterator[Any]:
+        # The pickler asks for one more before it has written one, which may find others: so a None after each.
+        while self._todo:
+            number, kind, thing = self._todo.popleft()
+            try:
+                row = (number, kind, name_of(type(thing)), *_WAYS[kind](self._writer, thing))
+            except Exception:  # of the script's own code, or of a type that does not keep to what types do
+                row = (number, "opaque", name_of(type(thing)), None)
+            yield row
+            yield None
+
+
+def attributes_of(thing: Any) -> Mapping[str, Any]:
+    """All that an object keeps in its ``__dict__`` and ``__slots__``."""
+    own: dict[str, Any] = getattr(thing, "__dict__", {})
+    slots = slots_of(type(thing))
+    if slots:
+        own = dict(own)
+        for each in slots:
+            try:
+                own[each.__name__] = each.__get__(thing)
+            except AttributeError:
+                continue
+    return own
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """What of a module's attributes is state."""
+    return {k: v for k, v in vars(module).items() if k not in MODULE_PARTS or k in _STATE_OF_MODULES}
+
+
+def _object(writer: Writer, thing: Any) -> tuple[Any, ...]:
+    found = attributes_of(thing)
+    return ({k: v for k, v in found.items() if k not in writer.ignored} if writer.ignored else found,)
+
+
+def _module(writer: Writer, thing: Any) -> tuple[Any, ...]:
+    return ({k: v for k, v in state_of(thing).items() if k not in writer.ignored},)
+
+
+def _tensor(writer: Writer, thing: torch.Tensor) -> tuple[Any, ...]:
+    if thing.layout is not torch.strided or thing.device.type != "cpu" or thing.is_quantized:
+        return ("apart", str(thing.dtype), tuple(thing.shape), b"", 0)
+    gradient = 0 if not thing.requires_grad else 1 if thing.is_leaf else 2
+    head = (str(thing.dtype).removeprefix("torch."), tuple(thing.shape))
+    dense = thing.detach()
+    if not dense.is_contiguous() or dense.is_conj() or dense.is_neg():
+        dense = dense.contiguous().resolve_conj().resolve_neg()
+    size = dense.nbytes
+    data = memory_of(dense)[:size] if size else memoryview(b"")
+    if size > _LARGE:
+        version = None if thing.is_inference() else thing._version
+        if writer.unchanged(thing, (version, thing.data_ptr(), _sample(data))):
+            return ("same", *head, b"", gradient)
+        return ("value", *head, pickle.PickleBuffer(data), gradient)
+    return ("value", *head, data.tobytes(), gradient)
+
+
+def _sample(data: memoryview) -> int:
+    """A checksum of both ends, and of parts in between."""
+    crc = zlib.crc32(data[-4096:], zlib.crc32(data[:4096]))
+    for at in range(0, len(data), max(len(data) // 16, 1)):
+        crc = zlib.crc32(data[at : at + 256], crc)
+    return crc
+
+
+def _ndarray(writer: Writer, thing: Any) -> tuple[Any, ...]:
+    if thing.dtype == object:
+        return ("objects", "O", thing.shape, thing.ravel().tolist())
+    head = (array_kind(thing.dtype.str).str, thing.shape)
+    if thing.nbytes > _LARGE and thing.flags.c_contiguous:
+        data = memoryview(thing.reshape(-1).view(np.uint8))
+        if not thing.flags.writeable or writer.unchanged(thing, _sample(data)):
+            return ("same", *head, b"")
+    return ("value", *head, thing.tobytes())
+
+
+def _function(_: Writer, thing: Any) -> tuple[Any, ...]:
+    cells: list[Any] = []
+    own: Any = None
+    if not of_libraries(thing.__code__.co_filename):
+        for each in thing.__closure__ or ():
+            try:
+                cells.append(each.cell_contents)
+            except ValueError:
+                cells.append(Unbound)
+        own = (thing.__dict__, thing.__defaults__, thing.__kwdefaults__)
+    return (name_of(thing), cells, own)
+
+
+def _opaque(writer: Writer, thing: Any) -> tuple[Any, ...]:
+    return (writer.digest(thing),)
+
+
+def _digest(thing: Any) -> int | None:
+    if hasattr(type(thing), "__next__"):
+        return zlib.crc32(repr(_progress(thing)).encode())
+    try:
+        return zlib.crc32(pickle.dumps(thing, 5))
+    except Exception:  # it does not say what it holds
+        return None
+
+
+def _progress(thing: Any, depth: int = 0) -> Any:
+    """How far an iterator is, as far as it shows that; what it reads from is compared by itself."""
+    cls = type(thing)
+    if isinstance(thing, _SIMPLE):
+        return thing
+    if isinstance(thing, types.GeneratorType):
+        frame = thing.gi_frame
+        if frame is None or frame.f_code.co_filename.startswith(OURS):
+            return frame is None
+        simple = {k: v for k, v in frame.f_locals.items() if isinstance(v, _SIMPLE)}
+        return frame.f_code.co_qualname, frame.f_lasti, simple
+    if hasattr(thing, "_num_yielded"):  # of a DataLoader
+        return thing._num_yielded
+    if depth < _DEEPEST and (
+        cls is tuple or (cls.__module__ in ("builtins", "itertools") and hasattr(cls, "__next__"))
+    ):
+        parts = thing if cls is tuple else thing.__reduce__()[1:]
+        return cls.__name__, [_progress(each, depth + 1) for each in parts]
+    return cls.__qualname__
+
+
+def _large(_: Writer, thing: Large) -> tuple[Any, ...]:
+    value = thing.value
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        data = memory_of(value)[: value.nbytes] if isinstance(value, torch.Tensor) else memoryview(value.tobytes())
+        return (name_of(type(value)), len(data), _sample(data))
+    if not isinstance(value, (list, tuple, deque, dict, set, frozenset)):
+        value = attributes_of(value)
+    parts: list[Any] = list(islice(value.items() if isinstance(value, Mapping) else value, 8))
+    if not isinstance(value, (set, frozenset)):
+        parts += islice(reversed(value.items() if isinstance(value, dict) else value), 8)
+    try:
+        shown = Writer(lambda _: False).write(parts, _LARGE)
+    except Exception:
+        shown = b""
+    return (name_of(type(thing.value)), len(value), zlib.crc32(shown))
+
+
+_WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
+    "object": _object,
+    "module": _module,
+    "tensor": _tensor,
+    "ndarray": _ndarray,
+    "random": lambda writer, thing: (writer.random(thing),),
+    "value": lambda _, thing: (VALUES[next(base for base in type(thing).__mro__ if base in VALUES)][0](thing),),
+    "enum": lambda _, thing: (thing.name,),
+    "pyarray": lambda _, thing: (thing.typecode, thing.tobytes()),
+    "dict": lambda _, thing: (list(dict.items(thing)), attributes_of(thing)),
+    "list": lambda _, thing: (list.__getitem__(thing, slice(None)), attributes_of(thing)),
+    "deque": lambda _, thing: (list(thing), thing.maxlen, attributes_of(thing)),
+    "set": lambda _, thing: (list(thing), attributes_of(thing)),
+    "frozenset": lambda _, thing: (list(thing),),
+    "tuple": lambda _, thing: (list(thing),),
+    "atom": lambda _, thing: (next(base for base in type(thing).__mro__ if base.__module__ == "builtins")(thing),),
+    "function": _function,
+    "method": lambda _, thing: (name_of(thing.__func__), thing.__self__),
+    "named": lambda _, thing: (name_of(thing),),
+    "fixed": lambda writer, thing: (writer.aliases.get(id(thing)),),
+    "ignored": lambda _, thing: (),
+    "unbound": lambda _, thing: (),
+    "opaque": _opaque,
+    "large": _large,
+}

@@ -1,0 +1,200 @@
+"""Plain PyTorch whose state is in plain variables: nothing is registered."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import dataclasses
+import decimal
+import fractions
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import shared_core
+from shared_core.testing.digest import digest, training_digest
+from shared_core.testing.report import Report, end_group, generators_digest
+
+Row = collections.namedtuple("Row", "loss number")  # noqa: PYI024 (as scripts write it)
+SEEN = 0
+BY_EPOCH: dict[int, float] = {}
+
+
+@dataclasses.dataclass
+class Meter:
+    total: float = 0.0
+    rows: list[Row] = dataclasses.field(default_factory=list)
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+
+class Tracker:
+    made = 0
+
+    def __init__(self) -> None:
+        self.buffer: collections.deque[Row] = collections.deque(maxlen=7)
+        self.meter, self.slots = Meter(), Slots()
+        self.bytes, self.array = bytearray(4), array.array("d", [0.0, 0.0])
+        self.exact, self.third = decimal.Decimal(0), fractions.Fraction(0)
+        self.itself = self
+
+
+def counter() -> Callable[[float], float]:
+    total = 0.0
+
+    def add(value: float) -> float:
+        nonlocal total
+        total += value
+        return total
+
+    return add
+
+
+def numbers() -> Iterator[int]:
+    yield from itertools.count()
+
+
+def plain(value: Any) -> Any:
+    """Of an object, all that it holds."""
+    if isinstance(value, Tracker):
+        meter = value.meter
+        return [
+            [tuple(each) for each in value.buffer],
+            [meter.total, [tuple(each) for each in meter.rows]],
+            [value.slots.value, bytes(value.bytes), list(value.array), str(value.exact), str(value.third)],
+            [Tracker.made, value.itself is value],
+        ]
+    return value
+
+
+def train() -> dist.ProcessGroup:
+    global SEEN
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices="breaks mean kinds order left unrestorable ignored".split())
+    args = parser.parse_args()
+    report = Report()
+    if not os.environ.get("SWIFT_BASELINE"):
+        shared_core.install()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = TensorDataset(torch.randn(80, 8, generator=torch.Generator().manual_seed(5)))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=True)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    torch.manual_seed(rank)
+    np.random.seed(rank)
+    random.seed(rank)
+    job = shared_core.attach(model, optimizer)
+
+    def update(x: torch.Tensor) -> float:
+        report.count("batch")
+        loss = model(x + 0.1 * torch.randn(8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    found: dict[str, Any] = {}
+    if args.part == "breaks":
+        for _ in job.epochs(5):
+            n = 0
+            for (x,) in (batch for _, batch in job.steps(loader)):
+                update(x)
+                n += 1
+                if n == 9:
+                    break
+            found["n"] = n
+    elif args.part == "mean":
+        total, count, best, history, loss = 0.0, 0, 1e9, [], torch.zeros(())
+        for epoch in job.epochs(3):
+            for _, (x,) in job.steps(loader):
+                loss = model(x).square().mean()
+                total += loss.item()
+                count += 1
+                best = min(best, loss.item())
+                history.append(update(x))
+            BY_EPOCH[epoch] = loss.item()
+        found = {"mean": total / count, "best": best, "history": history, "by epoch": BY_EPOCH, "last": loss.item()}
+    elif args.part == "kinds":
+        tracker, add, own, numpy = Tracker(), counter(), random.Random(3 + rank), np.random.default_rng(rank)
+        alias, table, state = tracker.meter.rows, np.zeros(5), torch.zeros(3)
+        by_name: dict[str, Any] = collections.defaultdict(list)
+        best: dict[str, Any] | None = None
+        for _ in job.epochs(3):
+            for step, (x,) in job.steps(loader):
+                value = update(x * own.random() + numpy.random())
+                row = Row(value, step)
+                tracker.buffer.append(row)
+                tracker.meter.total += value
+                alias.append(row)
+                tracker.slots.value += value
+                tracker.bytes[step % 4] += 1
+                tracker.array[step % 2] += value
+                tracker.exact += 1
+                tracker.third += fractions.Fraction(1, 3)
+                Tracker.made += 1
+                SEEN += 1
+                add(value)
+                table[step % 5] += value
+                state = 0.9 * state + value
+                by_name[f"{step % 3}"].append(row)
+                if step % 4 == 3:
+                    best = {key: each.clone() for key, each in net.state_dict().items()}
+        found = {
+            "tracker": plain(tracker),
+            "alias": alias is tracker.meter.rows,
+            "others": [SEEN, add(0.0), own.random(), numpy.random(), table, state],
+            "by name": {key: [tuple(each) for each in rows] for key, rows in by_name.items()},
+            "best": best,
+        }
+    elif args.part == "order":
+        order, own = list(range(len(data))), random.Random(7)
+        for _ in job.epochs(4):
+            own.shuffle(order)
+            mine = order[rank::2]
+            for _, start in job.steps(range(0, len(mine), 8)):
+                update(torch.stack([data[each][0] for each in mine[start : start + 8]]))
+        found["order"] = order
+    elif args.part == "left":
+        kept: list[torch.Tensor] = []
+        for _ in job.epochs(3):
+            for step, (x,) in job.steps(loader):
+                update(x)
+                if step % 2:
+                    kept.append(x.mean(0))
+        found["kept"] = torch.stack(kept)
+    else:
+        if args.part == "ignored":
+            job.ignore("stream")
+        stream = numbers()
+        for _ in job.epochs(3):
+            for _, (x,) in job.steps(loader):
+                update(x)
+                SEEN += next(stream)
+        found["seen"] = SEEN
+    report.finish(
+        training_digest(net, [optimizer], [], {"found": digest(found)}) | {"generators": generators_digest()},
+        found=repr(found),
+    )
+    return end_group()
+
+
+if __name__ == "__main__":
+    group = train()  # let go of after the model

@@ -1,0 +1,80 @@
+"""What a script holds in plain variables is put back in a replacement, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Jobs
+
+from shared_core.faults import Fault
+from shared_core.testing.runner import Mismatch, compare
+from shared_core.worker.variables.variables import OFF
+
+#: Parts of the script, and where workers fail in them: an epoch has ten batches and eleven step boundaries.
+CASES: dict[str, list[Fault]] = {
+    "breaks": [Fault(1, 25, "bucket", "SIGKILL")],
+    "mean": [Fault(0, 17, "bucket", "SIGKILL")],
+    "kinds": [Fault(1, 8, "forward", "SIGKILL"), Fault(0, 27, "update.before", "SIGKILL")],
+    "order": [Fault(1, 16, "bucket", "SIGKILL")],
+    "left": [Fault(0, 19, "forward", "SIGKILL")],
+}
+
+
+@pytest.mark.parametrize("part", CASES)
+def test_what_a_script_counts_is_put_back(part: str, jobs: Jobs) -> None:
+    jobs.check("variables.py", args=[part], faults=CASES[part])
+
+
+@pytest.mark.parametrize("part", ["mean", "order"])
+def test_a_job_that_begins_again_has_them_from_its_checkpoint(part: str, jobs: Jobs, tmp_path: Path) -> None:
+    env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
+    env["SWIFT_RECOVERY_ON_FAILURE"] = "restart"
+    result = jobs.run("variables.py", args=[part], faults=[Fault(1, 19, "bucket", "SIGKILL")], env=env)
+    compare(result, jobs.reference("variables.py", args=[part]))
+    assert any(each.fields.get("whence") for each in result.kinds("began")), result.tail()
+
+
+@pytest.mark.parametrize("part", ["mean", "kinds", "order"])
+def test_without_the_capture_it_is_not(part: str, jobs: Jobs) -> None:
+    """The control of the tests above."""
+    with pytest.raises(Mismatch):
+        jobs.check("variables.py", args=[part], faults=CASES[part], env={OFF: "1"})
+
+
+def test_what_cannot_be_put_back_is_refused_by_name(jobs: Jobs) -> None:
+    """A generator that runs: all workers start again, from the beginning where there is no checkpoint."""
+    result = jobs.run("variables.py", args=["unrestorable"], faults=[Fault(1, 17, "bucket", "SIGKILL")])
+    compare(result, jobs.reference("variables.py", args=["unrestorable"]))
+    [restart] = result.kinds("restart")
+    reason = restart.fields["reason"]
+    assert "`stream` (variables.py:" in reason and "job.ignore('stream')" in reason, reason
+
+
+def test_what_is_ignored_is_not_compared(jobs: Jobs) -> None:
+    """The control of the test above, and what ``job.ignore`` asks for."""
+    result = jobs.run("variables.py", args=["ignored"], faults=[Fault(1, 17, "bucket", "SIGKILL")])
+    assert result.status == 0 and not result.kinds("restart"), result.tail()
+    with pytest.raises(Mismatch):  # what the stream counts is wrong, as the script has asked for
+        compare(result, jobs.reference("variables.py", args=["ignored"]))
+
+
+#: Frameworks, and where workers fail: an epoch has six batches.
+FRAMEWORKS: dict[str, list[Fault]] = {
+    "lightning": [Fault(1, 4, "bucket", "SIGKILL"), Fault(0, 14, "forward", "SIGKILL")],
+    "fabric": [Fault(0, 10, "bucket", "SIGKILL")],
+    "accelerate": [Fault(1, 10, "bucket", "SIGKILL")],
+    "transformers": [Fault(1, 10, "bucket", "SIGKILL")],
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_what_the_frameworks_scripts_hold_is_put_back(framework: str, jobs: Jobs) -> None:
+    jobs.check("variables_in.py", args=[framework], faults=FRAMEWORKS[framework])
+
+
+@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
+def test_without_the_capture_they_end_otherwise(framework: str, jobs: Jobs) -> None:
+    """The control of the tests above."""
+    with pytest.raises(Mismatch):
+        jobs.check("variables_in.py", args=[framework], faults=FRAMEWORKS[framework], env={OFF: "1"})

@@ -1,0 +1,205 @@
+"""Captures of a script's variables, and what becomes of them in a second run of the script, in one process."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shared_core.errors import CorruptFile, RecoveryFailed
+from shared_core.worker.variables.liveness import live
+from shared_core.worker.variables.variables import Origin, Variables
+
+#: At this step the second run begins, with what the first one held there.
+AT, END = 4, 8
+_taken: dict[str, Any] = {}
+_refusals: list[str] = []
+
+
+def steps(again: bool, origin: Origin = "same", variables: Variables | None = None) -> Iterator[int]:
+    """The first run captures at each step; the second one is put in its place at one of them."""
+    variables = variables or Variables(0)
+    for step in range(AT if again else 0, END):
+        if again and step == AT:
+            _refusals.append(variables.restore(_taken, origin))
+        elif not again:
+            captured = variables.capture()
+            if step == AT:
+                _taken.update(captured)
+        yield step
+
+
+def both(script: Callable[[bool], Any]) -> tuple[Any, Any, str]:
+    """What a script returns in each run, and what is refused in the second."""
+    _taken.clear()
+    _refusals.clear()
+    results = [script(again) for again in (False, True)]  # at one place of this function, as in two processes
+    return results[0], results[1], _refusals[0]
+
+
+class Hostile:
+    """Nothing of it is called."""
+
+    def __init__(self) -> None:
+        self.__dict__["count"] = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AssertionError
+
+    __reduce_ex__ = __reduce__ = __getstate__ = __setstate__ = __eq__ = __hash__ = __setattr__  # type: ignore
+
+
+def test_only_what_may_be_read_is_state() -> None:
+    def script() -> list[frozenset[str] | None]:
+        found = []
+        batch = count = dead = 0
+        for batch in range(2):
+            frame = sys._getframe()
+            found.append(live(frame.f_code, frame.f_lasti))
+            dead = batch
+            count += dead
+        print(count)
+        return found
+
+    [alive, _] = script()
+    assert alive is not None and {"count", "batch", "found"} <= alive and "dead" not in alive
+
+
+def test_two_names_of_one_object_that_became_two() -> None:
+    def script(again: bool) -> Any:
+        first = torch.zeros(2)
+        now, rows, kept = first, [[1]], []
+        best = rows
+        for step in steps(again):
+            now = now + step
+            if step == 1:
+                rows = [[2]]
+            rows.append([step])
+            kept.append(rows)
+        return first.tolist(), now.tolist(), best, rows, all(each is rows for each in kept[1:])
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+
+
+def test_a_result_can_be_read_but_not_differentiated() -> None:
+    def script(again: bool) -> Any:
+        weight = torch.ones(1, requires_grad=True)
+        loss = weight * 0
+        for step in steps(again):
+            if again and step == AT:
+                with pytest.raises(RecoveryFailed, match="differentiated again"):
+                    loss.backward()
+            before = float(loss)
+            loss = weight * step
+        return before, float(loss)
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_what_is_too_large_is_compared(changes: bool) -> None:
+    def script(again: bool) -> Any:
+        table = list(range(2_000_000))
+        for step in steps(again):
+            if changes:
+                table.append(step)
+        return len(table)
+
+    _, _, refused = both(script)
+    assert ("`table` (test_variables_here.py:" in refused) == changes, refused
+
+
+def test_a_script_is_told_once_what_its_variables_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(again: bool) -> Any:
+        buffer = [[float(number)] for number in range(100_000)]
+        for step in steps(again):
+            buffer[step] = [-1.0]
+        return sum(map(sum, buffer))
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+    told = capsys.readouterr().err
+    assert told.count("most of it for 'buffer' (test_variables_here.py:") == 1, told
+
+
+def test_what_cannot_be_made_is_refused_by_name() -> None:
+    def script(again: bool) -> Any:
+        line, count = None, 0
+        for step in steps(again):
+            count += 1
+            if step == 2:
+                line = {"open": socket.socket()}
+        return line is None, count
+
+    _, _, refused = both(script)
+    assert "`line" in refused and "socket" in refused and "job.ignore('line')" in refused, refused
+
+
+def test_what_belongs_to_others_is_found_by_its_name() -> None:
+    def script(again: bool) -> Any:
+        variables = Variables(0)
+        one, other = nn.Linear(1, 1), nn.Linear(1, 1)
+        variables.attach([one, other], [])
+        turn = one
+        for step in steps(again, variables=variables):
+            turn = other if step == 2 else turn
+        return turn is other
+
+    assert both(script) == (True, True, "")
+
+
+def test_no_code_of_the_script_runs() -> None:
+    def script(again: bool) -> Any:
+        it, held = Hostile(), []
+        for _ in steps(again):
+            it.__dict__["count"] += 1
+            held.append(it)
+        return it.__dict__["count"], len(held), all(each is it for each in held)
+
+    first, second, refused = both(script)
+    assert first == second == (END, END, True) and not refused
+
+
+def test_a_later_start_may_change_what_did_not_change() -> None:
+    def script(again: bool) -> Any:
+        rate, count, name = 0.2 if again else 0.1, 0, "second" if again else "first"
+        for _ in steps(again, "checkpoint"):
+            count += 1
+        return rate, count, name
+
+    assert both(script) == ((0.1, END, "first"), (0.2, END, "second"), "")
+
+
+def test_the_variables_of_another_rank_stay_there() -> None:
+    def script(again: bool) -> Any:
+        rank, count = int(again), 0
+        for _ in steps(again, "other"):
+            count += 1
+        return rank, count
+
+    assert both(script) == ((0, END), (1, END - AT), "")
+
+
+def test_what_is_ignored_stays() -> None:
+    def script(again: bool) -> Any:
+        variables = Variables(0)
+        variables.ignore("started")
+        started, count = int(again), 0
+        for _ in steps(again, variables=variables):
+            count += 1
+            started += 10
+        return started, count
+
+    assert both(script) == ((10 * END, END), (1 + 10 * (END - AT), END), "")
+
+
+def test_damaged_captures_are_refused() -> None:
+    with pytest.raises(CorruptFile):
+        Variables(0).restore({"now": b"\x80\x05cos\nsystem\n.", "first": None})
