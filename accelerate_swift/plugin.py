@@ -179,6 +179,10 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         """
         return self.loop.register(*objects, **values)
 
+    def ignore(self, *names: str) -> None:
+        """As :meth:`shared_core.TrainingLoop.ignore`; call it once there is an ``Accelerator``."""
+        self.loop.ignore(*names)
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def hand_over(self) -> None:

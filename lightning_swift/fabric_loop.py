@@ -90,6 +90,10 @@ class FabricLoop:
         """As :meth:`shared_core.TrainingLoop.register`."""
         return self.loop.register(*objects, **values)
 
+    def ignore(self, *names: str) -> None:
+        """As :meth:`shared_core.TrainingLoop.ignore`."""
+        self.loop.ignore(*names)
+
     # -- passes over the data -----------------------------------------------------------------------------------------
     # Fabric shuffles by the number of passes that each loader has begun, which it counts in the loader.
 

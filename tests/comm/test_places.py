@@ -64,7 +64,7 @@ def test_no_rank_makes_a_step_with_what_was_mixed(way: str, jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("way", few(MISTAKES, "by_rank", "by_replacement", "receives"))
 def test_control_nothing_else_notices_that(way: str, jobs: Jobs) -> None:
-    result = jobs.run(SCRIPT, faults=MISTAKES[way][0], args=[way, "--blind"])
+    result = jobs.run(SCRIPT, faults=MISTAKES[way][0], args=[way, "--blind"], env=BLIND)
     assert result.status == 0 and len(result.reports) == 2, result.tail()
 
 
