@@ -30,6 +30,7 @@ from lightning_swift import SwiftDDPStrategy
 from shared_core.encoding.plain import dumps, loads
 from shared_core.loaders import read_random, write_random
 from shared_core.worker.state.local_state import Position
+from shared_core.worker.variables.variables import Variables
 
 
 class LocalJob:
@@ -48,6 +49,8 @@ class LocalJob:
             begin=lambda: SimpleNamespace(skip=False), done=self._end, evaluation_top=lambda: False
         )
         self.news = SimpleNamespace(listen=lambda listener: None)
+        #: Those of objects alone: the frames are the test's.
+        self.variables = Variables(0, lambda: "other")
 
     added = reroutes = False
     orders = None
@@ -59,6 +62,7 @@ class LocalJob:
 
     def attach(self, modules: Any, optimizers: Any) -> None:
         self.module, self.optimizers = modules[0], optimizers
+        self.variables.attach(modules, optimizers)
 
     def keep_images(self) -> None:
         """There is nobody to give them to."""
@@ -71,6 +75,7 @@ class LocalJob:
             self.module.load_state_dict(state["module"])
             for optimizer, each in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(each)
+            self.variables.put_back(state["variables"])
             for name, (_, restore) in self.parts.items():
                 restore(state["parts"][name])
             write_random(state["random"])
@@ -82,6 +87,7 @@ class LocalJob:
                     "module": dict(self.module.state_dict()),
                     "optimizers": [o.state_dict() for o in self.optimizers],
                     "parts": {name: capture() for name, (capture, _) in self.parts.items()},
+                    "variables": self.variables.capture(),
                     "random": read_random(),
                 }
             )

@@ -23,9 +23,10 @@ def main() -> None:
     job.attach([net], [torch.optim.SGD(net.parameters(), lr=0.1)])
     loop = {"step": 0}
     job.register("loop", lambda: dict(loop), loop.update)
-    other = how if os.environ["SWIFT_RECOVERY_INCARNATION"] != "0" else "same"
     while loop["step"] < 5:
         job.batch_top()
+        # Asked in each batch: a variable would be given the failed worker's value.
+        other = how if os.environ["SWIFT_RECOVERY_INCARNATION"] != "0" else "same"
         report.count(f"batch {loop['step']}")
         value = torch.full((4, 3), float(loop["step"]))
         if other == "operation":
