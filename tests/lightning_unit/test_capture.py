@@ -67,7 +67,7 @@ class LocalJob:
     def keep_images(self) -> None:
         """There is nobody to give them to."""
 
-    def batch_top(self, *, accumulating: bool = False) -> bool:
+    def batch_top(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
         if self.joining:
             assert self.published is not None
             self.joining = False

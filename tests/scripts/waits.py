@@ -17,7 +17,13 @@ import shared_core
 from shared_core.testing.report import Report
 
 HOW, TIMEOUT_S = sys.argv[1], float(sys.argv[2])
-NEWCOMER = os.environ["SWIFT_RECOVERY_INCARNATION"] != "0"
+
+
+def newcomer() -> bool:
+    """Asked each time: a variable would be given the failed worker's value."""
+    return os.environ["SWIFT_RECOVERY_INCARNATION"] != "0"
+
+
 RANK = int(os.environ["RANK"])
 GATES = Path(os.environ["SWIFT_RECOVERY_JOB_DIR"])
 
@@ -49,9 +55,9 @@ def main() -> None:
     report = Report()
     job = shared_core.install()
     assert job is not None
-    if NEWCOMER and HOW == "slow":
+    if newcomer() and HOW == "slow":
         pass_gate("start")
-    if NEWCOMER and HOW == "hangs":
+    if newcomer() and HOW == "hangs":
         threading.Event().wait()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     side = dist.new_group([0, 1])
@@ -63,7 +69,7 @@ def main() -> None:
         job.batch_top()
         report.count(f"batch {loop['step']}")
         value = torch.full((4, 3), float(loop["step"]))
-        elsewhere = loop["step"] == 4 and RANK == 1 and (NEWCOMER or HOW == "mistake")
+        elsewhere = loop["step"] == 4 and RANK == 1 and (newcomer() or HOW == "mistake")
         if loop["step"] == 1 and RANK == 0 and HOW in ("slow", "late"):
             if HOW == "slow":
                 pass_gate("late")

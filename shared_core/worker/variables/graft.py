@@ -211,7 +211,7 @@ class Graft:
         elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
             self._filled[new] = _immutable(kind, cls, parts, self.value)
         elif kind == "method":
-            self._filled[new] = types.MethodType(here, self.value(parts[1]))
+            self._filled[new] = MISSING if here is MISSING else types.MethodType(here, self.value(parts[1]))
         elif kind in ("tensor", "ndarray"):
             self._filled[new] = self._restored(kind, cls, parts, here)
         elif kind == "random":
