@@ -114,7 +114,7 @@ class Link:
         self._sock.shutdown(socket.SHUT_RDWR)
 
     def fileno(self) -> int:
-        """Descriptor of the connection, for who waits for several."""
+        """File descriptor of the connection, to poll it together with others."""
         return self._sock.fileno()
 
     def settimeout(self, seconds: float | None) -> None:

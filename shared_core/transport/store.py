@@ -62,7 +62,7 @@ class Store(Protocol):
         """Forget a key; returns whether there was one."""
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Append to a queue. Queues have names of their own: one may be called as a key is."""
+        """Append to a queue. A queue and a key may have the same name."""
 
     def queue_pop(self, key: str) -> bytes:
         """Take the first of a queue, once there is one; see :meth:`get`."""
