@@ -124,7 +124,11 @@ class Graft:
                 self._here[new] = self._find(parts[0], old, path)
                 return
         if kind == "method":
-            self._here[new] = self._find(parts[0], MISSING, path)
+            found = self._find(parts[0], MISSING, path)
+            if found is not MISSING and not callable(found):
+                self._differ(path, _short(parts[0]), found)
+                found = MISSING
+            self._here[new] = found
         elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
             self._here[new] = old if same else MISSING
         elif not (same and _fits(kind, parts, old) and self._claim(new, old)):
@@ -427,7 +431,7 @@ def _look_up(name: str) -> Any:
         return type(None)
     for part in path.split(".") if path else ():
         found = getattr(found, "__dict__", {}).get(part, MISSING) if found is not MISSING else MISSING
-        if isinstance(found, staticmethod):
+        if isinstance(found, (staticmethod, classmethod)):
             found = found.__func__
     return found
 
