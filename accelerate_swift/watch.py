@@ -14,6 +14,7 @@ from accelerate_swift import compat
 from accelerate_swift.alike import refuse_alone, refuse_apart
 from accelerate_swift.steps import enumerated
 from shared_core import Job, SwiftConfig, TrainingLoop
+from shared_core.devices import check as check_device
 from shared_core.encoding import holds_weights
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
@@ -98,9 +99,11 @@ class Watch:
                 "without a GPU, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
             )
         kind = accelerator.distributed_type.value
-        if kind not in ("NO", "MULTI_CPU", "DEEPSPEED"):
+        check_device(accelerator.device, "the model", experimental=job.config.device.experimental)
+        if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED"):
             raise Unsupported(
-                f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU and DEEPSPEED are supported"
+                f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU, MULTI_GPU and DEEPSPEED "
+                "are supported"
             )
         if self.engine is not None:
             return

@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_swift import compat
 from lightning_swift.banner import leave_out
 from lightning_swift.launching import workers_here
-from lightning_swift.support import check_ddp_options, check_device
+from lightning_swift.support import check_ddp_options
 from shared_core import (
     Job,
     SwiftConfig,
@@ -34,6 +34,7 @@ from shared_core import (
 )
 from shared_core.checkpoint import absolute
 from shared_core.config import full_names
+from shared_core.devices import check as check_device
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.trackers import prepare
 
@@ -53,7 +54,7 @@ class _Surviving(ParallelStrategy):
         for name in ("checkpoint.dir", "checkpoint.resume_from"):
             if self._options.get(name) is not None:
                 self._options[name] = absolute(self._options[name])
-        SwiftConfig.from_env(base=SwiftConfig.from_dict(self._options))  # says now what is wrong with them
+        self._config = SwiftConfig.from_env(base=SwiftConfig.from_dict(self._options))
         self.job = install() if launched_by_swiftrun() else None
         leave_out(self.job)
         if self.job is not None:
@@ -69,7 +70,7 @@ class _Surviving(ParallelStrategy):
         if self.job is not None:
             return
         if self.num_processes > 1 and not self.cluster_environment.creates_processes_externally:
-            check_device(self.root_device)
+            self._check_device()
             hand_over(self.num_processes, self._standbys, self._options)
         if under_plain_torchrun():
             warn_plain_torchrun_once()
@@ -77,8 +78,11 @@ class _Surviving(ParallelStrategy):
 
     def setup_environment(self) -> None:
         if self.job is not None:
-            check_device(self.root_device)
+            self._check_device()
         super().setup_environment()
+
+    def _check_device(self) -> None:
+        check_device(self.root_device, "the model", experimental=self._config.device.experimental)
 
     @property
     def num_processes(self) -> int:

@@ -14,7 +14,7 @@ from lightning_swift import compat
 from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.launcher import SwiftLauncher
 from lightning_swift.recovering import RecoveringStrategy
-from lightning_swift.support import check_device, refuse_strategy
+from lightning_swift.support import refuse_strategy
 from shared_core import (
     Job,
     SwiftConfig,
@@ -25,6 +25,7 @@ from shared_core import (
     warn_plain_torchrun_once,
 )
 from shared_core.config import full_names
+from shared_core.devices import check as check_device
 from shared_core.trackers import prepare
 
 _DEFAULTS = dict(SwiftConfig().items())
@@ -127,15 +128,18 @@ class LaunchingStrategy(RecoveringStrategy):
         Raises:
             SwiftError: in a notebook, or where a process group exists already.
         """
-        check_device((self.parallel_devices or [torch.device("cpu")])[0])
+        self._check_device((self.parallel_devices or [torch.device("cpu")])[0])
         hand_over(self.num_processes, self._standbys, self._options)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         if self.job is not None:
-            check_device(self.root_device)
+            self._check_device(self.root_device)
         super().setup_environment()
+
+    def _check_device(self, device: torch.device) -> None:
+        check_device(device, "the model", experimental=self.config.device.experimental)
 
     @property
     def num_processes(self) -> int:

@@ -87,19 +87,6 @@ def check_overlapped_update(trainer: pl.Trainer) -> None:
         )
 
 
-def check_device(device: Any) -> None:
-    """Refuse accelerators whose recovery has not been run on hardware.
-
-    Raises:
-        Unsupported: for anything but the CPU.
-    """
-    if device.type != "cpu":
-        raise Unsupported(
-            f"swift recovery over {device.type} devices has not been run on hardware yet and is switched off: use "
-            "accelerator='cpu', or strategy='ddp' without lightning_swift"
-        )
-
-
 def check_ddp_options(
     comm_state: object | None, comm_hook: Any, comm_wrapper: Any, averaging: int | None, options: dict[str, Any]
 ) -> None:

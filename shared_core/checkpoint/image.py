@@ -364,32 +364,30 @@ def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 
 def _events(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """One event for each accelerator: what was enqueued there so far is what the snapshot shows."""
-    import torch
+    from shared_core import devices
 
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    return [torch.cuda.current_stream(device).record_event() for device in devices]
+    return devices.events(devices.apart(tensors))
 
 
 def _pieces(tensor: torch.Tensor, ready: Sequence[Any]) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order."""
     import torch
 
+    from shared_core.devices import beside
+
     if not tensor.numel():
         return
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
     flat = tensor.reshape(-1).view(torch.uint8)
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:
         whole = memoryview(flat.numpy().data)
         for at in range(0, len(whole), _CHUNK):
             yield whole[at : at + _CHUNK]
         return
     buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream(tensor.device)  # beside the program's, which goes on
-    for event in ready:
-        stream.wait_event(event)
     for piece in flat.split(_CHUNK):
-        with torch.cuda.stream(stream):
+        with beside(tensor.device, ready) as stream:  # of the program's work, which goes on
             buffer[: piece.numel()].copy_(piece, non_blocking=True)
         stream.synchronize()
         yield memoryview(buffer[: piece.numel()].numpy().data)

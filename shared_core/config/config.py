@@ -15,6 +15,7 @@ from shared_core.config.reading import parse, read
 from shared_core.config.sections import (
     CheckpointOptions,
     DetectionOptions,
+    DeviceOptions,
     LogOptions,
     ReplayOptions,
     RerouteOptions,
@@ -70,6 +71,7 @@ class SwiftConfig(Section):
         log: the message log.
         detection: when a worker counts as lost.
         state: what is kept and compared of the training state.
+        device: where tensors are.
         standby: processes that are ready to take a lost worker's place.
         watch: what the launcher tells of the running job.
     """
@@ -100,6 +102,7 @@ class SwiftConfig(Section):
     log: LogOptions = field(default_factory=LogOptions)
     detection: DetectionOptions = field(default_factory=DetectionOptions)
     state: StateOptions = field(default_factory=StateOptions)
+    device: DeviceOptions = field(default_factory=DeviceOptions)
     standby: StandbyOptions = field(default_factory=StandbyOptions)
     watch: WatchOptions = field(default_factory=WatchOptions)
 
@@ -217,6 +220,7 @@ SECTIONS: dict[str, type[Section]] = {
         LogOptions,
         DetectionOptions,
         StateOptions,
+        DeviceOptions,
         StandbyOptions,
         WatchOptions,
     )

@@ -302,6 +302,19 @@ class StateOptions(Section):
 
 
 @dataclass(frozen=True)
+class DeviceOptions(Section):
+    """Training on other devices than the CPU."""
+
+    section: ClassVar[str] = "device"
+
+    experimental: bool = option(
+        False,
+        Truth(),
+        "allow tensors on GPUs. Collectives go through host memory, over gloo ([devices.md](devices.md))",
+    )
+
+
+@dataclass(frozen=True)
 class StandbyOptions(Section):
     """Processes that are ready to take a lost worker's place."""
 

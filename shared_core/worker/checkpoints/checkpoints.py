@@ -46,7 +46,7 @@ from shared_core.worker.job_store import JobStore
 from shared_core.worker.signals import leave_signals_to_the_agent
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.records import plain
-from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.replicated import VALUE, Replicated
 from shared_core.worker.state.updates import Updates
 
 #: Longest wait for a checkpoint where each is waited for, in seconds.
@@ -368,7 +368,7 @@ def named(
     count = int(description["parameters"])
     names = recovery_line.parameter_names(replicated)[:count] if replicated is not None else []
     for number, place, entries in description["states"]:
-        names += [f"optimizer.{number}.{key}.{names[place]}" for key, kind, _ in entries if kind == "tensor"]
+        names += [f"optimizer.{number}.{key}.{names[place]}" for key, kind, _ in entries if kind != VALUE]
     if len(names) != len(tensors):
         raise RecoveryFailed(f"{len(tensors)} tensors of the replicated state have {len(names)} names")
     return dict(zip(names, tensors, strict=True)), {

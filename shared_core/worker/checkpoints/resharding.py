@@ -32,7 +32,7 @@ from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
 from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS
 from shared_core.worker.sharded.shard import SHARD
-from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.replicated import VALUE, Replicated
 
 RANDOM, GRADIENTS, BUFFERS = "swift.random", "swift.gradients", "swift.buffers"
 #: Key of a rank's part: why its checkpoint serves no other number of workers.
@@ -138,7 +138,7 @@ def collect_stage(line: Line, tops: Sequence[Top], replicated: Replicated) -> tu
         for number, place, entries in description["states"]:
             if theirs[place] in taken:
                 states[number, theirs[place]] = [
-                    (key, kind, tensors[value] if kind == "tensor" else value) for key, kind, value in entries
+                    (key, kind, value if kind == VALUE else tensors[value]) for key, kind, value in entries
                 ]
     missing = [name for name in names if name not in found]
     if missing:
@@ -151,8 +151,8 @@ def collect_stage(line: Line, tops: Sequence[Top], replicated: Replicated) -> tu
     for (number, name), entries in states.items():
         kept = []
         for key, kind, value in entries:
-            kept.append([key, kind, len(mine) if kind == "tensor" else value])
-            mine += [value] if kind == "tensor" else []
+            kept.append([key, kind, value if kind == VALUE else len(mine)])
+            mine += [] if kind == VALUE else [value]
         listed.append([number, places[name], kept])
     return description | {"parameters": len(names), "states": listed}, mine
 

@@ -6,15 +6,17 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from shared_core.devices import runs_on_devices
 from shared_core.errors import Unsupported
 from shared_core.worker.comm import compat
 from shared_core.worker.comm.group import SwiftProcessGroup
 from shared_core.worker.comm.runtime import Runtime
 
 _runtime: Runtime | None = None
+#: What groups are asked for that become swift ones.
+_TAKEN = frozenset({"undefined", "gloo", "swift", "nccl", "cpu:gloo", "cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:swift"})
 
 
 def install(runtime: Runtime) -> None:
@@ -35,14 +37,17 @@ def install(runtime: Runtime) -> None:
 def _new_process_group(torch_helper: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """A group that asks for "swift" and is recorded as "gloo"; see :func:`compat.replace_group_creation`."""
     backend = str(given["backend"] or "undefined").lower()
-    if backend == "nccl" or (torch.cuda.is_available() and ("nccl" in backend or backend == "undefined")):
+    assert _runtime is not None
+    if runs_on_devices(backend) and not _runtime.devices:
         raise Unsupported(
-            "swift recovery supports CPU training over gloo in this version: NCCL needs the host to wait for a "
-            "step's collectives before the update, and "
-            "that has not been run on hardware. Choose accelerator='cpu', or train without this plugin."
+            f"a process group of backend {given['backend'] or 'nccl'} is made, and recovery on other devices than the "
+            "CPU is experimental: set device.experimental=true (docs/devices.md says what was tested), choose gloo and "
+            "the CPU, or train without this plugin"
         )
-    if backend not in ("undefined", "gloo", "swift", "cpu:gloo", "cpu:gloo,cuda:nccl", "cpu:swift"):
+    if backend not in _TAKEN:
         return torch_helper(**given)
+    if given.get("device_id") is not None:  # torch would connect at once, and there is nothing to connect to
+        given = {**given, "device_id": None}
     group, store = torch_helper(**{**given, "backend": dist.Backend("swift")})
     if isinstance(group, SwiftProcessGroup):
         compat.record_as_gloo(group, store)

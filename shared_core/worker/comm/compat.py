@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch.autograd.graph
@@ -104,8 +105,14 @@ ProcessGroupGloo: Any = _distributed_c10d.ProcessGroupGloo
 
 def called_by_reducer() -> bool:
     """Whether the function that asks was called by DDP's reducer: C++, right inside the autograd engine."""
-    frame = sys._getframe(1).f_back
+    frame = _caller_of_operation()
     return frame is None or frame.f_code is _ENGINE
+
+
+def _caller_of_operation() -> FrameType | None:
+    """Who calls the operation whose method asks a function that asks here."""
+    frame = sys._getframe(2)
+    return frame.f_back.f_back if frame.f_back is not None else None  # the first stages tensors of devices
 
 
 def in_backward() -> bool:
@@ -117,7 +124,7 @@ def agreeing_on_buckets() -> Any:
     """The ``DistributedDataParallel`` from whose forward the function that asks was called, to agree on the order of
     its buckets; None if it was not.
     """
-    frame = sys._getframe(1).f_back
+    frame = _caller_of_operation()
     return frame.f_locals["self"] if frame is not None and frame.f_code is _DDP_FORWARD else None
 
 

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed
 
+from shared_core.devices import room_on_host, to_host
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.compat import agreeing_on_buckets, called_by_reducer, in_backward
 from shared_core.worker.comm.group_identity import GroupIdentity
 from shared_core.worker.comm.listener import BucketInput
 from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
+from shared_core.worker.comm.staged import StagedReceive, staged, staged_in_place
 
 Tensors = list[torch.Tensor]
 
@@ -62,6 +64,7 @@ class SwiftProcessGroup(GroupIdentity):
 
     # -- operations with a replicated result -------------------------------------------------------
 
+    @staged_in_place
     def allreduce(self, tensors: Any, opts: Any = None) -> SwiftWork:
         opts = opts or dist.AllreduceOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -124,6 +127,7 @@ class SwiftProcessGroup(GroupIdentity):
         )
         return self._run(op, tensors, bucket=True)
 
+    @staged_in_place
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
         coalesced = dist.AllreduceCoalescedOptions()
         if opts is not None:
@@ -134,6 +138,7 @@ class SwiftProcessGroup(GroupIdentity):
             "all_reduce_coalesced", tensors, coalesced, lambda inner, into: inner.allreduce_coalesced(into, coalesced)
         )
 
+    @staged_in_place
     def broadcast(self, tensors: Any, opts: Any = None) -> SwiftWork:
         opts = opts or dist.BroadcastOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -153,6 +158,7 @@ class SwiftProcessGroup(GroupIdentity):
             self._runtime.listener.bucket_order(ddp, op)
         return self._run(op, tensors if root else ())
 
+    @staged
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *, coalesced: bool = False) -> SwiftWork:
         opts = opts or dist.AllgatherOptions()
         outputs, inputs = [list(o) for o in outputs], list(inputs)
@@ -165,9 +171,11 @@ class SwiftProcessGroup(GroupIdentity):
         )
         return self._run(op, inputs)
 
+    @staged
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
         return self.allgather(outputs, inputs, opts, coalesced=True)
 
+    @staged
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
         opts = opts or dist.AllgatherOptions()
         results = self._runtime.results
@@ -187,6 +195,7 @@ class SwiftProcessGroup(GroupIdentity):
 
     _allgather_base = all_gather_single
 
+    @staged
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
         works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return works[-1] if len(works) == 1 else _Together(works, list(outputs))
@@ -229,6 +238,7 @@ class SwiftProcessGroup(GroupIdentity):
         )
         return self._run(op, inputs)
 
+    @staged_in_place
     def reduce(self, tensors: Any, opts: Any = None) -> SwiftWork:
         opts = opts or dist.ReduceOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -242,6 +252,7 @@ class SwiftProcessGroup(GroupIdentity):
 
         return self._exclusive("reduce", tensors, outputs, tensors, _root_detail(opts), call, full=False)
 
+    @staged
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
         opts = opts or dist.GatherOptions()
         outputs, inputs = [list(o) for o in outputs], list(inputs)
@@ -252,6 +263,7 @@ class SwiftProcessGroup(GroupIdentity):
 
         return self._exclusive("gather", inputs, flat, outputs, _root_detail(opts), call, full=False)
 
+    @staged
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
         opts = opts or dist.ScatterOptions()
         outputs, inputs = list(outputs), [list(i) for i in inputs]
@@ -262,6 +274,7 @@ class SwiftProcessGroup(GroupIdentity):
 
         return self._exclusive("scatter", flat, outputs, outputs, _root_detail(opts), call, full=False)
 
+    @staged
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
         opts = opts or dist.ReduceScatterOptions()
         outputs, inputs = list(outputs), [list(i) for i in inputs]
@@ -272,6 +285,7 @@ class SwiftProcessGroup(GroupIdentity):
 
         return self._exclusive("reduce_scatter", flat, outputs, outputs, _reduce_detail(opts), call)
 
+    @staged
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
         opts = opts or dist.ReduceScatterOptions()
 
@@ -282,12 +296,14 @@ class SwiftProcessGroup(GroupIdentity):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @staged
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
         works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return works[-1] if len(works) == 1 else _Together(works, list(outputs))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @staged
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -305,6 +321,7 @@ class SwiftProcessGroup(GroupIdentity):
 
     alltoall_base = all_to_all_single
 
+    @staged
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
         opts = opts or dist.AllToAllOptions()
 
@@ -316,10 +333,13 @@ class SwiftProcessGroup(GroupIdentity):
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        return self._state.channels.send(_single(tensors), dst, tag)
+        return self._state.channels.send(to_host(_single(tensors)), dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        return self._state.channels.recv(_single(tensors), src, tag)
+        tensor = _single(tensors)
+        host = room_on_host(tensor)
+        work = self._state.channels.recv(host, src, tag)
+        return work if host is tensor else StagedReceive(work, tensor, host)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         raise Unsupported(

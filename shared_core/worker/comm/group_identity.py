@@ -10,7 +10,6 @@ import torch
 import torch.distributed
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from shared_core.errors import Unsupported
 from shared_core.worker.comm.runtime import Runtime
 
 #: Untyped, because torch's stubs leave out most of it.
@@ -85,11 +84,7 @@ class GroupIdentity(_Base):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The inner gloo backend, for questions about its capabilities."""
-        if device.type != "cpu":
-            raise Unsupported(
-                f"backend swift has no communicator for {device.type}: only CPU tensors are supported in this version"
-            )
+        """The inner gloo backend, for questions about its capabilities. Tensors of devices go there, too."""
         return self._runtime.connections.backend(self._state)
 
     def _set_default_backend(self, backend: Any) -> None:

@@ -9,7 +9,6 @@ from datetime import timedelta
 
 import torch
 
-from shared_core.errors import Unsupported
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.kept_inputs import KeptInputs
 from shared_core.worker.comm.op import Op
@@ -79,20 +78,12 @@ class Results:
         self.max_bytes = max_bytes
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """A pooled buffer like ``like``.
-
-        Raises:
-            Unsupported: for a tensor that is not on the CPU.
-        """
-        if like.device.type != "cpu":
-            raise Unsupported(
-                f"backend swift got a tensor on {like.device}: only CPU tensors are supported in this version"
-            )
+        """A pooled buffer like ``like``."""
         with self._state.lock:
             return self.pool.take(like)
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in a pooled buffer; raises what :meth:`buffer` raises."""
+        """A copy in a pooled buffer."""
         return self.buffer(tensor).copy_(tensor)
 
     def keep(self, group: GroupState, op: Op) -> Entry:

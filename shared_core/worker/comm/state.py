@@ -54,6 +54,7 @@ class SharedState:
         stable: newest batch top that every rank is known to have published.
         checksums: whether inputs are summed and published.
         bucket_checksums: whether DDP's buckets are: with unused parameters they hold leftovers that mean nothing.
+        devices: whether tensors may be on other devices than the CPU.
         beside: what the program's thread waits for outside of the program's groups: since when, of whom, what.
     """
 
@@ -61,6 +62,7 @@ class SharedState:
         self.rank, self.world_size, self.listener = env.rank, env.world_size, listener
         detection = env.config.detection
         self.connect_timeout_s, self.wait_timeout_s = detection.connect_timeout_s, detection.wait_timeout_s
+        self.devices = env.config.device.experimental
         self.checksums = self.bucket_checksums = env.config.state.verify_checksums
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)

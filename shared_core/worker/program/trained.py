@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shared_core import devices
 from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
 from shared_core.faults import inject
@@ -139,12 +140,8 @@ class Trained:
     def _refuse_devices(self, modules: Sequence[nn.Module]) -> None:
         for module in modules:
             for name, parameter in module.named_parameters():
-                if parameter.device.type not in ("cpu", "meta"):
-                    raise Unsupported(
-                        f"rank {self._runtime.rank}: parameter {name} is on {parameter.device}; swift recovery "
-                        "supports CPU training in this version. "
-                        "Choose accelerator='cpu', or train without this plugin."
-                    )
+                what = f"rank {self._runtime.rank}: parameter {name}"
+                devices.check(parameter.device, what, experimental=self._runtime.devices)
 
     def _attach_stage(self, replicas: list[int]) -> None:
         if self._config.resizes:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shared_core.devices import to_host
 from shared_core.errors import GenerationAbandoned
 from shared_core.waiting import Wait
 from shared_core.worker.comm.flow import Flow, Message, NotGivenBack
@@ -142,7 +143,13 @@ def room(described: Sequence[Sequence[Any]], places: Sequence[torch.Tensor] = ()
     for number, (shape, dtype) in enumerate(described):
         kind: torch.dtype = getattr(torch, dtype)
         place = places[number] if number < len(places) else None
-        if place is not None and list(place.shape) == shape and place.dtype == kind and place.is_contiguous():
+        if (
+            place is not None
+            and list(place.shape) == shape
+            and place.dtype == kind
+            and place.is_contiguous()
+            and place.is_cpu
+        ):
             found.append(place)
         else:
             found.append(torch.empty(shape, dtype=kind))
@@ -165,14 +172,14 @@ def _messages(views: Sequence[torch.Tensor], spans: Sequence[Span], *, gather: b
     Args:
         views: bytes of the tensors.
         spans: to move.
-        gather: bundles are filled now (to send them), or dealt out when they are there.
+        gather: they are read now, also from devices, to send them; else what has come is dealt out, on the host.
     """
     for bundle in bundled(spans, _ALONE, _BUNDLE):
         parts = [views[span.tensor][span.start : span.stop] for span in bundle]
         if len(parts) == 1:
-            yield parts[0], ()
+            yield to_host(parts[0]) if gather else parts[0], ()
         elif gather:
-            yield torch.cat(parts), ()
+            yield torch.cat([to_host(part) for part in parts]), ()
         else:
             yield torch.empty(sum(span.size for span in bundle), dtype=torch.uint8), parts
 

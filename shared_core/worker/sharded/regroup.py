@@ -74,7 +74,7 @@ def regrouped(old: Sequence[Mapping[str, Any]], layouts: Sequence[Layout]) -> di
     for number, place, entries in old[0]["states"]:
         mine = {}
         for key, packed in entries.items():
-            if isinstance(packed, tuple) and len(packed) > 1 and any(dim >= 0 for dim in packed[3]):
+            if isinstance(packed, tuple) and len(packed) > 2 and any(dim >= 0 for dim in packed[3]):
                 local = again(place, [each[number, place][key][0] for each in by_place])
                 packed = (local, *packed[1:])
             mine[key] = packed

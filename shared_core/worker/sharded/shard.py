@@ -141,9 +141,9 @@ def _packed(key: str, value: Any) -> Any:
 
 
 def _distributed(value: Any) -> tuple[Any, ...]:
-    """(local part, and of a DTensor its shape, strides and placements)."""
+    """(local part, and of a DTensor its shape, strides and placements; of another whether it was on the host)."""
     if not is_distributed(value):
-        return (value.detach(),)
+        return value.detach(), value.is_cpu
     if any(placement.is_partial() for placement in value.placements):
         raise UnsupportedOptimizer(f"a state of placements {tuple(value.placements)} cannot be given to a newcomer")
     places = [placement.dim if placement.is_shard() else _REPLICATED for placement in value.placements]
@@ -153,8 +153,9 @@ def _distributed(value: Any) -> tuple[Any, ...]:
 def _unpacked(parameter: Any, packed: Any) -> Any:
     if not isinstance(packed, tuple):
         return packed
-    if len(packed) == 1:
-        return packed[0]
+    if len(packed) <= 2:
+        value, on_host = (*packed, True)[:2]  # older checkpoints are of the CPU alone
+        return value if on_host else value.to(parameter.device)
     from torch.distributed.tensor import DTensor, Placement, Replicate
     from torch.distributed.tensor import Shard as Sharded
 

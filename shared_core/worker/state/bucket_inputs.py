@@ -34,8 +34,10 @@ class BucketInput:
         self._dense = same and all(_span(p) == p.numel() for p in parameters)
 
     def fits(self, bucket: torch.Tensor) -> bool:
-        """Whether a bucket has the length and type of this one."""
-        return self._dense and bucket.numel() == self.numel and bucket.dtype == self._parameters[0].dtype
+        """Whether a bucket has the length and type of this one, and is where its parameters are."""
+        first = self._parameters[0]
+        alike = bucket.dtype == first.dtype and bucket.device == first.device
+        return self._dense and bucket.numel() == self.numel and alike
 
     def matches(self, bucket: torch.Tensor) -> bool:
         """Whether the bucket holds, bit for bit, what the gradients say, and is memory of its own.

@@ -66,6 +66,8 @@ class Watch:
         parameter = self._replicated.parameters[place]
         if not parameter.is_contiguous():
             return 0
+        if not parameter.is_cpu:
+            return checksum(parameter.detach().view(-1)[start : start + _PIECE])
         size = parameter.element_size()
         return zlib.crc32(memory_of(parameter)[start * size : min(start + _PIECE, parameter.numel()) * size])
 

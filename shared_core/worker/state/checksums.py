@@ -1,4 +1,5 @@
-"""Checksums of tensors, at the speed of memory, and of state that is too large to be summed between two steps.
+"""Checksums of tensors, at the speed of the memory they are in, and of state that is too large to be summed between two
+steps.
 
 The bytes are taken as 64-bit words in blocks of 64 rows and 64 columns. All sums are of integers modulo 2^64, so that
 neither threads nor the way in which a tensor is cut change the result. Each row and each column of a block is added up;
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from shared_core.devices import to_host
 from shared_core.worker.spans import Span, divided
 
 _SIDE = 64
@@ -95,7 +97,7 @@ def _between(raw: torch.Tensor, start: int, stop: int) -> int:
     blocks, end = stop // BLOCK, stop == raw.numel()
     for first in range(start // BLOCK, blocks, _MIXED):
         last = min(first + _MIXED, blocks)
-        sums = torch.empty(2, last - first, _SIDE, dtype=torch.int64)
+        sums = torch.empty(2, last - first, _SIDE, dtype=torch.int64, device=raw.device)
         for at in range(first, last, _SUMMED):
             until = min(at + _SUMMED, last)
             piece = raw[at * BLOCK : until * BLOCK]
@@ -106,7 +108,7 @@ def _between(raw: torch.Tensor, start: int, stop: int) -> int:
             torch.sum(words, 1, out=sums[1, at - first : until - first])
         total += _mixed(sums[0], first, 1) + _mixed(sums[1], first, 2)
     if end and stop % BLOCK:
-        tail: Any = raw[blocks * BLOCK :].numpy()
+        tail: Any = to_host(raw[blocks * BLOCK :]).numpy()
         total += (zlib.crc32(tail) << 32) | zlib.adler32(tail)
     return total & _MASK
 
@@ -120,7 +122,8 @@ def _mixed(sums: torch.Tensor, first: int, kind: int) -> int:
         kind: 1 for rows, 2 for columns.
     """
     flat = sums.view(-1)
-    places = torch.arange(2 * first * _SIDE + kind, 2 * (first * _SIDE + flat.numel()) + kind, 2)
+    begin, end = 2 * first * _SIDE + kind, 2 * (first * _SIDE + flat.numel()) + kind
+    places = torch.arange(begin, end, 2, device=sums.device)
     flat += places.mul_(_GOLDEN)
     flat ^= _shifted(flat, 30, places)
     flat *= _FIRST

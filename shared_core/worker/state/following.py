@@ -20,7 +20,7 @@ from torch.optim import LBFGS, Optimizer
 
 from shared_core.worker.state.change_detection import Watch
 from shared_core.worker.state.checksums import checksum
-from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.replicated import VALUE, Replicated, kind_of
 
 #: Size of a piece, in bytes; one parameter with its optimizer state may be larger.
 PIECE = 16 << 20
@@ -300,10 +300,10 @@ def described(replicated: Replicated, places: Sequence[int]) -> tuple[list[list[
             entries: list[list[Any]] = []
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    entries.append([key, "tensor", len(tensors)])
+                    entries.append([key, kind_of(value, replicated.parameters[place]), len(tensors)])
                     tensors.append(value.detach())
                 else:
-                    entries.append([key, "value", value])
+                    entries.append([key, VALUE, value])
             if entries:
                 rows.append([number, place, entries])
     return rows, tensors
@@ -312,7 +312,7 @@ def described(replicated: Replicated, places: Sequence[int]) -> tuple[list[list[
 def sums(replicated: Replicated, places: Sequence[int]) -> list[int]:
     """Checksums of some parameters and their optimizer state, in the order of :func:`described`."""
     rows, tensors = described(replicated, places)
-    values = [value for _, _, entries in rows for _, kind, value in entries if kind == "value"]
+    values = [value for _, _, entries in rows for _, kind, value in entries if kind == VALUE]
     return [*(checksum(tensor) for tensor in tensors), checksum(torch.tensor(bytearray(repr(values).encode())))]
 
 

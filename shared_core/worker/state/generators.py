@@ -1,4 +1,4 @@
-"""The state of the global random generators, of torch, Python and numpy."""
+"""The state of the global random generators, of torch and its devices, Python and numpy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shared_core.devices import random_states, set_random_states
 from shared_core.encoding.plain import dumps, loads
 from shared_core.encoding.raw_memory import memory_of
 
@@ -97,6 +98,9 @@ def random_state() -> dict[str, Any]:
     # As bytes, which are several times cheaper to publish than a tensor.
     of_torch = torch.default_generator.get_state()
     state: dict[str, Any] = {"torch": bytes(memory_of(of_torch)[: of_torch.nbytes])}
+    of_devices = random_states()
+    if of_devices:
+        state["devices"] = of_devices
     if "python" not in _remembered:
         _remembered["python"] = _of_python()
     state["python"] = _remembered["python"].encoded()
@@ -114,6 +118,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(
         torch.frombuffer(bytearray(of_torch), dtype=torch.uint8) if isinstance(of_torch, bytes) else of_torch
     )
+    set_random_states(state.get("devices", []))
     random.setstate(_decoded(state["python"]))
     if "numpy" in state:
         import numpy

@@ -12,7 +12,7 @@ import torch
 
 from shared_core.errors import RecoveryFailed
 from shared_core.worker.state.following import LoggedUpdate, Piece, Sums, sums
-from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.replicated import VALUE, Replicated, beside
 
 
 @torch.no_grad()
@@ -30,9 +30,10 @@ def put(replicated: Replicated, piece: Piece) -> None:
         for optimizer in replicated.optimizers:
             optimizer.state.pop(own, None)
     for number, place, entries in piece.description:
-        state = replicated.optimizers[number].state[replicated.parameters[place]]
+        parameter = replicated.parameters[place]
+        state = replicated.optimizers[number].state[parameter]
         for key, kind, value in entries:
-            state[key] = piece.tensors[value] if kind == "tensor" else value
+            state[key] = value if kind == VALUE else beside(parameter, piece.tensors[value], kind)
 
 
 @torch.no_grad()
@@ -52,7 +53,8 @@ def repeat(replicated: Replicated, update: LoggedUpdate) -> None:
         for parameter in parameters:
             parameter.grad = None
         for place, gradient in zip(update.places, update.gradients, strict=True):
-            replicated.parameters[place].grad = gradient
+            parameter = replicated.parameters[place]
+            parameter.grad = gradient.to(parameter.device)
         inspect.unwrap(type(optimizer).step)(optimizer)
     finally:
         for group, values in zip(optimizer.param_groups, kept, strict=True):

@@ -15,6 +15,20 @@ from shared_core.errors import CorruptFile, ReplicaMismatch, Unsupported, Unsupp
 from shared_core.plain_json import parse
 from shared_core.worker.state.support import refuse_optimizer
 
+#: What a description says of an entry of an optimizer's state: plain data, a tensor that is where its parameter is, or
+#: one in host memory whose parameter is on another device.
+VALUE, _TENSOR, _ON_HOST = "value", "tensor", "host"
+
+
+def kind_of(value: torch.Tensor, parameter: torch.Tensor) -> str:
+    """What a description says of a tensor of an optimizer's state."""
+    return _ON_HOST if value.is_cpu and not parameter.is_cpu else _TENSOR
+
+
+def beside(parameter: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Tensor:
+    """A tensor of an optimizer's state where a description says that it is; itself if it is there."""
+    return value if kind == _ON_HOST else value.to(parameter.device)
+
 
 class Replicated:
     """Parameters of modules and state of optimizers, in an order that all replicas share.
@@ -96,10 +110,10 @@ class Replicated:
                 entries: list[list[Any]] = []
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
-                        entries.append([key, "tensor", len(tensors)])
+                        entries.append([key, kind_of(value, parameter), len(tensors)])
                         tensors.append(value.detach())
                     elif value is None or isinstance(value, (bool, int, float, str)):
-                        entries.append([key, "value", value])
+                        entries.append([key, VALUE, value])
                     else:
                         raise UnsupportedOptimizer(
                             f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors and "
@@ -142,12 +156,14 @@ class Replicated:
         for optimizer in self.optimizers:
             optimizer.state.clear()
         for number, place, entries in description["states"]:
-            state = self.optimizers[number].state[self.parameters[place]]
+            stepped = self.parameters[place]
+            state = self.optimizers[number].state[stepped]
             for key, kind, value in entries:
+                if kind != VALUE:
+                    moved = beside(stepped, tensors[value], kind)
+                    value = moved if owned or moved is not tensors[value] else moved.clone()
                 # As an optimizer's own keys are: a file of the same state then has the same bytes.
-                state[sys.intern(key)] = (
-                    value if kind != "tensor" else tensors[value] if owned else tensors[value].clone()
-                )
+                state[sys.intern(key)] = value
 
     def summed(self, leave_out: Collection[int] = ()) -> list[tuple[int, torch.Tensor]]:
         """What replicas have in common, in an order that all share: each tensor with its parameter's place. Plain

@@ -293,9 +293,10 @@ class Graft:
                 here[...] = made
             self._writer.put_back(here)
             return here
-        _, dtype, shape, data, gradient = parts
+        _, dtype, shape, device, data, gradient = parts
         raw = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         value = raw.view(dtype_named(dtype)).view(shape) if data else torch.empty(shape, dtype=dtype_named(dtype))
+        value = value.to(device)
         if gradient == 2:
             return _Ended.apply(value.requires_grad_())  # type: ignore[no-untyped-call]
         if here is MISSING:
@@ -336,8 +337,8 @@ class _Shown:
 
 def _fits(kind: str, parts: list[Any], old: Any) -> bool:
     if kind == "tensor":
-        _, dtype, shape, _, gradient = parts
-        alike = str(old.dtype) == f"torch.{dtype}" and tuple(old.shape) == tuple(shape) and old.device.type == "cpu"
+        _, dtype, shape, device, _, gradient = parts
+        alike = str(old.dtype) == f"torch.{dtype}" and tuple(old.shape) == tuple(shape) and str(old.device) == device
         return alike and gradient != 2 and old.grad_fn is None
     if kind == "ndarray":
         return bool(old.dtype.str == parts[1].replace("O", "|O") and old.shape == tuple(parts[2]))

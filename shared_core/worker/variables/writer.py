@@ -23,11 +23,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from shared_core.devices import to_host
 from shared_core.encoding import plain
 from shared_core.encoding.plain import _numbered, _Pickler
 from shared_core.encoding.raw_memory import memory_of
 from shared_core.encoding.unpacking import array_kind
 from shared_core.loaders.randomness import generator_state
+from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.generators import python_memory
 from shared_core.worker.variables.kinds import OURS, VALUES, kind_of, name_of, of_libraries, slots_of
 
@@ -234,10 +236,12 @@ def _module(writer: Writer, thing: Any) -> tuple[Any, ...]:
 
 
 def _tensor(writer: Writer, thing: torch.Tensor) -> tuple[Any, ...]:
-    if thing.layout is not torch.strided or thing.device.type != "cpu" or thing.is_quantized:
-        return ("apart", str(thing.dtype), tuple(thing.shape), b"", 0)
+    head = (str(thing.dtype).removeprefix("torch."), tuple(thing.shape), str(thing.device))
+    if thing.layout is not torch.strided or thing.is_meta or thing.is_quantized:
+        return ("apart", *head, b"", 0)
     gradient = 0 if not thing.requires_grad else 1 if thing.is_leaf else 2
-    head = (str(thing.dtype).removeprefix("torch."), tuple(thing.shape))
+    if not thing.is_cpu:
+        return _on_device(writer, thing, head, gradient)
     dense = thing.detach()
     if not dense.is_contiguous() or dense.is_conj() or dense.is_neg():
         dense = dense.contiguous().resolve_conj().resolve_neg()
@@ -249,6 +253,15 @@ def _tensor(writer: Writer, thing: torch.Tensor) -> tuple[Any, ...]:
             return ("same", *head, b"", gradient)
         return ("value", *head, pickle.PickleBuffer(data), gradient)
     return ("value", *head, data.tobytes(), gradient)
+
+
+def _on_device(writer: Writer, thing: torch.Tensor, head: tuple[Any, ...], gradient: int) -> tuple[Any, ...]:
+    if thing.nbytes > _LARGE:
+        # Its device sums it, as its memory cannot be looked at.
+        if writer.unchanged(thing, (thing.data_ptr(), checksum(thing))):
+            return ("same", *head, b"", gradient)
+    dense = to_host(thing.resolve_conj().resolve_neg()).contiguous()
+    return ("value", *head, memory_of(dense)[: dense.nbytes].tobytes() if dense.nbytes else b"", gradient)
 
 
 def _sample(data: memoryview) -> int:
@@ -320,7 +333,8 @@ def _progress(thing: Any, depth: int = 0) -> Any:
 def _large(_: Writer, thing: Large) -> tuple[Any, ...]:
     value = thing.value
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        data = memory_of(value)[: value.nbytes] if isinstance(value, torch.Tensor) else memoryview(value.tobytes())
+        dense = to_host(value).contiguous() if isinstance(value, torch.Tensor) else value
+        data = memory_of(dense)[: dense.nbytes] if isinstance(dense, torch.Tensor) else memoryview(dense.tobytes())
         return (name_of(type(value)), len(data), _sample(data))
     if not isinstance(value, (list, tuple, deque, dict, set, frozenset)):
         value = attributes_of(value)

@@ -1,0 +1,109 @@
+"""Tensors that do not live in host memory. Only this module knows kinds of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shared_core.errors import Unsupported
+
+_HOST = "cpu"
+#: Without memory, which is not trained on.
+_NOWHERE = "meta"
+
+
+def check(device: torch.device, what: str, *, experimental: bool) -> None:
+    """Refuse what is not in host memory, unless the user has switched it on.
+
+    Args:
+        device: where it is.
+        what: is there, for people.
+        experimental: the option ``device.experimental``.
+
+    Raises:
+        Unsupported: for another device than the CPU, without the option.
+    """
+    if device.type not in (_HOST, _NOWHERE) and not experimental:
+        raise Unsupported(
+            f"{what} is on {device}, and recovery on other devices than the CPU is experimental: set "
+            "device.experimental=true (docs/devices.md says what was tested), choose the CPU, or train without this "
+            "plugin"
+        )
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor in host memory, when all that was enqueued for them is done; the tensor itself where it
+    is there. Blocks.
+    """
+    return tensor if tensor.is_cpu else tensor.detach().cpu()
+
+
+def room_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Host memory for the values of a tensor; the tensor itself where it is there."""
+    return tensor if tensor.is_cpu else torch.empty_like(tensor, device=_HOST, requires_grad=False)
+
+
+def apart(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """The devices, other than the host, on which these are."""
+    return list({tensor.device: None for tensor in tensors if not tensor.is_cpu})
+
+
+def runs_on_devices(backend: str) -> bool:
+    """Whether groups of this backend work on tensors of an accelerator, or "undefined" would choose one that does."""
+    if backend == "undefined":
+        return torch.cuda.is_available()
+    return "nccl" in backend
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until what the calling thread has enqueued there is done."""
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def _generators() -> Any:
+    """The module of the accelerator that this process uses; None where it uses none, or has not begun to."""
+    device = torch.accelerator.current_accelerator()
+    module = torch.get_device_module(device) if device is not None else None
+    return module if module is not None and module.is_initialized() else None
+
+
+def random_states() -> list[bytes]:
+    """The states of the accelerator's generators, one for each device; none before it is used."""
+    module = _generators()
+    if module is None:
+        return []
+    return [module.get_rng_state(number).numpy().tobytes() for number in range(module.device_count())]
+
+
+def set_random_states(states: list[bytes]) -> None:
+    """Inverse of :func:`random_states`."""
+    if not states:
+        return
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    for number, state in enumerate(states[: module.device_count()]):
+        module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), number)
+
+
+# -- copies beside the program's work ---------------------------------------------------------------------------------
+
+
+def events(devices: Iterable[torch.device]) -> list[Any]:
+    """One event for each device, when what was enqueued there so far is done."""
+    return [torch.accelerator.current_stream(device).record_event() for device in devices]
+
+
+@contextmanager
+def beside(device: torch.device, ready: Iterable[Any]) -> Iterator[torch.Stream]:
+    """A stream of its own, that begins after these events."""
+    stream = torch.Stream(device)
+    for event in ready:
+        stream.wait_event(event)
+    with stream:
+        yield stream
