@@ -99,7 +99,7 @@ class Watch:
                 "without a GPU, pass Accelerator(cpu=True) or set ACCELERATE_USE_CPU=true"
             )
         kind = accelerator.distributed_type.value
-        check_device(accelerator.device, "the model", experimental=job.config.device.experimental)
+        check_device(accelerator.device, "the model", allowed=job.config.uses_devices)
         if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED"):
             raise Unsupported(
                 f"recovery under Accelerate's {kind} is not in this version: only MULTI_CPU, MULTI_GPU and DEEPSPEED "

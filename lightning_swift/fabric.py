@@ -82,7 +82,7 @@ class _Surviving(ParallelStrategy):
         super().setup_environment()
 
     def _check_device(self) -> None:
-        check_device(self.root_device, "the model", experimental=self._config.device.experimental)
+        check_device(self.root_device, "the model", allowed=self._config.uses_devices)
 
     @property
     def num_processes(self) -> int:

@@ -139,7 +139,7 @@ class LaunchingStrategy(RecoveringStrategy):
         super().setup_environment()
 
     def _check_device(self, device: torch.device) -> None:
-        check_device(device, "the model", experimental=self.config.device.experimental)
+        check_device(device, "the model", allowed=self.config.uses_devices)
 
     @property
     def num_processes(self) -> int:

@@ -10,28 +10,29 @@ import torch
 
 from shared_core.errors import Unsupported
 
+#: The end of a message about a device.
+REFUSED = (
+    "and to replace a worker is experimental on other devices than the CPU (docs/devices.md): choose "
+    "on_failure='restart' with checkpoints, or set device.experimental=true, or choose the CPU"
+)
 _HOST = "cpu"
 #: Without memory, which is not trained on.
 _NOWHERE = "meta"
 
 
-def check(device: torch.device, what: str, *, experimental: bool) -> None:
+def check(device: torch.device, what: str, *, allowed: bool) -> None:
     """Refuse what is not in host memory, unless the user has switched it on.
 
     Args:
         device: where it is.
         what: is there, for people.
-        experimental: the option ``device.experimental``.
+        allowed: whether the user has.
 
     Raises:
-        Unsupported: for another device than the CPU, without the option.
+        Unsupported: for another device than the CPU, where it is not allowed.
     """
-    if device.type not in (_HOST, _NOWHERE) and not experimental:
-        raise Unsupported(
-            f"{what} is on {device}, and recovery on other devices than the CPU is experimental: set "
-            "device.experimental=true (docs/devices.md says what was tested), choose the CPU, or train without this "
-            "plugin"
-        )
+    if device.type not in (_HOST, _NOWHERE) and not allowed:
+        raise Unsupported(f"{what} is on {device}, {REFUSED}")
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

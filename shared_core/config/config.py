@@ -132,6 +132,13 @@ class SwiftConfig(Section):
         return self.on_failure == "reroute"
 
     @property
+    def uses_devices(self) -> bool:
+        """Whether tensors may be on other devices than the CPU. Where all workers start again, too, since nothing that a
+        device runs is cut off then.
+        """
+        return self.device.experimental or self.on_failure == "restart"
+
+    @property
     def continues(self) -> bool:
         """Whether a job begins with what an earlier start of the same command has left, or with what it was told to."""
         chosen = self.checkpoint

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shared_core.devices import runs_on_devices
+from shared_core.devices import REFUSED, runs_on_devices
 from shared_core.errors import Unsupported
 from shared_core.worker.comm import compat
 from shared_core.worker.comm.group import SwiftProcessGroup
 from shared_core.worker.comm.runtime import Runtime
 
+#: What torch gives operations by default.
+_TIMEOUT = timedelta(minutes=30)
 _runtime: Runtime | None = None
 #: What groups are asked for that become swift ones.
 _TAKEN = frozenset({"undefined", "gloo", "swift", "nccl", "cpu:gloo", "cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:swift"})
@@ -38,12 +40,10 @@ def _new_process_group(torch_helper: Callable[..., Any], given: Mapping[str, Any
     """A group that asks for "swift" and is recorded as "gloo"; see :func:`compat.replace_group_creation`."""
     backend = str(given["backend"] or "undefined").lower()
     assert _runtime is not None
-    if runs_on_devices(backend) and not _runtime.devices:
-        raise Unsupported(
-            f"a process group of backend {given['backend'] or 'nccl'} is made, and recovery on other devices than the "
-            "CPU is experimental: set device.experimental=true (docs/devices.md says what was tested), choose gloo and "
-            "the CPU, or train without this plugin"
-        )
+    if runs_on_devices(backend) and not _runtime.stages:
+        if not _runtime.restarts:
+            raise Unsupported(f"a process group of backend {given['backend'] or 'nccl'} is made, {REFUSED}")
+        return _beside(torch_helper, given)
     if backend not in _TAKEN:
         return torch_helper(**given)
     if given.get("device_id") is not None:  # torch would connect at once, and there is nothing to connect to
@@ -52,6 +52,19 @@ def _new_process_group(torch_helper: Callable[..., Any], given: Mapping[str, Any
     if isinstance(group, SwiftProcessGroup):
         compat.record_as_gloo(group, store)
     return group, store
+
+
+def _beside(torch_helper: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """torch's own group. Beside the first one the workers have a group for what they agree on by themselves."""
+    assert _runtime is not None
+    made = torch_helper(**given)
+    if _runtime.world is None:
+        size = given["group_size"]
+        own = _runtime.new_group(
+            given["group_name"], given["group_rank"], size, range(size), given["timeout"] or _TIMEOUT
+        )
+        _runtime.generations.add_group(own)
+    return made
 
 
 def _create(options: Any, _: Any) -> SwiftProcessGroup:
@@ -63,7 +76,7 @@ def _create(options: Any, _: Any) -> SwiftProcessGroup:
         options.group_rank,
         options.group_size,
         ranks,
-        options.timeout or timedelta(minutes=30),
+        options.timeout or _TIMEOUT,
     )
     _runtime.generations.add_group(group._state)
     return group

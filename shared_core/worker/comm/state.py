@@ -54,7 +54,8 @@ class SharedState:
         stable: newest batch top that every rank is known to have published.
         checksums: whether inputs are summed and published.
         bucket_checksums: whether DDP's buckets are: with unused parameters they hold leftovers that mean nothing.
-        devices: whether tensors may be on other devices than the CPU.
+        stages: operations on tensors of devices run over host memory.
+        restarts: all workers start again when one is lost.
         beside: what the program's thread waits for outside of the program's groups: since when, of whom, what.
     """
 
@@ -62,7 +63,7 @@ class SharedState:
         self.rank, self.world_size, self.listener = env.rank, env.world_size, listener
         detection = env.config.detection
         self.connect_timeout_s, self.wait_timeout_s = detection.connect_timeout_s, detection.wait_timeout_s
-        self.devices = env.config.device.experimental
+        self.stages, self.restarts = env.config.device.experimental, env.config.on_failure == "restart"
         self.checksums = self.bucket_checksums = env.config.state.verify_checksums
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)

@@ -141,7 +141,7 @@ class Trained:
         for module in modules:
             for name, parameter in module.named_parameters():
                 what = f"rank {self._runtime.rank}: parameter {name}"
-                devices.check(parameter.device, what, experimental=self._runtime.devices)
+                devices.check(parameter.device, what, allowed=self._config.uses_devices)
 
     def _attach_stage(self, replicas: list[int]) -> None:
         if self._config.resizes:
