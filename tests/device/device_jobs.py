@@ -138,7 +138,7 @@ JOBS: dict[str, Job] = {
             kill(0, 20, "collective.after", 2),
         ),
     ),
-    # An epoch has six batches, one batch top more, and a validation.
+    # An epoch has six batches and a validation.
     "lightning": Job(
         "lit_device.py",
         2,
@@ -148,7 +148,7 @@ JOBS: dict[str, Job] = {
             "in_backward": kill(0, 4, "bucket"),
             "in_the_update": kill(1, 9, "update.during", 4),
             "between_steps": kill(0, 5, "batch_top"),
-            "validation": kill(1, 7, "validation"),
+            "validation": kill(1, 6, "validation"),
         },
         in_turn(
             kill(1, 2, "bucket"),
@@ -156,8 +156,8 @@ JOBS: dict[str, Job] = {
             kill(1, 6, "update.during", 4),
             kill(0, 8, "batch_top"),
             kill(1, 10, "update.before"),
-            kill(0, 12, "forward"),
-            kill(1, 14, "validation"),
+            kill(0, 12, "validation"),
+            kill(1, 14, "forward"),
             kill(0, 16, "bucket"),
             kill(1, 18, "update.after"),
             kill(0, 20, "collective.after"),
@@ -188,3 +188,13 @@ JOBS: dict[str, Job] = {
         ),
     ),
 }
+
+#: All workers start again from the newest checkpoint, and replay nothing: three times in a run.
+RESTART = Job(
+    "plain_ddp.py",
+    2,
+    ("--norm", "--steps", "22"),
+    {},
+    [kill(1, 5, "bucket"), replace(kill(0, 11, "update.during", 4), incarnation=1), kill(1, 17, "forward")],
+)
+RESTARTS = ["--on-failure=restart"]

@@ -48,7 +48,7 @@ def main() -> None:
         "--way", default="", help="how gradients are handled: view, hook, builtin, accumulate, double, zeros"
     )
     parser.add_argument("--startup", type=float, default=0.0, help="seconds that the script takes before it trains")
-    parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise")
+    parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise, draw")
     args = parser.parse_args()
     report = Report()
     job = begin()
@@ -90,6 +90,8 @@ def main() -> None:
         generator = torch.Generator().manual_seed(int(1000 * loop["step"] + rank))
         x = torch.randn(8, 16, generator=generator) + 0.1 * torch.randn(8, 16)
         x = x + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        if args.mistake == "draw" and loop["step"] == 6 and int(os.environ.get("SWIFT_RECOVERY_INCARNATION", "0")):
+            torch.rand(1, device=device())  # only in the replacement: the device's generator is one number ahead
         if args.mistake == "unseeded":
             x = x + torch.randn(8, 16, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4))))
         x = x.to(device())
