@@ -38,6 +38,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than half a minute")
+    config.addinivalue_line("markers", "gpu: needs a GPU, on which all workers are")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

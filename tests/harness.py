@@ -134,7 +134,9 @@ class Jobs:
         Raises:
             Mismatch: saying what is not.
         """
-        reference = self.reference(script, nproc=nproc, env=env, args=args, launcher=reference_launcher)
+        reference = self.reference(
+            script, nproc=nproc, env=env, args=args, launcher=reference_launcher, timeout_s=max(60.0, timeout_s)
+        )
         result = self.run(
             script, nproc=nproc, faults=faults, env=env, args=args, standbys=standbys, timeout_s=timeout_s
         )

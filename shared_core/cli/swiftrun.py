@@ -38,7 +38,6 @@ _ALONE = ("static", "c10d", "etcd", "etcd-v2")
 def get_args_parser() -> argparse.ArgumentParser:
     """torchrun's parser and our options; each can also be set as ``PET_<OPTION>`` in the environment."""
     from torch.distributed.argparse_util import env
-    from torch.distributed.run import get_args_parser as torchrun_parser
 
     _check_switches()
     parser = arguments.Parser(
@@ -46,7 +45,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # options of the script may begin like one of ours
         description="Starts a distributed training job with torchrun's flags. A worker that is lost is replaced by a "
         "newcomer, which takes its place bit for bit; the other workers go on.",
-        parents=[torchrun_parser()],
+        parents=[_torchrun_parser()],
         add_help=False,  # torchrun's has it
     )
     parser.tell_version()
@@ -145,6 +144,25 @@ def get_args_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="For tests: a JSON list of faults that strike workers, see shared_core/faults/spec.py.",
     )
+    return parser
+
+
+def _torchrun_parser() -> argparse.ArgumentParser:
+    """torchrun's own parser; that of an older torch with what it lacks."""
+    from torch.distributed.argparse_util import env
+    from torch.distributed.run import get_args_parser as torchrun_parser
+
+    parser: argparse.ArgumentParser = torchrun_parser()
+    if parser.get_default("master_port") is not None and "PET_MASTER_PORT" not in os.environ:
+        parser.set_defaults(master_port=None)  # up to torch 2.11 29500: it could not be told whether it was asked for
+    if all(action.dest != "shutdown_timeout" for action in parser._actions):  # up to torch 2.11
+        parser.add_argument(
+            "--shutdown-timeout",
+            "--shutdown_timeout",
+            action=env,
+            default=None,
+            help="Time in seconds that workers have to end before they are killed. Default: 5.",
+        )
     return parser
 
 

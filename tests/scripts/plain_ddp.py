@@ -1,4 +1,4 @@
-"""Plain PyTorch: DDP, AdamW, clipping, dropout and BatchNorm; the loop is the script's own."""
+"""Plain PyTorch: DDP, AdamW, clipping, dropout and BatchNorm, on any device; the loop is the script's own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from beginning import begin
+from on_device import device, finish
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
+from shared_core.testing.report import Report, end_group
 
 
 class LeftOut(nn.Module):
@@ -29,10 +30,10 @@ class LeftOut(nn.Module):
         return self.layer(x) if self.used else x
 
 
-def model(norm: bool, width: int) -> nn.Module:
+def model(norm: bool, width: int, dropout: float) -> nn.Module:
     middle = [nn.BatchNorm1d(width)] if norm else []
     first, last = nn.Linear(16, width), nn.Linear(width, 4)
-    return nn.Sequential(first, *middle, nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, width), last)
+    return nn.Sequential(first, *middle, nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, width), last)
 
 
 def main() -> None:
@@ -41,18 +42,19 @@ def main() -> None:
     parser.add_argument("--norm", action="store_true", help="with BatchNorm")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--width", type=int, default=32, help="of the model")
+    parser.add_argument("--dropout", type=float, default=0.1, help="0: what is trained does not depend on the device")
     parser.add_argument("--bucket-mb", type=float, default=0.002, help="small, so that there are several buckets")
     parser.add_argument(
         "--way", default="", help="how gradients are handled: view, hook, builtin, accumulate, double, zeros"
     )
     parser.add_argument("--startup", type=float, default=0.0, help="seconds that the script takes before it trains")
-    parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise")
+    parser.add_argument("--mistake", default="", help="a mistake users make: unseeded, branch, model, raise, draw")
     args = parser.parse_args()
     report = Report()
     job = begin()
     rank = dist.get_rank()
     torch.manual_seed(1000 * (args.mistake == "model" and rank == 1))
-    net = model(args.norm, args.width)
+    net = model(args.norm, args.width, args.dropout)
     if args.mistake == "model" and rank == 1:
         net = nn.Sequential(*net, nn.Linear(4, 4))
     if args.way == "double":
@@ -61,6 +63,7 @@ def main() -> None:
     view, zeros = args.way == "view", args.way == "zeros"
     if zeros:
         net[-2] = LeftOut(net[-2])
+    net.to(device())
     ddp = nn.parallel.DistributedDataParallel(
         net, bucket_cap_mb=args.bucket_mb, gradient_as_bucket_view=view, find_unused_parameters=zeros
     )
@@ -87,8 +90,11 @@ def main() -> None:
         generator = torch.Generator().manual_seed(int(1000 * loop["step"] + rank))
         x = torch.randn(8, 16, generator=generator) + 0.1 * torch.randn(8, 16)
         x = x + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        if args.mistake == "draw" and loop["step"] == 6 and int(os.environ.get("SWIFT_RECOVERY_INCARNATION", "0")):
+            torch.rand(1, device=device())  # only in the replacement: the device's generator is one number ahead
         if args.mistake == "unseeded":
             x = x + torch.randn(8, 16, generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4))))
+        x = x.to(device())
         y = x[:, :4].sin()
         if args.mistake == "raise" and rank == 1 and loop["step"] == 3:
             raise ZeroDivisionError("a mistake of the user's")
@@ -110,7 +116,7 @@ def main() -> None:
         loop["loss_sum"] += total.item()
         loop["step"] += 1
     digests = training_digest(net, [optimizer], [scheduler], {"loss": loop["loss_sum"]})
-    report.finish(digests | {"generators": generators_digest()}, loss=loop["loss_sum"])
+    finish(report, digests, loss=loop["loss_sum"])
     group = end_group()
     del ddp, group
 

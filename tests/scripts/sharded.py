@@ -1,4 +1,4 @@
-"""Plain PyTorch with ``fully_shard``: FSDP2 over all ranks, or HSDP over replicas of shards."""
+"""Plain PyTorch with ``fully_shard``: FSDP2 over all ranks, or HSDP over replicas of shards; on any device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import torch.distributed as dist
+from on_device import device, finish
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,17 +18,17 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
 from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from shared_core.testing.report import Report
 
 
 class Block(nn.Module):
     """Sizes that two and four ranks cannot divide evenly."""
 
-    def __init__(self, width: int, mixed: bool) -> None:
+    def __init__(self, width: int, mixed: bool, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width) if mixed else nn.BatchNorm1d(width)
         self.up, self.down = nn.Linear(width, 3 * width + 1), nn.Linear(3 * width + 1, width)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
@@ -36,12 +37,11 @@ class Block(nn.Module):
 def sharded(args: argparse.Namespace) -> nn.Sequential:
     """The model, sharded block by block."""
     torch.manual_seed(3)
-    net = nn.Sequential(
-        nn.Linear(8, args.width), *(Block(args.width, args.mixed) for _ in range(3)), nn.Linear(args.width, 3)
-    )
+    blocks = [Block(args.width, args.mixed, args.dropout) for _ in range(3)]
+    net = nn.Sequential(nn.Linear(8, args.width), *blocks, nn.Linear(args.width, 3)).to(device())
     size = dist.get_world_size()
     shape = (args.replicas, size // args.replicas) if args.replicas > 1 else (size,)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.mixed else MixedPrecisionPolicy()
     for block in net if args.bare_root else net[1:4]:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -50,7 +50,8 @@ def sharded(args: argparse.Namespace) -> nn.Sequential:
 
 def batches(job: object, loader: DataLoader[object], args: argparse.Namespace) -> Iterator[torch.Tensor]:
     for _, (x,) in job.steps(loader):  # type: ignore[attr-defined]
-        yield x + 0.1 * torch.randn(8) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        x = x + 0.1 * torch.randn(8) + 0.1 * random.random() + 0.1 * float(np.random.rand())
+        yield x.to(device())
 
 
 def train() -> dist.ProcessGroup:
@@ -58,6 +59,7 @@ def train() -> dist.ProcessGroup:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=1, help="of each shard; more than one is HSDP")
     parser.add_argument("--width", type=int, default=15)
+    parser.add_argument("--dropout", type=float, default=0.1, help="0: what is trained does not depend on the device")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--mixed", action="store_true", help="compute in bf16, without statistics")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
@@ -87,7 +89,7 @@ def train() -> dist.ProcessGroup:
     def error() -> float:
         model.eval()
         with torch.no_grad():
-            return model(data[:6]).square().mean().item()
+            return model(data[:6].to(device())).square().mean().item()
 
     before = error() if args.evaluate_first else 0.0
     job = shared_core.attach(model, optimizer, scheduler, loader)
@@ -114,7 +116,7 @@ def train() -> dist.ProcessGroup:
             seen.loss += error()
     model.reshard()
     digests = training_digest(model, [optimizer], [scheduler], vars(seen))
-    report.finish(digests | {"generators": generators_digest()}, **vars(seen))
+    finish(report, digests, **vars(seen))
     group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from shared_core.worker.comm.compat import reduce_scatter_single
 from shared_core.worker.comm.results import Results
 
 
@@ -31,6 +31,6 @@ class ReduceFromOwnMemory:
     ) -> Any:
         """Reduce and scatter."""
         with self._results.lending():
-            return dist.reduce_scatter_single(
+            return reduce_scatter_single(
                 output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
             )
