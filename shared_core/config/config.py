@@ -133,8 +133,8 @@ class SwiftConfig(Section):
 
     @property
     def uses_devices(self) -> bool:
-        """Whether tensors may be on other devices than the CPU. Where all workers start again, too, since nothing that a
-        device runs is cut off then.
+        """Whether tensors may be on other devices than the CPU. They may where all workers start again, too: nothing
+        that a device runs is cut off then.
         """
         return self.device.experimental or self.on_failure == "restart"
 
