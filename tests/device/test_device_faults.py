@@ -73,8 +73,12 @@ def test_many_kills_and_it_is_what_stock_gives_on_the_cpu(name: str, jobs: Jobs)
     assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
 
 
-@pytest.mark.parametrize("device", [pytest.param("sim", marks=simulated), "cpu"])
-def test_all_start_again_from_checkpoints(device: str, jobs: Jobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["sim", "cpu"])
+def test_all_start_again_from_checkpoints(
+    device: str, jobs: Jobs, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if device == "sim":
+        request.getfixturevalue("simulated")
     env = environment(device)
     launcher = "plain" if device == "cpu" else "swiftrun"
     reference = jobs.reference(

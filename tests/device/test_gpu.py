@@ -6,7 +6,6 @@ twice with the same bits without a failure, else a comparison would say nothing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,9 +77,8 @@ def test_ten_kills_change_no_bit(name: str, jobs: Jobs) -> None:
         reference_launcher="swiftrun",
     )
     stalls = sorted(event.fields["stall_s"] for event in result.kinds("resumed"))
-    print(
-        f"{name}: {len(result.struck)} kills, stall {stalls[len(stalls) // 2]:.2f} s (median), {stalls[-1]:.2f} s (most)"
-    )
+    middle, most = stalls[len(stalls) // 2], stalls[-1]
+    print(f"{name}: {len(result.struck)} kills, stall {middle:.2f} s in the middle, {most:.2f} s at most")
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -99,14 +97,16 @@ def test_a_kill_in_the_update_changes_no_bit(name: str, jobs: Jobs) -> None:
 
 
 def test_all_start_again_from_checkpoints(jobs: Jobs, tmp_path: Path) -> None:
-    arguments = {"nproc": RESTART.nproc, "args": RESTART.args, "timeout_s": TIMEOUT_S}
-    reference = jobs.run(RESTART.script, env=GPU, **arguments)
+    job = RESTART
+    reference = jobs.run(job.script, nproc=job.nproc, args=job.args, env=GPU, timeout_s=TIMEOUT_S)
     result = jobs.run(
-        RESTART.script,
+        job.script,
+        nproc=job.nproc,
+        args=job.args,
         env=GPU | options(tmp_path, every=3, checkpoint_background="false"),
-        faults=RESTART.many,
+        faults=job.many,
         launcher_args=RESTARTS,
-        **arguments,
+        timeout_s=2 * TIMEOUT_S,
     )
     compare(result, reference)
-    assert len(result.struck) == len(RESTART.many) == len(result.kinds("restart")), result.tail()
+    assert len(result.struck) == len(job.many) == len(result.kinds("restart")), result.tail()

@@ -29,12 +29,8 @@ class OneGpu(CUDAAccelerator):
     """All ranks on the first GPU; Lightning itself gives each rank one of its own."""
 
     @staticmethod
-    def parse_devices(devices: Any) -> int:
-        return int(devices)
-
-    @staticmethod
-    def get_parallel_devices(devices: Any) -> list[torch.device]:
-        return [torch.device("cuda", 0)] * int(devices)
+    def parse_devices(devices: Any) -> list[int]:
+        return [0] * int(devices)
 
 
 class Simulated(Accelerator):
@@ -104,7 +100,7 @@ def main() -> None:
     kinds: dict[str, type[Accelerator]] = {"cpu": CPUAccelerator, "cuda": OneGpu, "sim": Simulated}
     accelerator = kinds[device().type]()
     pl.seed_everything(7, verbose=False)
-    options = {"process_group_backend": "gloo"} if os.environ.get("SWIFT_BASELINE") and device().type == "cuda" else {}
+    options = {"process_group_backend": "gloo"} if device().type == "cuda" else {}  # not NCCL
     strategy, callbacks = strategy_and_callbacks(args.how, options)
     trainer = pl.Trainer(
         accelerator=accelerator,
