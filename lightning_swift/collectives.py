@@ -41,7 +41,7 @@ class CollectiveStrategy(ParallelStrategy):
         Decisions that rest on the clock or on files (a time limit, the name of a checkpoint) may come out differently
         when a newcomer on the source rank takes them again; its peers already act on the first one.
         """
-        if self.job is None or not dist.is_initialized():
+        if self.job is None or not self.job.runtime.operates or not dist.is_initialized():
             return super().broadcast(obj, src)  # type: ignore[safe-super]
         if self.quiet:
             return obj

@@ -181,6 +181,17 @@ def test_data_parallel_under_torchrun(tmp_path: Path) -> None:
     check(tmp_path / "checkpoints", *TORCHRUN)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_on_a_gpu_under_torchrun_over_nccl(tmp_path: Path) -> None:
+    env = {"SWIFT_TEST_DEVICE": "cuda", "SWIFT_TEST_BACKEND": "nccl"}
+    _, plain = run(tmp_path / "checkpoints", "none", *TORCHRUN, **env)
+    status, _ = run(tmp_path / "checkpoints", "fixed", *TORCHRUN, DIE="30", **env)
+    assert status != 0
+    status, resumed = run(tmp_path / "checkpoints", "fixed", *TORCHRUN, **env)
+    assert status == 0 and ends(resumed) == ends(plain) and resumed[0][0] > 0
+
+
 @pytest.mark.nightly
 def test_it_is_enough_that_one_rank_is_told_to_end(tmp_path: Path) -> None:
     status, _ = run(tmp_path / "checkpoints", "young", *TORCHRUN, END="40", END_RANK="1")

@@ -18,8 +18,8 @@ from harness import Jobs
 from shared_core.testing.runner import JobResult, compare
 
 GPU = environment("cuda")
-#: Jobs that stock PyTorch can run over gloo with tensors of a GPU.
-STOCK = ("ddp", "accumulate", "lightning", "accelerate")
+#: Jobs that stock PyTorch can run over gloo with all ranks on one GPU: the barriers of Accelerate name one for each.
+STOCK = ("ddp", "accumulate", "lightning")
 TIMEOUT_S = 150.0
 
 pytestmark = [
@@ -94,6 +94,19 @@ def test_a_kill_in_the_update_changes_no_bit(name: str, jobs: Jobs) -> None:
         timeout_s=TIMEOUT_S,
         reference_launcher="swiftrun",
     )
+
+
+@pytest.mark.parametrize("name", ["ddp", "lightning"])
+def test_all_start_again_over_nccl(name: str, jobs: Jobs, tmp_path: Path) -> None:
+    """The groups are torch's own: nothing is staged."""
+    job = JOBS[name]
+    env = {name: value for name, value in GPU.items() if not name.startswith("SWIFT_RECOVERY_")}
+    arguments = {"nproc": 2, "args": job.args, "timeout_s": TIMEOUT_S, "launcher_args": RESTARTS}
+    env |= {"SWIFT_TEST_BACKEND": "nccl"} | options(tmp_path, every=3, checkpoint_background="false")
+    reference = jobs.run(job.script, env=env | {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "other")}, **arguments)
+    result = jobs.run(job.script, env=env, faults=RESTART.many, **arguments)
+    compare(result, reference)
+    assert len(result.struck) == len(RESTART.many) == len(result.kinds("restart")), result.tail()
 
 
 def test_all_start_again_from_checkpoints(jobs: Jobs, tmp_path: Path) -> None:

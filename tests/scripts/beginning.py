@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+BACKEND = "SWIFT_TEST_BACKEND"
+
 if TYPE_CHECKING:
     from shared_core.job import Job
 
@@ -19,5 +21,15 @@ def begin() -> Job | None:
 
         shared_core.install()
         job = shared_core.current_job()
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend())
     return job
+
+
+def backend() -> str:
+    """The backend that ``SWIFT_TEST_BACKEND`` names; gloo where it is not set. NCCL takes two ranks on one GPU only where
+    it believes them to be on two hosts.
+    """
+    name = os.environ.get(BACKEND, "gloo")
+    if name == "nccl":
+        os.environ |= {"NCCL_HOSTID": f"rank{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo"}
+    return name

@@ -1,4 +1,5 @@
-"""Plain PyTorch with a Checkpointer, or without: one process, or DDP under torchrun. Prints a digest of the end.
+"""Plain PyTorch with a Checkpointer, or without, on any device: one process, or DDP under torchrun. Prints a digest of
+the end.
 
 What happens to it is in the environment, so that its arguments are those of the next start:
 ``DIE``: step at which it is killed, ``END``: step at which it is told to end, by itself; ``END_RANK``: the rank that
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from beginning import backend
+from on_device import device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -37,7 +40,7 @@ def main() -> None:
     FOUND.update(committed())
     several = "WORLD_SIZE" in os.environ
     if several:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend())
     torch.manual_seed(3)
     generator = torch.Generator().manual_seed(7)
     data = TensorDataset(torch.randn(240, 12, generator=generator), torch.randint(0, 4, (240,), generator=generator))
@@ -46,6 +49,7 @@ def main() -> None:
     model: nn.Module = nn.Sequential(
         nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4)
     )
+    model.to(device())
     if several:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -72,7 +76,7 @@ def main() -> None:
         for _, (inputs, labels) in loop.steps(tqdm(loader, file=io.StringIO())):
             step = loop.total_steps
             began = step if began is None else began
-            loss = nn.functional.cross_entropy(model(inputs), labels)
+            loss = nn.functional.cross_entropy(model(inputs.to(device())), labels.to(device()))
             loss.backward()
             strike(step, rank, began)
             if step % ACCUMULATE == 0:

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from beginning import backend
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from on_device import device, finish
 from torch import nn
@@ -100,7 +101,7 @@ def main() -> None:
     kinds: dict[str, type[Accelerator]] = {"cpu": CPUAccelerator, "cuda": OneGpu, "sim": Simulated}
     accelerator = kinds[device().type]()
     pl.seed_everything(7, verbose=False)
-    options = {"process_group_backend": "gloo"} if device().type == "cuda" else {}  # not NCCL
+    options = {"process_group_backend": backend()} if device().type == "cuda" else {}
     strategy, callbacks = strategy_and_callbacks(args.how, options)
     trainer = pl.Trainer(
         accelerator=accelerator,

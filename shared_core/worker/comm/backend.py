@@ -64,6 +64,7 @@ def _beside(torch_helper: Callable[..., Any], given: Mapping[str, Any]) -> Any:
             given["group_name"], given["group_rank"], size, range(size), given["timeout"] or _TIMEOUT
         )
         _runtime.generations.add_group(own)
+        _runtime.stand_aside()
     return made
 
 

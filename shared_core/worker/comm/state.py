@@ -52,6 +52,7 @@ class SharedState:
         top: index of the last published batch top.
         place: where the program is.
         stable: newest batch top that every rank is known to have published.
+        operates: whether the program's operations are run here, and not by torch's own groups of a device.
         checksums: whether inputs are summed and published.
         bucket_checksums: whether DDP's buckets are: with unused parameters they hold leftovers that mean nothing.
         stages: operations on tensors of devices run over host memory.
@@ -64,6 +65,7 @@ class SharedState:
         detection = env.config.detection
         self.connect_timeout_s, self.wait_timeout_s = detection.connect_timeout_s, detection.wait_timeout_s
         self.stages, self.restarts = env.config.device.experimental, env.config.on_failure == "restart"
+        self.operates = True
         self.checksums = self.bucket_checksums = env.config.state.verify_checksums
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -81,6 +83,10 @@ class SharedState:
         self.place = ProgramPlace()
         self.beside: tuple[float, tuple[int, ...], str] | None = None
         self._waiting = 0
+
+    def stand_aside(self) -> None:
+        """From now on torch's own groups run the program's operations."""
+        self.operates = False
 
     def end(self, error: SwiftError) -> SwiftError:
         """Remember that the job cannot go on, wake everybody, and return ``error``."""

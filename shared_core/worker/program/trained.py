@@ -210,7 +210,7 @@ class Trained:
         """The end of an operation of all ranks tells each of them that the others have published the last batch top, so
         what is older can go. Where the model has no such operation, and nobody sees it, here is one.
         """
-        if self._meets:
+        if self._meets and self._runtime.operates:
             dist.all_reduce(torch.zeros(1))
 
     def gradients(self) -> dict[int, Any]:
