@@ -1,5 +1,7 @@
 """Compiles the simulated device for the torch that is installed, once; the result is kept in the user's cache folder.
 
+The same result serves every copy of these sources with that version of torch and Python.
+
 This module does not load it: a process that does has another accelerator than before.
 """
 
@@ -19,7 +21,7 @@ import torch
 #: Names the folder of the builds, instead of the one in the user's cache folder.
 BUILD = "SIMDEV_BUILD"
 SOURCE = Path(__file__).parent / "simdev" / "sim.cpp"
-_FLAGS = ("-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-pthread", "-DTORCH_EXTENSION_NAME=_C")
 
 
 class CannotBuild(RuntimeError):
@@ -38,8 +40,8 @@ def library() -> Path:
     Raises:
         CannotBuild: without a compiler, or without the headers of Python or torch.
     """
-    command = _command()
-    key = hashlib.sha256(SOURCE.read_bytes() + "\0".join(command).encode()).hexdigest()[:16]
+    flags = [*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    key = hashlib.sha256(SOURCE.read_bytes() + "\0".join(flags).encode()).hexdigest()[:16]
     found = folder() / f"simdev-torch{torch.__version__}-py{sys.version_info[0]}{sys.version_info[1]}-{key}.so"
     if found.exists():
         return found
@@ -48,7 +50,7 @@ def library() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it when its holder is killed
         if not found.exists():
             partial = found.with_suffix(".partial")
-            done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
+            done = subprocess.run(_command(flags, partial), capture_output=True, text=True)
             if done.returncode:
                 said = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
                 raise CannotBuild(f"the simulated device does not compile with torch {torch.__version__}: {said[0]}")
@@ -56,7 +58,7 @@ def library() -> Path:
     return found
 
 
-def _command() -> list[str]:
+def _command(flags: list[str], out: Path) -> list[str]:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise CannotBuild("the simulated device needs a C++ compiler: there is no g++, and CXX names none")
@@ -65,15 +67,6 @@ def _command() -> list[str]:
     for header in (includes[0] / "ATen" / "ATen.h", python / "Python.h"):
         if not header.exists():
             raise CannotBuild(f"the simulated device needs the header {header}, which is not there")
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return [
-        compiler,
-        *_FLAGS,
-        abi,
-        "-DTORCH_EXTENSION_NAME=_C",
-        *(f"-I{each}" for each in includes),
-        str(SOURCE),
-        f"-L{root / 'lib'}",
-        f"-Wl,-rpath,{root / 'lib'}",
-        *("-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"),
-    ]
+    # No path of the libraries: they are loaded already when this is, by torch.
+    libraries = [f"-L{root / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
+    return [compiler, *flags, *(f"-I{each}" for each in includes), str(SOURCE), *libraries, "-o", str(out)]
