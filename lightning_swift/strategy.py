@@ -17,6 +17,7 @@ from lightning_swift import compat
 from lightning_swift.launching import LaunchingStrategy, given_options
 from lightning_swift.sharing import Sharing
 from lightning_swift.support import check_ddp_options, refuse_strategy
+from shared_core.devices import has_streams_of_cuda
 
 
 class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
@@ -110,6 +111,10 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
         super()._take_over(standbys, options)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        """None, as for the CPU, also for devices that Lightning does not know: it would make a stream of CUDA."""
+        return super().determine_ddp_device_ids() if has_streams_of_cuda(self.root_device) else None
 
     def configure_ddp(self) -> None:
         """Where survivors compute a lost worker's share, gradients are summed by :class:`Sharing`."""

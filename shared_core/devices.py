@@ -52,6 +52,11 @@ def apart(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     return list({tensor.device: None for tensor in tensors if not tensor.is_cpu})
 
 
+def has_streams_of_cuda(device: torch.device) -> bool:
+    """Whether ``torch.cuda.Stream`` makes streams for it."""
+    return device.type == "cuda"
+
+
 def runs_on_devices(backend: str) -> bool:
     """Whether groups of this backend work on tensors of an accelerator, or "undefined" would choose one that does."""
     if backend == "undefined":

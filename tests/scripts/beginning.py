@@ -26,7 +26,7 @@ def begin() -> Job | None:
 
 
 def backend() -> str:
-    """The backend that ``SWIFT_TEST_BACKEND`` names; gloo where it is not set. NCCL takes two ranks on one GPU only where
+    """The backend that ``SWIFT_TEST_BACKEND`` names; gloo where it is not set. NCCL takes two ranks on one GPU only if
     it believes them to be on two hosts.
     """
     name = os.environ.get(BACKEND, "gloo")
