@@ -18,7 +18,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import InitProcessGroupKwargs
 
-CHECKED_WITH = "accelerate 1.15.0, transformers 5.23.0"
+CHECKED_WITH = "accelerate 1.15.0, transformers 5.17.0 and 5.23.0"
 
 _ACCELERATOR, _LOADER = "accelerate:Accelerator", "accelerate.data_loader"
 _TRAINER = "transformers.trainer:Trainer"

@@ -1,7 +1,8 @@
 """Looks up the private names that the product uses of a framework, by looking at it only.
 
 A name is ``module:place`` or ``module:place(parameters)``. A place is that of a function, a class, or what a class or
-its instances have: something that it defines, or that one of its functions stores.
+its instances have: something that it defines, or that one of its functions stores. ``A or B``: versions differ, and one of
+them is there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from typing import Any
 
 def what_is_wrong(name: str) -> str | None:
     """Why a name is not what it was; None if it is."""
+    if " or " in name:
+        found = [_what_is_wrong(each) for each in name.split(" or ")]
+        return None if None in found else "; ".join(filter(None, found))
+    return _what_is_wrong(name)
+
+
+def _what_is_wrong(name: str) -> str | None:
     place, _, parameters = name.partition("(")
     module, _, path = place.partition(":")
     try:

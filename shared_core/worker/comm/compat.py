@@ -18,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-CHECKED_WITH = "torch 2.11.0 and 2.13.0"
+CHECKED_WITH = "torch 2.11.0, 2.12.0 and 2.13.0"
 
 _C10D, _GROUP = "torch.distributed.distributed_c10d", "torch._C._distributed_c10d:ProcessGroup"
 _GLOO, _DDP = "torch._C._distributed_c10d:ProcessGroupGloo", "torch.nn.parallel:DistributedDataParallel"
@@ -99,7 +99,9 @@ NAMES: tuple[tuple[str, str], ...] = (
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _DDP_FORWARD = DistributedDataParallel._pre_forward.__code__
 ProcessGroupGloo: Any = _distributed_c10d.ProcessGroupGloo
-#: Public; torch 2.11 has it only by its older name, with the same parameters.
+#: Up to torch 2.11 ``torch.distributed`` offers those of all operations but this.
+AllgatherOptions: Any = _distributed_c10d.AllgatherOptions
+#: Public; up to torch 2.12 it has only its older name, with the same parameters.
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # -- who calls a collective -------------------------------------------------------------------------------------------

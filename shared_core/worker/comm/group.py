@@ -17,7 +17,7 @@ import torch.distributed
 
 from shared_core.devices import room_on_host, to_host
 from shared_core.errors import Unsupported
-from shared_core.worker.comm.compat import agreeing_on_buckets, called_by_reducer, in_backward
+from shared_core.worker.comm.compat import AllgatherOptions, agreeing_on_buckets, called_by_reducer, in_backward
 from shared_core.worker.comm.group_identity import GroupIdentity
 from shared_core.worker.comm.listener import BucketInput
 from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
@@ -160,7 +160,7 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *, coalesced: bool = False) -> SwiftWork:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         outputs, inputs = [list(o) for o in outputs], list(inputs)
         op = Op(
             signature("all_gather_coalesced" if coalesced else "all_gather", inputs),
@@ -177,7 +177,7 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         results = self._runtime.results
         again = results.sharded and self._state.size > 1
         kept, new = results.inputs.keep(input) if again else (input, False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-CHECKED_WITH = "torch 2.11.0 and 2.13.0"
+CHECKED_WITH = "torch 2.11.0, 2.12.0 and 2.13.0"
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
@@ -17,7 +17,11 @@ _PARAM = f"{_FULLY_SHARD}._fsdp_param:FSDPParam"
 #: ``module:name``, with its parameters where it is called by name; why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
     ("torch.distributed.fsdp:FSDPModule._get_fsdp_state(self)", "what a module waits for at a batch top"),
-    (f"{_FULLY_SHARD}._fsdp_state:FSDPState._fsdp_param_group", "the same; since torch 2.13 a property of the groups"),
+    (
+        f"{_FULLY_SHARD}._fsdp_state:FSDPState._fsdp_param_groups or "
+        f"{_FULLY_SHARD}._fsdp_state:FSDPState._fsdp_param_group",
+        "the same; torch 2.11 has but one",
+    ),
     (f"{_GROUP}._all_gather_result", "parameters that are being gathered ahead of the next forward"),
     (f"{_GROUP}._post_forward_indices", "what a forward without a backward leaves behind, by which FSDP gathers ahead"),
     (f"{_GROUP}.comm_ctx", "the same: post_forward_order"),

@@ -213,7 +213,11 @@ def all_to_all() -> Any:
     uneven = torch.zeros(sum(takes))
     dist.all_to_all_single(uneven, data(sum(gives)), takes, gives)
     parts = empty(world, 3)
-    dist.all_to_all(parts, [data(3) for _ in range(world)])
+    try:
+        dist.all_to_all(parts, [data(3) for _ in range(world)])
+    except RuntimeError as error:  # gloo of torch 2.11 has none of lists
+        if "does not support alltoall" not in str(error):
+            raise
     return even, uneven, parts
 
 
