@@ -23,6 +23,7 @@ from lightning_swift.collectives import CollectiveStrategy
 from lightning_swift.sharing import SharedLoader, Sharing
 from lightning_swift.support import check_overlapped_update, check_trainer
 from shared_core import Job, SwiftConfig
+from shared_core.devices import apart
 from shared_core.faults import point
 from shared_core.loaders import wrap_loader
 
@@ -111,6 +112,14 @@ class RecoveringStrategy(CollectiveStrategy):
         self.job.attach(modules, optimizers)
         if optimizers:
             self.job.keep_images()  # hooks and manual optimization use parameters anywhere in a batch
+
+    def teardown(self) -> None:
+        """As Lightning's, which moves the model to the CPU: nobody may hold it in ``DistributedDataParallel`` then."""
+        module = self.lightning_module
+        if self._attached and module is not None and apart(module.parameters()):
+            self._attached = []
+            self.attach([module], [])
+        super().teardown()
 
     def at_end(self) -> dict[str, Any]:
         """At the end of an entry call: the state of the module and the optimizers, which the user's code finds after

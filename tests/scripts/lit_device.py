@@ -72,7 +72,7 @@ class Net(pl.LightningModule):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 32), nn.Linear(32, 4)
+            nn.Linear(16, 32), nn.LayerNorm(32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 32), nn.Linear(32, 4)
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
