@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def room_on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def apart(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """The devices, other than the host, on which these are."""
-    return list({tensor.device: None for tensor in tensors if not tensor.is_cpu})
+    return list({tensor.device: None for tensor in tensors if not (tensor.is_cpu or tensor.is_meta)})
 
 
 def has_streams_of_cuda(device: torch.device) -> bool:
@@ -68,6 +67,14 @@ def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait until what the calling thread has enqueued there is done."""
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()
+
+
+def await_all(devices: Iterable[torch.device]) -> None:
+    """Wait until all that was enqueued there is done, on whatever stream: the program may have streams of its own, and
+    what another thread reads or writes is in order with none of them.
+    """
+    for device in devices:
+        torch.accelerator.synchronize(device)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------
@@ -95,21 +102,3 @@ def set_random_states(states: list[bytes]) -> None:
     module = torch.get_device_module(torch.accelerator.current_accelerator())
     for number, state in enumerate(states[: module.device_count()]):
         module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), number)
-
-
-# -- copies beside the program's work ---------------------------------------------------------------------------------
-
-
-def events(devices: Iterable[torch.device]) -> list[Any]:
-    """One event for each device, when what was enqueued there so far is done."""
-    return [torch.accelerator.current_stream(device).record_event() for device in devices]
-
-
-@contextmanager
-def beside(device: torch.device, ready: Iterable[Any]) -> Iterator[torch.Stream]:
-    """A stream of its own, that begins after these events."""
-    stream = torch.Stream(device)
-    for event in ready:
-        stream.wait_event(event)
-    with stream:
-        yield stream

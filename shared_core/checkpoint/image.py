@@ -14,7 +14,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,7 @@ class Image:
         self._head, self._entries = _layout(self._tensors, extra)
         self.nbytes = max((entry.end for entry in self._entries.values()), default=len(self._head))
         self._versions = {name: _version(tensor) for name, tensor in self._tensors.items()}
-        self._ready = _events(self._tensors.values())
+        _await(self._tensors.values())
         self._fd = -1
 
     def begin(self) -> None:
@@ -135,7 +135,7 @@ class Image:
         with _says_full(self.path, self.nbytes):
             for name, tensor in self._tensors.items():
                 at = self._entries[name].start
-                for piece in _pieces(tensor, self._ready):
+                for piece in _pieces(tensor):
                     _operation()
                     at += _write_at(self._fd, piece, at)
                 if _version(tensor) != self._versions[name]:
@@ -153,7 +153,7 @@ class Image:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        self._tensors, self._ready = {}, []
+        self._tensors = {}
 
 
 def write_file(path: Path, payload: bytes) -> None:
@@ -362,35 +362,41 @@ def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     return head, entries
 
 
-def _events(tensors: Iterable[torch.Tensor]) -> list[Any]:
-    """One event for each accelerator: what was enqueued there so far is what the snapshot shows."""
+def _await(tensors: Iterable[torch.Tensor]) -> None:
+    """The snapshot shows what all work that was enqueued so far gives."""
     from shared_core import devices
 
-    return devices.events(devices.apart(tensors))
+    devices.await_all(devices.apart(tensors))
 
 
-def _pieces(tensor: torch.Tensor, ready: Sequence[Any]) -> Iterator[memoryview]:
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order."""
     import torch
 
-    from shared_core.devices import beside
-
     if not tensor.numel():
         return
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    flat = tensor.reshape(-1).view(torch.uint8)
     if tensor.is_cpu:
-        whole = memoryview(flat.numpy().data)
+        whole = memoryview(_flat(tensor).numpy().data)
         for at in range(0, len(whole), _CHUNK):
             yield whole[at : at + _CHUNK]
         return
+    stream = torch.Stream(tensor.device)  # beside the program's work, which goes on
+    with stream:
+        flat = _flat(tensor)
     buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)
     for piece in flat.split(_CHUNK):
-        with beside(tensor.device, ready) as stream:  # of the program's work, which goes on
+        with stream:
             buffer[: piece.numel()].copy_(piece, non_blocking=True)
         stream.synchronize()
         yield memoryview(buffer[: piece.numel()].numpy().data)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _write_at(fd: int, data: bytes | memoryview, at: int) -> int:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from shared_core import devices
 from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
+from shared_core.events import console_once
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.op import Op
@@ -139,9 +140,30 @@ class Trained:
 
     def _refuse_devices(self, modules: Sequence[nn.Module]) -> None:
         for module in modules:
+            found = devices.apart(module.parameters())
+            if found and self._runtime.stages:
+                self._announce(found[0])
             for name, parameter in module.named_parameters():
                 what = f"rank {self._runtime.rank}: parameter {name}"
                 devices.check(parameter.device, what, allowed=self._config.uses_devices)
+
+    def _announce(self, device: torch.device) -> None:
+        """Say what an experiment with a device is.
+
+        Raises:
+            Unsupported: with an option that was not tried there.
+        """
+        config = self._config
+        untried = "on_failure='reroute'" if config.reroutes else "a number of workers that changes" * config.resizes
+        untried = untried or "state.overlapped_update" * config.state.overlapped_update
+        if untried:
+            raise Unsupported(f"{untried} was not tried with tensors on {device}: use on_failure='replace' alone")
+        if self._runtime.rank == 0:
+            console_once(
+                "device",
+                f"device.experimental: the model is on {device}, and collectives go through host memory, over gloo, "
+                "which is slow (docs/devices.md)",
+            )
 
     def _attach_stage(self, replicas: list[int]) -> None:
         if self._config.resizes:

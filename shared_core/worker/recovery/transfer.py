@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shared_core.devices import to_host
+from shared_core.devices import apart, await_all, to_host
 from shared_core.errors import GenerationAbandoned
 from shared_core.waiting import Wait
 from shared_core.worker.comm.flow import Flow, Message, NotGivenBack
@@ -35,6 +35,7 @@ def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: Seq
         GenerationAbandoned: if the group was cut.
         WaitTimeout: if the other does not take part in time.
     """
+    await_all(apart(tensors))
     packed = pack({"head": head, "layout": layout(tensors)})
 
     def messages() -> Iterator[Message]:
@@ -90,6 +91,7 @@ def send_spans(inner: InnerGroup, destination: int, tensors: Sequence[torch.Tens
         GenerationAbandoned: if the group was cut.
         WaitTimeout: if the other does not take part in time.
     """
+    await_all(apart(tensors))
     messages = _messages([_flat(t) for t in tensors], spans, gather=True)
     _outgoing(inner, destination, messages)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shared_core.devices import apart, await_all
 from shared_core.errors import CorruptFile, ReplicaMismatch, Unsupported, UnsupportedOptimizer
 from shared_core.plain_json import parse
 from shared_core.worker.state.support import refuse_optimizer
@@ -164,6 +165,7 @@ class Replicated:
                     value = moved if owned or moved is not tensors[value] else moved.clone()
                 # As an optimizer's own keys are: a file of the same state then has the same bytes.
                 state[sys.intern(key)] = value
+        await_all(apart(self.parameters))
 
     def summed(self, leave_out: Collection[int] = ()) -> list[tuple[int, torch.Tensor]]:
         """What replicas have in common, in an order that all share: each tensor with its parameter's place. Plain
