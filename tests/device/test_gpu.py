@@ -96,7 +96,7 @@ def test_a_kill_in_the_update_changes_no_bit(name: str, jobs: Jobs) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["ddp", "lightning"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "lightning"])
 def test_all_start_again_over_nccl(name: str, jobs: Jobs, tmp_path: Path) -> None:
     """The groups are torch's own: nothing is staged, and no bucket is seen."""
     job = JOBS[name]
