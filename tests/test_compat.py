@@ -95,7 +95,10 @@ def private_names(path: Path) -> set[str]:
         ("fractions:Fraction._numerator", None),
         ("fractions:Fraction._of_another_name", "has no _of_another_name"),
         ("fractions:Fraction._of_another_name or fractions:Fraction._numerator", None),
-        ("fractions:Fraction._of_another_name or compat_names:nothing", "_of_another_name; compat_names: has no nothing"),
+        (
+            "fractions:Fraction._of_another_name or compat_names:nothing",
+            "_of_another_name; compat_names: has no nothing",
+        ),
     ],
 )
 def test_a_name_that_has_changed_is_found(name: str, wrong: str | None) -> None:
