@@ -1,8 +1,8 @@
 """Looks up the private names that the product uses of a framework, by looking at it only.
 
 A name is ``module:place`` or ``module:place(parameters)``. A place is that of a function, a class, or what a class or
-its instances have: something that it defines, or that one of its functions stores. ``A or B``: versions differ, and one of
-them is there.
+its instances have: something that it defines, or that one of its functions stores. ``A or B``: versions differ, and
+one of them is there.
 """
 
 from __future__ import annotations
