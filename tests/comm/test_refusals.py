@@ -15,13 +15,11 @@ from shared_core.faults import Fault
 from shared_core.testing.runner import ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"
-CPU_ONLY = "only CPU tensors are supported in this version"
-NCCL = "Unsupported: swift recovery supports CPU training over gloo in this version: NCCL needs the host to wait"
+NCCL = "Unsupported: a process group of backend nccl is made, and to replace a worker is experimental on other devices"
 REFUSED = {
     "init nccl": NCCL,
     "new_group nccl": NCCL,
-    "cuda backend": f"Unsupported: backend swift has no communicator for cuda: {CPU_ONLY}",
-    "other device": f"Unsupported: backend swift got a tensor on meta: {CPU_ONLY}",
+    "no memory": "NotImplementedError: Cannot copy out of meta tensor; no data!",
     "sparse all_reduce": "Unsupported: all_reduce of a sparse tensor: use dense gradients",
     "sparse reduce": "Unsupported: reduce of a sparse tensor: use dense gradients",
     "any source": "Unsupported: recv from any source cannot be replayed",

@@ -26,7 +26,7 @@ from lightning_swift import SwiftCallback, SwiftDDPStrategy, SwiftFSDPStrategy
 from lightning_swift.averages import Averages
 from lightning_swift.loops import SwiftEvaluationLoop, SwiftFitLoop, SwiftTrainingEpochLoop, adopt_loops
 from lightning_swift.strategy import DDP_NAMES
-from lightning_swift.support import check_device, check_trainer
+from lightning_swift.support import check_trainer
 from shared_core.errors import ConfigError, Unsupported
 
 
@@ -123,11 +123,6 @@ def test_shards_of_tensors() -> None:
     adopted = SwiftFSDPStrategy.adopt(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
     assert type(adopted) is SwiftFSDPStrategy and SwiftFSDPStrategy.adopt(adopted) is adopted
     assert SwiftFSDPStrategy(data="seeded", seed=3).config.seed == 3
-
-
-def test_other_devices() -> None:
-    with pytest.raises(Unsupported, match="accelerator='cpu'"):
-        check_device(torch.device("cuda", 0))
 
 
 def test_own_loops() -> None:

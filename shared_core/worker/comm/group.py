@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from shared_core.devices import check as check_device
 from shared_core.devices import room_on_host, to_host
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.compat import AllgatherOptions, agreeing_on_buckets, called_by_reducer, in_backward
@@ -55,6 +56,15 @@ class SwiftProcessGroup(GroupIdentity):
         if bucket:
             self._runtime.listener.bucket_handed_over(op)
         return SwiftWork(op, self._runtime.turn)
+
+    def check(self, device: torch.device, operation: str) -> None:
+        """Refuse tensors of a device, where nobody has allowed them.
+
+        Raises:
+            Unsupported: naming the operation.
+        """
+        allowed = self._runtime.stages or self._runtime.restarts
+        check_device(device, f"a tensor of {operation}", allowed=allowed)
 
     def _inputs_checksum(self, inputs: Sequence[torch.Tensor]) -> int:
         # Bytes are pickled objects (all_gather_object), whose pickles may differ though the objects are equal.
@@ -333,10 +343,13 @@ class SwiftProcessGroup(GroupIdentity):
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        return self._state.channels.send(to_host(_single(tensors)), dst, tag)
+        tensor = _single(tensors)
+        self.check(tensor.device, "send")
+        return self._state.channels.send(to_host(tensor), dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         tensor = _single(tensors)
+        self.check(tensor.device, "recv")
         host = room_on_host(tensor)
         work = self._state.channels.recv(host, src, tag)
         return work if host is tensor else StagedReceive(work, tensor, host)

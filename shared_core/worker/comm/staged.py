@@ -113,7 +113,7 @@ class StagedReceive(dist.Work):
 
 def staged(method: _Method) -> _Method:
     """Make a method of a process group that takes host tensors one that takes those of devices, too: what its first
-    argument holds is written, and what others hold is read.
+    argument holds is written, and what others hold is read. The group's ``check`` may refuse a device.
     """
     return _staged(method, reads=False)
 
@@ -128,6 +128,8 @@ def _staged(method: _Method, *, reads: bool) -> _Method:
     def call(group: Any, outputs: Any, *others: Any, **options: Any) -> Any:
         if not _away(outputs) and not any(map(_away, others)):
             return method(group, outputs, *others, **options)
+        for device in apart(_tensors([outputs, *others])):
+            group.check(device, method.__name__)
         twins: dict[int, torch.Tensor] = {}
         read = [_on_host(each, twins, to_host) for each in others]
         written = _on_host(outputs, twins, to_host if reads else room_on_host)
