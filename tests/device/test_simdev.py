@@ -15,7 +15,7 @@ import simdev_build
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-pytestmark = pytest.mark.usefixtures("simulated")
+pytestmark = [pytest.mark.usefixtures("simulated"), pytest.mark.timeout(600)]  # the first one compiles
 
 
 def on_device(what: str, **env: str) -> tuple[int, list[dict[str, Any]], str]:
@@ -26,7 +26,7 @@ def on_device(what: str, **env: str) -> tuple[int, list[dict[str, Any]], str]:
         env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | env,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr[-2000:]
 
@@ -79,7 +79,7 @@ def test_several_processes_build_it_at_once(tmp_path: Path) -> None:
     }
     command = [sys.executable, "-c", "import simdev_build; print(simdev_build.library())"]
     processes = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    said = [(process.communicate(timeout=110)[0], process.returncode) for process in processes]
+    said = [(process.communicate(timeout=300)[0], process.returncode) for process in processes]
     assert sorted(status for _, status in said) == [-9, 0, 0, 0]
     [path] = {text.strip() for text, status in said if status == 0}
     assert Path(path).read_bytes() == built.read_bytes()
