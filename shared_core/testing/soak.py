@@ -2,8 +2,8 @@
 
 Each run trains a small model with one to three faults drawn from the seed (:mod:`shared_core.testing.draws`) and is
 compared, on every rank and bit for bit, with the run of the same script under the stock strategy on plain gloo (three
-pipelines that go on without lost workers: with the same run without faults). Losses of machines need network
-namespaces, so root.
+pipelines that go on without lost workers, and jobs on other devices: with the same run without faults). Losses of
+machines need network namespaces, so root.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from shared_core.faults.spec import KINDS, POINTS, Fault
 from shared_core.testing.cluster import Cluster
+from shared_core.testing.device import DEVICES, environment
 from shared_core.testing.draws import (
     CHECKPOINTS,
     MODELS,
@@ -44,6 +45,8 @@ JOBS = Path(__file__).parent / "jobs"
 #: A run of the job takes some seconds; one that takes so long hangs.
 TIMEOUT_S = 90.0
 
+#: Models whose jobs train on any device.
+_ON_DEVICES = ("plain", "fsdp2", "hsdp")
 _REROUTE = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
 #: More arguments of a model's job: steps that take so long that workers move in it, or that a machine is lost in one.
 _WORDS = {
@@ -126,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         models = tuple(model for model in models if model not in ON_MACHINES)
         if not models:
             return 1
+    if args.device != "cpu" and not {*models} <= {*_ON_DEVICES}:
+        raise SystemExit(f"soak: on a device, --model is one of {', '.join(_ON_DEVICES)}")
     if any(model in PIPELINES for model in models) and args.world != 4:
         raise SystemExit("soak: the number of ranks of a pipeline is given: leave --world at 4")
     if any(args.world % SHARDED.get(model, 1) for model in models):
@@ -145,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         while True:
             run = plan(seed, number, models, args.world, args.points, args.kinds)
             if run.model not in references:
-                references[run.model] = _reference(run.model, args.world, Path(folder), plain)
+                references[run.model] = _reference(run.model, args, Path(folder), plain)
             verdict, reason, result = _execute(run, args, Path(folder), references[run.model], warm)
             if verdict in ("ok", "restarted"):
                 struck += run.strikes
@@ -189,6 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="repeats a soak; drawn and printed when not given")
     parser.add_argument("--world", type=int, default=4, help="ranks")
     parser.add_argument("--model", choices=[*MODELS, *SHARDED, *PIPELINES, "all", "pipelines"], default="all")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="the simulated one, or a GPU for all ranks")
     parser.add_argument("--how", choices=["strategy", "callback"], default="strategy", help="how the product gets in")
     parser.add_argument("--standbys", type=int, default=1)
     parser.add_argument("--cold", action="store_true", help="start each job in fresh interpreters, as from a shell")
@@ -201,15 +207,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _reference(model: str, world: int, folder: Path, plain: PlainLauncher) -> JobResult:
+def _reference(model: str, args: argparse.Namespace, folder: Path, plain: PlainLauncher) -> JobResult:
     script, words = _job(model, "strategy")
-    two = REROUTED.get(model, 4) == 4  # gloo adds three addends in an order of its own
+    # gloo adds three addends in an order of its own, and takes no tensors of most devices
+    stock = REROUTED.get(model, 4) == 4 and args.device == "cpu"
     result = run_job(
         script,
-        nproc=REROUTED.get(model, world),
+        nproc=REROUTED.get(model, args.world),
         out=folder / f"reference-{model}",
-        launcher="plain" if two else "swiftrun",
-        env={} if two else _REROUTE,
+        launcher="plain" if stock else "swiftrun",
+        env=environment(args.device) | (_REROUTE if model in REROUTED and not stock else {}),
         args=words,
         plain=plain,
         timeout_s=TIMEOUT_S,
@@ -225,9 +232,9 @@ def _execute(
     script, words = _job(run.model, args.how)
     words += ["--copies", run.copies] if run.copies else []
     out = ((args.keep or folder) / f"run-{run.number:04d}").resolve()
-    env = {}
+    env = environment(args.device)
     if run.model in PIPELINES:
-        env = {
+        env |= {
             "SWIFT_RECOVERY_CHECKPOINT_DIR": str(out / "checkpoints"),
             "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": str(CHECKPOINTS),
             "SWIFT_RECOVERY_LOG_DIR": str(out),
@@ -312,7 +319,7 @@ def _line(run: Run, verdict: str, result: JobResult, struck: int, wanted: int) -
 
 def _repeat(seed: int, number: int, args: argparse.Namespace) -> str:
     words = [sys.executable, "-m", "shared_core.testing.soak", f"--seed {seed} --only {number} --world {args.world}"]
-    words += [f"--model {args.model} --how {args.how} --standbys {args.standbys}"]
+    words += [f"--model {args.model} --device {args.device} --how {args.how} --standbys {args.standbys}"]
     if args.points:
         words.append(f"--points {' '.join(args.points)}")
     if list(args.kinds) != list(KINDS):

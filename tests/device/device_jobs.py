@@ -8,23 +8,6 @@ from dataclasses import dataclass, replace
 
 from shared_core.faults import Fault
 
-#: What a device needs in the environment of a job. The kernels of the simulated one take their time, as a GPU's do.
-ENVIRONMENT: dict[str, dict[str, str]] = {
-    "cpu": {},
-    "sim": {"SWIFT_RECOVERY_DEVICE_EXPERIMENTAL": "true", "SIMDEV_BYTES": str(1 << 27), "SIMDEV_DELAY": "20"},
-    # is_available() must not start CUDA in a process that is forked later.
-    "cuda": {
-        "SWIFT_RECOVERY_DEVICE_EXPERIMENTAL": "true",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    },
-}
-
-
-def environment(device: str) -> dict[str, str]:
-    """Environment of a job on a device: ``cpu``, ``sim`` or ``cuda``."""
-    return {"SWIFT_TEST_DEVICE": device, **ENVIRONMENT[device]}
-
 
 def in_turn(*faults: Fault) -> list[Fault]:
     """Faults of one run in the order in which they strike: a rank that is struck again is a later incarnation then."""

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from checkpointed import options, went_on_from
-from device_jobs import JOBS, RESTART, RESTARTS, environment, kill
+from device_jobs import JOBS, RESTART, RESTARTS, kill
 from harness import Jobs, few
 
+from shared_core.testing.device import environment
 from shared_core.testing.runner import Mismatch, compare, unconfirmed
 
 SIM = environment("sim")

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpointed import options
-from device_jobs import JOBS, RESTART, RESTARTS, environment, in_turn, kill
+from device_jobs import JOBS, RESTART, RESTARTS, in_turn, kill
 from harness import Jobs
 
+from shared_core.testing.device import environment
 from shared_core.testing.runner import JobResult, compare
 
 GPU = environment("cuda")

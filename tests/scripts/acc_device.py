@@ -8,10 +8,11 @@ import os
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from on_device import device, finish
+from on_device import finish
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from shared_core.testing.device import device
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report
 

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from beginning import backend
-from on_device import device
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
 import shared_core
+from shared_core.testing.device import device
 from shared_core.testing.digest import digest
 from shared_core.waiting import Wait, poll
 

@@ -14,10 +14,11 @@ import lightning.pytorch as pl
 import torch
 from beginning import backend
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
-from on_device import device, finish
+from on_device import finish
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from shared_core.testing.device import device
 from shared_core.testing.jobs.common import Counting, final_digests, strategy_and_callbacks
 from shared_core.testing.report import Report
 

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from beginning import begin
-from on_device import device, finish
+from on_device import finish
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+from shared_core.testing.device import device
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report, end_group
 

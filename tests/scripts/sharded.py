@@ -10,13 +10,14 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import torch.distributed as dist
-from on_device import device, finish
+from on_device import finish
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
+from shared_core.testing.device import device
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report
 

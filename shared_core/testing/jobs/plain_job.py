@@ -1,4 +1,4 @@
-"""The job of the soak test without Lightning: DDP, AdamW, BatchNorm, dropout, clipping, a scheduler."""
+"""The job of the soak test without Lightning, on any device: DDP, AdamW, BatchNorm, dropout, clipping, a scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shared_core.testing.digest import training_digest
+from shared_core.devices import random_states
+from shared_core.testing.device import device
+from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report, end_group, generators_digest
 from shared_core.testing.runner import BASELINE
 
@@ -31,6 +33,7 @@ def main() -> None:
     net = nn.Sequential(
         nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 32), nn.Linear(32, 4)
     )
+    net.to(device())
     ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.004)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -46,7 +49,7 @@ def main() -> None:
         if job is not None:
             job.batch_top()
         report.count(f"batch {loop['step']}")
-        x = torch.randn(8, 16)
+        x = torch.randn(8, 16).to(device())
         optimizer.zero_grad()
         loss = (ddp(x) - x[:, :4].sin()).pow(2).mean()
         loss.backward()
@@ -58,7 +61,7 @@ def main() -> None:
         loop["loss_sum"] += total.item()
         loop["step"] += 1
     digests = training_digest(net, [optimizer], [scheduler], {"loss": loop["loss_sum"]})
-    report.finish(digests | {"generators": generators_digest()}, steps=STEPS)
+    report.finish(digests | {"generators": generators_digest(), "devices": digest(random_states())}, steps=STEPS)
     group = end_group()
     del ddp, group
 

@@ -1,5 +1,5 @@
-"""The soak's job with a sharded model: FSDP2 over all ranks, or HSDP over replicas of shards. BatchNorm, dropout,
-augmentation, clipping, a scheduler, and an evaluation after each epoch.
+"""The soak's job with a sharded model, on any device: FSDP2 over all ranks, or HSDP over replicas of shards.
+BatchNorm, dropout, augmentation, clipping, a scheduler, and an evaluation after each epoch.
 
 Fourteen steps in two epochs. A step of the second has two micro-batches; gradients of the first one wait, unsharded.
 """
@@ -20,7 +20,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
-from shared_core.testing.digest import training_digest
+from shared_core.devices import random_states
+from shared_core.testing.device import device
+from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.report import Report, end_group, generators_digest
 from shared_core.testing.runner import BASELINE
 
@@ -45,10 +47,10 @@ class Block(nn.Module):
 def sharded(replicas: int) -> FSDPModule:
     """A model of four groups of parameters, with so many replicas of each shard."""
     torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(8, WIDTH), *(Block() for _ in range(3)), nn.Linear(WIDTH, 3))
+    net = nn.Sequential(nn.Linear(8, WIDTH), *(Block() for _ in range(3)), nn.Linear(WIDTH, 3)).to(device())
     size = dist.get_world_size()
     shape = (replicas, size // replicas) if replicas > 1 else (size,)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for block in list(net)[1:4]:
         fully_shard(block, mesh=mesh)
     return fully_shard(net, mesh=mesh)
@@ -81,7 +83,7 @@ def main() -> Any:
         for number, (both,) in job.steps(loader):
             report.count(f"epoch {epoch} batch {number}")
             both = both + 0.1 * torch.randn(8) + 0.1 * random.random() + 0.1 * float(np.random.rand())
-            parts = both.chunk(1 + epoch)
+            parts = both.to(device()).chunk(1 + epoch)
             for part, x in enumerate(parts, 1):
                 model.set_requires_gradient_sync(part == len(parts))
                 loss = (model(x) - x[:, :3].sin()).square().mean() / len(parts)
@@ -93,10 +95,10 @@ def main() -> Any:
             scheduler.step()
         model.eval()
         with torch.no_grad():
-            seen.loss += model(data.tensors[0][:6]).square().mean().item()
+            seen.loss += model(data.tensors[0][:6].to(device())).square().mean().item()
     model.reshard()
     digests = training_digest(model, [optimizer], [scheduler], vars(seen))
-    report.finish(digests | {"generators": generators_digest()}, steps=STEPS)
+    report.finish(digests | {"generators": generators_digest(), "devices": digest(random_states())}, steps=STEPS)
     return end_group()
 
 
