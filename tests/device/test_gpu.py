@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpointed import options
-from device_jobs import JOBS, RESTART, RESTARTS, in_turn, kill
+from device_jobs import JOBS, RESTART, RESTARTS, kill
 from harness import Jobs
 
 from shared_core.testing.device import environment
@@ -105,7 +105,7 @@ def test_all_start_again_over_nccl(name: str, jobs: Jobs, tmp_path: Path) -> Non
     arguments = {"nproc": 2, "args": job.args, "timeout_s": TIMEOUT_S, "launcher_args": RESTARTS}
     env |= {"SWIFT_TEST_BACKEND": "nccl"} | options(tmp_path, every=3, checkpoint_background="false")
     reference = jobs.run(job.script, env=env | {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "other")}, **arguments)
-    faults = in_turn(kill(1, 5, "forward"), kill(0, 11, "update.during", 4), kill(0, 17, "forward"))
+    faults = [kill(1, 5, "forward"), kill(0, 11, "update.during", 4), kill(0, 17, "forward")]
     result = jobs.run(job.script, env=env, faults=faults, **arguments)
     compare(result, reference)
     assert len(result.struck) == len(faults) == len(result.kinds("restart")), result.tail()
