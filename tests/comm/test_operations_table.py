@@ -12,7 +12,7 @@ from shared_core.worker.comm.group_identity import GroupIdentity
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 #: Helpers by which the operations are written, no part of the interface.
-HELPERS = {"_run", "_inputs_checksum", "_exclusive", "_in_place", "_pooled"}
+HELPERS = {"_run", "check", "_inputs_checksum", "_exclusive", "_in_place", "_pooled"}
 
 
 def rows(section: str) -> list[list[str]]:
@@ -50,10 +50,8 @@ def test_each_section_holds_the_operations_of_its_class() -> None:
 
 def test_the_messages_are_those_of_the_code() -> None:
     quoted = [row[2].strip("`").removesuffix(" ...") for row in rows("Refused")]
-    code = "".join(
-        re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
-        for path in (ROOT / "shared_core" / "worker" / "comm").glob("*.py")
-    )
+    sources = [*(ROOT / "shared_core" / "worker" / "comm").glob("*.py"), ROOT / "shared_core" / "devices.py"]
+    code = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8")) for path in sources)
     for message in quoted:
         # Parts that are filled in differ; what lies between does not.
         pieces = re.split(r"cuda:0|all_reduce(?= of a)|got 2", message)
