@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, RecoveryFailed
+from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.liveness import live
 from shared_core.worker.variables.variables import Origin, Variables
+from shared_core.worker.variables.writer import Writer, read_own
 
 #: At this step the second run begins, with what the first one held there.
 AT, END = 4, 8
@@ -52,6 +57,13 @@ class Hostile:
         raise AssertionError
 
     __reduce_ex__ = __reduce__ = __getstate__ = __setstate__ = __eq__ = __hash__ = __setattr__  # type: ignore
+
+
+def test_both_readers_see_the_same() -> None:
+    values = [{"a": [np.float64(3), np.zeros(3), torch.float32, torch.Size([2]), 1j, {1, 2}, frozenset("a"), -0.0]}]
+    values += [[bytearray(3), OrderedDict(a=float("nan")), deque([1]), Counter("abc"), Counts(), b"12", 2**70]]
+    now = Writer(lambda _: False).write([("here", "", "held", [values])])
+    assert digests(*loads(now)) == digests(*read_own(now))
 
 
 def test_only_what_may_be_read_is_state() -> None:
@@ -175,6 +187,52 @@ def test_a_later_start_may_change_what_did_not_change() -> None:
         return rate, count, name
 
     assert both(script) == ((0.1, END, "first"), (0.2, END, "second"), "")
+
+
+def test_it_may_do_so_beside_many_others() -> None:
+    def script(again: bool) -> Any:
+        rate, count, table = 0.2 if again else 0.1, 0, [(number, [number]) for number in range(10_000)]
+        for _ in steps(again, "checkpoint"):
+            count += 1
+        return rate, count, len(table)
+
+    assert both(script) == ((0.1, END, 10_000), (0.2, END, 10_000), "")
+
+
+class Counts:
+    made = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @classmethod
+    def made_more(cls) -> int:
+        cls.made += 1
+        return cls.made
+
+    def more(self) -> int:
+        self.count += 1
+        return self.count
+
+
+def test_methods_that_a_variable_holds_are_found_again() -> None:
+    """Bound to a class, to an object in C, and to objects that only a list or a name of theirs holds."""
+
+    def script(again: bool) -> Any:
+        Counts.made = 0
+        each = Counts()
+        held, lists = [Counts()], list[int]()
+        of_class, append, more, of_each, shout = Counts.made_more, lists.append, held[0].more, each.more, "ab".upper
+        for step in steps(again):
+            of_class()
+            more()
+            of_each()
+            append(step)
+        return Counts.made, held[0].count, each.count, lists, shout()
+
+    first, second, refused = both(script)
+    assert first == (END, END, END, list(range(END)), "AB")
+    assert (first == second and not refused) or "append" in refused, (second, refused)
 
 
 def test_the_variables_of_another_rank_stay_there() -> None:

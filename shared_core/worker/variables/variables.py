@@ -17,16 +17,14 @@ from torch.optim import Optimizer
 from shared_core.encoding.plain import loads
 from shared_core.errors import RecoveryFailed
 from shared_core.events import console_once
-from shared_core.worker.variables.changes import changed
+from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.graft import MISSING, Difference, Graft
 from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of
 from shared_core.worker.variables.scopes import Scope, Scopes, Told
-from shared_core.worker.variables.writer import LIMIT, MODULE_PARTS, Large, TooLarge, Unbound, Writer
+from shared_core.worker.variables.writer import LIMIT, MODULE_PARTS, Large, TooLarge, Unbound, Writer, read_own
 
 #: For tests: a script's variables are left alone.
 OFF = "SWIFT_TEST_NO_VARIABLES"
-#: A first capture of more bytes is not published each time.
-_FIRST = 1 << 16
 #: A script is told what its variables cost when captures have taken so many seconds, so often.
 _DEAR_S, _DEAR_TIMES = 2e-3, 5
 _ATOMS = (bool, int, float, str, bytes, type(None))
@@ -65,7 +63,7 @@ class Variables:
         self._leaves: list[tuple[type, frozenset[str]]] = []
         self._named: dict[str, Any] | None = None
         self._large: set[tuple[str, str]] = set()
-        self._first: bytes | None = None
+        self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
         self._holds = False
         self._held: tuple[dict[str, Any], Origin] | None = None
@@ -140,8 +138,8 @@ class Variables:
         if boundary:
             self._writer.begins = False
             if self._first is None:
-                self._first = now
-        return {"now": now, "first": self._first if self._first is not None and len(self._first) <= _FIRST else None}
+                self._first = digests(*read_own(now))
+        return {"now": now, "first": self._first}
 
     def _find(self, frame: types.FrameType) -> list[Scope]:
         scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
@@ -279,7 +277,7 @@ class Variables:
             return ""
         values, rows = loads(stored["now"])
         first = stored["first"]
-        only = changed(loads(first), (values, rows)) if origin == "checkpoint" and first is not None else None
+        only = changed(first, values, rows) if origin == "checkpoint" and first is not None else None
         here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
         graft = Graft(rows, self._writer, self._named)

@@ -26,7 +26,7 @@ from torch import nn
 from shared_core.encoding import plain
 from shared_core.encoding.plain import _numbered, _Pickler
 from shared_core.encoding.raw_memory import memory_of
-from shared_core.encoding.unpacking import array_kind
+from shared_core.encoding.unpacking import Numbered, array_kind, dtype_named
 from shared_core.loaders.randomness import generator_state
 from shared_core.worker.state.generators import python_memory
 from shared_core.worker.variables.kinds import OURS, VALUES, kind_of, name_of, of_libraries, slots_of
@@ -88,6 +88,27 @@ class _Room(io.BytesIO):
         if self._left < 0:
             raise TooLarge
         return super().write(data)
+
+
+#: What the bytes name, as their reader makes it (:mod:`shared_core.encoding.unpacking`).
+_MADE: dict[str, Callable[..., Any]] = {
+    "_numbered": Numbered,
+    "_scalar": lambda data, kind: np.frombuffer(data, np.dtype(kind))[0],
+    "_dtype": dtype_named,
+    "Size": torch.Size,
+    "deque": deque,
+    "complex": complex,
+}
+
+
+class _OwnReader(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        return _MADE[global_name]
+
+
+def read_own(data: bytes) -> Any:
+    """What this very process has just written, read twenty times as fast as what comes from elsewhere."""
+    return _OwnReader(io.BytesIO(data)).load()
 
 
 class Writer:
