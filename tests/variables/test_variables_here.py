@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import functools
+import hashlib
+import itertools
+import random
 import socket
 import sys
+import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -216,23 +222,74 @@ class Counts:
 
 
 def test_methods_that_a_variable_holds_are_found_again() -> None:
-    """Bound to a class, to an object in C, and to objects that only a list or a name of theirs holds."""
+    """Bound to a class, to an object in C, and to objects that only a list, or nothing else, holds."""
 
     def script(again: bool) -> Any:
         Counts.made = 0
         each = Counts()
         held, lists = [Counts()], list[int]()
         of_class, append, more, of_each, shout = Counts.made_more, lists.append, held[0].more, each.more, "ab".upper
+        draw, number, add = random.Random(3).random, itertools.count().__next__, functools.partial(Counts.more, each)
+        drawn = []
         for step in steps(again):
             of_class()
             more()
             of_each()
+            add()
             append(step)
-        return Counts.made, held[0].count, each.count, lists, shout()
+            drawn = [draw(), number()]
+        same = append.__self__ is lists and add.args[0] is each
+        return Counts.made, held[0].count, each.count, lists, shout(), drawn, same
 
     first, second, refused = both(script)
-    assert first == (END, END, END, list(range(END)), "AB")
-    assert (first == second and not refused) or "append" in refused, (second, refused)
+    assert first == second and not refused
+    assert first[:5] == (END, END, 2 * END, list(range(END)), "AB") and first[6]
+
+
+def test_a_partial_that_a_loop_makes_is_made_again() -> None:
+    def script(again: bool) -> Any:
+        each, add, pop, count = Counts(), None, None, 0
+        for step in steps(again):
+            if step == 2:
+                add, pop = functools.partial(setattr, each, "count"), [3, 2, 1, 0, -1, -2].pop
+            if add is not None and pop is not None:
+                add(each.count + 2)
+                count += pop()
+        return each.count, count
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+
+
+def _primed() -> Iterator[Any]:
+    yield from iter([torch.zeros(1), torch.ones(1), *[torch.zeros(1)] * END])
+
+
+@pytest.mark.parametrize(
+    ("made", "change", "was"),
+    [
+        (hashlib.sha256, lambda it, _: it.update(b"a"), "HASH that has gone on"),
+        (lambda: iter({number: 0 for number in range(20)}), lambda it, _: next(it), "dict_keyiterator that has"),
+        (lambda: csv.reader(["a", "b"] * 20), lambda it, _: next(it), "does not show what it holds"),
+        (lambda: itertools.chain([1], csv.reader(["a"] * 20)), lambda it, _: next(it), "does not show what it holds"),
+        (zlib.compressobj, lambda it, step: it.compress(bytes([step])), "does not show what it holds"),
+        (lambda: iter(_primed()), lambda it, step: step == 1 and next(it), "generator that has gone on"),
+    ],
+    ids=["hash", "keys", "csv", "nested", "zlib", "generator"],
+)
+def test_what_is_in_c_is_refused_where_it_has_changed_or_does_not_show_that(
+    made: Callable[[], Any], change: Callable[[Any, int], Any], was: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(again: bool) -> Any:
+        held = {"it": made()}
+        for step in steps(again):
+            change(held["it"], step)
+        return len(held)
+
+    _, _, refused = both(script)
+    assert "`held['it']` (test_variables_here.py:" in refused and was in refused, refused
+    told = "the variable 'held' (test_variables_here.py:" in capsys.readouterr().err
+    assert told == ("does not show" in was)  # where it can be known, it is said at once
 
 
 def test_the_variables_of_another_rank_stay_there() -> None:

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from shared_core.worker.variables.kinds import OURS, kind_of, of_libraries
+from shared_core.worker.variables.kinds import OURS, is_bound, kind_of, of_libraries
 from shared_core.worker.variables.liveness import READS_ALL, live
 from shared_core.worker.variables.writer import Unbound
 
@@ -259,7 +259,9 @@ def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Pla
         if isinstance(value, type):
             if value.__module__ == name and kind_of(value) not in ("enum",):
                 classes.append(_Class(f"{name}:{value.__qualname__}", value))
-        elif each.startswith("__") or isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+        elif each.startswith("__") or isinstance(value, types.ModuleType):
+            continue
+        elif isinstance(value, types.BuiltinFunctionType) and not is_bound(value):
             continue
         elif isinstance(value, types.FunctionType) and not _has_state(value, name):
             continue

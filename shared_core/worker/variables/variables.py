@@ -7,7 +7,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from shared_core.encoding.plain import loads
 from shared_core.errors import RecoveryFailed
 from shared_core.events import console_once
 from shared_core.worker.variables.changes import changed, digests
-from shared_core.worker.variables.graft import MISSING, Difference, Graft
+from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of
 from shared_core.worker.variables.scopes import Scope, Scopes, Told
 from shared_core.worker.variables.writer import LIMIT, MODULE_PARTS, Large, TooLarge, Unbound, Writer, read_own
@@ -67,7 +67,7 @@ class Variables:
         self._attached: list[str] = []
         self._holds = False
         self._held: tuple[dict[str, Any], Origin] | None = None
-        self._dear = 0
+        self._dear = self._dark = 0
 
     # -- what counts --------------------------------------------------------------------------------------------------
 
@@ -135,6 +135,8 @@ class Variables:
             self._dear += 1
             if self._dear == _DEAR_TIMES:
                 self._tell_cost(scopes, took)
+        if len(self._writer.dark) != self._dark:
+            self._tell_dark(scopes)
         if boundary:
             self._writer.begins = False
             if self._first is None:
@@ -214,6 +216,24 @@ class Variables:
                 f"({where}, {size >> 10} KiB): keep many small objects in one array or tensor, or, if nothing depends "
                 f"on it, write job.ignore({name!r})",
             )
+
+    def _tell_dark(self, scopes: list[Scope]) -> None:
+        """Name the variables that hold what does not show what it holds."""
+        self._dark = len(self._writer.dark)
+        for scope in scopes:
+            _, _, names, values = self._row(scope)
+            for name, value in zip(names.split(), values, strict=True):
+                looking = Writer(self._writer.restored)
+                looking.ignored, looking.data = self._writer.ignored, self._writer.data
+                with suppress(Exception):
+                    looking.write(value)
+                for each in sorted(looking.dark):
+                    self._tell(
+                        name,
+                        f"the variable {name!r} ({scope.where}) holds a {short(each)}, which does not show what it "
+                        "holds: a worker that fails is not replaced, and all go back to the checkpoint. If nothing "
+                        f"depends on it, write job.ignore({name!r})",
+                    )
 
     def _tell(self, name: str, message: str) -> None:
         if self._rank == 0:

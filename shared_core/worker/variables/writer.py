@@ -11,12 +11,14 @@ import pickle
 import random
 import time
 import types
+import warnings
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from shared_core.encoding.raw_memory import memory_of
 from shared_core.encoding.unpacking import Numbered, array_kind, dtype_named
 from shared_core.loaders.randomness import generator_state
 from shared_core.worker.state.generators import python_memory
-from shared_core.worker.variables.kinds import OURS, VALUES, kind_of, name_of, of_libraries, slots_of
+from shared_core.worker.variables.kinds import OURS, VALUES, is_bound, kind_of, name_of, of_libraries, slots_of
 
 #: Bytes of all values together, beyond which the largest are only compared.
 LIMIT = 4 << 20
@@ -45,10 +47,12 @@ _REMEMBERED = 4096
 _SIMPLE, _DEEPEST = (int, float, str, bool, bytes, type(None)), 6
 
 
+#: In the place of a checksum: a data set or a sampler holds an object that does not show what it holds.
+OF_DATA = "of data"
 #: What the bytes name.
 _NAMES = frozenset({_numbered, plain._scalar, plain._dtype, torch.Size, deque, complex})
 _DATA = (torch.utils.data.Dataset, torch.utils.data.Sampler)
-_BY_NAME = frozenset({"function", "named"})
+_BY_NAME = frozenset({"function", "named", "bound"})
 
 
 class TooLarge(Exception):
@@ -124,6 +128,8 @@ class Writer:
         self.ignored: set[str] = set()
         #: Names of variables that hold what is not described, by identity.
         self.aliases: dict[int, str] = {}
+        #: Types whose objects do not show what they hold, and were among what was written.
+        self.dark: set[str] = set()
         #: Whether what is seen for the first time was made by what a replacement runs, too.
         self.begins = True
         #: Whether data sets and samplers count: where they are put back after all was read that is read again.
@@ -193,7 +199,8 @@ class Writer:
 class _Values(_Pickler):
     def __init__(self, file: io.BytesIO, writer: Writer) -> None:
         super().__init__(file, None)
-        self._writer, self._todo, self._count = writer, deque[tuple[int, str, Any]](), 0
+        self._writer, self._todo, self._count = writer, deque[tuple[int, str, Any, bool]](), 0
+        self._of_data = False
 
     def reducer_override(self, obj: Any) -> Any:
         cls = type(obj)
@@ -208,21 +215,28 @@ class _Values(_Pickler):
             kind = "large"
         elif obj is Unbound:
             kind = "unbound"
+        elif kind == "bound" and not is_bound(obj):
+            kind = "named"
         elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
             kind = "fixed"
         self._count += 1
-        self._todo.append((self._count, kind, obj))
+        self._todo.append((self._count, kind, obj, self._of_data or isinstance(obj, _DATA)))
         return _numbered, (self._count,)
 
     def _rows(self) -> Iterator[Any]:
         # The pickler asks for one more before it has written one, which may find others: so a None after each.
         while self._todo:
-            number, kind, thing = self._todo.popleft()
+            number, kind, thing, self._of_data = self._todo.popleft()  # what is in the row is written before the next
             try:
-                row = (number, kind, name_of(type(thing)), *_WAYS[kind](self._writer, thing))
+                parts = _WAYS[kind](self._writer, thing)
             except Exception:  # of the script's own code, or of a type that does not keep to what types do
-                row = (number, "opaque", name_of(type(thing)), None)
-            yield row
+                kind, parts = "opaque", (None,)
+            if kind == "opaque" and parts[0] is None:
+                if self._of_data:  # files, say: what reading changes in C is looked for where data are read
+                    parts = (OF_DATA,)
+                else:
+                    self._writer.dark.add(name_of(type(thing)))
+            yield (number, kind, name_of(type(thing)), *parts)
             yield None
 
 
@@ -304,21 +318,36 @@ def _function(_: Writer, thing: Any) -> tuple[Any, ...]:
     return (name_of(thing), cells, own)
 
 
+#: Types of objects that compute a checksum, by the modules in C that make them.
+_CHECKSUMS = frozenset("_hashlib _blake2 _md5 _sha1 _sha2 _sha256 _sha512 _sha3".split())
+
+
+class _DarkError(Exception):
+    """An object does not show what it holds."""
+
+
 def _opaque(writer: Writer, thing: Any) -> tuple[Any, ...]:
     return (writer.digest(thing),)
 
 
 def _digest(thing: Any) -> int | None:
-    if hasattr(type(thing), "__next__"):
-        return zlib.crc32(repr(_progress(thing)).encode())
+    cls = type(thing)
     try:
+        if hasattr(cls, "__next__"):
+            return zlib.crc32(repr(_progress(thing)).encode())
+        if cls.__module__ in _CHECKSUMS:
+            return zlib.crc32(thing.hexdigest().encode())
         return zlib.crc32(pickle.dumps(thing, 5))
-    except Exception:  # it does not say what it holds
+    except Exception:
         return None
 
 
 def _progress(thing: Any, depth: int = 0) -> Any:
-    """How far an iterator is, as far as it shows that; what it reads from is compared by itself."""
+    """How far an iterator is; what it reads from is compared by itself.
+
+    Raises:
+        _DarkError: it does not show that.
+    """
     cls = type(thing)
     if isinstance(thing, _SIMPLE):
         return thing
@@ -326,16 +355,31 @@ def _progress(thing: Any, depth: int = 0) -> Any:
         frame = thing.gi_frame
         if frame is None or frame.f_code.co_filename.startswith(OURS):
             return frame is None
-        simple = {k: v for k, v in frame.f_locals.items() if isinstance(v, _SIMPLE)}
-        return frame.f_code.co_qualname, frame.f_lasti, simple
+        held = {k: v if isinstance(v, _SIMPLE) else _shown(v) for k, v in frame.f_locals.items()}
+        return frame.f_code.co_qualname, frame.f_lasti, held
     if hasattr(thing, "_num_yielded"):  # of a DataLoader
         return thing._num_yielded
-    if depth < _DEEPEST and (
-        cls is tuple or (cls.__module__ in ("builtins", "itertools") and hasattr(cls, "__next__"))
-    ):
+    if cls is not tuple and not hasattr(cls, "__next__"):
+        return cls.__qualname__
+    if depth >= _DEEPEST:
+        raise _DarkError
+    if cls is not tuple and cls.__module__ not in ("builtins", "itertools"):
+        if kind_of(cls) != "object":
+            raise _DarkError
+        return cls.__qualname__, _shown(thing)
+    if cls.__name__.startswith(("dict_", "set_")):
+        return cls.__name__, length_hint(thing)
+    with warnings.catch_warnings(action="ignore"):  # that iterators are pickled: here only their places are looked at
         parts = thing if cls is tuple else thing.__reduce__()[1:]
-        return cls.__name__, [_progress(each, depth + 1) for each in parts]
-    return cls.__qualname__
+    return cls.__name__, [_progress(each, depth + 1) for each in parts]
+
+
+def _shown(value: Any) -> int | str:
+    """A checksum of what an iterator holds; of much its type, which its own variable is compared by."""
+    try:
+        return zlib.crc32(Writer(lambda _: False).write(value, _LARGE))
+    except Exception:
+        return type(value).__qualname__
 
 
 def _large(_: Writer, thing: Large) -> tuple[Any, ...]:
@@ -374,6 +418,8 @@ _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
     "function": _function,
     "method": lambda _, thing: (name_of(thing.__func__), thing.__self__),
     "named": lambda _, thing: (name_of(thing),),
+    "bound": lambda _, thing: (thing.__name__, thing.__self__),
+    "partial": lambda _, thing: (thing.func, thing.args, thing.keywords, thing.__dict__),
     "fixed": lambda writer, thing: (writer.aliases.get(id(thing)),),
     "ignored": lambda _, thing: (),
     "unbound": lambda _, thing: (),
