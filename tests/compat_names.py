@@ -1,7 +1,7 @@
 """Looks up the private names that the product uses of a framework, by looking at it only.
 
 A name is ``module:place`` or ``module:place(parameters)``. A place is that of a function, a class, or what a class or
-its instances have: something that it defines, or that one of its functions stores.
+its instances have: something that it defines, or that one of its functions stores; or what a function stores.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def what_is_wrong(name: str) -> str | None:
         owner = getattr(owner, part)
     if not hasattr(owner, last):
         if isinstance(owner, type) and last in stored_by(owner):
+            return None
+        if inspect.isfunction(owner) and last in _stored(inspect.unwrap(owner).__code__):
             return None
         return f"{module}:{'.'.join(owners)} has no {last}"
     if parameters:

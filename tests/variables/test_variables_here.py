@@ -21,6 +21,7 @@ from torch import nn
 
 from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, RecoveryFailed
+from shared_core.pipeline.compat import OF_MODULES
 from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.liveness import live
 from shared_core.worker.variables.variables import Origin, Variables
@@ -147,6 +148,22 @@ def test_a_script_is_told_once_what_its_variables_cost(capsys: pytest.CaptureFix
     assert told.count("most of it for 'buffer' (test_variables_here.py:") == 1, told
 
 
+def test_what_cannot_be_written_is_told_and_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(again: bool) -> Any:
+        deep: list[Any] = []
+        for _ in range(100_000):
+            deep = [deep]
+        count = 0
+        for step in steps(again):
+            count += step
+        return count, len(deep)
+
+    first, _, refused = both(script)
+    told = capsys.readouterr().err
+    assert told.count("the variable 'deep' (test_variables_here.py:") == 1 and "RecursionError" in told, told
+    assert first[0] == sum(range(END)) and "`deep` (test_variables_here.py:" in refused, refused
+
+
 def test_what_cannot_be_made_is_refused_by_name() -> None:
     def script(again: bool) -> Any:
         line, count = None, 0
@@ -171,6 +188,29 @@ def test_what_belongs_to_others_is_found_by_its_name() -> None:
         return turn is other
 
     assert both(script) == (True, True, "")
+
+
+class Named(nn.Linear):
+    """Its attributes have names that begin as DeepSpeed's do."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.ds_seen, self._ds_rows, self.all_parameters_seen = 0, list[int](), 0
+
+
+def test_attributes_are_the_scripts_whatever_their_names_begin_with() -> None:
+    def script(again: bool) -> Any:
+        variables, net = Variables(0), Named()
+        variables.leave(nn.Module, OF_MODULES)
+        variables.attach([net], [])
+        for step in steps(again, variables=variables):
+            net.ds_seen += 1
+            net._ds_rows.append(step)
+            net.all_parameters_seen += 1
+        return net.ds_seen, net._ds_rows, net.all_parameters_seen
+
+    first, second, refused = both(script)
+    assert first == second == (END, list(range(END)), END) and not refused
 
 
 def test_no_code_of_the_script_runs() -> None:
@@ -269,7 +309,7 @@ def _primed() -> Iterator[Any]:
     ("made", "change", "was"),
     [
         (hashlib.sha256, lambda it, _: it.update(b"a"), "HASH that has gone on"),
-        (lambda: iter({number: 0 for number in range(20)}), lambda it, _: next(it), "dict_keyiterator that has"),
+        (lambda: iter(dict.fromkeys(range(20), 0)), lambda it, _: next(it), "dict_keyiterator that has"),
         (lambda: csv.reader(["a", "b"] * 20), lambda it, _: next(it), "does not show what it holds"),
         (lambda: itertools.chain([1], csv.reader(["a"] * 20)), lambda it, _: next(it), "does not show what it holds"),
         (zlib.compressobj, lambda it, step: it.compress(bytes([step])), "does not show what it holds"),

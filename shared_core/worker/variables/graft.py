@@ -226,8 +226,9 @@ class Graft:
             kept = here is not MISSING and here.__self__ is to
             self._filled[new] = here if kept else object.__getattribute__(to, parts[0])
         elif kind == "partial":
-            made = self._filled[new] = functools.partial(_later) if here is MISSING else here
-            made.__setstate__(tuple(self.value(each) for each in parts))
+            partial: Any = functools.partial(_later) if here is MISSING else here
+            self._filled[new] = partial
+            partial.__setstate__(tuple(self.value(each) for each in parts))
         elif kind in ("tensor", "ndarray"):
             self._filled[new] = self._restored(kind, cls, parts, here)
         elif kind == "random":

@@ -80,10 +80,6 @@ class Scope:
             self.holder.update(changed)
 
 
-#: Start of names that DeepSpeed gives to what it adds to modules.
-_OF_DEEPSPEED = ("ds_", "_ds_", "_external_params", "all_parameters", "pre_bwd_fn", "post_bwd_fn")
-
-
 class Told:
     """Attributes of an object, found once and looked for again when there are others.
 
@@ -105,10 +101,7 @@ class Told:
                 return Scope(self._name, self._name, self._names, self._names.values(own), own)
         except KeyError:  # one is gone and another has come
             pass
-        self._size, self._names = (
-            len(own),
-            Names(each for each in own if each not in self._leaves and not each.startswith(_OF_DEEPSPEED)),
-        )
+        self._size, self._names = len(own), Names(each for each in own if each not in self._leaves)
         return Scope(self._name, self._name, self._names, self._names.values(own), own)
 
 

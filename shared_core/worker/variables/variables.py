@@ -21,7 +21,16 @@ from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of
 from shared_core.worker.variables.scopes import Scope, Scopes, Told
-from shared_core.worker.variables.writer import LIMIT, MODULE_PARTS, Large, TooLarge, Unbound, Writer, read_own
+from shared_core.worker.variables.writer import (
+    LIMIT,
+    MODULE_PARTS,
+    Large,
+    TooLarge,
+    Unbound,
+    Unwritten,
+    Writer,
+    read_own,
+)
 
 #: For tests: a script's variables are left alone.
 OFF = "SWIFT_TEST_NO_VARIABLES"
@@ -62,7 +71,8 @@ class Variables:
         self._told: dict[str, tuple[Any, Told]] = {}
         self._leaves: list[tuple[type, frozenset[str]]] = []
         self._named: dict[str, Any] | None = None
-        self._large: set[tuple[str, str]] = set()
+        #: Variables of these scopes and names are written as what only stands for them.
+        self._large: dict[tuple[str, str], type[Large]] = {}
         self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
         self._holds = False
@@ -166,7 +176,7 @@ class Variables:
         if not (large or out):
             return scope.name, scope.where, scope.names.joined, scope.values
         kept = [
-            (name, Large(value) if (scope.name, name) in large and not isinstance(value, _ATOMS) else value)
+            (name, value if isinstance(value, _ATOMS) or (as_ := large.get((scope.name, name))) is None else as_(value))
             for name, value in zip(scope.names.names, scope.values, strict=True)
             if name not in out
         ]
@@ -180,7 +190,7 @@ class Variables:
             if total <= LIMIT:
                 break
             total -= size
-            self._large.add((scope_name, name))
+            self._large[scope_name, name] = Large
             self._tell(
                 name,
                 f"the variable {name!r} ({where}) is too large to be published at each step (the limit for all is "
@@ -190,7 +200,7 @@ class Variables:
 
     def _sizes(self, scopes: list[Scope]) -> list[tuple[int, str, str, str]]:
         """(bytes, scope, name, place) of all values but simple ones, the largest first. What cannot be written at all
-        is only compared from now on.
+        is left out from now on, and told by name.
         """
         found: list[tuple[int, str, str, str]] = []
         for scope in scopes:
@@ -202,8 +212,14 @@ class Variables:
                     size = len(self._writer.write(value))
                 except TooLarge:
                     size = LIMIT + 1
-                except Exception:
-                    self._large.add((scope.name, name))
+                except Exception as error:
+                    self._large[scope.name, name] = Unwritten
+                    self._tell(
+                        name,
+                        f"the variable {name!r} ({scope.where}) cannot be published ({type(error).__name__}: {error}): "
+                        "a worker that fails is not replaced, and all go back to the checkpoint. If nothing depends on "
+                        f"it, write job.ignore({name!r})",
+                    )
                     continue
                 found.append((size, scope.name, name, scope.where))
         return sorted(found, reverse=True)

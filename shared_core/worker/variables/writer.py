@@ -72,6 +72,12 @@ class Large:
         self.value = value
 
 
+class Unwritten(Large):
+    """Stands for a value that cannot be written, and of which nothing is compared."""
+
+    __slots__ = ()
+
+
 class Unbound:
     """Stands for a variable that has no value."""
 
@@ -211,8 +217,8 @@ class _Values(_Pickler):
             return NotImplemented
         if cls is _Rows:
             return deque, (), None, self._rows()
-        if cls is Large:
-            kind = "large"
+        if issubclass(cls, Large):
+            kind = "large" if cls is Large else "opaque"
         elif obj is Unbound:
             kind = "unbound"
         elif kind == "bound" and not is_bound(obj):
@@ -227,16 +233,20 @@ class _Values(_Pickler):
         # The pickler asks for one more before it has written one, which may find others: so a None after each.
         while self._todo:
             number, kind, thing, self._of_data = self._todo.popleft()  # what is in the row is written before the next
+            cls, parts = name_of(type(thing)), tuple[Any, ...]()
             try:
-                parts = _WAYS[kind](self._writer, thing)
+                if isinstance(thing, Unwritten):
+                    cls, parts = name_of(type(thing.value)), (None,)
+                else:
+                    parts = _WAYS[kind](self._writer, thing)
             except Exception:  # of the script's own code, or of a type that does not keep to what types do
                 kind, parts = "opaque", (None,)
             if kind == "opaque" and parts[0] is None:
                 if self._of_data:  # files, say: what reading changes in C is looked for where data are read
                     parts = (OF_DATA,)
                 else:
-                    self._writer.dark.add(name_of(type(thing)))
-            yield (number, kind, name_of(type(thing)), *parts)
+                    self._writer.dark.add(cls)
+            yield (number, kind, cls, *parts)
             yield None
 
 
