@@ -101,6 +101,7 @@ class Gate:
             return iter(())
         tops = _Tops(watch, _Inner(self._tracked, self._skip))
         loop.activate(tops)
+        loop.walk(tops)
         return tops
 
 

@@ -66,6 +66,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         position: Position = iter(self._tracked.loader)
         if marks_tops:
             loop.activate(position)
+            loop.walk(position)
             goes_on = loop.joining and loop.batch_top()
         else:
             goes_on = self._tracked.goes_on

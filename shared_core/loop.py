@@ -28,6 +28,7 @@ from shared_core.loaders import Loaders, TrackedLoader, read_random, write_rando
 from shared_core.registered import Registered
 from shared_core.sharing import SharedStep, StepSharing, shared_steps
 from shared_core.worker.sharded.own import Owner
+from shared_core.worker.variables.around import Walks, is_bare
 from shared_core.worker.variables.variables import Variables
 
 #: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
@@ -65,6 +66,13 @@ _GRADIENTS_OFF = (
 _INFERENCE = (
     "job.steps(loader) is used under torch.inference_mode(), where a newcomer cannot be given its state: evaluate with "
     "'for batch in loader:', without job.steps"
+)
+
+
+_AROUND = "the loop at {} goes through {}(), whose place cannot be given to another process"
+_GIVE = (
+    "Use the numbers that epochs() and steps() give, and put what picks or joins batches inside, as in "
+    "job.steps(zip(loader, other))"
 )
 
 
@@ -183,6 +191,7 @@ class TrainingLoop:
         self._looked = self._replays = False
         self._warnings = _Warnings(UNMARKED[name])
         self._active: Callable[[], Any] = lambda: None
+        self._walks = Walks()
         self._registered = Registered()
         self._anchors = _Anchors(self._registered)
         self._config = SwiftConfig()
@@ -203,6 +212,12 @@ class TrainingLoop:
             count: end of the range.
             start: first number.
         """
+        own: list[Callable[[], Any]] = []
+        epochs = self._epochs(count, start, own, is_bare(sys._getframe(1)))
+        own.append(weakref.ref(epochs))
+        return epochs
+
+    def _epochs(self, count: int, start: int, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[int]:
         numbers = _in_order(self._name, count, start)
         if self._replays:
             return (yield from numbers)
@@ -211,6 +226,7 @@ class TrainingLoop:
         target = self._target()
         if target is None or target["phase"] == self._phase:
             self._look_around(sys._getframe())
+            self.walk(own[0](), bare=bare)
             try:
                 for number in numbers if target is None else range(target["epoch"], count):
                     self._begin_epoch(number, target)
@@ -218,6 +234,7 @@ class TrainingLoop:
                     yield number
                     self._warnings.epoch_ends(self.job)
             finally:  # also where the script leaves the loop
+                self.walked(own[0]())
                 self.epoch = None
                 self._next_phase()
         else:
@@ -237,6 +254,12 @@ class TrainingLoop:
         Raises:
             Unsupported: for an iterable whose items cannot be found again, and under ``torch.inference_mode()``.
         """
+        own: list[Callable[[], Any]] = []
+        steps = self._steps(loader, own, is_bare(sys._getframe(1)))
+        own.append(weakref.ref(steps))
+        return steps
+
+    def _steps(self, loader: Any, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[tuple[int, Any]]:
         if self.job is None:
             for index, batch in enumerate(loader):
                 yield index, batch
@@ -252,6 +275,7 @@ class TrainingLoop:
         if outer:
             self.activate(begun.position)
         entered = False
+        self.walk(own[0](), bare=bare)
         try:
             while True:
                 if not entered and not self.joining:
@@ -269,6 +293,7 @@ class TrainingLoop:
                 yield begun.index - 1, batch
                 self.total_steps += 1
         finally:
+            self.walked(own[0]())
             self._loaders.leave(begun)
             if outer:
                 self.end_round()
@@ -418,6 +443,15 @@ class TrainingLoop:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
         self._active = weakref.ref(position)
 
+    def walk(self, thing: Any, *, bare: bool = False) -> None:
+        """A loop of the script asks ``thing`` for its first item; see :class:`Walks`."""
+        if self.job is not None and not self._replays:
+            self._walks.begin(thing, bare=bare)
+
+    def walked(self, thing: Any) -> None:
+        """It has left it."""
+        self._walks.end(thing)
+
     def variables_held(self) -> AbstractContextManager[None]:
         """Around a batch top and the reading of what was read before it; see :meth:`Variables.held`."""
         assert self.job is not None
@@ -469,10 +503,23 @@ class TrainingLoop:
             "round": self._round,
             "steps": self.total_steps,
             "anchors": self._anchors.taken,
+            "around": self._around(),
         }
+
+    def _around(self) -> list[Any]:
+        found = self._walks.capture()
+        if self.job is not None and self.job.rank == 0 and any(found):
+            for where, name in self._walks.cannot_move():
+                console_once(
+                    f"around {where}", f"{_AROUND.format(where, name)}: a lost worker is not replaced. {_GIVE}"
+                )
+        return found
 
     def _restore_place(self, place: Mapping[str, Any]) -> None:
         self.total_steps, self._anchors.taken = place["steps"], dict(place["anchors"])
+        if (found := self._walks.restore(place["around"])) is not None:
+            assert self.job is not None
+            self.job.fall_back(f"rank {self.job.rank}: {_AROUND.format(*found)}. {_GIVE}")
 
 
 def attach(*objects: Any) -> TrainingLoop:

@@ -17,6 +17,7 @@ CASES: dict[str, list[Fault]] = {
     "mean": [Fault(0, 17, "bucket", "SIGKILL")],
     "kinds": [Fault(1, 8, "forward", "SIGKILL"), Fault(0, 27, "update.before", "SIGKILL")],
     "order": [Fault(1, 16, "bucket", "SIGKILL")],
+    "late": [Fault(1, 19, "bucket", "SIGKILL"), Fault(0, 30, "forward", "SIGKILL")],
     "left": [Fault(0, 19, "forward", "SIGKILL")],
 }
 
@@ -35,7 +36,7 @@ def test_a_job_that_begins_again_has_them_from_its_checkpoint(part: str, jobs: J
     assert any(each.fields.get("whence") for each in result.kinds("began")), result.tail()
 
 
-@pytest.mark.parametrize("part", ["mean", "kinds", "order"])
+@pytest.mark.parametrize("part", ["mean", "kinds", "order", "late"])
 def test_without_the_capture_it_is_not(part: str, jobs: Jobs) -> None:
     """The control of the tests above."""
     with pytest.raises(Mismatch):

@@ -135,6 +135,61 @@ def test_what_is_too_large_is_compared(changes: bool) -> None:
     assert ("`table` (test_variables_here.py:" in refused) == changes, refused
 
 
+@pytest.mark.parametrize("how", ["numpy", "data", "memory"])
+def test_large_arrays_that_change_between_both_ends(how: str) -> None:
+    def script(again: bool) -> Any:
+        table = np.zeros(100_000) if how == "numpy" else torch.zeros(100_000)
+        total = 0.0
+        for step in steps(again):
+            if step == 2:
+                (table if how == "numpy" else table.data if how == "data" else table.numpy())[54_321] = 1.0
+            total += float(table[54_321])
+        return total
+
+    first, second, refused = both(script)
+    assert first == second == END - 2 and not refused
+
+
+def test_of_larger_arrays_parts_are_looked_at_in_turn_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(again: bool) -> Any:
+        table, kept = np.zeros(400_000), np.zeros(400_000)
+        kept.flags.writeable = False
+        total = 0.0
+        for step in steps(again):
+            table[12_345] += 1.0
+            total += float(table[12_345]) + kept[0] + step
+        return total
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+    told = capsys.readouterr().err
+    assert told.count("the variable 'table' (test_variables_here.py:") == 1 and "13 steps" in told, told
+    assert "'kept'" not in told
+
+
+class Buffer:
+    def __init__(self) -> None:
+        self.rows, self.first = list(range(1_000_000)), 0
+
+
+def test_an_object_that_holds_too_much_is_compared_in_what_it_holds() -> None:
+    def script(again: bool) -> Any:
+        buffer = Buffer()
+        for step in steps(again):
+            buffer.rows.append(step)
+        return len(buffer.rows)
+
+    _, _, refused = both(script)
+    assert "`buffer` (test_variables_here.py:" in refused, refused
+
+
+def test_long_lists_are_looked_at_in_turn() -> None:
+    writer, items = Writer(lambda _: False), list(range(5_000))
+    assert all(writer.same_list(items) for _ in range(10))
+    items[2_500] = -1
+    assert not all(writer.same_list(items) for _ in range(5))
+
+
 def test_a_script_is_told_once_what_its_variables_cost(capsys: pytest.CaptureFixture[str]) -> None:
     def script(again: bool) -> Any:
         buffer = [[float(number)] for number in range(100_000)]
@@ -188,6 +243,19 @@ def test_what_belongs_to_others_is_found_by_its_name() -> None:
         return turn is other
 
     assert both(script) == (True, True, "")
+
+
+def test_parts_of_a_model_are_found_by_their_names() -> None:
+    def script(again: bool) -> Any:
+        variables, net = Variables(0), nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+        variables.attach([net], [torch.optim.SGD(net.parameters())])
+        each: Any = None
+        for step in steps(again, variables=variables):
+            if step == 1:
+                each = [net[1], *net.parameters()]
+        return [one is other for one, other in zip(each, [net[1], *net.parameters()], strict=True)]
+
+    assert both(script) == ([True] * 5, [True] * 5, "")
 
 
 class Named(nn.Linear):

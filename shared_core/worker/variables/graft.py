@@ -161,7 +161,7 @@ class Graft:
             return old
         if kind == "large":
             mine = self._writer.describe("large", _Shown(old)) if old is not MISSING else ()
-            if tuple(parts) != mine:
+            if parts[2] is None or tuple(parts) != mine:
                 self._differ(path, f"a {short(parts[0])} of {parts[1]} parts, too many to be published", old)
             return old
         if parts[0] is None:

@@ -20,10 +20,11 @@ from shared_core.events import console_once
 from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of
-from shared_core.worker.variables.scopes import Scope, Scopes, Told
+from shared_core.worker.variables.scopes import Scope, Scopes, Told, import_again
 from shared_core.worker.variables.writer import (
     LIMIT,
     MODULE_PARTS,
+    SEEN_AT_ONCE,
     Large,
     TooLarge,
     Unbound,
@@ -75,9 +76,11 @@ class Variables:
         self._large: dict[tuple[str, str], type[Large]] = {}
         self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
+        #: What is attached and its parts, by names that a replacement gives them, too.
+        self._parts: dict[str, Any] = {}
         self._holds = False
         self._held: tuple[dict[str, Any], Origin] | None = None
-        self._dear = self._dark = 0
+        self._dear, self._dark = 0, (0, 0)
 
     # -- what counts --------------------------------------------------------------------------------------------------
 
@@ -109,7 +112,10 @@ class Variables:
         """These are put back by others, all but the attributes that classes of the script have added."""
         for name in self._attached:
             self.forget(name)
+        for each in self._parts.values():
+            self._writer.aliases.pop(id(each), None)
         self._attached.clear()
+        self._parts.clear()
         self._restored.clear()  # the writer asks this very dictionary
         self._restored.update((id(thing), thing) for thing, _ in self._told.values())
         for number, module in enumerate(modules):
@@ -117,14 +123,19 @@ class Variables:
             self._restored[id(module)] = module
             for path, child in bare.named_modules():
                 self._restored[id(child)] = child
+                self._parts[f"module {number} {path}"] = child
                 if type(child).__module__.partition(".")[0] not in FRAMEWORKS | {"torch"}:
                     name = f"model {number} {path}".rstrip()
                     self._attached.append(name)
                     self.tell(name, child)
-            for each in (*module.parameters(), *module.buffers()):
-                self._restored[id(each)] = each
-        for optimizer in optimizers:
+            for path, tensor in (*bare.named_parameters(), *bare.named_buffers()):
+                self._restored[id(tensor)] = tensor
+                self._parts[f"tensor {number} {path}"] = tensor
+        for number, optimizer in enumerate(optimizers):
             self._restored[id(optimizer)] = optimizer
+            self._parts[f"optimizer {number}"] = optimizer
+        for name, each in self._parts.items():
+            self._writer.aliases[id(each)] = name
 
     # -- at step boundaries -------------------------------------------------------------------------------------------
 
@@ -145,7 +156,7 @@ class Variables:
             self._dear += 1
             if self._dear == _DEAR_TIMES:
                 self._tell_cost(scopes, took)
-        if len(self._writer.dark) != self._dark:
+        if (len(self._writer.dark), self._writer.partly) != self._dark:
             self._tell_dark(scopes)
         if boundary:
             self._writer.begins = False
@@ -234,21 +245,30 @@ class Variables:
             )
 
     def _tell_dark(self, scopes: list[Scope]) -> None:
-        """Name the variables that hold what does not show what it holds."""
-        self._dark = len(self._writer.dark)
+        """Name the variables that hold what does not show what it holds, or not all of it each time."""
+        self._dark = len(self._writer.dark), self._writer.partly
         for scope in scopes:
             _, _, names, values = self._row(scope)
             for name, value in zip(names.split(), values, strict=True):
                 looking = Writer(self._writer.restored)
-                looking.ignored, looking.data = self._writer.ignored, self._writer.data
+                looking.ignored, looking.data, looking.begins = self._writer.ignored, self._writer.data, False
                 with suppress(Exception):
                     looking.write(value)
-                for each in sorted(looking.dark):
+                for each in sorted(looking.dark if (scope.name, name) not in self._large else ()):
                     self._tell(
                         name,
                         f"the variable {name!r} ({scope.where}) holds a {short(each)}, which does not show what it "
                         "holds: a worker that fails is not replaced, and all go back to the checkpoint. If nothing "
                         f"depends on it, write job.ignore({name!r})",
+                    )
+
+                if looking.partly:
+                    self._tell(
+                        f"parts of {name}",
+                        f"the variable {name!r} ({scope.where}) holds an array of {looking.partly >> 20} MiB, of which "
+                        f"a part is looked at in each step, and all in {looking.partly // SEEN_AT_ONCE + 1} steps: a "
+                        "change that NumPy makes may be noticed as late as that. Make it read-only if it does not "
+                        "change (flags.writeable = False), or keep what changes in a tensor or in arrays of 1 MiB",
                     )
 
     def _tell(self, name: str, message: str) -> None:
@@ -315,12 +335,19 @@ class Variables:
         first = stored["first"]
         only = changed(first, values, rows) if origin == "checkpoint" and first is not None else None
         here = {scope.name: scope for scope in self._find(sys._getframe(1))}
+        missing = [scope for scope, *_ in values if scope not in here]
+        if missing and origin != "other" and import_again(missing):
+            here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
-        graft = Graft(rows, self._writer, self._named)
+        graft = Graft(rows, self._writer, self._named | self._parts)
         todo: list[tuple[Scope, str, Any, Any]] = []
         for scope_name, where, names, theirs in values:
             scope = here.get(scope_name)
-            if scope is None or (origin == "other" and scope_name not in self._told):
+            if origin == "other" and scope_name not in self._told:
+                continue
+            if scope is None:
+                if names and (only is None or any((scope_name, each) in only for each in names.split())):
+                    graft.differences.append(Difference(scope_name, "there", "not there", where))
                 continue
             mine = dict(zip(scope.names.names, scope.values, strict=True))
             for name, new in zip(names.split(), theirs, strict=True):

@@ -7,6 +7,7 @@ of the objects among them. No method of a script's class runs, and reading makes
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import random
 import time
@@ -31,12 +32,17 @@ from shared_core.encoding.raw_memory import memory_of
 from shared_core.encoding.unpacking import Numbered, array_kind, dtype_named
 from shared_core.loaders.randomness import generator_state
 from shared_core.worker.state.generators import python_memory
-from shared_core.worker.variables.kinds import OURS, VALUES, is_bound, kind_of, name_of, of_libraries, slots_of
+from shared_core.worker.variables.kinds import OURS, VALUES, is_bound, kind_of, name_of, of_libraries, root_of, slots_of
 
 #: Bytes of all values together, beyond which the largest are only compared.
 LIMIT = 4 << 20
-#: Tensors and arrays of more bytes are written again only where a sample of them, or their version, has changed.
+#: Tensors and arrays of more bytes are written again only where they have changed.
 _LARGE = 1 << 16
+#: Of those up to so many bytes all is looked at each time, of larger ones so many parts of so many bytes, in turn.
+_WHOLE, _PART, _PARTS = 1 << 20, 1 << 16, 4
+SEEN_AT_ONCE = _PART * _PARTS
+#: Elements of long lists that are looked at together, and lists that are followed.
+_ROWS, _LISTS = 1024, 16
 #: What modules have by themselves, and is no state.
 MODULE_PARTS = frozenset(vars(nn.Module()))
 _STATE_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"})
@@ -44,6 +50,7 @@ _STATE_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"
 _PATIENCE, _DEAR_S = 100, 1e-3
 #: Large tensors and arrays that are followed before those that are gone are forgotten.
 _REMEMBERED = 4096
+_OURS = ("shared_core", "lightning_swift", "accelerate_swift")
 _SIMPLE, _DEEPEST = (int, float, str, bool, bytes, type(None)), 6
 
 
@@ -121,6 +128,33 @@ def read_own(data: bytes) -> Any:
     return _OwnReader(io.BytesIO(data)).load()
 
 
+class _Followed:
+    """A large tensor or array, and what it was at first.
+
+    Args:
+        thing: it.
+        parts: checksums of its parts, to be filled; None if it is another one than in a replacement.
+        version: see :meth:`Writer.unchanged`.
+    """
+
+    def __init__(self, thing: Any, parts: list[int] | None, version: Any = None) -> None:
+        self.ref, self.parts, self._version, self._turn = weakref.ref(thing), parts, version, 0
+
+    def is_same(self, version: Any, data: memoryview) -> bool:
+        if self.parts is None or version != self._version:
+            self.parts = None  # what was changed back is published all the same
+            return False
+        count = -(-len(data) // _PART)
+        if not self.parts:
+            self.parts = [zlib.crc32(data[i * _PART : (i + 1) * _PART]) for i in range(count)]
+            return True
+        turns = range(count) if len(data) <= _WHOLE else [(self._turn + i) % count for i in range(_PARTS)]
+        self._turn += _PARTS
+        if any(zlib.crc32(data[i * _PART : (i + 1) * _PART]) != self.parts[i] for i in turns):
+            self.parts = None
+        return self.parts is not None
+
+
 class Writer:
     """Writes values, and remembers what has not changed since it was first written.
 
@@ -140,7 +174,10 @@ class Writer:
         self.begins = True
         #: Whether data sets and samplers count: where they are put back after all was read that is read again.
         self.data = False
-        self._signatures: dict[int, tuple[Any, Any]] = {}
+        #: Bytes of the largest array of which only a part is looked at each time.
+        self.partly = 0
+        self._followed: dict[int, _Followed] = {}
+        self._lists: dict[int, tuple[list[Any], dict[int, int], Iterator[int]]] = {}
         self._random: dict[int, tuple[Any, Any]] = {}
         self._digests: dict[int, tuple[Any, int | None, float]] = {}
 
@@ -162,17 +199,42 @@ class Writer:
 
     def put_back(self, thing: Any) -> None:
         """This tensor or array was given another value than what the script's beginning gives it."""
-        self._signatures[id(thing)] = (weakref.ref(thing), None)
+        self._followed[id(thing)] = _Followed(thing, None)
 
-    def unchanged(self, thing: Any, signature: Any) -> bool:
-        """Whether a large tensor or array is as what a replacement runs has made it, too."""
-        known = self._signatures.get(id(thing))
-        if known is None or known[0]() is not thing:
-            if len(self._signatures) > _REMEMBERED:
-                self._signatures = {k: each for k, each in self._signatures.items() if each[0]() is not None}
-            self._signatures[id(thing)] = (weakref.ref(thing), signature if self.begins else None)
-            return self.begins
-        return bool(known[1] == signature)
+    def unchanged(self, thing: Any, version: Any, data: memoryview) -> bool:
+        """Whether a large tensor or array is as what a replacement runs has made it, too.
+
+        Args:
+            thing: the tensor or array.
+            version: changes where torch has written to it.
+            data: all of its bytes.
+        """
+        known = self._followed.get(id(thing))
+        if known is None or known.ref() is not thing:
+            if len(self._followed) > _REMEMBERED:
+                self._followed = {k: each for k, each in self._followed.items() if each.ref() is not None}
+            known = self._followed[id(thing)] = _Followed(thing, [] if self.begins else None, version)
+            if len(data) > _WHOLE and version is None:
+                self.partly = max(self.partly, len(data))
+        return known.is_same(version, data)
+
+    def same_list(self, items: list[Any]) -> bool:
+        """Whether a long list is as it was when this was asked first, as far as it has been looked at: a part each
+        time, in turn.
+        """
+        known = self._lists.get(id(items))
+        if known is None or known[0] is not items:
+            if len(self._lists) >= _LISTS:
+                self._lists.pop(next(iter(self._lists)))
+            known = self._lists[id(items)] = (items, {}, itertools.count())
+        _, of_parts, turn = known
+        part = next(turn) % max(len(items) // _ROWS, 1)
+        rows = items[part * _ROWS : (part + 1) * _ROWS]
+        try:
+            found = zlib.crc32(Writer(lambda _: False).write(rows))
+        except Exception:
+            return False
+        return bool(of_parts.setdefault(part, found) == found)
 
     def random(self, thing: Any) -> Any:
         """The state of a generator; asked for only where its memory has changed."""
@@ -289,19 +351,11 @@ def _tensor(writer: Writer, thing: torch.Tensor) -> tuple[Any, ...]:
     size = dense.nbytes
     data = memory_of(dense)[:size] if size else memoryview(b"")
     if size > _LARGE:
-        version = None if thing.is_inference() else thing._version
-        if writer.unchanged(thing, (version, thing.data_ptr(), _sample(data))):
+        version = 0 if thing.is_inference() else thing._version
+        if writer.unchanged(thing, (version, thing.data_ptr()), data):
             return ("same", *head, b"", gradient)
         return ("value", *head, pickle.PickleBuffer(data), gradient)
     return ("value", *head, data.tobytes(), gradient)
-
-
-def _sample(data: memoryview) -> int:
-    """A checksum of both ends, and of parts in between."""
-    crc = zlib.crc32(data[-4096:], zlib.crc32(data[:4096]))
-    for at in range(0, len(data), max(len(data) // 16, 1)):
-        crc = zlib.crc32(data[at : at + 256], crc)
-    return crc
 
 
 def _ndarray(writer: Writer, thing: Any) -> tuple[Any, ...]:
@@ -310,7 +364,7 @@ def _ndarray(writer: Writer, thing: Any) -> tuple[Any, ...]:
     head = (array_kind(thing.dtype.str).str, thing.shape)
     if thing.nbytes > _LARGE and thing.flags.c_contiguous:
         data = memoryview(thing.reshape(-1).view(np.uint8))
-        if not thing.flags.writeable or writer.unchanged(thing, _sample(data)):
+        if not thing.flags.writeable or writer.unchanged(thing, None, data):
             return ("same", *head, b"")
     return ("value", *head, thing.tobytes())
 
@@ -369,7 +423,7 @@ def _progress(thing: Any, depth: int = 0) -> Any:
         return frame.f_code.co_qualname, frame.f_lasti, held
     if hasattr(thing, "_num_yielded"):  # of a DataLoader
         return thing._num_yielded
-    if cls is not tuple and not hasattr(cls, "__next__"):
+    if cls is not tuple and (not hasattr(cls, "__next__") or root_of(cls) in _OURS):
         return cls.__qualname__
     if depth >= _DEEPEST:
         raise _DarkError
@@ -392,21 +446,42 @@ def _shown(value: Any) -> int | str:
         return type(value).__qualname__
 
 
-def _large(_: Writer, thing: Large) -> tuple[Any, ...]:
+def _large(writer: Writer, thing: Large) -> tuple[Any, ...]:
+    """Type, number of parts, a checksum of what is compared; None in its place where it is known to have changed."""
     value = thing.value
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        data = memory_of(value)[: value.nbytes] if isinstance(value, torch.Tensor) else memoryview(value.tobytes())
-        return (name_of(type(value)), len(data), _sample(data))
-    if not isinstance(value, (list, tuple, deque, dict, set, frozenset)):
-        value = attributes_of(value)
-    parts: list[Any] = list(islice(value.items() if isinstance(value, Mapping) else value, 8))
-    if not isinstance(value, (set, frozenset)):
-        parts += islice(reversed(value.items() if isinstance(value, dict) else value), 8)
+    summary = _summary(writer, value, 0)
+    size = len(value) if hasattr(type(value), "__len__") and isinstance(value, _SIZED) else len(attributes_of(value))
+    return (name_of(type(value)), size, None if summary is None else zlib.crc32(repr(summary).encode()))
+
+
+_SIZED = (list, tuple, deque, dict, set, frozenset, torch.Tensor, np.ndarray)
+
+
+def _summary(writer: Writer, value: Any, depth: int) -> Any:
+    """Small values as a checksum; of large containers the length, and both ends; None for what has changed."""
     try:
-        shown = Writer(lambda _: False).write(parts, _LARGE)
-    except Exception:
-        shown = b""
-    return (name_of(type(thing.value)), len(value), zlib.crc32(shown))
+        return zlib.crc32(Writer(lambda _: False).write(value, _LARGE))
+    except Exception:  # too large
+        pass
+    if isinstance(value, (torch.Tensor, np.ndarray)) or depth >= _DEEPEST:
+        return None  # it is not as it was made, or it would not be here
+    if type(value) is list and not writer.same_list(value):
+        return None
+    if isinstance(value, (list, tuple, deque)):
+        ends = [*islice(value, 8), *islice(reversed(value), 8)]
+        found = [_summary(writer, each, depth + 1) for each in ends]
+    elif isinstance(value, dict):
+        found = [_summary(writer, each, depth + 1) for each in (*islice(dict.items(value), 8), *_last(value))]
+    elif isinstance(value, (set, frozenset)):
+        found = []
+    else:
+        found = [_summary(writer, each, depth + 1) for each in attributes_of(value).items()]
+        return None if None in found else found
+    return None if None in found else [len(value), found]
+
+
+def _last(table: dict[Any, Any]) -> list[Any]:
+    return list(islice(reversed(dict.items(table)), 8))
 
 
 _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
