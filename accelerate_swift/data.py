@@ -156,6 +156,11 @@ class _Tops(Iterator[Any]):
         self._begun = self._joined = False
 
     def __next__(self) -> Any:
+        item = self._next()
+        self._loop.gave(self)
+        return item
+
+    def _next(self) -> Any:
         if not self._begun:
             self._begun = True
             if self._loop.joining:

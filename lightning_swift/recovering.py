@@ -197,6 +197,7 @@ class RecoveringStrategy(CollectiveStrategy):
                 self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
             epoch = self._trainer.current_epoch if self._trainer is not None else None
             if self.job.batch_top(accumulating=accumulating, epoch=epoch):
+                self.job.variables.check_data()
                 self._log_recovery({})
 
     def eval_top(self) -> None:

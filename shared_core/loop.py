@@ -226,9 +226,11 @@ class TrainingLoop:
         target = self._target()
         if target is None or target["phase"] == self._phase:
             self._look_around(sys._getframe())
-            self.walk(own[0](), bare=bare)
+            self.walk(own[0](), "epochs", bare=bare)
             try:
                 for number in numbers if target is None else range(target["epoch"], count):
+                    if self.job is not None:
+                        self._go_on(own[0](), number - start, target)
                     self._begin_epoch(number, target)
                     target = None
                     yield number
@@ -290,6 +292,7 @@ class TrainingLoop:
                 except StopIteration:
                     return
                 begun.index += 1
+                self.gave(own[0]())
                 yield begun.index - 1, batch
                 self.total_steps += 1
         finally:
@@ -443,13 +446,17 @@ class TrainingLoop:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
         self._active = weakref.ref(position)
 
-    def walk(self, thing: Any, *, bare: bool = False) -> None:
+    def walk(self, thing: Any, what: str = "steps", *, bare: bool = False) -> None:
         """A loop of the script asks ``thing`` for its first item; see :class:`Walks`."""
         if self.job is not None and not self._replays:
-            self._walks.begin(thing, bare=bare)
+            self._walks.begin(thing, what, bare=bare)
+
+    def gave(self, thing: Any) -> None:
+        """``thing`` gives an item."""
+        self._walks.gave(thing)
 
     def walked(self, thing: Any) -> None:
-        """It has left it."""
+        """The loop has left it."""
         self._walks.end(thing)
 
     def variables_held(self) -> AbstractContextManager[None]:
@@ -508,18 +515,29 @@ class TrainingLoop:
 
     def _around(self) -> list[Any]:
         found = self._walks.capture()
-        if self.job is not None and self.job.rank == 0 and any(found):
-            for where, name in self._walks.cannot_move():
-                console_once(
-                    f"around {where}", f"{_AROUND.format(where, name)}: a lost worker is not replaced. {_GIVE}"
-                )
+        if self.job is not None and self.job.rank == 0:
+            for where, name in self._walks.stuck():
+                message = f"{_AROUND.format(where, name)}: a lost worker is not replaced. {_GIVE}"
+                console_once(f"around {where}", message)
         return found
+
+    def _go_on(self, epochs: Any, given: int, target: Mapping[str, Any] | None) -> None:
+        """``epochs`` gives the next number, in a newcomer that of its predecessor's epoch."""
+        if target is None:
+            self._walks.look(epochs)
+        else:
+            kinds: list[str] = next((each for what, each, _ in target["around"] if what == "epochs"), [])
+            self._refuse_stuck(self._walks.move(epochs, kinds, given))
+        self._walks.gave(epochs, count=given + 1)
+
+    def _refuse_stuck(self, found: tuple[str, str] | None) -> None:
+        if found is not None:
+            assert self.job is not None
+            self.job.fall_back(f"rank {self.job.rank}: {_AROUND.format(*found)}. {_GIVE}")
 
     def _restore_place(self, place: Mapping[str, Any]) -> None:
         self.total_steps, self._anchors.taken = place["steps"], dict(place["anchors"])
-        if (found := self._walks.restore(place["around"])) is not None:
-            assert self.job is not None
-            self.job.fall_back(f"rank {self.job.rank}: {_AROUND.format(*found)}. {_GIVE}")
+        self._refuse_stuck(self._walks.restore(place["around"]))
 
 
 def attach(*objects: Any) -> TrainingLoop:

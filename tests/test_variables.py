@@ -79,3 +79,30 @@ def test_without_the_capture_they_end_otherwise(framework: str, jobs: Jobs) -> N
     """The control of the tests above."""
     with pytest.raises(Mismatch):
         jobs.check("variables_in.py", args=[framework], faults=FRAMEWORKS[framework], env={OFF: "1"})
+
+
+#: Where a worker is lost: in the second epoch, of six batches.
+CHANGED = [Fault(1, 9, "bucket", "SIGKILL")]
+
+
+@pytest.mark.parametrize(
+    ("framework", "what", "name"),
+    [
+        ("lightning", "weights", "training data 0: dataset.weights"),
+        ("lightning", "order", "training data 0: sampler.order"),
+        ("transformers", "weights", "training data: dataset.weights"),
+    ],
+)
+def test_what_a_script_changes_in_data_that_a_framework_reads_is_refused_by_name(
+    framework: str, what: str, name: str, jobs: Jobs
+) -> None:
+    result = jobs.run("data_changed.py", args=[framework, what], faults=CHANGED)
+    compare(result, jobs.reference("data_changed.py", args=[framework, what]))
+    [restart] = result.kinds("restart")
+    assert f"`{name}` has changed" in restart.fields["reason"], restart.fields["reason"]
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_numbers_in_it_and_what_reading_changes_are_put_back(framework: str, jobs: Jobs) -> None:
+    """The data set keeps what it has read."""
+    jobs.check("data_changed.py", args=[framework, "level"], faults=CHANGED)

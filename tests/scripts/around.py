@@ -39,6 +39,7 @@ WAYS: dict[str, Callable[[Any], Iterable[Any]]] = {
     "enumerate": lambda steps: ((number, batch) for number, (_, batch) in enumerate(steps, 5)),
     "generator": lambda steps: enumerate(batch for _, batch in steps),
     "own": lambda steps: ((number, batch) for number, (_, (_, batch)) in enumerate(Pairs(steps))),
+    "some": lambda steps: enumerate(batch for number, batch in steps if number % 3),
     "zip": lambda steps: ((size, batch) for (_, batch), size in zip(steps, SIZES)),  # noqa: B905
     "count": lambda steps: ((size, batch) for (_, batch), size in zip(steps, itertools.count(3))),  # noqa: B905
     "both": lambda steps: ((n + m, batch) for n, (m, (_, batch)) in enumerate(enumerate(steps), 1)),

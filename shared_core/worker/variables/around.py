@@ -1,5 +1,8 @@
 """What stands between a script's ``for`` and the passes and epochs that it iterates: ``enumerate``, ``zip`` and others
 of C, which count for themselves, and which no variable holds.
+
+They hold what they ask, and nobody else may hold them: a loop that is left is known by that it lets go of them. So they
+are looked for while they ask for something, and what is published is how often they have asked.
 """
 
 from __future__ import annotations
@@ -15,26 +18,26 @@ import types
 import warnings
 import weakref
 from collections.abc import Sequence
-from operator import length_hint
 from pathlib import Path
 from typing import Any
 
-from shared_core.worker.variables.kinds import kind_of
+from shared_core.worker.variables.kinds import kind_of, root_of
 from shared_core.worker.variables.scopes import is_script
 
-_DEEPEST = 6
-#: Iterators over what is in memory: the next item changes nothing else.
+_MOST = 12
 _MEMORY: tuple[Any, ...] = ([], (), range(0), "", b"", {}, set())
-_PURE = tuple(type(iter(each)) for each in _MEMORY)
-#: What :func:`.kinds.kind_of` says of objects whose attributes are captured.
-_PYTHONS = frozenset({"object", "fixed"})
+#: Iterators over what is in memory: the next item changes nothing else.
+_PURE = (*(type(iter(each)) for each in _MEMORY), itertools.count)
 #: They ask all that they read from for an item, in order, each time that they are asked for one.
 _TOGETHER = (zip, map)
-_NOT_SHOWN = "not shown"
-_NOTHING_BEFORE = frozenset({"CACHE", "PRECALL", "EXTENDED_ARG"})
+#: What :func:`.kinds.kind_of` says of objects whose attributes are captured.
+_PYTHONS = frozenset({"object", "fixed"})
+_NOTHING = frozenset({"CACHE", "PRECALL", "EXTENDED_ARG"})
+#: Stands before the names of those whose place cannot be given to another process.
+_STUCK = "!"
 
-#: What an iterator is, and where: plain data.
-Place = list[Any]
+
+# -- looking ----------------------------------------------------------------------------------------------------------
 
 
 def is_bare(frame: types.FrameType) -> bool:
@@ -45,29 +48,25 @@ def is_bare(frame: types.FrameType) -> bool:
 @functools.lru_cache(maxsize=256)
 def _iterates_next(code: types.CodeType, last: int) -> bool:
     after = (each.opname for each in dis.get_instructions(code) if each.offset > last)
-    found = itertools.islice((name for name in after if name not in _NOTHING_BEFORE), 2)
+    found = itertools.islice((name for name in after if name not in _NOTHING), 2)
     return list(found) == ["GET_ITER", "FOR_ITER"]
 
 
-def around(thing: Any) -> tuple[list[Any], list[Any]]:
-    """Iterators of C that ask this one for its items, directly or through others, the innermost first; and all that
-    asks, those of Python too. Slow: all objects are looked at. Called by what is asked.
+def links_around(thing: Any) -> list[Any]:
+    """All that asks this one for its items, directly or through others, the innermost first. Slow: all objects are
+    looked at. Called by what is asked.
     """
-    found: list[Any] = []
-    chain = [thing, *_of_python(thing)]
-    for each in tuple(chain):
-        for _ in range(_DEEPEST):
-            each = _outer(each)
-            if each is None:
-                break
-            (chain if kind_of(type(each)) in _PYTHONS or isinstance(each, types.GeneratorType) else found).append(each)
-    return found, [*chain, *found]
+    found = [thing]
+    for each in (thing, *_asking_in_python(thing)):
+        while each is not None and len(found) < _MOST:
+            if all(each is not one for one in found):
+                found.append(each)
+            each = _outer(each, found)
+    return found[1:]
 
 
-def _of_python(thing: Any) -> list[Any]:
-    """Generators, and objects with ``__next__``, that are asking this one. What they hold is captured: with the
-    variables of running functions, or as attributes.
-    """
+def _asking_in_python(thing: Any) -> list[Any]:
+    """Generators, and objects with ``__next__``, that run and ask this one."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and not _runs(frame, thing):
         frame = frame.f_back
@@ -94,103 +93,90 @@ def _own_of(frame: types.FrameType) -> Any:
     return frame.f_locals.get(names[0]) if names and frame.f_code.co_argcount else None
 
 
-def _outer(thing: Any) -> Any:
-    """What holds this one and asks it; of generators those that do not run, which show what they hold."""
+def _outer(thing: Any, known: Sequence[Any]) -> Any:
+    """What holds this one and asks it, but those that are known; of generators those that do not run, which show what
+    they hold.
+    """
     for each in gc.get_referrers(thing):
         if type(each) is tuple:  # zip and map hold what they read from in one
             each = next((one for one in gc.get_referrers(each) if isinstance(one, _TOGETHER)), None)
         elif type(each) is dict:  # attributes
             each = next((one for one in gc.get_referrers(each) if hasattr(type(one), "__next__")), None)
-        if each is not None and hasattr(type(each), "__next__"):
+        if each is not None and hasattr(type(each), "__next__") and all(each is not one for one in known):
             return each
     return None
 
 
-def places(found: Sequence[Any], chain: Sequence[Any]) -> list[Place]:
-    """Where each of :func:`around` is."""
-    return [_place(each, chain) for each in found]
+# -- what can be moved ------------------------------------------------------------------------------------------------
 
 
-def _place(each: Any, chain: Sequence[Any]) -> Place:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that iterators are pickled: here only their places are looked at
-        try:
-            parts = each.__reduce__()[1:]
-        except TypeError:
-            return [type(each).__name__, _NOT_SHOWN]
-    if type(each) is enumerate:
-        return ["enumerate", parts[0][1]]
-    if type(each) is filter:
-        return ["filter"]
-    if isinstance(each, _TOGETHER):
-        members = _members(each, parts)
-        mine = next((i for i, one in enumerate(members) if any(one is link for link in chain)), len(members))
-        return [type(each).__name__, mine, [_of_member(one) for i, one in enumerate(members) if i != mine]]
-    return [type(each).__name__, *(_simple(one) for part in parts if isinstance(part, tuple) for one in part)]
+def kinds_of(links: Sequence[Any], thing: Any) -> list[str]:
+    """Names of those that count for themselves, the innermost first; see :data:`_STUCK`."""
+    found: list[str] = []
+    counts = True  # each is asked as often as the thing
+    for each in links:
+        if isinstance(each, types.GeneratorType) or kind_of(type(each)) in _PYTHONS:
+            counts = counts and _gives_one_for_one(each)
+        elif type(each) is filter:
+            counts = False
+        else:
+            movable = counts and (type(each) is enumerate or _can_move_together(each, (thing, *links)))
+            found.append(type(each).__name__ if movable else _STUCK + type(each).__name__)
+    return found
 
 
-def _members(each: Any, parts: Any) -> tuple[Any, ...]:
-    return tuple(parts[0][1:] if type(each) is map else parts[0])
-
-
-def _of_member(one: Any) -> Any:
-    if isinstance(one, _PURE):
-        return ["left", length_hint(one)]
-    if type(one) is itertools.count and isinstance(n := one.__reduce__()[1][0], int):
-        return ["count", n]
-    return [type(one).__qualname__, _NOT_SHOWN]
-
-
-def _simple(one: Any) -> Any:
-    return one if isinstance(one, (int, float, str, type(None))) else type(one).__qualname__
-
-
-def can_be_put_back(place: Place) -> bool:
-    """Whether an iterator that is at this place can be moved there in a replacement."""
-    if place[0] in ("zip", "map"):
-        return place[1] == 0 and all(each[1] != _NOT_SHOWN for each in place[2])
-    return place[0] in ("enumerate", "filter")
-
-
-def put_back(found: Sequence[Any], chain: Sequence[Any], theirs: Sequence[Place]) -> str:
-    """Move what is around an iterator to where it was in another run.
-
-    Returns:
-        The name of what cannot be moved; empty if there is none.
-    """
-    mine = places(found, chain)
-    if [each[0] for each in mine] != [each[0] for each in theirs]:
-        return next((str(each[0]) for each in (*theirs, *mine)), "for")
-    for i, (each, here, there) in enumerate(zip(found, mine, theirs, strict=True)):
-        if type(each) is enumerate and not _count_from(each, there[1]):
-            return "enumerate"
-        if here != there and _NOT_SHOWN not in there and isinstance(each, _TOGETHER) and can_be_put_back(there):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                members = _members(each, each.__reduce__()[1:])
-            for one, (_, now), (_, then) in zip(members[1:], here[2], there[2], strict=True):
-                for _ in range(abs(now - then)):
-                    next(one)
-        if places(found, chain)[i] != there or _NOT_SHOWN in there:
-            return str(there[0])
-    return ""
-
-
-def _count_from(each: Any, number: int) -> bool:
-    """Set the next number of an ``enumerate``, which has no method for it: it lies behind what all objects have, which
-    is checked before and afterwards."""
-    place = ctypes.c_ssize_t.from_address(id(each) + object.__basicsize__)
-    if place.value != each.__reduce__()[1][1] or not 0 <= number < 1 << 62:
+def _gives_one_for_one(each: Any) -> bool:
+    if root_of(type(each)) == "tqdm" or root_of(type(each)) in ("shared_core", "lightning_swift", "accelerate_swift"):
+        return True
+    if not isinstance(each, types.GeneratorType):
         return False
-    place.value = number
-    return bool(each.__reduce__()[1][1] == number)
+    if "tqdm" in each.gi_code.co_filename or not is_script(each.gi_code, _globals_of(each)):
+        return True  # of a loader, or of a progress bar
+    names = [one.opname for one in dis.get_instructions(each.gi_code)]
+    jumps = any("JUMP_IF" in name or "JUMP_FORWARD_IF" in name or "JUMP_BACKWARD_IF" in name for name in names)
+    return names.count("FOR_ITER") == 1 and names.count("YIELD_VALUE") == 1 and not jumps
 
 
-def script_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """The innermost frame of the script, from this one outward."""
-    while frame is not None and not is_script(frame.f_code, frame.f_globals):
-        frame = frame.f_back
-    return frame
+def _globals_of(each: types.GeneratorType[Any, Any, Any]) -> dict[str, Any]:
+    return each.gi_frame.f_globals if each.gi_frame is not None else {}
+
+
+def _can_move_together(each: Any, chain: Sequence[Any]) -> bool:
+    members = _members(each) if isinstance(each, _TOGETHER) else ()
+    return bool(members) and any(members[0] is one for one in chain) and all(type(one) in _PURE for one in members[1:])
+
+
+def _members(each: Any) -> tuple[Any, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that iterators are pickled: here only what they hold is looked at
+        parts: tuple[Any, ...] = each.__reduce__()[1]
+    return parts[1:] if type(each) is map else parts
+
+
+def move(links: Sequence[Any], times: int) -> bool:
+    """Move what :func:`kinds_of` has found to where it is after it has asked so often. False if that cannot be."""
+    for each in links:
+        if type(each) is enumerate and not _count_on(each, times):
+            return False
+        if isinstance(each, _TOGETHER):
+            for one in _members(each)[1:]:
+                for _ in range(times):
+                    next(one, None)
+    return True
+
+
+def _count_on(each: Any, times: int) -> bool:
+    """Have an ``enumerate`` go on with a later number. It has no method for that; the number lies behind what all
+    objects have, which is checked before and afterwards."""
+    number = each.__reduce__()[1][1]
+    place = ctypes.c_ssize_t.from_address(id(each) + object.__basicsize__)
+    if place.value != number or not 0 <= number + times < 1 << 62:
+        return False
+    place.value = number + times
+    return bool(each.__reduce__()[1][1] == number + times)
+
+
+# -- loops ------------------------------------------------------------------------------------------------------------
 
 
 class _Walk:
@@ -198,74 +184,107 @@ class _Walk:
 
     Args:
         thing: what it iterates.
-        bare: nothing is around it, as its code shows.
+        frame: of the script, which runs the loop.
+        what: a word for what it iterates.
     """
 
-    def __init__(self, thing: Any, bare: bool) -> None:
-        frame = script_frame(sys._getframe(2))
+    def __init__(self, thing: Any, frame: types.FrameType | None, what: str) -> None:
+        self.what = what
         self.ref = weakref.ref(thing)
         self.key = (frame.f_code, frame.f_lasti) if frame is not None else None
         self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "the script"
-        self.found: list[Any] | None = [] if bare else None
-        self.chain: list[Any] = []
-
-    def places(self) -> list[Place]:
-        """Where all that is around is."""
-        return places(self.found or (), self.chain)
+        self.kinds: list[str] | None = None
+        self.given = 0
 
 
 class Walks:
     """The loops of a script that are running, and what is around what they iterate."""
 
     def __init__(self) -> None:
-        #: Places in the script where nothing was around.
-        self._bare: set[tuple[types.CodeType, int]] = set()
+        #: What is around, by the place in the script.
+        self._known: dict[tuple[types.CodeType, int], list[str]] = {}
         self._walks: list[_Walk] = []
 
-    def begin(self, thing: Any, *, bare: bool = False) -> None:
-        """A loop of the script asks this for its first item. Called by what it asks.
+    def begin(self, thing: Any, what: str, *, bare: bool = False) -> None:
+        """A loop of the script asks this for its first item. Called by what is asked.
 
         Args:
             thing: what is asked.
-            bare: see :func:`is_bare`.
+            what: a word for it: epochs, steps.
+            bare: nothing is around it; see :func:`is_bare`.
         """
-        self._walks.append(_Walk(thing, bare))
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and not is_script(frame.f_code, frame.f_globals):
+            frame = frame.f_back
+        self._walks = [each for each in self._walks if each.ref() not in (None, thing)]
+        walk = _Walk(thing, frame, what)
+        walk.kinds = [] if bare else self._known.get(walk.key) if walk.key is not None else None
+        self._walks.append(walk)
 
     def end(self, thing: Any) -> None:
-        """It has left it."""
+        """The script has left it."""
         self._walks = [each for each in self._walks if each.ref() not in (None, thing)]
 
-    def capture(self) -> list[list[Place]]:
-        """Where all that is around is, from the outermost loop inward."""
-        for walk in self._running():
-            self._look(walk)
-        return [walk.places() for walk in self._running()]
+    def gave(self, thing: Any, *, count: int | None = None) -> None:
+        """It is about to give an item, or has given so many."""
+        for each in self._walks:
+            if each.ref() is thing:
+                each.given = each.given + 1 if count is None else count
 
-    def cannot_move(self) -> list[tuple[str, str]]:
-        """(place in the script, name) of all that is around and cannot be put back in a replacement."""
+    def capture(self) -> list[tuple[str, list[str], int]]:
+        """What each loop iterates, what is around that, and how many items it has been given; from the outermost loop
+        inward."""
+        return [(each.what, self._look(each), each.given) for each in self._walks if each.ref() is not None]
+
+    def stuck(self) -> list[tuple[str, str]]:
+        """(place in the script, name) of all that cannot be moved in a replacement."""
         return [
-            (walk.where, place[0]) for walk in self._running() for place in walk.places() if not can_be_put_back(place)
+            (each.where, kind.removeprefix(_STUCK))
+            for each in self._walks
+            for kind in each.kinds or ()
+            if kind.startswith(_STUCK)
         ]
 
-    def restore(self, captured: Sequence[Sequence[Place]]) -> tuple[str, str] | None:
-        """Inverse of :meth:`capture`, in another process; (place in the script, name) of what cannot be put back."""
-        for walk, theirs in zip(self._running(), captured, strict=False):
-            if not theirs:
-                walk.found = walk.found or []
-                continue
-            walk.found = None
-            self._look(walk)
-            if name := put_back(walk.found or (), walk.chain, theirs):
-                return walk.where, name
+    def look(self, thing: Any) -> None:
+        """Find what is around it, now that it is asked."""
+        for each in self._walks:
+            if each.ref() is thing:
+                self._look(each)
+
+    def move(self, thing: Any, kinds: Sequence[str], given: int) -> tuple[str, str] | None:
+        """Move what is around this one, which is asked for its first item in a replacement, to where it was in the
+        failed worker; (place in the script, name) of what cannot be moved.
+        """
+        walk = next((each for each in self._walks if each.ref() is thing), None)
+        if walk is None:
+            return None
+        walk.kinds, walk.given = list(kinds), given
+        if not kinds or not given:
+            return None
+        links = links_around(thing)
+        mine = kinds_of(links, thing)
+        wrong = next((each for each in (*kinds, *mine) if each.startswith(_STUCK)), None)
+        if wrong is None and mine != walk.kinds:
+            wrong = kinds[0]
+        if wrong is None and not move(links, given):
+            wrong = "enumerate"
+        return None if wrong is None else (walk.where, wrong.removeprefix(_STUCK))
+
+    def restore(self, captured: Sequence[tuple[str, Sequence[str], int]]) -> tuple[str, str] | None:
+        """Inverse of :meth:`capture`, for all loops but those that have given items here."""
+        todo = list(captured)
+        for walk in list(self._walks):
+            place = next((each for each in todo if each[0] == walk.what), None)
+            if place is not None:
+                todo.remove(place)
+                if not walk.given and (found := self.move(walk.ref(), *place[1:])) is not None:
+                    return found
         return None
 
-    def _running(self) -> list[_Walk]:
-        return [each for each in self._walks if each.ref() is not None]
-
-    def _look(self, walk: _Walk) -> None:
-        if walk.found is None:
-            walk.found, walk.chain = ([], []) if walk.key in self._bare else around(walk.ref())
-            if not walk.found:
-                walk.chain = []
-                if walk.key is not None:
-                    self._bare.add(walk.key)
+    def _look(self, walk: _Walk) -> list[str]:
+        if walk.kinds is None:
+            thing = walk.ref()
+            walk.kinds = kinds_of(links_around(thing), thing)
+            if walk.key is not None:
+                self._known[walk.key] = walk.kinds
+        return walk.kinds

@@ -18,6 +18,7 @@ from shared_core.encoding.plain import loads
 from shared_core.errors import RecoveryFailed
 from shared_core.events import console_once
 from shared_core.worker.variables.changes import changed, digests
+from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of
 from shared_core.worker.variables.scopes import Scope, Scopes, Told, import_again
@@ -81,6 +82,9 @@ class Variables:
         self._holds = False
         self._held: tuple[dict[str, Any], Origin] | None = None
         self._dear, self._dark = 0, (0, 0)
+        #: Of the loops of frameworks.
+        self.data_sets = DataSets(self._writer.ignored, self._tell_seldom)
+        self._of_data: tuple[dict[str, bytes], Origin] | None = None
 
     # -- what counts --------------------------------------------------------------------------------------------------
 
@@ -162,7 +166,7 @@ class Variables:
             self._writer.begins = False
             if self._first is None:
                 self._first = digests(*read_own(now))
-        return {"now": now, "first": self._first}
+        return {"now": now, "first": self._first, "data": self.data_sets.changed() if boundary else {}}
 
     def _find(self, frame: types.FrameType) -> list[Scope]:
         scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
@@ -285,6 +289,8 @@ class Variables:
             boundary: see :meth:`capture`.
         """
         origin = self._origin()
+        if boundary and stored:
+            self._of_data = stored.get("data", {}), origin
         if self._holds and boundary:
             self._held = stored, origin
         else:
@@ -297,6 +303,30 @@ class Variables:
             refusal = f"rank {self._rank}: the script's variables cannot be put back: {type(error).__name__}: {error}"
         if refusal:
             self._refuse(refusal, origin)
+
+    def check_data(self) -> None:
+        """In a replacement, after all was read that is read again: refuse what a script has changed of data sets and
+        samplers that its framework reads.
+        """
+        if self._of_data is None:
+            return
+        (theirs, origin), self._of_data = self._of_data, None
+        name = self.data_sets.differ(theirs) if origin != "other" else ""
+        if name:
+            self._refuse(
+                f"rank {self._rank}: `{name}` has changed since training began, and not by what is read again: what "
+                "was drawn and read with it cannot be had again. Change numbers in data sets and samplers only, or "
+                "read the data in a loop of your own; if nothing depends on it, write "
+                f"job.ignore({name.rpartition('.')[2]!r})",
+                origin,
+            )
+
+    def _tell_seldom(self, name: str, seconds: float) -> None:
+        self._tell(
+            f"seldom {name}",
+            f"`{name}` is so large that it is looked at every {seconds:.1f} s only: if the script changes it while "
+            "training, other than by reading, a worker that is lost before that goes on with what it was at the start",
+        )
 
     @contextmanager
     def held(self) -> Iterator[None]:

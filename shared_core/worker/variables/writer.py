@@ -174,6 +174,8 @@ class Writer:
         self.begins = True
         #: Whether data sets and samplers count: where they are put back after all was read that is read again.
         self.data = False
+        #: Whether all that is written is of data sets and samplers.
+        self.of_data = False
         #: Bytes of the largest array of which only a part is looked at each time.
         self.partly = 0
         self._followed: dict[int, _Followed] = {}
@@ -268,7 +270,7 @@ class _Values(_Pickler):
     def __init__(self, file: io.BytesIO, writer: Writer) -> None:
         super().__init__(file, None)
         self._writer, self._todo, self._count = writer, deque[tuple[int, str, Any, bool]](), 0
-        self._of_data = False
+        self._of_data = writer.of_data
 
     def reducer_override(self, obj: Any) -> Any:
         cls = type(obj)
