@@ -156,8 +156,10 @@ class _Tops(Iterator[Any]):
         self._begun = self._joined = False
 
     def __next__(self) -> Any:
+        ahead = not self._begun  # the script gets it when the next one is asked for
         item = self._next()
-        self._loop.gave(self)
+        if not ahead:
+            self._loop.gave(self)
         return item
 
     def _next(self) -> Any:
