@@ -178,6 +178,7 @@ class RecoveringStrategy(CollectiveStrategy):
             lazy=self.joining,
             orders=self.job.orders if trainer.training else None,
             copied=self.job.reroutes,
+            reading=self.job.reading,
         )
 
     # -- batch tops ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Data sets and samplers under a framework's loop: whether a script changes what they hold, beside what reading does.
 
 A replacement draws the indices of a pass again, and reads batches again, with what the data set held at the script's
-start. So a change that the replacement does not make by reading is refused.
+start. So what has changed while nothing was read, which the replacement has not changed, is refused.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import Dataset, Sampler
@@ -39,7 +40,10 @@ class DataSets:
         self._writer = Writer(lambda _: False)
         self._writer.of_data = True
         self._ignored, self._tell = ignored, tell
-        self._first: dict[str, int] = {}
+        #: Checksums after something was read; names of what was another one before the next was read.
+        self._after: dict[str, int] | None = None
+        self._by_script: set[str] = set()
+        self._depth = 0
         self._now: dict[str, tuple[int, float]] = {}
 
     def watch(self, loaders: Callable[[], Mapping[str, Any]]) -> None:
@@ -48,37 +52,57 @@ class DataSets:
         Args:
             loaders: by names that they have in a replacement, too.
         """
-        self._loaders = loaders
+        self._loaders, self._after = loaders, None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """What changes in here is changed by reading."""
+        if self._depth == 0:
+            self._look()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self._after = self._checksums()
 
     def changed(self) -> dict[str, bytes]:
-        """Names and digests of what is not as it was when this was called first."""
-        found: dict[str, bytes] = {}
-        for name, value in self._attributes():
-            now = self._checksum(name, value)
-            if self._first.setdefault(name, now) != now:
-                found[name] = self._digest(value)
+        """Names and digests of what has changed while nothing was read."""
+        self._look()
         self._writer.begins = False
-        return found
+        return {name: self._digest(value) for name, value in self._attributes() if name in self._by_script}
+
+    def _look(self) -> None:
+        if self._after is not None:
+            now = self._checksums()
+            self._by_script.update(name for name, each in self._after.items() if now.get(name, each) != each)
+            self._after = now
+
+    def _checksums(self) -> dict[str, int]:
+        return {name: self._checksum(name, value) for name, value in self._attributes()}
 
     def differ(self, theirs: Mapping[str, bytes]) -> str:
         """The first name under which this process holds something else; empty if there is none."""
         if not theirs:
             return ""
+        self._by_script.update(theirs)
         here = dict(self._attributes())
         wrong = [name for name, digest in theirs.items() if name not in here or self._digest(here[name]) != digest]
         return wrong[0] if wrong else ""
 
     def _checksum(self, name: str, value: Any) -> int:
-        known, now = self._now.get(name), time.monotonic()
-        if known is not None and now < known[1]:
+        known, begun = self._now.get(name), time.thread_time()
+        if known is not None and time.monotonic() < known[1]:
             return known[0]
         try:
             found = zlib.crc32(self._writer.write(value))
         except Exception:  # too much: only its length is seen
             found = len(value) if hasattr(type(value), "__len__") else 0
-        took = time.monotonic() - now
-        self._now[name] = found, now + (_PATIENCE * took if took > _DEAR_S else 0.0)
-        if took > _DEAR_S:
+        took = time.thread_time() - begun
+        seldom = took > _DEAR_S and known is not None  # what is done once takes longer
+        self._now[name] = found, time.monotonic() + _PATIENCE * took if seldom else 0.0
+        if seldom:
             self._tell(name, _PATIENCE * took)
         return found
 
