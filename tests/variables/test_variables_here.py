@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from shared_core.errors import CorruptFile, RecoveryFailed
 from shared_core.pipeline.compat import OF_MODULES
 from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.liveness import live
+from shared_core.worker.variables.scopes import import_again
 from shared_core.worker.variables.variables import Origin, Variables
 from shared_core.worker.variables.writer import Writer, read_own
 
@@ -256,6 +258,17 @@ def test_parts_of_a_model_are_found_by_their_names() -> None:
         return [one is other for one, other in zip(each, [net[1], *net.parameters()], strict=True)]
 
     assert both(script) == ([True] * 5, [True] * 5, "")
+
+
+def test_only_modules_of_the_script_are_imported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_it.py").write_text("import random\nx = random.random()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    library = next(each for each in ("turtle", "cgi", "this", "antigravity") if each not in sys.modules)
+    before = random.getstate()
+    assert import_again([library, "beside_it", "there_is_none", "beside_it:Class"])
+    assert "beside_it" in sys.modules and library not in sys.modules and random.getstate() == before
+    assert not import_again(["beside_it"])
+    del sys.modules["beside_it"]
 
 
 class Named(nn.Linear):
