@@ -101,6 +101,7 @@ class Gate:
             return iter(())
         tops = _Tops(watch, _Inner(self._tracked, self._skip))
         loop.activate(tops)
+        loop.walk(tops)
         return tops
 
 
@@ -155,6 +156,13 @@ class _Tops(Iterator[Any]):
         self._begun = self._joined = False
 
     def __next__(self) -> Any:
+        ahead = not self._begun  # the script gets it when the next one is asked for
+        item = self._next()
+        if not ahead:
+            self._loop.gave(self)
+        return item
+
+    def _next(self) -> Any:
         if not self._begun:
             self._begun = True
             if self._loop.joining:

@@ -6,7 +6,8 @@ another rank it needs the shapes that were announced, which are published with t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         return made
 
     def __iter__(self) -> Iterator[Any]:
+        own: list[Callable[[], Any]] = []
+        batches = self._batches(own)
+        own.append(weakref.ref(batches))
+        return batches
+
+    def _batches(self, own: Sequence[Callable[[], Any]]) -> Iterator[Any]:
         watch, loop = self._watch, self._watch.loop
         if not watch.training or not torch.is_grad_enabled() or loop.nested:
             yield from super().__iter__()
@@ -66,6 +73,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         position: Position = iter(self._tracked.loader)
         if marks_tops:
             loop.activate(position)
+            loop.walk(own[0]())
             goes_on = loop.joining and loop.batch_top()
         else:
             goes_on = self._tracked.goes_on
@@ -84,7 +92,9 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
             if marks_tops and not self.end_of_dataloader:
                 loop.batch_top()
         while not self.end_of_dataloader:
-            yield self._deliver(position)
+            batch = self._deliver(position)
+            loop.gave(own[0]())
+            yield batch
             if marks_tops and not self.end_of_dataloader:
                 loop.batch_top()
         self.iteration += 1

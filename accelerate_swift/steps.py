@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
-from types import GeneratorType
 from typing import Any
 
 
@@ -42,13 +40,3 @@ class Steps:
     def restore(self, numbers: Mapping[int, int]) -> None:
         """Inverse of :meth:`capture`."""
         self._theirs = dict(numbers)
-
-
-def enumerated() -> bool:
-    """Whether an ``enumerate`` asks for its next item right now: from a loader that is just being asked, say."""
-    return any(
-        isinstance(inner, GeneratorType) and inner.gi_running
-        for each in gc.get_objects()
-        if type(each) is enumerate
-        for inner in gc.get_referents(each)
-    )

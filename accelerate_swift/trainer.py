@@ -89,6 +89,9 @@ class SwiftTrainer(transformers.Trainer):
                     "change in the middle of one: leave on_failure='replace' and resize.replace_timeout_s=0"
                 )
             self._swift_tell(job)
+            job.variables.data_sets.watch(
+                lambda: {f"{k} data": loader for k, (loader, _) in self._swift_loaders.items()}
+            )
             job.checkpoints.keep_number("transformers.Trainer counts the steps of an epoch in advance")
             job.checkpoints.note_reachable(self._swift_phase == 1)
             if self._swift.loop.joining:
@@ -181,6 +184,7 @@ class SwiftTrainer(transformers.Trainer):
         watch.fetching = True
         try:
             samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+            job.variables.check_data()
         finally:
             watch.fetching = False
         self._swift_batches += len(samples[0])

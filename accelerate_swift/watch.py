@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from accelerate_swift import compat
 from accelerate_swift.alike import refuse_alone, refuse_apart
-from accelerate_swift.steps import enumerated
 from shared_core import Job, SwiftConfig, TrainingLoop
 from shared_core.devices import check as check_device
 from shared_core.encoding import holds_weights
@@ -43,7 +42,7 @@ class Watch:
         self._models: list[nn.Module] = []
         self._attached: list[Any] = []
         self._handles: list[Any] = []
-        self._warned = self._looked = False
+        self._warned = False
         self._numbered = self._kept = 0
         self._epoch_keys: list[str] = []
 
@@ -74,14 +73,6 @@ class Watch:
                     "the epochs are not counted by plugin.epochs(n): a worker that is lost after the first pass over "
                     "the data cannot be replaced: all workers then start again. Write "
                     "'for epoch in plugin.epochs(n):'",
-                )
-        if not self._looked and self.fetching is None:
-            self._looked = True
-            if job.rank == 0 and enumerated():
-                console_once(
-                    "enumerate",
-                    "enumerate() counts the batches, and begins with 0 in a worker that replaces a lost one. If the "
-                    "loop uses these numbers, write 'for step, batch in plugin.steps(loader):'",
                 )
         self.attach()
 

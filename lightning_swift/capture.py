@@ -49,6 +49,7 @@ class RunState:
         self._told: list[str] = []
         for cls, leaves in _OF_FRAMEWORKS.items():
             job.variables.leave(cls, leaves)
+        job.variables.data_sets.watch(self.data.loaders)
         self.tell()
         for name, capture, restore, forward in (
             ("progress", self._capture_progress, self._restore_progress, False),

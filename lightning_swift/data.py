@@ -42,6 +42,15 @@ class Data:
         for loader in _wrapped(loader_of(self._trainer.fit_loop)):
             loader.fetches_ahead(ahead)
 
+    def loaders(self) -> dict[str, Any]:
+        """All of them, by name."""
+        fit = self._trainer.fit_loop
+        return {
+            f"{name} data {number}": loader
+            for name, loop in (("training", fit), ("validation", fit.epoch_loop.val_loop))
+            for number, loader in enumerate(_wrapped(loader_of(loop)))
+        }
+
     def lengths(self) -> list[Any]:
         """What depends on the number of batches of this rank in a pass over the data."""
         fit = self._trainer.fit_loop

@@ -187,6 +187,7 @@ class RecoveringStrategy(CollectiveStrategy):
             lazy=self.joining,
             orders=self.job.orders if trainer.training else None,
             copied=self.job.reroutes,
+            reading=self.job.reading,
         )
 
     # -- batch tops ---------------------------------------------------------------------------------------------------
@@ -206,6 +207,7 @@ class RecoveringStrategy(CollectiveStrategy):
                 self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
             epoch = self._trainer.current_epoch if self._trainer is not None else None
             if self.job.batch_top(accumulating=accumulating, epoch=epoch):
+                self.job.variables.check_data()
                 self._log_recovery({})
 
     def eval_top(self) -> None:

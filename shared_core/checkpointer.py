@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
@@ -223,6 +223,7 @@ class Alone(_NoNewcomers):
 
     reroutes = added = False
     orders = None
+    reading = nullcontext
 
     def __init__(self, config: SwiftConfig, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         assert config.checkpoint.dir is not None

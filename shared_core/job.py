@@ -9,7 +9,8 @@ others.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -81,6 +82,11 @@ class Job:
     def added(self) -> bool:
         """What is being restored is a copy of another rank's, because this one has been added."""
         return self.position.added
+
+    @property
+    def reading(self) -> Callable[[], AbstractContextManager[None]]:
+        """Entered whenever a loader is asked for something; see :class:`.DataSets`."""
+        return self.variables.data_sets.reading
 
     @property
     def orders(self) -> Orders | None:

@@ -28,6 +28,7 @@ from shared_core.loaders import Loaders, TrackedLoader, read_random, write_rando
 from shared_core.registered import Registered
 from shared_core.sharing import SharedStep, StepSharing, shared_steps
 from shared_core.worker.sharded.own import Owner
+from shared_core.worker.variables.around import Walks, is_bare
 from shared_core.worker.variables.variables import Variables
 
 #: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
@@ -65,6 +66,13 @@ _GRADIENTS_OFF = (
 _INFERENCE = (
     "job.steps(loader) is used under torch.inference_mode(), where a newcomer cannot be given its state: evaluate with "
     "'for batch in loader:', without job.steps"
+)
+
+
+_AROUND = "the loop at {} goes through {}(), whose place cannot be given to another process"
+_GIVE = (
+    "Use the numbers that epochs() and steps() give, and put what picks or joins batches inside, as in "
+    "job.steps(zip(loader, other))"
 )
 
 
@@ -183,6 +191,7 @@ class TrainingLoop:
         self._looked = self._replays = False
         self._warnings = _Warnings(UNMARKED[name])
         self._active: Callable[[], Any] = lambda: None
+        self._walks = Walks()
         self._registered = Registered()
         self._anchors = _Anchors(self._registered)
         self._config = SwiftConfig()
@@ -203,6 +212,12 @@ class TrainingLoop:
             count: end of the range.
             start: first number.
         """
+        own: list[Callable[[], Any]] = []
+        epochs = self._epochs(count, start, own, is_bare(sys._getframe(1)))
+        own.append(weakref.ref(epochs))
+        return epochs
+
+    def _epochs(self, count: int, start: int, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[int]:
         numbers = _in_order(self._name, count, start)
         if self._replays:
             return (yield from numbers)
@@ -211,13 +226,17 @@ class TrainingLoop:
         target = self._target()
         if target is None or target["phase"] == self._phase:
             self._look_around(sys._getframe())
+            self.walk(own[0](), "epochs", bare=bare)
             try:
                 for number in numbers if target is None else range(target["epoch"], count):
+                    if self.job is not None:
+                        self._go_on(own[0](), number - start, target)
                     self._begin_epoch(number, target)
                     target = None
                     yield number
                     self._warnings.epoch_ends(self.job)
             finally:  # also where the script leaves the loop
+                self.walked(own[0]())
                 self.epoch = None
                 self._next_phase()
         else:
@@ -237,6 +256,12 @@ class TrainingLoop:
         Raises:
             Unsupported: for an iterable whose items cannot be found again, and under ``torch.inference_mode()``.
         """
+        own: list[Callable[[], Any]] = []
+        steps = self._steps(loader, own, is_bare(sys._getframe(1)))
+        own.append(weakref.ref(steps))
+        return steps
+
+    def _steps(self, loader: Any, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[tuple[int, Any]]:
         if self.job is None:
             for index, batch in enumerate(loader):
                 yield index, batch
@@ -252,6 +277,7 @@ class TrainingLoop:
         if outer:
             self.activate(begun.position)
         entered = False
+        self.walk(own[0](), bare=bare)
         try:
             while True:
                 if not entered and not self.joining:
@@ -266,9 +292,11 @@ class TrainingLoop:
                 except StopIteration:
                     return
                 begun.index += 1
+                self.gave(own[0]())
                 yield begun.index - 1, batch
                 self.total_steps += 1
         finally:
+            self.walked(own[0]())
             self._loaders.leave(begun)
             if outer:
                 self.end_round()
@@ -418,6 +446,19 @@ class TrainingLoop:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
         self._active = weakref.ref(position)
 
+    def walk(self, thing: Any, what: str = "steps", *, bare: bool = False) -> None:
+        """A loop of the script asks ``thing`` for its first item; see :class:`Walks`."""
+        if self.job is not None and not self._replays:
+            self._walks.begin(thing, what, bare=bare)
+
+    def gave(self, thing: Any) -> None:
+        """``thing`` gives an item."""
+        self._walks.gave(thing)
+
+    def walked(self, thing: Any) -> None:
+        """The loop has left it."""
+        self._walks.end(thing)
+
     def variables_held(self) -> AbstractContextManager[None]:
         """Around a batch top and the reading of what was read before it; see :meth:`Variables.held`."""
         assert self.job is not None
@@ -469,10 +510,34 @@ class TrainingLoop:
             "round": self._round,
             "steps": self.total_steps,
             "anchors": self._anchors.taken,
+            "around": self._around(),
         }
+
+    def _around(self) -> list[Any]:
+        found = self._walks.capture()
+        if self.job is not None and self.job.rank == 0:
+            for where, name in self._walks.stuck():
+                message = f"{_AROUND.format(where, name)}: a lost worker is not replaced. {_GIVE}"
+                console_once(f"around {where}", message)
+        return found
+
+    def _go_on(self, epochs: Any, given: int, target: Mapping[str, Any] | None) -> None:
+        """``epochs`` gives the next number, in a newcomer that of its predecessor's epoch."""
+        if target is None:
+            self._walks.look(epochs)
+        else:
+            kinds: list[str] = next((each for what, each, _ in target["around"] if what == "epochs"), [])
+            self._refuse_stuck(self._walks.move(epochs, kinds, given))
+        self._walks.gave(epochs, count=given + 1)
+
+    def _refuse_stuck(self, found: tuple[str, str] | None) -> None:
+        if found is not None:
+            assert self.job is not None
+            self.job.fall_back(f"rank {self.job.rank}: {_AROUND.format(*found)}. {_GIVE}")
 
     def _restore_place(self, place: Mapping[str, Any]) -> None:
         self.total_steps, self._anchors.taken = place["steps"], dict(place["anchors"])
+        self._refuse_stuck(self._walks.restore(place["around"]))
 
 
 def attach(*objects: Any) -> TrainingLoop:

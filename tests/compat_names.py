@@ -38,6 +38,8 @@ def _what_is_wrong(name: str) -> str | None:
     if not hasattr(owner, last):
         if isinstance(owner, type) and last in stored_by(owner):
             return None
+        if inspect.isfunction(owner) and last in _stored(inspect.unwrap(owner).__code__):
+            return None
         return f"{module}:{'.'.join(owners)} has no {last}"
     if parameters:
         found = ", ".join(parameters_of(getattr(owner, last)))

@@ -69,7 +69,7 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
 def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
     result = jobs.run("acc.py")
     compare(result, jobs.reference("acc.py"))
-    assert result.stderr.count("'for step, batch in plugin.steps(loader):'") == 1, result.tail()
+    assert "the loop at" not in result.stderr, result.tail()  # enumerate() goes on at its place
 
 
 def test_the_handler_alone_survives_losses_in_the_first_epoch_and_warns(jobs: Jobs) -> None:

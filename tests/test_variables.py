@@ -17,6 +17,7 @@ CASES: dict[str, list[Fault]] = {
     "mean": [Fault(0, 17, "bucket", "SIGKILL")],
     "kinds": [Fault(1, 8, "forward", "SIGKILL"), Fault(0, 27, "update.before", "SIGKILL")],
     "order": [Fault(1, 16, "bucket", "SIGKILL")],
+    "late": [Fault(1, 19, "bucket", "SIGKILL"), Fault(0, 30, "forward", "SIGKILL")],
     "left": [Fault(0, 19, "forward", "SIGKILL")],
 }
 
@@ -35,7 +36,7 @@ def test_a_job_that_begins_again_has_them_from_its_checkpoint(part: str, jobs: J
     assert any(each.fields.get("whence") for each in result.kinds("began")), result.tail()
 
 
-@pytest.mark.parametrize("part", ["mean", "kinds", "order"])
+@pytest.mark.parametrize("part", ["mean", "kinds", "order", "late"])
 def test_without_the_capture_it_is_not(part: str, jobs: Jobs) -> None:
     """The control of the tests above."""
     with pytest.raises(Mismatch):
@@ -78,3 +79,30 @@ def test_without_the_capture_they_end_otherwise(framework: str, jobs: Jobs) -> N
     """The control of the tests above."""
     with pytest.raises(Mismatch):
         jobs.check("variables_in.py", args=[framework], faults=FRAMEWORKS[framework], env={OFF: "1"})
+
+
+#: Where a worker is lost: in the second epoch, of six batches.
+CHANGED = [Fault(1, 9, "bucket", "SIGKILL")]
+
+
+@pytest.mark.parametrize(
+    ("framework", "what", "name"),
+    [
+        ("lightning", "weights", "training data 0: dataset.weights"),
+        ("lightning", "order", "training data 0: sampler.order"),
+        ("transformers", "weights", "training data: dataset.weights"),
+    ],
+)
+def test_what_a_script_changes_in_data_that_a_framework_reads_is_refused_by_name(
+    framework: str, what: str, name: str, jobs: Jobs
+) -> None:
+    result = jobs.run("data_changed.py", args=[framework, what], faults=CHANGED)
+    compare(result, jobs.reference("data_changed.py", args=[framework, what]))
+    [restart] = result.kinds("restart")
+    assert f"`{name}` has changed" in restart.fields["reason"], restart.fields["reason"]
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_numbers_in_it_and_what_reading_changes_are_put_back(framework: str, jobs: Jobs) -> None:
+    """The data set keeps what it has read."""
+    jobs.check("data_changed.py", args=[framework, "level"], faults=CHANGED)

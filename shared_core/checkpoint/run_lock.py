@@ -160,6 +160,9 @@ class RunLock:
         self._write_lease()
         time.sleep(_SETTLE_S)
         found = self._read_lease()
+        if found is None:  # another process of this job is just renewing it, or a job has let it go
+            time.sleep(_SETTLE_S)
+            found = self._read_lease()
         if found is None or found.get("owner") != self._owner:
             self._renewed = -1.0
             raise _in_use(self._storage.root, found)

@@ -7,6 +7,7 @@ import enum
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
@@ -107,6 +108,7 @@ class Engine:
         place: seed, rank and number of the pass; the last is set when a pass begins.
         orders: where the order of each pass is published; None where that will not be asked for.
         beside: objects, by name, that reading the loader may change although it does not show that it holds them.
+        reading: entered whenever the loader is asked for something.
 
     Attributes:
         kind: see :class:`Kind`.
@@ -124,9 +126,15 @@ class Engine:
     """
 
     def __init__(
-        self, loader: Any, mode: str, place: list[int], orders: Orders | None, beside: Mapping[str, object]
+        self,
+        loader: Any,
+        mode: str,
+        place: list[int],
+        orders: Orders | None,
+        beside: Mapping[str, object],
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.loader, self.place = loader, place
+        self.loader, self.place, self._reading = loader, place, reading
         self.kind = kind_of(loader, mode)
         self.iterated: Any = loader
         self.indices: Indices | None = None
@@ -202,7 +210,8 @@ class Engine:
         if self.indices is not None:
             self.indices.watch = self._watch
             self.indices.begin(follow or Follow(), lasting=continues)
-        inner: Iterator[Any] = iter(self.iterated)
+        with self._reading():
+            inner: Iterator[Any] = iter(self.iterated)
         if self.kind is not Kind.SEEDED:
             record.before = before.pack(changed(before, RawRandom()))
         self._enter(record, inner, continues)
@@ -241,6 +250,10 @@ class Engine:
 
     def fetch(self, inner: Iterator[Any]) -> tuple[Any, Note | None]:
         """The next item, and what a loader worker tells with it."""
+        with self._reading():
+            return self._fetch(inner)
+
+    def _fetch(self, inner: Iterator[Any]) -> tuple[Any, Note | None]:
         if self.kind is Kind.SEEDED and self.in_process:
             outside = RawRandom()
             try:

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from shared_core.errors import Unsupported
@@ -61,6 +62,7 @@ class ResumableLoader:
         orders: Orders | None = None,
         copied: bool = False,
         beside: Mapping[str, object] | None = None,
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._swift_loader = loader
         self._swift_ahead = ahead
@@ -69,7 +71,7 @@ class ResumableLoader:
         self._swift_count = first_epoch
         self._swift_loaded: Any = None
         self._swift_positions: list[Callable[[], Position | None]] = []
-        self._swift_engine = Engine(loader, mode, [seed, rank, first_epoch], orders, beside or {})
+        self._swift_engine = Engine(loader, mode, [seed, rank, first_epoch], orders, beside or {}, reading)
         self._swift_copied = copied
         self._swift_built = self._swift_engine.owned.capture()["scalars"]
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -40,6 +41,10 @@ class LoaderOwner(Protocol):
     @property
     def orders(self) -> Orders | None:
         """Where the order of each pass is published, where that may be asked for."""
+
+    @property
+    def reading(self) -> Callable[[], AbstractContextManager[None]]:
+        """Entered whenever a loader is asked for something."""
 
     @property
     def reroutes(self) -> bool:
@@ -84,6 +89,7 @@ class TrackedLoader:
             orders=worker.orders,
             copied=worker.reroutes,
             beside=beside,
+            reading=worker.reading,
         )
         self._pending: Mapping[str, Any] | None = None
         self._worker = worker

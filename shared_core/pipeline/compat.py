@@ -36,6 +36,26 @@ _TRACE_MODE, _MODULE_ORDER, _PARAMETER_ORDER, _FETCHED_AT, _USE, _REUSE_DISTANCE
     )
 )
 
+_PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+#: Where ZeRO-3 adds attributes to the modules of a script, and which.
+_ADDED = {
+    f"{_PARAMETERS}:_init_external_params": ("_external_params", "ds_external_parameters", "all_parameters"),
+    f"{_OFFLOAD}:_inject_parameters": ("_original_parameters",),
+    f"{_OFFLOAD}:DeepSpeedZeRoOffload": (
+        "ds_inflight_param_registry",
+        "ds_id",
+        "ds_recompute_parameters",
+        "ds_grads_remaining",
+        "applied_pre_backward_ref_cnt",
+        "pre_bwd_fn",
+        "post_bwd_fn",
+        "ds_model_granularity",
+    ),
+}
+#: Attributes of modules that are none of the script's.
+OF_MODULES = frozenset(name for names in _ADDED.values() for name in names)
+
 #: ``module:name``, with its parameters where it is overridden or called; why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.ops:__compatible_ops__", "patched: an operation that training does not use is compiled under a lock"),
@@ -84,6 +104,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_COORDINATOR}.{_USE}", "the same"),
     (f"{_COORDINATOR}.{_REUSE_DISTANCE}", "how far DeepSpeed looks for the next use of a parameter"),
     (f"{_COORDINATOR}.{_LETS_GO}", "what modules let go of is remembered; forgotten when the order changes"),
+    *((f"{where}.{name}", "no state of the script") for where, names in _ADDED.items() for name in names),
 )
 
 

@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
 
 from shared_core.errors import Unsupported
 from shared_core.job import current_job
@@ -45,6 +46,8 @@ class SwiftZeroEngine(Owner, DeepSpeedEngine):  # type: ignore[misc]
     def own_state(self) -> ZeroState:
         """What this rank has of the model."""
         refuse_zero(self)
+        if (job := current_job()) is not None:
+            job.variables.leave(nn.Module, compat.OF_MODULES)
         return ZeroState(self)
 
     def holds(self, each: object) -> bool:

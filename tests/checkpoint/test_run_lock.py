@@ -25,16 +25,17 @@ from shared_core.errors import RunInUse
 ROOT = Path(__file__).parents[2]
 #: Holds the lock of argument 1 for the job of argument 2 until it is killed, and renews it where that is needed.
 HOLDER = """
-import sys, time
+import signal, sys
 from shared_core.checkpoint import run_lock
 from shared_core.checkpoint.storage import open_storage
 run_lock.RENEW_S = 0.1
 lock = run_lock.RunLock(open_storage(sys.argv[1]), sys.argv[2])
 lock.take()
+signal.signal(signal.SIGALRM, lambda *_: lock.renew())
+signal.setitimer(signal.ITIMER_REAL, run_lock.RENEW_S, run_lock.RENEW_S)
 print("held", flush=True)
 while True:
-    lock.renew()
-    time.sleep(0.02)
+    signal.pause()
 """
 
 

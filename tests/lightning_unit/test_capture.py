@@ -54,6 +54,7 @@ class LocalJob:
 
     added = reroutes = False
     orders = None
+    reading = nullcontext
 
     def register(
         self, name: str, capture: Any, restore: Any, *, forward_mutated: bool = False, main: bool = False

@@ -323,8 +323,13 @@ class _Loop(_Writer):
             loop += [f"{counter} += 1", f"if {counter} == {self.batches}:", "    break"]
         elif self.has("two passes", 0.15):
             passes = 2
+        head = f"for i, (x,) in job.steps({source}):"
+        if self.has("enumerated", 0.2):
+            head = f"for i, (_, (x,)) in enumerate(job.steps({source})):"
+        elif self.has("zipped", 0.1):
+            head = f"for ((_, (x,)), i) in zip(job.steps({source}), range(1, 99)):"
         for _ in range(passes):
-            lines += [f"for i, (x,) in job.steps({source}):", *_in(loop)]
+            lines += [head, *_in(loop)]
         self.passes = self.epochs * passes
         return lines + self._after()
 

@@ -77,6 +77,9 @@ KINDS: dict[str, Kind] = {
         registers=False,
         on_callback=False,
     ),
+    "draw": Kind("random.Random(6).random", ("{x}()",), "{x}.__self__.getstate()[1][-1]", registers=False),
+    "append": Kind("[].append", ("{x}(v)",), "sum({x}.__self__)", registers=False),
+    "grid": Kind("np.zeros(20000)", ("{x}[7000 + 3 * i] += v",), "float({x}.sum())", registers=False),
     "tick": Kind("made_tick()", ("{x}(v)",), "{x}(0.0)", registers=False, attribute=False),
     "shared": Kind("None", ("Shared.total += v",), "Shared.total", registers=False),
     "module": Kind("None", ("globals()['TOTAL'] += v",), "TOTAL", registers=False),
@@ -151,12 +154,16 @@ def plain(value):
         return sorted(map(repr, value))
     if isinstance(value, (list, tuple, deque, array)):
         return [plain(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     if isinstance(value, random.Random):
         return repr(value.getstate())
     if isinstance(value, torch.Generator):
         return plain(value.get_state())
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
+    if getattr(value, "__self__", None) is not None and not isinstance(value, type):
+        return plain(value.__self__)  # what a method is bound to
     if callable(value) and getattr(value, "__closure__", None):
         return [plain(cell.cell_contents) for cell in value.__closure__]
     if hasattr(value, "__dict__") and not isinstance(value, type):

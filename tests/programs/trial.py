@@ -123,15 +123,18 @@ def judge(swift: JobResult, stock: JobResult, killed: int) -> tuple[str, str]:
         refused = found is not None and isinstance(getattr(errors, found[1], None), type)
         return (REFUSED if refused else OTHER), found[0].partition(": ")[2][:300] if found else swift.tail()
     wrong = []
+    restarts = swift.kinds("restart")  # all go back, for a reason that names it
     for rank in (0, 1):
         want, got = _held(stock, rank), _held(swift, rank)
         wrong += [f"rank {rank}: {name}" for name in want.keys() | got.keys() if want.get(name) != got.get(name)]
         lines = [_printed(stock, rank), _printed(swift, rank)]
-        if rank == killed:  # what was printed after the step boundary is printed again
+        if rank == killed or restarts:  # what was printed after the step boundary is printed again
             lines = [list(dict.fromkeys(each)) for each in lines]
         if lines[0] != lines[1]:
             wrong.append(f"rank {rank}: printed lines")
-    return (OTHER, ", ".join(sorted(wrong))) if wrong else (SAME, "")
+    if wrong:
+        return OTHER, ", ".join(sorted(wrong))
+    return (REFUSED, str(restarts[0].fields["reason"])) if restarts else (SAME, "")
 
 
 def _held(result: JobResult, rank: int) -> dict[str, str]:

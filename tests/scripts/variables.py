@@ -84,7 +84,7 @@ def plain(value: Any) -> Any:
 def train() -> dist.ProcessGroup:
     global SEEN
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices="breaks mean kinds order left unrestorable ignored".split())
+    parser.add_argument("part", choices="breaks mean kinds order left late unrestorable ignored".split())
     args = parser.parse_args()
     report = Report()
     if not os.environ.get("SWIFT_BASELINE"):
@@ -172,6 +172,16 @@ def train() -> dist.ProcessGroup:
             for _, start in job.steps(range(0, len(mine), 8)):
                 update(torch.stack([data[each][0] for each in mine[start : start + 8]]))
         found["order"] = order
+    elif args.part == "late":
+        for _ in job.epochs(3):
+            for _, (x,) in job.steps(loader):
+                value = update(x)
+                SEEN += 1
+                if SEEN > 5:
+                    import late_state
+
+                    late_state.add(value)
+        found = {"first": late_state.FIRST, "seen": late_state.SEEN, "last": late_state.add(0.5)}
     elif args.part == "left":
         kept: list[torch.Tensor] = []
         for _ in job.epochs(3):

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import csv
+import functools
+import hashlib
+import itertools
+import random
 import socket
 import sys
+import zlib
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, RecoveryFailed
+from shared_core.pipeline.compat import OF_MODULES
+from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.liveness import live
+from shared_core.worker.variables.scopes import import_again
 from shared_core.worker.variables.variables import Origin, Variables
+from shared_core.worker.variables.writer import Writer, read_own
 
 #: At this step the second run begins, with what the first one held there.
 AT, END = 4, 8
@@ -52,6 +66,13 @@ class Hostile:
         raise AssertionError
 
     __reduce_ex__ = __reduce__ = __getstate__ = __setstate__ = __eq__ = __hash__ = __setattr__  # type: ignore
+
+
+def test_both_readers_see_the_same() -> None:
+    values = [{"a": [np.float64(3), np.zeros(3), torch.float32, torch.Size([2]), 1j, {1, 2}, frozenset("a"), -0.0]}]
+    values += [[bytearray(3), OrderedDict(a=float("nan")), deque([1]), Counter("abc"), Counts(), b"12", 2**70]]
+    now = Writer(lambda _: False).write([("here", "", "held", [values])])
+    assert digests(*loads(now)) == digests(*read_own(now))
 
 
 def test_only_what_may_be_read_is_state() -> None:
@@ -116,6 +137,61 @@ def test_what_is_too_large_is_compared(changes: bool) -> None:
     assert ("`table` (test_variables_here.py:" in refused) == changes, refused
 
 
+@pytest.mark.parametrize("how", ["numpy", "data", "memory"])
+def test_large_arrays_that_change_between_both_ends(how: str) -> None:
+    def script(again: bool) -> Any:
+        table = np.zeros(100_000) if how == "numpy" else torch.zeros(100_000)
+        total = 0.0
+        for step in steps(again):
+            if step == 2:
+                (table if how == "numpy" else table.data if how == "data" else table.numpy())[54_321] = 1.0
+            total += float(table[54_321])
+        return total
+
+    first, second, refused = both(script)
+    assert first == second == END - 2 and not refused
+
+
+def test_of_larger_arrays_parts_are_looked_at_in_turn_and_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(again: bool) -> Any:
+        table, kept = np.zeros(400_000), np.zeros(400_000)
+        kept.flags.writeable = False
+        total = 0.0
+        for step in steps(again):
+            table[12_345] += 1.0
+            total += float(table[12_345]) + kept[0] + step
+        return total
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+    told = capsys.readouterr().err
+    assert told.count("the variable 'table' (test_variables_here.py:") == 1 and "13 steps" in told, told
+    assert "'kept'" not in told
+
+
+class Buffer:
+    def __init__(self) -> None:
+        self.rows, self.first = list(range(1_000_000)), 0
+
+
+def test_an_object_that_holds_too_much_is_compared_in_what_it_holds() -> None:
+    def script(again: bool) -> Any:
+        buffer = Buffer()
+        for step in steps(again):
+            buffer.rows.append(step)
+        return len(buffer.rows)
+
+    _, _, refused = both(script)
+    assert "`buffer` (test_variables_here.py:" in refused, refused
+
+
+def test_long_lists_are_looked_at_in_turn() -> None:
+    writer, items = Writer(lambda _: False), list(range(5_000))
+    assert all(writer.same_list(items) for _ in range(10))
+    items[2_500] = -1
+    assert not all(writer.same_list(items) for _ in range(5))
+
+
 def test_a_script_is_told_once_what_its_variables_cost(capsys: pytest.CaptureFixture[str]) -> None:
     def script(again: bool) -> Any:
         buffer = [[float(number)] for number in range(100_000)]
@@ -127,6 +203,22 @@ def test_a_script_is_told_once_what_its_variables_cost(capsys: pytest.CaptureFix
     assert first == second and not refused
     told = capsys.readouterr().err
     assert told.count("most of it for 'buffer' (test_variables_here.py:") == 1, told
+
+
+def test_what_cannot_be_written_is_told_and_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(again: bool) -> Any:
+        deep: list[Any] = []
+        for _ in range(100_000):
+            deep = [deep]
+        count = 0
+        for step in steps(again):
+            count += step
+        return count, len(deep)
+
+    first, _, refused = both(script)
+    told = capsys.readouterr().err
+    assert told.count("the variable 'deep' (test_variables_here.py:") == 1 and "RecursionError" in told, told
+    assert first[0] == sum(range(END)) and "`deep` (test_variables_here.py:" in refused, refused
 
 
 def test_what_cannot_be_made_is_refused_by_name() -> None:
@@ -155,6 +247,53 @@ def test_what_belongs_to_others_is_found_by_its_name() -> None:
     assert both(script) == (True, True, "")
 
 
+def test_parts_of_a_model_are_found_by_their_names() -> None:
+    def script(again: bool) -> Any:
+        variables, net = Variables(0), nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+        variables.attach([net], [torch.optim.SGD(net.parameters())])
+        each: Any = None
+        for step in steps(again, variables=variables):
+            if step == 1:
+                each = [net[1], *net.parameters()]
+        return [one is other for one, other in zip(each, [net[1], *net.parameters()], strict=True)]
+
+    assert both(script) == ([True] * 5, [True] * 5, "")
+
+
+def test_only_modules_of_the_script_are_imported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_it.py").write_text("import random\nx = random.random()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    library = next(each for each in ("turtle", "cgi", "this", "antigravity") if each not in sys.modules)
+    before = random.getstate()
+    assert import_again([library, "beside_it", "there_is_none", "beside_it:Class"])
+    assert "beside_it" in sys.modules and library not in sys.modules and random.getstate() == before
+    assert not import_again(["beside_it"])
+    del sys.modules["beside_it"]
+
+
+class Named(nn.Linear):
+    """Its attributes have names that begin as DeepSpeed's do."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.ds_seen, self._ds_rows, self.all_parameters_seen = 0, list[int](), 0
+
+
+def test_attributes_are_the_scripts_whatever_their_names_begin_with() -> None:
+    def script(again: bool) -> Any:
+        variables, net = Variables(0), Named()
+        variables.leave(nn.Module, OF_MODULES)
+        variables.attach([net], [])
+        for step in steps(again, variables=variables):
+            net.ds_seen += 1
+            net._ds_rows.append(step)
+            net.all_parameters_seen += 1
+        return net.ds_seen, net._ds_rows, net.all_parameters_seen
+
+    first, second, refused = both(script)
+    assert first == second == (END, list(range(END)), END) and not refused
+
+
 def test_no_code_of_the_script_runs() -> None:
     def script(again: bool) -> Any:
         it, held = Hostile(), []
@@ -175,6 +314,103 @@ def test_a_later_start_may_change_what_did_not_change() -> None:
         return rate, count, name
 
     assert both(script) == ((0.1, END, "first"), (0.2, END, "second"), "")
+
+
+def test_it_may_do_so_beside_many_others() -> None:
+    def script(again: bool) -> Any:
+        rate, count, table = 0.2 if again else 0.1, 0, [(number, [number]) for number in range(10_000)]
+        for _ in steps(again, "checkpoint"):
+            count += 1
+        return rate, count, len(table)
+
+    assert both(script) == ((0.1, END, 10_000), (0.2, END, 10_000), "")
+
+
+class Counts:
+    made = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @classmethod
+    def made_more(cls) -> int:
+        cls.made += 1
+        return cls.made
+
+    def more(self) -> int:
+        self.count += 1
+        return self.count
+
+
+def test_methods_that_a_variable_holds_are_found_again() -> None:
+    """Bound to a class, to an object in C, and to objects that only a list, or nothing else, holds."""
+
+    def script(again: bool) -> Any:
+        Counts.made = 0
+        each = Counts()
+        held, lists = [Counts()], list[int]()
+        of_class, append, more, of_each, shout = Counts.made_more, lists.append, held[0].more, each.more, "ab".upper
+        draw, number, add = random.Random(3).random, itertools.count().__next__, functools.partial(Counts.more, each)
+        drawn = []
+        for step in steps(again):
+            of_class()
+            more()
+            of_each()
+            add()
+            append(step)
+            drawn = [draw(), number()]
+        same = append.__self__ is lists and add.args[0] is each
+        return Counts.made, held[0].count, each.count, lists, shout(), drawn, same
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+    assert first[:5] == (END, END, 2 * END, list(range(END)), "AB") and first[6]
+
+
+def test_a_partial_that_a_loop_makes_is_made_again() -> None:
+    def script(again: bool) -> Any:
+        each, add, pop, count = Counts(), None, None, 0
+        for step in steps(again):
+            if step == 2:
+                add, pop = functools.partial(setattr, each, "count"), [3, 2, 1, 0, -1, -2].pop
+            if add is not None and pop is not None:
+                add(each.count + 2)
+                count += pop()
+        return each.count, count
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+
+
+def _primed() -> Iterator[Any]:
+    yield from iter([torch.zeros(1), torch.ones(1), *[torch.zeros(1)] * END])
+
+
+@pytest.mark.parametrize(
+    ("made", "change", "was"),
+    [
+        (hashlib.sha256, lambda it, _: it.update(b"a"), "HASH that has gone on"),
+        (lambda: iter(dict.fromkeys(range(20), 0)), lambda it, _: next(it), "dict_keyiterator that has"),
+        (lambda: csv.reader(["a", "b"] * 20), lambda it, _: next(it), "does not show what it holds"),
+        (lambda: itertools.chain([1], csv.reader(["a"] * 20)), lambda it, _: next(it), "does not show what it holds"),
+        (zlib.compressobj, lambda it, step: it.compress(bytes([step])), "does not show what it holds"),
+        (lambda: iter(_primed()), lambda it, step: step == 1 and next(it), "generator that has gone on"),
+    ],
+    ids=["hash", "keys", "csv", "nested", "zlib", "generator"],
+)
+def test_what_is_in_c_is_refused_where_it_has_changed_or_does_not_show_that(
+    made: Callable[[], Any], change: Callable[[Any, int], Any], was: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(again: bool) -> Any:
+        held = {"it": made()}
+        for step in steps(again):
+            change(held["it"], step)
+        return len(held)
+
+    _, _, refused = both(script)
+    assert "`held['it']` (test_variables_here.py:" in refused and was in refused, refused
+    told = "the variable 'held' (test_variables_here.py:" in capsys.readouterr().err
+    assert told == ("does not show" in was)  # where it can be known, it is said at once
 
 
 def test_the_variables_of_another_rank_stay_there() -> None:

@@ -1,60 +1,77 @@
-"""Which variables two captures of one run hold different values in."""
+"""Which variables of a run hold other values than when its loop began."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shared_core.encoding.unpacking import Numbered
 
+_BYTES = 8
 
-def changed(first: tuple[Any, Any], now: tuple[Any, Any]) -> set[tuple[str, str]]:
-    """(scope, name) of the variables of ``now`` that ``first`` has not, or with another value.
+
+def digests(values: Iterable[Any], rows: Iterable[Any]) -> dict[str, dict[str, bytes]]:
+    """A digest of each variable's value, by scope and name: two of one run are the same where nothing has changed.
 
     Args:
-        first: scopes and descriptions, as they were when the loop began.
-        now: the same, as they are.
+        values: scopes of a capture, as they were read.
+        rows: its descriptions of objects.
     """
-    before = {
-        (scope, name): value
-        for scope, _, names, values in first[0]
-        for name, value in zip(names.split(), values, strict=True)
-    }
-    ours, theirs = _by_number(first[1]), _by_number(now[1])
+    described = {row[0]: row[1:] for row in rows if row is not None}
+    found: dict[str, dict[str, bytes]] = {}
+    for scope, _, names, held in values:
+        own = found.setdefault(scope, {})
+        for name, value in zip(names.split(), held, strict=True):
+            own[name] = _digest(value, described)
+    return found
+
+
+def changed(
+    first: Mapping[str, Mapping[str, bytes]], values: Iterable[Any], rows: Iterable[Any]
+) -> set[tuple[str, str]]:
+    """(scope, name) of the variables that were not there at first, or held another value.
+
+    Args:
+        first: digests of when the loop began.
+        values: see :func:`digests`.
+        rows: see :func:`digests`.
+    """
     return {
         (scope, name)
-        for scope, _, names, values in now[0]
-        for name, value in zip(names.split(), values, strict=True)
-        if (scope, name) not in before or not _equal(before[scope, name], ours, value, theirs)
+        for scope, own in digests(values, rows).items()
+        for name, digest in own.items()
+        if first.get(scope, {}).get(name) != digest
     }
 
 
-def _by_number(rows: Iterable[Any]) -> dict[int, Any]:
-    return {row[0]: row[1:] for row in rows if row is not None}
-
-
-def _equal(one: Any, ours: Mapping[int, Any], other: Any, theirs: Mapping[int, Any]) -> bool:
-    seen: set[tuple[int, int]] = set()
-    todo = [(one, other)]
+def _digest(value: Any, described: Mapping[int, Any]) -> bytes:
+    hashed = hashlib.blake2b(digest_size=_BYTES)
+    seen: dict[int, int] = {}
+    todo = [value]
     while todo:
-        one, other = todo.pop()
-        if type(one) is not type(other):
-            return False
+        one = todo.pop()
         if isinstance(one, Numbered):
-            if (pair := (one.number, other.number)) not in seen:
-                seen.add(pair)
-                todo.append((ours[one.number], theirs[other.number]))
+            known = seen.get(one.number)
+            if known is None:
+                seen[one.number] = len(seen)
+                row = described[one.number]
+                todo.append(os.urandom(_BYTES) if row[0] == "opaque" and row[2] is None else row)  # it may have changed
+            else:
+                hashed.update(b"again %d" % known)  # numbers are others in each capture
         elif isinstance(one, (list, tuple)):
-            if len(one) != len(other):
-                return False
-            todo.extend(zip(one, other, strict=True))
+            hashed.update(f"{type(one).__name__} {len(one)} ".encode())
+            todo.extend(reversed(one))
         elif isinstance(one, dict):
-            if len(one) != len(other):
-                return False
-            todo.extend(zip(one.items(), other.items(), strict=True))
+            hashed.update(f"dict {len(one)} ".encode())
+            todo.extend(part for item in reversed(one.items()) for part in reversed(item))
         elif isinstance(one, (set, frozenset)):
-            if len(one) != len(other) or any(not isinstance(each, Numbered) for each in one ^ other):
-                return False
-        elif one is not other and repr(one) != repr(other):  # a NaN is what it was
-            return False
-    return True
+            plain = sorted(repr(each) for each in one if not isinstance(each, Numbered))
+            hashed.update(f"{type(one).__name__} {len(one)} {plain}".encode())
+        elif isinstance(one, (bytes, bytearray)):
+            hashed.update(b"bytes %d " % len(one))
+            hashed.update(one)
+        else:
+            hashed.update(f"{type(one).__name__} {one!r} ".encode())  # by its text, as a NaN is what it was
+    return hashed.digest()

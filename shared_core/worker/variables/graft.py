@@ -6,6 +6,7 @@ that stands for it, and what cannot be put back. Then what is here is filled.
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections import deque
@@ -22,7 +23,7 @@ from shared_core.encoding.unpacking import Numbered, dtype_named
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.randomness import set_generator_state
 from shared_core.worker.variables.kinds import VALUES, kind_of, name_of, slots_of
-from shared_core.worker.variables.writer import MODULE_PARTS, Unbound, Writer, attributes_of, state_of
+from shared_core.worker.variables.writer import MODULE_PARTS, OF_DATA, Unbound, Writer, attributes_of, state_of
 
 #: Nothing is put into these.
 _AS_HERE = frozenset({"fixed", "ignored", "named", "unbound", "opaque", "large"})
@@ -126,9 +127,11 @@ class Graft:
         if kind == "method":
             found = self._find(parts[0], MISSING, path)
             if found is not MISSING and not callable(found):
-                self._differ(path, _short(parts[0]), found)
+                self._differ(path, short(parts[0]), found)
                 found = MISSING
             self._here[new] = found
+        elif kind == "bound":
+            self._here[new] = old if same and old.__name__ == parts[0] else MISSING
         elif kind in ("enum", "value", "atom", "frozenset", "tuple"):
             self._here[new] = old if same else MISSING
         elif not (same and _fits(kind, parts, old) and self._claim(new, old)):
@@ -145,7 +148,7 @@ class Graft:
             return MISSING
         if kind == "ignored":
             if old is MISSING and path != self._top:  # a variable without a value says so by itself
-                self._differ(path, f"a {_short(cls)}", old)
+                self._differ(path, f"a {short(cls)}", old)
             return old
         if kind == "named":
             return old if same and name_of(old) == parts[0] else self._find(parts[0], old, path)
@@ -154,29 +157,31 @@ class Graft:
             if found is not MISSING and name_of(type(found)) == cls:
                 return found
             if not same:
-                self._differ(path, f"a {_short(cls)}", old)
+                self._differ(path, f"a {short(cls)}", old)
             return old
         if kind == "large":
             mine = self._writer.describe("large", _Shown(old)) if old is not MISSING else ()
-            if tuple(parts) != mine:
-                self._differ(path, f"a {_short(parts[0])} of {parts[1]} parts, too many to be published", old)
+            if parts[2] is None or tuple(parts) != mine:
+                self._differ(path, f"a {short(parts[0])} of {parts[1]} parts, too many to be published", old)
             return old
-        if not same or tuple(parts) != self._writer.describe("opaque", old):
-            self._differ(path, f"a {_short(cls)}" + " that has gone on" * same, old)
+        if parts[0] is None:
+            self._differ(path, f"a {short(cls)}, which does not show what it holds", old)
+        elif not same or (parts[0] != OF_DATA and tuple(parts) != self._writer.describe("opaque", old)):
+            self._differ(path, f"a {short(cls)}" + " that has gone on" * same, old)
         return old
 
     def _find(self, name: str, old: Any, path: str) -> Any:
         found = _look_up(name)
         if found is MISSING:
-            self._differ(path, _short(name), old)
+            self._differ(path, short(name), old)
             return old
         return found
 
     def _check_can_be_made(self, kind: str, cls: str, parts: list[Any], path: str) -> None:
         if kind in ("tensor", "ndarray") and parts[0] in ("same", "apart"):
-            self._differ(path, f"a {_short(cls)} of another kind", MISSING)
+            self._differ(path, f"a {short(cls)} of another kind", MISSING)
         elif kind == "random" or (kind not in _MAKERS and _look_up(cls) is MISSING):
-            self._differ(path, f"a {_short(cls)}", MISSING)
+            self._differ(path, f"a {short(cls)}", MISSING)
 
     def _differ(self, path: str, was: str, here: Any) -> None:
         self.differences.append(Difference(path, was, shown(here)))
@@ -216,6 +221,14 @@ class Graft:
             self._filled[new] = _immutable(kind, cls, parts, self.value)
         elif kind == "method":
             self._filled[new] = MISSING if here is MISSING else types.MethodType(here, self.value(parts[1]))
+        elif kind == "bound":
+            to = self.value(parts[1])
+            kept = here is not MISSING and here.__self__ is to
+            self._filled[new] = here if kept else object.__getattribute__(to, parts[0])
+        elif kind == "partial":
+            partial: Any = functools.partial(_later) if here is MISSING else here
+            self._filled[new] = partial
+            partial.__setstate__(tuple(self.value(each) for each in parts))
         elif kind in ("tensor", "ndarray"):
             self._filled[new] = self._restored(kind, cls, parts, here)
         elif kind == "random":
@@ -313,6 +326,10 @@ class Graft:
         return here
 
 
+def _later() -> None:
+    """Stands in a new partial for the function that it is given next."""
+
+
 class _Ended(torch.autograd.Function):
     """A value whose graph was that of the failed worker: it can be read, but not differentiated again."""
 
@@ -365,13 +382,16 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
     if kind == "function":
         found = {("cell", i): value for i, value in enumerate(parts[1])}
         return found if parts[2] is None else found | dict(zip(_OF_FUNCTIONS, parts[2], strict=True))
-    if kind == "method":
+    if kind in ("method", "bound"):
         return {".__self__": parts[1]}
+    if kind == "partial":
+        return dict(zip(_OF_PARTIALS, parts, strict=True))
     if kind == "ndarray" and parts[0] == "objects":
         return {0: parts[3]}
     return {}
 
 
+_OF_PARTIALS = (".func", ".args", ".keywords", ".__dict__")
 _OF_FUNCTIONS = (".__dict__", ".__defaults__", ".__kwdefaults__")
 
 
@@ -391,8 +411,10 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
             with suppress(ValueError):
                 found[("cell", i)] = cell.cell_contents
         return found | {name: getattr(here, name[1:]) for name in _OF_FUNCTIONS}
-    if kind == "method":
+    if kind in ("method", "bound"):
         return {".__self__": getattr(here, "__self__", MISSING)}
+    if kind == "partial":
+        return {name: getattr(here, name[1:]) for name in _OF_PARTIALS}
     return {}
 
 
@@ -438,13 +460,13 @@ def _look_up(name: str) -> Any:
 
 
 #: Kinds that are made of nothing else here.
-_MAKERS = frozenset({"value", "tensor", "ndarray", "pyarray", "atom", "enum", "tuple", "frozenset"})
+_MAKERS = frozenset({"value", "tensor", "ndarray", "pyarray", "atom", "enum", "tuple", "frozenset", "bound", "partial"})
 
 
 def _blank(kind: str, cls: str, parts: list[Any]) -> Any:
     made = _look_up(cls)
     if not isinstance(made, type) or kind_of(made) != kind:
-        raise RecoveryFailed(f"{_short(cls)} is no class of the script any more")
+        raise RecoveryFailed(f"{short(cls)} is no class of the script any more")
     if kind == "deque":
         fresh: Any = deque.__new__(made)
         deque.__init__(fresh, (), parts[1])
@@ -467,14 +489,15 @@ def _immutable(kind: str, cls: str, parts: list[Any], value: Callable[[Any], Any
         known = next((each for each in VALUES if name_of(each) == cls), np.dtype)
         return VALUES[known][1](value(parts[0]))
     if not isinstance(made, type) or kind_of(made) != kind:
-        raise RecoveryFailed(f"{_short(cls)} is no class of the script any more")
+        raise RecoveryFailed(f"{short(cls)} is no class of the script any more")
     if kind == "enum":
         return made.__members__[parts[0]]  # type: ignore[attr-defined]
     base: Any = {"tuple": tuple, "frozenset": frozenset}.get(kind) or type(parts[0])
     return base.__new__(made, value(parts[0]))
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """The name of a class or function for people, without its module."""
     return name.partition(":")[2].rpartition("<locals>.")[2] or name
 
 

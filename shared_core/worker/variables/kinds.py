@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import csv
 import datetime
 import decimal
 import enum
@@ -16,6 +17,9 @@ import os
 import pathlib
 import random
 import re
+import sqlite3
+import struct
+import sys
 import sysconfig
 import threading
 import types
@@ -79,6 +83,9 @@ IGNORED = (
     types.FrameType,
     types.TracebackType,
     functools._lru_cache_wrapper,
+    sqlite3.Connection,
+    sqlite3.Cursor,
+    type(csv.writer(io.StringIO())),
     type(...),
     type(NotImplemented),
     np.random.BitGenerator,
@@ -89,12 +96,12 @@ IGNORED = (
 NAMED = (
     type,
     types.ModuleType,
-    types.BuiltinFunctionType,
-    types.MethodWrapperType,
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
     np.ufunc,
 )
+#: Functions in C: known by their name, or by it and the object to which they are bound.
+_OF_C = (types.BuiltinFunctionType, types.MethodWrapperType)
 RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONTAINERS: tuple[tuple[type, str], ...] = (
     (dict, "dict"),
@@ -120,6 +127,7 @@ VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     torch.device: (str, torch.device),
     pathlib.PosixPath: (str, pathlib.PosixPath),
     np.dtype: (lambda v: v.str, np.dtype),
+    struct.Struct: (lambda v: v.format, struct.Struct),
     itertools.count: (lambda v: v.__reduce__()[1], lambda parts: itertools.count(*parts)),
 }
 
@@ -155,6 +163,10 @@ def _kind_of(cls: type) -> str:
         return "function"
     if cls is types.MethodType:
         return "method"
+    if cls is functools.partial:
+        return "partial"
+    if cls in _OF_C:
+        return "bound"
     if issubclass(cls, NAMED):
         return "named"
     if issubclass(cls, RANDOM):
@@ -196,11 +208,26 @@ def _is_made_of_attributes(cls: type) -> bool:
     for base in cls.__mro__[:-1]:
         if not base.__flags__ & (1 << 9) or isinstance(base.__dict__.get("__new__"), types.BuiltinFunctionType):
             return False  # a type in C, which keeps what nobody sees
+        if _is_extension(base.__module__):
+            return False
     return hasattr(cls, "__dict__") and ("__dict__" in _members(cls) or bool(slots_of(cls)))
+
+
+def _is_extension(module: str) -> bool:
+    found = sys.modules.get(module)
+    if found is None or module == "__main__":
+        return False
+    file = getattr(found, "__file__", None)
+    return module in sys.builtin_module_names or (isinstance(file, str) and file.endswith((".so", ".pyd")))
 
 
 def _members(cls: type) -> set[str]:
     return {name for base in cls.__mro__ for name in base.__dict__}
+
+
+def is_bound(function: Any) -> bool:
+    """Whether a function in C is bound to an object: others are found by their names."""
+    return not isinstance(getattr(function, "__self__", None), (types.ModuleType, type, type(None)))
 
 
 _SLOTS: dict[type, tuple[types.MemberDescriptorType, ...]] = {}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from shared_core.worker.variables.kinds import OURS, kind_of, of_libraries
+from shared_core.loaders.randomness import read_random, write_random
+from shared_core.worker.variables.kinds import OURS, is_bound, kind_of, of_libraries
 from shared_core.worker.variables.liveness import READS_ALL, live
 from shared_core.worker.variables.writer import Unbound
 
@@ -80,10 +84,6 @@ class Scope:
             self.holder.update(changed)
 
 
-#: Start of names that DeepSpeed gives to what it adds to modules.
-_OF_DEEPSPEED = ("ds_", "_ds_", "_external_params", "all_parameters", "pre_bwd_fn", "post_bwd_fn")
-
-
 class Told:
     """Attributes of an object, found once and looked for again when there are others.
 
@@ -105,10 +105,7 @@ class Told:
                 return Scope(self._name, self._name, self._names, self._names.values(own), own)
         except KeyError:  # one is gone and another has come
             pass
-        self._size, self._names = (
-            len(own),
-            Names(each for each in own if each not in self._leaves and not each.startswith(_OF_DEEPSPEED)),
-        )
+        self._size, self._names = len(own), Names(each for each in own if each not in self._leaves)
         return Scope(self._name, self._name, self._names, self._names.values(own), own)
 
 
@@ -179,7 +176,7 @@ class Scopes:
             code = frame.f_code
             known = self._codes.get(id(code))
             if known is None:
-                known = self._codes[id(code)] = code, _is_script(code, frame.f_globals)
+                known = self._codes[id(code)] = code, is_script(code, frame.f_globals)
             if known[1]:
                 running.setdefault(id(frame.f_globals), frame)
                 if code.co_name != "<module>":
@@ -259,7 +256,9 @@ def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Pla
         if isinstance(value, type):
             if value.__module__ == name and kind_of(value) not in ("enum",):
                 classes.append(_Class(f"{name}:{value.__qualname__}", value))
-        elif each.startswith("__") or isinstance(value, (types.ModuleType, types.BuiltinFunctionType)):
+        elif each.startswith("__") or isinstance(value, types.ModuleType):
+            continue
+        elif isinstance(value, types.BuiltinFunctionType) and not is_bound(value):
             continue
         elif isinstance(value, types.FunctionType) and not _has_state(value, name):
             continue
@@ -282,15 +281,43 @@ def _put_locals(frame: types.FrameType, changed: Mapping[str, Any]) -> None:
     _let_go(values, frame.f_code)
 
 
-def _is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:
+def is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:
+    """Whether code is the script's, by its file and its global variables."""
     main = sys.modules.get("__main__")
     if main is not None and variables is vars(main):
         return True
     return not of_libraries(code.co_filename) and not code.co_filename.startswith(OURS)
 
 
+def import_again(names: Iterable[str]) -> bool:
+    """Import modules of the script that the failed worker had imported inside its loop; what they draw from random
+    generators is as if it had not been. What cannot be imported is left out.
+
+    Args:
+        names: of scopes; others than those of modules are passed over.
+
+    Returns:
+        Whether there were any.
+    """
+    missing = [each for each in names if ":" not in each and each not in sys.modules]
+    if not missing:
+        return False
+    random = read_random()
+    for name in missing:
+        with suppress(Exception):  # whatever their code raises
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.origin is not None and _is_own_file(spec.origin):
+                importlib.import_module(name)
+    write_random(random)
+    return True
+
+
+def _is_own_file(file: str) -> bool:
+    return not of_libraries(file) and not file.startswith(OURS)
+
+
 def _is_own_module(module: types.ModuleType) -> bool:
     if module.__name__ == "__main__":
         return True
     file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not of_libraries(file) and not file.startswith(OURS)
+    return isinstance(file, str) and _is_own_file(file)

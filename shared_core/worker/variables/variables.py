@@ -7,7 +7,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,16 +17,25 @@ from torch.optim import Optimizer
 from shared_core.encoding.plain import loads
 from shared_core.errors import RecoveryFailed
 from shared_core.events import console_once
-from shared_core.worker.variables.changes import changed
-from shared_core.worker.variables.graft import MISSING, Difference, Graft
+from shared_core.worker.variables.changes import changed, digests
+from shared_core.worker.variables.data_sets import DataSets
+from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of
-from shared_core.worker.variables.scopes import Scope, Scopes, Told
-from shared_core.worker.variables.writer import LIMIT, MODULE_PARTS, Large, TooLarge, Unbound, Writer
+from shared_core.worker.variables.scopes import Scope, Scopes, Told, import_again
+from shared_core.worker.variables.writer import (
+    LIMIT,
+    MODULE_PARTS,
+    SEEN_AT_ONCE,
+    Large,
+    TooLarge,
+    Unbound,
+    Unwritten,
+    Writer,
+    read_own,
+)
 
 #: For tests: a script's variables are left alone.
 OFF = "SWIFT_TEST_NO_VARIABLES"
-#: A first capture of more bytes is not published each time.
-_FIRST = 1 << 16
 #: A script is told what its variables cost when captures have taken so many seconds, so often.
 _DEAR_S, _DEAR_TIMES = 2e-3, 5
 _ATOMS = (bool, int, float, str, bytes, type(None))
@@ -64,12 +73,18 @@ class Variables:
         self._told: dict[str, tuple[Any, Told]] = {}
         self._leaves: list[tuple[type, frozenset[str]]] = []
         self._named: dict[str, Any] | None = None
-        self._large: set[tuple[str, str]] = set()
-        self._first: bytes | None = None
+        #: Variables of these scopes and names are written as what only stands for them.
+        self._large: dict[tuple[str, str], type[Large]] = {}
+        self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
+        #: What is attached and its parts, by names that a replacement gives them, too.
+        self._parts: dict[str, Any] = {}
         self._holds = False
         self._held: tuple[dict[str, Any], Origin] | None = None
-        self._dear = 0
+        self._dear, self._dark = 0, (0, 0)
+        #: Of the loops of frameworks.
+        self.data_sets = DataSets(self._writer.ignored, self._tell_seldom)
+        self._of_data: tuple[dict[str, bytes], Origin] | None = None
 
     # -- what counts --------------------------------------------------------------------------------------------------
 
@@ -101,7 +116,10 @@ class Variables:
         """These are put back by others, all but the attributes that classes of the script have added."""
         for name in self._attached:
             self.forget(name)
+        for each in self._parts.values():
+            self._writer.aliases.pop(id(each), None)
         self._attached.clear()
+        self._parts.clear()
         self._restored.clear()  # the writer asks this very dictionary
         self._restored.update((id(thing), thing) for thing, _ in self._told.values())
         for number, module in enumerate(modules):
@@ -109,14 +127,19 @@ class Variables:
             self._restored[id(module)] = module
             for path, child in bare.named_modules():
                 self._restored[id(child)] = child
+                self._parts[f"module {number} {path}"] = child
                 if type(child).__module__.partition(".")[0] not in FRAMEWORKS | {"torch"}:
                     name = f"model {number} {path}".rstrip()
                     self._attached.append(name)
                     self.tell(name, child)
-            for each in (*module.parameters(), *module.buffers()):
-                self._restored[id(each)] = each
-        for optimizer in optimizers:
+            for path, tensor in (*bare.named_parameters(), *bare.named_buffers()):
+                self._restored[id(tensor)] = tensor
+                self._parts[f"tensor {number} {path}"] = tensor
+        for number, optimizer in enumerate(optimizers):
             self._restored[id(optimizer)] = optimizer
+            self._parts[f"optimizer {number}"] = optimizer
+        for name, each in self._parts.items():
+            self._writer.aliases[id(each)] = name
 
     # -- at step boundaries -------------------------------------------------------------------------------------------
 
@@ -137,11 +160,13 @@ class Variables:
             self._dear += 1
             if self._dear == _DEAR_TIMES:
                 self._tell_cost(scopes, took)
+        if (len(self._writer.dark), self._writer.partly) != self._dark:
+            self._tell_dark(scopes)
         if boundary:
             self._writer.begins = False
             if self._first is None:
-                self._first = now
-        return {"now": now, "first": self._first if self._first is not None and len(self._first) <= _FIRST else None}
+                self._first = digests(*read_own(now))
+        return {"now": now, "first": self._first, "data": self.data_sets.changed() if boundary else {}}
 
     def _find(self, frame: types.FrameType) -> list[Scope]:
         scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
@@ -166,7 +191,7 @@ class Variables:
         if not (large or out):
             return scope.name, scope.where, scope.names.joined, scope.values
         kept = [
-            (name, Large(value) if (scope.name, name) in large and not isinstance(value, _ATOMS) else value)
+            (name, value if isinstance(value, _ATOMS) or (as_ := large.get((scope.name, name))) is None else as_(value))
             for name, value in zip(scope.names.names, scope.values, strict=True)
             if name not in out
         ]
@@ -180,7 +205,7 @@ class Variables:
             if total <= LIMIT:
                 break
             total -= size
-            self._large.add((scope_name, name))
+            self._large[scope_name, name] = Large
             self._tell(
                 name,
                 f"the variable {name!r} ({where}) is too large to be published at each step (the limit for all is "
@@ -190,7 +215,7 @@ class Variables:
 
     def _sizes(self, scopes: list[Scope]) -> list[tuple[int, str, str, str]]:
         """(bytes, scope, name, place) of all values but simple ones, the largest first. What cannot be written at all
-        is only compared from now on.
+        is left out from now on, and told by name.
         """
         found: list[tuple[int, str, str, str]] = []
         for scope in scopes:
@@ -202,8 +227,14 @@ class Variables:
                     size = len(self._writer.write(value))
                 except TooLarge:
                     size = LIMIT + 1
-                except Exception:
-                    self._large.add((scope.name, name))
+                except Exception as error:
+                    self._large[scope.name, name] = Unwritten
+                    self._tell(
+                        name,
+                        f"the variable {name!r} ({scope.where}) cannot be published ({type(error).__name__}: {error}): "
+                        "a worker that fails is not replaced, and all go back to the checkpoint. If nothing depends on "
+                        f"it, write job.ignore({name!r})",
+                    )
                     continue
                 found.append((size, scope.name, name, scope.where))
         return sorted(found, reverse=True)
@@ -216,6 +247,33 @@ class Variables:
                 f"({where}, {size >> 10} KiB): keep many small objects in one array or tensor, or, if nothing depends "
                 f"on it, write job.ignore({name!r})",
             )
+
+    def _tell_dark(self, scopes: list[Scope]) -> None:
+        """Name the variables that hold what does not show what it holds, or not all of it each time."""
+        self._dark = len(self._writer.dark), self._writer.partly
+        for scope in scopes:
+            _, _, names, values = self._row(scope)
+            for name, value in zip(names.split(), values, strict=True):
+                looking = Writer(self._writer.restored)
+                looking.ignored, looking.data, looking.begins = self._writer.ignored, self._writer.data, False
+                with suppress(Exception):
+                    looking.write(value)
+                for each in sorted(looking.dark if (scope.name, name) not in self._large else ()):
+                    self._tell(
+                        name,
+                        f"the variable {name!r} ({scope.where}) holds a {short(each)}, which does not show what it "
+                        "holds: a worker that fails is not replaced, and all go back to the checkpoint. If nothing "
+                        f"depends on it, write job.ignore({name!r})",
+                    )
+
+                if looking.partly:
+                    self._tell(
+                        f"parts of {name}",
+                        f"the variable {name!r} ({scope.where}) holds an array of {looking.partly >> 20} MiB, of which "
+                        f"a part is looked at in each step, and all in {looking.partly // SEEN_AT_ONCE + 1} steps: a "
+                        "change that NumPy makes may be noticed as late as that. Make it read-only if it does not "
+                        "change (flags.writeable = False), or keep what changes in a tensor or in arrays of 1 MiB",
+                    )
 
     def _tell(self, name: str, message: str) -> None:
         if self._rank == 0:
@@ -231,6 +289,8 @@ class Variables:
             boundary: see :meth:`capture`.
         """
         origin = self._origin()
+        if boundary and stored:
+            self._of_data = stored.get("data", {}), origin
         if self._holds and boundary:
             self._held = stored, origin
         else:
@@ -243,6 +303,30 @@ class Variables:
             refusal = f"rank {self._rank}: the script's variables cannot be put back: {type(error).__name__}: {error}"
         if refusal:
             self._refuse(refusal, origin)
+
+    def check_data(self) -> None:
+        """In a replacement, after all was read that is read again: refuse what a script has changed of data sets and
+        samplers that its framework reads.
+        """
+        if self._of_data is None:
+            return
+        (theirs, origin), self._of_data = self._of_data, None
+        name = self.data_sets.differ(theirs) if origin != "other" else ""
+        if name:
+            self._refuse(
+                f"rank {self._rank}: `{name}` has changed since training began, and not by what is read again: what "
+                "was drawn and read with it cannot be had again. Change numbers in data sets and samplers only, or "
+                "read the data in a loop of your own; if nothing depends on it, write "
+                f"job.ignore({name.rpartition('.')[2]!r})",
+                origin,
+            )
+
+    def _tell_seldom(self, name: str, seconds: float) -> None:
+        self._tell(
+            f"seldom {name}",
+            f"`{name}` is so large that it is looked at every {seconds:.1f} s only: if the script changes it while "
+            "training, other than by reading, a worker that is lost before that goes on with what it was at the start",
+        )
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -279,14 +363,21 @@ class Variables:
             return ""
         values, rows = loads(stored["now"])
         first = stored["first"]
-        only = changed(loads(first), (values, rows)) if origin == "checkpoint" and first is not None else None
+        only = changed(first, values, rows) if origin == "checkpoint" and first is not None else None
         here = {scope.name: scope for scope in self._find(sys._getframe(1))}
+        missing = [scope for scope, *_ in values if scope not in here]
+        if missing and origin != "other" and import_again(missing):
+            here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
-        graft = Graft(rows, self._writer, self._named)
+        graft = Graft(rows, self._writer, self._named | self._parts)
         todo: list[tuple[Scope, str, Any, Any]] = []
         for scope_name, where, names, theirs in values:
             scope = here.get(scope_name)
-            if scope is None or (origin == "other" and scope_name not in self._told):
+            if origin == "other" and scope_name not in self._told:
+                continue
+            if scope is None:
+                if names and (only is None or any((scope_name, each) in only for each in names.split())):
+                    graft.differences.append(Difference(scope_name, "there", "not there", where))
                 continue
             mine = dict(zip(scope.names.names, scope.values, strict=True))
             for name, new in zip(names.split(), theirs, strict=True):

@@ -7,16 +7,19 @@ of the objects among them. No method of a script's class runs, and reading makes
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import random
 import time
 import types
+import warnings
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -27,16 +30,21 @@ from shared_core.devices import to_host
 from shared_core.encoding import plain
 from shared_core.encoding.plain import _numbered, _Pickler
 from shared_core.encoding.raw_memory import memory_of
-from shared_core.encoding.unpacking import array_kind
+from shared_core.encoding.unpacking import Numbered, array_kind, dtype_named
 from shared_core.loaders.randomness import generator_state
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.generators import python_memory
-from shared_core.worker.variables.kinds import OURS, VALUES, kind_of, name_of, of_libraries, slots_of
+from shared_core.worker.variables.kinds import OURS, VALUES, is_bound, kind_of, name_of, of_libraries, root_of, slots_of
 
 #: Bytes of all values together, beyond which the largest are only compared.
 LIMIT = 4 << 20
-#: Tensors and arrays of more bytes are written again only where a sample of them, or their version, has changed.
+#: Tensors and arrays of more bytes are written again only where they have changed.
 _LARGE = 1 << 16
+#: Of those up to so many bytes all is looked at each time, of larger ones so many parts of so many bytes, in turn.
+_WHOLE, _PART, _PARTS = 1 << 20, 1 << 16, 4
+SEEN_AT_ONCE = _PART * _PARTS
+#: Elements of long lists that are looked at together, and lists that are followed.
+_ROWS, _LISTS = 1024, 16
 #: What modules have by themselves, and is no state.
 MODULE_PARTS = frozenset(vars(nn.Module()))
 _STATE_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"})
@@ -44,13 +52,16 @@ _STATE_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"
 _PATIENCE, _DEAR_S = 100, 1e-3
 #: Large tensors and arrays that are followed before those that are gone are forgotten.
 _REMEMBERED = 4096
+_OURS = ("shared_core", "lightning_swift", "accelerate_swift")
 _SIMPLE, _DEEPEST = (int, float, str, bool, bytes, type(None)), 6
 
 
+#: In the place of a checksum: a data set or a sampler holds an object that does not show what it holds.
+OF_DATA = "of data"
 #: What the bytes name.
 _NAMES = frozenset({_numbered, plain._scalar, plain._dtype, torch.Size, deque, complex})
 _DATA = (torch.utils.data.Dataset, torch.utils.data.Sampler)
-_BY_NAME = frozenset({"function", "named"})
+_BY_NAME = frozenset({"function", "named", "bound"})
 
 
 class TooLarge(Exception):
@@ -68,6 +79,12 @@ class Large:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+class Unwritten(Large):
+    """Stands for a value that cannot be written, and of which nothing is compared."""
+
+    __slots__ = ()
 
 
 class Unbound:
@@ -92,6 +109,54 @@ class _Room(io.BytesIO):
         return super().write(data)
 
 
+#: What the bytes name, as their reader makes it (:mod:`shared_core.encoding.unpacking`).
+_MADE: dict[str, Callable[..., Any]] = {
+    "_numbered": Numbered,
+    "_scalar": lambda data, kind: np.frombuffer(data, np.dtype(kind))[0],
+    "_dtype": dtype_named,
+    "Size": torch.Size,
+    "deque": deque,
+    "complex": complex,
+}
+
+
+class _OwnReader(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        return _MADE[global_name]
+
+
+def read_own(data: bytes) -> Any:
+    """What this very process has just written, read twenty times as fast as what comes from elsewhere."""
+    return _OwnReader(io.BytesIO(data)).load()
+
+
+class _Followed:
+    """A large tensor or array, and what it was at first.
+
+    Args:
+        thing: it.
+        parts: checksums of its parts, to be filled; None if it is another one than in a replacement.
+        version: see :meth:`Writer.unchanged`.
+    """
+
+    def __init__(self, thing: Any, parts: list[int] | None, version: Any = None) -> None:
+        self.ref, self.parts, self._version, self._turn = weakref.ref(thing), parts, version, 0
+
+    def is_same(self, version: Any, data: memoryview) -> bool:
+        if self.parts is None or version != self._version:
+            self.parts = None  # what was changed back is published all the same
+            return False
+        count = -(-len(data) // _PART)
+        if not self.parts:
+            self.parts = [zlib.crc32(data[i * _PART : (i + 1) * _PART]) for i in range(count)]
+            return True
+        turns = range(count) if len(data) <= _WHOLE else [(self._turn + i) % count for i in range(_PARTS)]
+        self._turn += _PARTS
+        if any(zlib.crc32(data[i * _PART : (i + 1) * _PART]) != self.parts[i] for i in turns):
+            self.parts = None
+        return self.parts is not None
+
+
 class Writer:
     """Writes values, and remembers what has not changed since it was first written.
 
@@ -105,11 +170,18 @@ class Writer:
         self.ignored: set[str] = set()
         #: Names of variables that hold what is not described, by identity.
         self.aliases: dict[int, str] = {}
+        #: Types whose objects do not show what they hold, and were among what was written.
+        self.dark: set[str] = set()
         #: Whether what is seen for the first time was made by what a replacement runs, too.
         self.begins = True
         #: Whether data sets and samplers count: where they are put back after all was read that is read again.
         self.data = False
-        self._signatures: dict[int, tuple[Any, Any]] = {}
+        #: Whether all that is written is of data sets and samplers.
+        self.of_data = False
+        #: Bytes of the largest array of which only a part is looked at each time.
+        self.partly = 0
+        self._followed: dict[int, _Followed] = {}
+        self._lists: dict[int, tuple[list[Any], dict[int, int], Iterator[int]]] = {}
         self._random: dict[int, tuple[Any, Any]] = {}
         self._digests: dict[int, tuple[Any, int | None, float]] = {}
 
@@ -131,17 +203,42 @@ class Writer:
 
     def put_back(self, thing: Any) -> None:
         """This tensor or array was given another value than what the script's beginning gives it."""
-        self._signatures[id(thing)] = (weakref.ref(thing), None)
+        self._followed[id(thing)] = _Followed(thing, None)
 
-    def unchanged(self, thing: Any, signature: Any) -> bool:
-        """Whether a large tensor or array is as what a replacement runs has made it, too."""
-        known = self._signatures.get(id(thing))
-        if known is None or known[0]() is not thing:
-            if len(self._signatures) > _REMEMBERED:
-                self._signatures = {k: each for k, each in self._signatures.items() if each[0]() is not None}
-            self._signatures[id(thing)] = (weakref.ref(thing), signature if self.begins else None)
-            return self.begins
-        return bool(known[1] == signature)
+    def unchanged(self, thing: Any, version: Any, data: memoryview) -> bool:
+        """Whether a large tensor or array is as what a replacement runs has made it, too.
+
+        Args:
+            thing: the tensor or array.
+            version: changes where torch has written to it.
+            data: all of its bytes.
+        """
+        known = self._followed.get(id(thing))
+        if known is None or known.ref() is not thing:
+            if len(self._followed) > _REMEMBERED:
+                self._followed = {k: each for k, each in self._followed.items() if each.ref() is not None}
+            known = self._followed[id(thing)] = _Followed(thing, [] if self.begins else None, version)
+            if len(data) > _WHOLE and version is None:
+                self.partly = max(self.partly, len(data))
+        return known.is_same(version, data)
+
+    def same_list(self, items: list[Any]) -> bool:
+        """Whether a long list is as it was when this was asked first, as far as it has been looked at: a part each
+        time, in turn.
+        """
+        known = self._lists.get(id(items))
+        if known is None or known[0] is not items:
+            if len(self._lists) >= _LISTS:
+                self._lists.pop(next(iter(self._lists)))
+            known = self._lists[id(items)] = (items, {}, itertools.count())
+        _, of_parts, turn = known
+        part = next(turn) % max(len(items) // _ROWS, 1)
+        rows = items[part * _ROWS : (part + 1) * _ROWS]
+        try:
+            found = zlib.crc32(Writer(lambda _: False).write(rows))
+        except Exception:
+            return False
+        return bool(of_parts.setdefault(part, found) == found)
 
     def random(self, thing: Any) -> Any:
         """The state of a generator; asked for only where its memory has changed."""
@@ -174,7 +271,8 @@ class Writer:
 class _Values(_Pickler):
     def __init__(self, file: io.BytesIO, writer: Writer) -> None:
         super().__init__(file, None)
-        self._writer, self._todo, self._count = writer, deque[tuple[int, str, Any]](), 0
+        self._writer, self._todo, self._count = writer, deque[tuple[int, str, Any, bool]](), 0
+        self._of_data = writer.of_data
 
     def reducer_override(self, obj: Any) -> Any:
         cls = type(obj)
@@ -185,25 +283,36 @@ class _Values(_Pickler):
             return NotImplemented
         if cls is _Rows:
             return deque, (), None, self._rows()
-        if cls is Large:
-            kind = "large"
+        if issubclass(cls, Large):
+            kind = "large" if cls is Large else "opaque"
         elif obj is Unbound:
             kind = "unbound"
+        elif kind == "bound" and not is_bound(obj):
+            kind = "named"
         elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
             kind = "fixed"
         self._count += 1
-        self._todo.append((self._count, kind, obj))
+        self._todo.append((self._count, kind, obj, self._of_data or isinstance(obj, _DATA)))
         return _numbered, (self._count,)
 
     def _rows(self) -> Iterator[Any]:
         # The pickler asks for one more before it has written one, which may find others: so a None after each.
         while self._todo:
-            number, kind, thing = self._todo.popleft()
+            number, kind, thing, self._of_data = self._todo.popleft()  # what is in the row is written before the next
+            cls, parts = name_of(type(thing)), tuple[Any, ...]()
             try:
-                row = (number, kind, name_of(type(thing)), *_WAYS[kind](self._writer, thing))
+                if isinstance(thing, Unwritten):
+                    cls, parts = name_of(type(thing.value)), (None,)
+                else:
+                    parts = _WAYS[kind](self._writer, thing)
             except Exception:  # of the script's own code, or of a type that does not keep to what types do
-                row = (number, "opaque", name_of(type(thing)), None)
-            yield row
+                kind, parts = "opaque", (None,)
+            if kind == "opaque" and parts[0] is None:
+                if self._of_data:  # files, say: what reading changes in C is looked for where data are read
+                    parts = (OF_DATA,)
+                else:
+                    self._writer.dark.add(cls)
+            yield (number, kind, cls, *parts)
             yield None
 
 
@@ -248,37 +357,28 @@ def _tensor(writer: Writer, thing: torch.Tensor) -> tuple[Any, ...]:
     size = dense.nbytes
     data = memory_of(dense)[:size] if size else memoryview(b"")
     if size > _LARGE:
-        version = None if thing.is_inference() else thing._version
-        if writer.unchanged(thing, (version, thing.data_ptr(), _sample(data))):
+        version = 0 if thing.is_inference() else thing._version
+        if writer.unchanged(thing, (version, thing.data_ptr()), data):
             return ("same", *head, b"", gradient)
         return ("value", *head, pickle.PickleBuffer(data), gradient)
     return ("value", *head, data.tobytes(), gradient)
 
 
 def _on_device(writer: Writer, thing: torch.Tensor, head: tuple[Any, ...], gradient: int) -> tuple[Any, ...]:
-    if thing.nbytes > _LARGE:
-        # Its device sums it, as its memory cannot be looked at.
-        if writer.unchanged(thing, (thing.data_ptr(), checksum(thing))):
-            return ("same", *head, b"", gradient)
+    # Its device sums it, as its memory cannot be looked at.
+    if thing.nbytes > _LARGE and writer.unchanged(thing, thing.data_ptr(), memoryview(checksum(thing).to_bytes(8))):
+        return ("same", *head, b"", gradient)
     dense = to_host(thing.resolve_conj().resolve_neg()).contiguous()
     return ("value", *head, memory_of(dense)[: dense.nbytes].tobytes() if dense.nbytes else b"", gradient)
-
-
-def _sample(data: memoryview) -> int:
-    """A checksum of both ends, and of parts in between."""
-    crc = zlib.crc32(data[-4096:], zlib.crc32(data[:4096]))
-    for at in range(0, len(data), max(len(data) // 16, 1)):
-        crc = zlib.crc32(data[at : at + 256], crc)
-    return crc
 
 
 def _ndarray(writer: Writer, thing: Any) -> tuple[Any, ...]:
     if thing.dtype == object:
         return ("objects", "O", thing.shape, thing.ravel().tolist())
     head = (array_kind(thing.dtype.str).str, thing.shape)
-    if thing.nbytes > _LARGE and thing.flags.c_contiguous:
-        data = memoryview(thing.reshape(-1).view(np.uint8))
-        if not thing.flags.writeable or writer.unchanged(thing, _sample(data)):
+    if thing.nbytes > _LARGE:
+        dense: Any = np.ascontiguousarray(thing).reshape(-1).view(np.uint8)
+        if not thing.flags.writeable or writer.unchanged(thing, None, memoryview(dense)):
             return ("same", *head, b"")
     return ("value", *head, thing.tobytes())
 
@@ -296,21 +396,36 @@ def _function(_: Writer, thing: Any) -> tuple[Any, ...]:
     return (name_of(thing), cells, own)
 
 
+#: Types of objects that compute a checksum, by the modules in C that make them.
+_CHECKSUMS = frozenset("_hashlib _blake2 _md5 _sha1 _sha2 _sha256 _sha512 _sha3".split())
+
+
+class _DarkError(Exception):
+    """An object does not show what it holds."""
+
+
 def _opaque(writer: Writer, thing: Any) -> tuple[Any, ...]:
     return (writer.digest(thing),)
 
 
 def _digest(thing: Any) -> int | None:
-    if hasattr(type(thing), "__next__"):
-        return zlib.crc32(repr(_progress(thing)).encode())
+    cls = type(thing)
     try:
+        if hasattr(cls, "__next__"):
+            return zlib.crc32(repr(_progress(thing)).encode())
+        if cls.__module__ in _CHECKSUMS:
+            return zlib.crc32(thing.hexdigest().encode())
         return zlib.crc32(pickle.dumps(thing, 5))
-    except Exception:  # it does not say what it holds
+    except Exception:
         return None
 
 
 def _progress(thing: Any, depth: int = 0) -> Any:
-    """How far an iterator is, as far as it shows that; what it reads from is compared by itself."""
+    """How far an iterator is; what it reads from is compared by itself.
+
+    Raises:
+        _DarkError: it does not show that.
+    """
     cls = type(thing)
     if isinstance(thing, _SIMPLE):
         return thing
@@ -318,34 +433,69 @@ def _progress(thing: Any, depth: int = 0) -> Any:
         frame = thing.gi_frame
         if frame is None or frame.f_code.co_filename.startswith(OURS):
             return frame is None
-        simple = {k: v for k, v in frame.f_locals.items() if isinstance(v, _SIMPLE)}
-        return frame.f_code.co_qualname, frame.f_lasti, simple
+        held = {k: v if isinstance(v, _SIMPLE) else _shown(v) for k, v in frame.f_locals.items()}
+        return frame.f_code.co_qualname, frame.f_lasti, held
     if hasattr(thing, "_num_yielded"):  # of a DataLoader
         return thing._num_yielded
-    if depth < _DEEPEST and (
-        cls is tuple or (cls.__module__ in ("builtins", "itertools") and hasattr(cls, "__next__"))
-    ):
+    if cls is not tuple and (not hasattr(cls, "__next__") or root_of(cls) in _OURS):
+        return cls.__qualname__
+    if depth >= _DEEPEST:
+        raise _DarkError
+    if cls is not tuple and cls.__module__ not in ("builtins", "itertools"):
+        if kind_of(cls) != "object":
+            raise _DarkError
+        return cls.__qualname__, _shown(thing)
+    if cls.__name__.startswith(("dict_", "set_")):
+        return cls.__name__, length_hint(thing)
+    with warnings.catch_warnings(action="ignore"):  # that iterators are pickled: here only their places are looked at
         parts = thing if cls is tuple else thing.__reduce__()[1:]
-        return cls.__name__, [_progress(each, depth + 1) for each in parts]
-    return cls.__qualname__
+    return cls.__name__, [_progress(each, depth + 1) for each in parts]
 
 
-def _large(_: Writer, thing: Large) -> tuple[Any, ...]:
-    value = thing.value
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        dense = to_host(value).contiguous() if isinstance(value, torch.Tensor) else value
-        data = memory_of(dense)[: dense.nbytes] if isinstance(dense, torch.Tensor) else memoryview(dense.tobytes())
-        return (name_of(type(value)), len(data), _sample(data))
-    if not isinstance(value, (list, tuple, deque, dict, set, frozenset)):
-        value = attributes_of(value)
-    parts: list[Any] = list(islice(value.items() if isinstance(value, Mapping) else value, 8))
-    if not isinstance(value, (set, frozenset)):
-        parts += islice(reversed(value.items() if isinstance(value, dict) else value), 8)
+def _shown(value: Any) -> int | str:
+    """A checksum of what an iterator holds; of much its type, which its own variable is compared by."""
     try:
-        shown = Writer(lambda _: False).write(parts, _LARGE)
+        return zlib.crc32(Writer(lambda _: False).write(value, _LARGE))
     except Exception:
-        shown = b""
-    return (name_of(type(thing.value)), len(value), zlib.crc32(shown))
+        return type(value).__qualname__
+
+
+def _large(writer: Writer, thing: Large) -> tuple[Any, ...]:
+    """Type, number of parts, a checksum of what is compared; None in its place where it is known to have changed."""
+    value = thing.value
+    summary = _summary(writer, value, 0)
+    size = len(value) if hasattr(type(value), "__len__") and isinstance(value, _SIZED) else len(attributes_of(value))
+    return (name_of(type(value)), size, None if summary is None else zlib.crc32(repr(summary).encode()))
+
+
+_SIZED = (list, tuple, deque, dict, set, frozenset, torch.Tensor, np.ndarray)
+
+
+def _summary(writer: Writer, value: Any, depth: int) -> Any:
+    """Small values as a checksum; of large containers the length, and both ends; None for what has changed."""
+    try:
+        return zlib.crc32(Writer(lambda _: False).write(value, _LARGE))
+    except Exception:  # too large
+        pass
+    if isinstance(value, (torch.Tensor, np.ndarray)) or depth >= _DEEPEST:
+        return None  # it is not as it was made, or it would not be here
+    if type(value) is list and not writer.same_list(value):
+        return None
+    if isinstance(value, (list, tuple, deque)):
+        ends = [*islice(value, 8), *islice(reversed(value), 8)]
+        found = [_summary(writer, each, depth + 1) for each in ends]
+    elif isinstance(value, dict):
+        found = [_summary(writer, each, depth + 1) for each in (*islice(dict.items(value), 8), *_last(value))]
+    elif isinstance(value, (set, frozenset)):
+        found = []
+    else:
+        found = [_summary(writer, each, depth + 1) for each in attributes_of(value).items()]
+        return None if None in found else found
+    return None if None in found else [len(value), found]
+
+
+def _last(table: dict[Any, Any]) -> list[Any]:
+    return list(islice(reversed(dict.items(table)), 8))
 
 
 _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
@@ -367,6 +517,8 @@ _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
     "function": _function,
     "method": lambda _, thing: (name_of(thing.__func__), thing.__self__),
     "named": lambda _, thing: (name_of(thing),),
+    "bound": lambda _, thing: (thing.__name__, thing.__self__),
+    "partial": lambda _, thing: (thing.func, thing.args, thing.keywords, thing.__dict__),
     "fixed": lambda writer, thing: (writer.aliases.get(id(thing)),),
     "ignored": lambda _, thing: (),
     "unbound": lambda _, thing: (),

@@ -1,0 +1,290 @@
+"""What stands between a script's ``for`` and the passes and epochs that it iterates: ``enumerate``, ``zip`` and others
+of C, which count for themselves, and which no variable holds.
+
+They hold what they ask, and nobody else may hold them: a loop that is left is known by that it lets go of them. So they
+are looked for while they ask for something, and what is published is how often they have asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import functools
+import gc
+import inspect
+import itertools
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shared_core.worker.variables.kinds import kind_of, root_of
+from shared_core.worker.variables.scopes import is_script
+
+_MOST = 12
+_MEMORY: tuple[Any, ...] = ([], (), range(0), "", b"", {}, set())
+#: Iterators over what is in memory: the next item changes nothing else.
+_PURE = (*(type(iter(each)) for each in _MEMORY), itertools.count)
+#: They ask all that they read from for an item, in order, each time that they are asked for one.
+_TOGETHER = (zip, map)
+#: What :func:`.kinds.kind_of` says of objects whose attributes are captured.
+_PYTHONS = frozenset({"object", "fixed"})
+_NOTHING = frozenset({"CACHE", "PRECALL", "EXTENDED_ARG"})
+#: Stands before the names of those whose place cannot be given to another process.
+_STUCK = "!"
+
+
+# -- looking ----------------------------------------------------------------------------------------------------------
+
+
+def is_bare(frame: types.FrameType) -> bool:
+    """Whether a script has called, in the running instruction of this frame, what a ``for`` iterates itself."""
+    return is_script(frame.f_code, frame.f_globals) and _iterates_next(frame.f_code, frame.f_lasti)
+
+
+@functools.lru_cache(maxsize=256)
+def _iterates_next(code: types.CodeType, last: int) -> bool:
+    after = (each.opname for each in dis.get_instructions(code) if each.offset > last)
+    found = itertools.islice((name for name in after if name not in _NOTHING), 2)
+    return list(found) == ["GET_ITER", "FOR_ITER"]
+
+
+def links_around(thing: Any) -> list[Any]:
+    """All that asks this one for its items, directly or through others, the innermost first. Slow: all objects are
+    looked at. Called by what is asked.
+    """
+    found = [thing]
+    for each in (thing, *_asking_in_python(thing)):
+        while each is not None and len(found) < _MOST:
+            if all(each is not one for one in found):
+                found.append(each)
+            each = _outer(each, found)
+    return found[1:]
+
+
+def _asking_in_python(thing: Any) -> list[Any]:
+    """Generators, and objects with ``__next__``, that run and ask this one."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and not _runs(frame, thing):
+        frame = frame.f_back
+    frames: list[types.FrameType] = []
+    while frame is not None and (frame := frame.f_back) is not None and _is_asked(frame):
+        frames.append(frame)
+    if not frames:
+        return []
+    running = {id(each.gi_frame): each for each in gc.get_objects() if type(each) is types.GeneratorType}
+    return [found for each in frames if (found := running.get(id(each), _own_of(each))) is not None]
+
+
+def _runs(frame: types.FrameType, thing: Any) -> bool:
+    return getattr(thing, "gi_frame", None) is frame or (frame.f_code.co_name == "__next__" and _own_of(frame) is thing)
+
+
+def _is_asked(frame: types.FrameType) -> bool:
+    return bool(frame.f_code.co_flags & inspect.CO_GENERATOR) or frame.f_code.co_name == "__next__"
+
+
+def _own_of(frame: types.FrameType) -> Any:
+    """The object of the method that runs."""
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if names and frame.f_code.co_argcount else None
+
+
+def _outer(thing: Any, known: Sequence[Any]) -> Any:
+    """What holds this one and asks it, but those that are known; of generators those that do not run, which show what
+    they hold.
+    """
+    for each in gc.get_referrers(thing):
+        if type(each) is tuple:  # zip and map hold what they read from in one
+            each = next((one for one in gc.get_referrers(each) if isinstance(one, _TOGETHER)), None)
+        elif type(each) is dict:  # attributes
+            each = next((one for one in gc.get_referrers(each) if hasattr(type(one), "__next__")), None)
+        if each is not None and hasattr(type(each), "__next__") and all(each is not one for one in known):
+            return each
+    return None
+
+
+# -- what can be moved ------------------------------------------------------------------------------------------------
+
+
+def kinds_of(links: Sequence[Any], thing: Any) -> list[str]:
+    """Names of those that count for themselves, the innermost first; see :data:`_STUCK`."""
+    found: list[str] = []
+    counts = True  # each is asked as often as the thing
+    for each in links:
+        if isinstance(each, types.GeneratorType) or kind_of(type(each)) in _PYTHONS:
+            counts = counts and _gives_one_for_one(each)
+        elif type(each) is filter:
+            counts = False
+        else:
+            movable = counts and (type(each) is enumerate or _can_move_together(each, (thing, *links)))
+            found.append(type(each).__name__ if movable else _STUCK + type(each).__name__)
+    return found
+
+
+def _gives_one_for_one(each: Any) -> bool:
+    if root_of(type(each)) == "tqdm" or root_of(type(each)) in ("shared_core", "lightning_swift", "accelerate_swift"):
+        return True
+    if not isinstance(each, types.GeneratorType):
+        return False
+    if "tqdm" in each.gi_code.co_filename or not is_script(each.gi_code, _globals_of(each)):
+        return True  # of a loader, or of a progress bar
+    names = [one.opname for one in dis.get_instructions(each.gi_code)]
+    jumps = any("JUMP_IF" in name or "JUMP_FORWARD_IF" in name or "JUMP_BACKWARD_IF" in name for name in names)
+    return names.count("FOR_ITER") == 1 and names.count("YIELD_VALUE") == 1 and not jumps
+
+
+def _globals_of(each: types.GeneratorType[Any, Any, Any]) -> dict[str, Any]:
+    return each.gi_frame.f_globals if each.gi_frame is not None else {}
+
+
+def _can_move_together(each: Any, chain: Sequence[Any]) -> bool:
+    members = _members(each) if isinstance(each, _TOGETHER) else ()
+    return bool(members) and any(members[0] is one for one in chain) and all(type(one) in _PURE for one in members[1:])
+
+
+def _members(each: Any) -> tuple[Any, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that iterators are pickled: here only what they hold is looked at
+        parts: tuple[Any, ...] = each.__reduce__()[1]
+    return parts[1:] if type(each) is map else parts
+
+
+def move(links: Sequence[Any], times: int) -> bool:
+    """Move what :func:`kinds_of` has found to where it is after it has asked so often. False if that cannot be."""
+    for each in links:
+        if type(each) is enumerate and not _count_on(each, times):
+            return False
+        if isinstance(each, _TOGETHER):
+            for one in _members(each)[1:]:
+                for _ in range(times):
+                    next(one, None)
+    return True
+
+
+def _count_on(each: Any, times: int) -> bool:
+    """Have an ``enumerate`` go on with a later number. It has no method for that; the number lies behind what all
+    objects have, which is checked before and afterwards."""
+    number = each.__reduce__()[1][1]
+    place = ctypes.c_ssize_t.from_address(id(each) + object.__basicsize__)
+    if place.value != number or not 0 <= number + times < 1 << 62:
+        return False
+    place.value = number + times
+    return bool(each.__reduce__()[1][1] == number + times)
+
+
+# -- loops ------------------------------------------------------------------------------------------------------------
+
+
+class _Walk:
+    """One loop of a script that is running.
+
+    Args:
+        thing: what it iterates.
+        frame: of the script, which runs the loop.
+        what: a word for what it iterates.
+    """
+
+    def __init__(self, thing: Any, frame: types.FrameType | None, what: str) -> None:
+        self.what = what
+        self.ref = weakref.ref(thing)
+        self.key = (frame.f_code, frame.f_lasti) if frame is not None else None
+        self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "the script"
+        self.kinds: list[str] | None = None
+        self.given = 0
+
+
+class Walks:
+    """The loops of a script that are running, and what is around what they iterate."""
+
+    def __init__(self) -> None:
+        #: What is around, by the place in the script.
+        self._known: dict[tuple[types.CodeType, int], list[str]] = {}
+        self._walks: list[_Walk] = []
+
+    def begin(self, thing: Any, what: str, *, bare: bool = False) -> None:
+        """A loop of the script asks this for its first item. Called by what is asked.
+
+        Args:
+            thing: what is asked.
+            what: a word for it: epochs, steps.
+            bare: nothing is around it; see :func:`is_bare`.
+        """
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and not is_script(frame.f_code, frame.f_globals):
+            frame = frame.f_back
+        self._walks = [each for each in self._walks if each.ref() not in (None, thing)]
+        walk = _Walk(thing, frame, what)
+        walk.kinds = [] if bare else self._known.get(walk.key) if walk.key is not None else None
+        self._walks.append(walk)
+
+    def end(self, thing: Any) -> None:
+        """The script has left it."""
+        self._walks = [each for each in self._walks if each.ref() not in (None, thing)]
+
+    def gave(self, thing: Any, *, count: int | None = None) -> None:
+        """It is about to give an item, or has given so many."""
+        for each in self._walks:
+            if each.ref() is thing:
+                each.given = each.given + 1 if count is None else count
+
+    def capture(self) -> list[tuple[str, list[str], int]]:
+        """What each loop iterates, what is around that, and how many items it has been given; from the outermost loop
+        inward."""
+        return [(each.what, self._look(each), each.given) for each in self._walks if each.ref() is not None]
+
+    def stuck(self) -> list[tuple[str, str]]:
+        """(place in the script, name) of all that cannot be moved in a replacement."""
+        return [
+            (each.where, kind.removeprefix(_STUCK))
+            for each in self._walks
+            for kind in each.kinds or ()
+            if kind.startswith(_STUCK)
+        ]
+
+    def look(self, thing: Any) -> None:
+        """Find what is around it, now that it is asked."""
+        for each in self._walks:
+            if each.ref() is thing:
+                self._look(each)
+
+    def move(self, thing: Any, kinds: Sequence[str], given: int) -> tuple[str, str] | None:
+        """Move what is around this one, which is asked for its first item in a replacement, to where it was in the
+        failed worker; (place in the script, name) of what cannot be moved.
+        """
+        walk = next((each for each in self._walks if each.ref() is thing), None)
+        if walk is None:
+            return None
+        walk.kinds, walk.given = list(kinds), given
+        if not kinds or not given:
+            return None
+        links = links_around(thing)
+        mine = kinds_of(links, thing)
+        wrong = next((each for each in (*kinds, *mine) if each.startswith(_STUCK)), None)
+        if wrong is None and mine != walk.kinds:
+            wrong = kinds[0]
+        if wrong is None and not move(links, given):
+            wrong = "enumerate"
+        return None if wrong is None else (walk.where, wrong.removeprefix(_STUCK))
+
+    def restore(self, captured: Sequence[tuple[str, Sequence[str], int]]) -> tuple[str, str] | None:
+        """Inverse of :meth:`capture`, for all loops but those that have given items here."""
+        todo = list(captured)
+        for walk in list(self._walks):
+            place = next((each for each in todo if each[0] == walk.what), None)
+            if place is not None:
+                todo.remove(place)
+                if not walk.given and (found := self.move(walk.ref(), *place[1:])) is not None:
+                    return found
+        return None
+
+    def _look(self, walk: _Walk) -> list[str]:
+        if walk.kinds is None:
+            thing = walk.ref()
+            walk.kinds = kinds_of(links_around(thing), thing)
+            if walk.key is not None:
+                self._known[walk.key] = walk.kinds
+        return walk.kinds

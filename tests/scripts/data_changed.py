@@ -1,0 +1,153 @@
+"""A callback changes the data set or the sampler that a framework reads, while it trains."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from shared_core.testing.digest import training_digest
+from shared_core.testing.report import OUT, Report, generators_digest
+
+warnings.filterwarnings("ignore")
+STOCK = bool(os.environ.get("SWIFT_BASELINE"))
+RANK = int(os.environ["RANK"])
+report = Report()
+
+
+class Rows(Dataset[Any]):
+    """Its rows are weighed by what a script sets, and kept once they were read."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(48, 8, generator=torch.Generator().manual_seed(5))
+        self.weights, self.level = [1.0] * 48, 0
+        self.read = dict[int, Any]()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read[index] = self.x[index] * self.weights[index] * (1.0 + 0.1 * self.level)
+        return {"x": self.read[index]}
+
+
+class Order(Sampler[int]):
+    """In the order that it holds."""
+
+    def __init__(self) -> None:
+        self.order = list(range(RANK, 48, 2))
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from list(self.order)
+
+
+def change(what: str, loader: Any, epoch: int) -> None:
+    """After each epoch."""
+    if what == "weights":
+        loader.dataset.weights[epoch::3] = [2.0] * 16
+    elif what == "level":
+        loader.dataset.level += 1
+    else:
+        loader.batch_sampler.sampler.order.reverse()
+
+
+def lightning(what: str) -> tuple[nn.Module, Any]:
+    import lightning.pytorch as pl
+
+    from shared_core.testing.jobs.common import strategy_and_callbacks
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            report.count("batch")
+            return self.net(batch["x"]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    class Changing(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            change(what, trainer.train_dataloader, trainer.current_epoch)
+
+    strategy, callbacks = strategy_and_callbacks("strategy", {})
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=3,
+        callbacks=[Changing(), *callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=os.environ[OUT],
+    )
+    module = Module()
+    trainer.fit(module, DataLoader(Rows(), batch_size=4, sampler=Order()))
+    return module.net, trainer.optimizers[0]
+
+
+def transformers(what: str) -> tuple[nn.Module, Any]:
+    import transformers as hf
+
+    kind: Any = hf.Trainer
+    if not STOCK:
+        from accelerate_swift.trainer import SwiftTrainer
+
+        kind = SwiftTrainer
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            report.count("batch")
+            return {"loss": self.net(x).square().mean()}
+
+    class Changing(hf.TrainerCallback):  # type: ignore[misc]
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            change(what, kwargs["train_dataloader"], int(state.epoch) - 1)
+
+    arguments = hf.TrainingArguments(
+        output_dir=os.environ[OUT],
+        use_cpu=True,
+        num_train_epochs=3,
+        per_device_train_batch_size=4,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        seed=5,
+    )
+    model = Model()
+    trainer = kind(model, arguments, train_dataset=Rows(), callbacks=[Changing()])
+    trainer.train()
+    return model, trainer.optimizer.optimizer
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("framework", choices=("lightning", "transformers"))
+    parser.add_argument("what", choices=("weights", "level", "order"))
+    args = parser.parse_args()
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+    net, optimizer = globals()[args.framework](args.what)
+    report.finish(training_digest(net, [optimizer], [], {}) | {"generators": generators_digest()})
