@@ -78,6 +78,7 @@ def main() -> None:
     np.random.seed(rank)
     random.seed(rank)
     loop = {"step": 0, "loss_sum": 0.0}
+    smooth = torch.zeros((), device=device())  # nobody registers it
     time.sleep(args.startup)
     print(f"rank {rank} is ready", flush=True)
     if job is not None:
@@ -114,9 +115,10 @@ def main() -> None:
         if args.mistake == "branch" and int(os.environ.get("SWIFT_RECOVERY_INCARNATION", "0")) > 0:
             total = total.double()  # another process does something else: the collective is not the one it was
         dist.all_reduce(total)
+        smooth = 0.9 * smooth + loss.detach()
         loop["loss_sum"] += total.item()
         loop["step"] += 1
-    digests = training_digest(net, [optimizer], [scheduler], {"loss": loop["loss_sum"]})
+    digests = training_digest(net, [optimizer], [scheduler], {"loss": loop["loss_sum"], "smooth": smooth.item()})
     finish(report, digests, loss=loop["loss_sum"])
     group = end_group()
     del ddp, group
