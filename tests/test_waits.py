@@ -90,3 +90,11 @@ def test_a_standstill_without_a_loss_ends_as_torch_ends_it(jobs: Jobs) -> None:
     assert result.status == 1, result.tail()
     assert len(_said(result, r"no rank can go on: .* \(time-out of the process group\)$")) == 1, result.tail()
     assert "ReplayDivergence" not in result.stderr and "CollectiveTimeout" in result.stderr, result.tail()
+
+
+def test_ranks_that_end_an_epoch_at_different_batches_are_named(jobs: Jobs) -> None:
+    """One waits in C++, for a bucket; without a failure torch's time-out holds."""
+    result = jobs.run("uneven.py", env={"SWIFT_RECOVERY_DETECTION_WAIT_TIMEOUT_S": "2"})
+    assert result.status == 1, result.tail()
+    bucket, barrier = r"rank 0 waits for rank 1 in all_reduce\(float32\[5\]\)", "rank 1 waits for rank 0 in barrier"
+    assert len(_said(result, rf"no rank can go on: {bucket} .*; {barrier}")) == 1, result.tail()

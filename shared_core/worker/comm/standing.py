@@ -65,7 +65,7 @@ def _collective(runtime: Runtime) -> tuple[GroupState, Op] | None:
         for seq in sorted(group.pending)
     ]
     asked = [each for each in pending if each[1].awaited]
-    buckets = [each for each in pending if each[1].lazy]
+    buckets = [each for each in pending if each[1].lazy or each[1].borrowed]
     return next(iter(asked or buckets), None)
 
 
