@@ -365,7 +365,8 @@ def _ndarray(writer: Writer, thing: Any) -> tuple[Any, ...]:
         return ("objects", "O", thing.shape, thing.ravel().tolist())
     head = (array_kind(thing.dtype.str).str, thing.shape)
     if thing.nbytes > _LARGE:
-        data = memoryview(np.ascontiguousarray(thing).reshape(-1).view(np.uint8))
+        flat: Any = np.ascontiguousarray(thing).reshape(-1).view(np.uint8)
+        data = memoryview(flat)
         if not thing.flags.writeable or writer.unchanged(thing, None, data):
             return ("same", *head, b"")
     return ("value", *head, thing.tobytes())
