@@ -246,11 +246,12 @@ class SwiftPipelineEngine(InstrumentedEngine):
     def _call(self, micro_batches: int, data_iter: Any, call: Callable[[], Any]) -> Any:
         if self._job is None:
             return call()
+        source = data_iter if data_iter is not None else self.data_iterator
+        self._job.variables.reads(source)
         if not self.drives or self._calls is None:
             self._after_top(self._job)
             return call()
         if self._calls.finished():
-            source = data_iter if data_iter is not None else self.data_iterator
             draws = micro_batches if self.is_first_stage() or self.is_last_stage() else 0
             result, norm = self._calls.skip(source, draws)
             compat.set_gradient_norm(self, norm)

@@ -77,6 +77,7 @@ class Variables:
         self._large: dict[tuple[str, str], type[Large]] = {}
         self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
+        self._source: Any = None
         #: What is attached and its parts, by names that a replacement gives them, too.
         self._parts: dict[str, Any] = {}
         self._holds = False
@@ -107,6 +108,15 @@ class Variables:
         leaves = frozenset(leaves).union(*(names for cls, names in self._leaves if isinstance(thing, cls)))
         self._told[name] = thing, Told(name, thing, leaves | MODULE_PARTS if isinstance(thing, nn.Module) else leaves)
         self._restored[id(thing)] = thing
+
+    def reads(self, source: Any) -> None:
+        """A framework draws from this iterator, and has it where it was in a replacement. So it does not count; the one
+        before does again.
+        """
+        if source is not self._source:
+            self._restored.pop(id(self._source), None)
+            self._source = source
+        self._restored[id(source)] = source
 
     def forget(self, name: str) -> None:
         """An object that was told counts no more."""
