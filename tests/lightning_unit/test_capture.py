@@ -42,7 +42,7 @@ class LocalJob:
         self.publish_at, self.published = publish_at, published
         self.joining = published is not None
         self.position = Position()
-        self.runtime = SimpleNamespace(unchecked=nullcontext)
+        self.runtime = SimpleNamespace(unchecked=nullcontext, operates=True)
         #: None are asked for.
         self.options = SimpleNamespace(use_checkpoints=lambda options: None)
         self.entries = SimpleNamespace(

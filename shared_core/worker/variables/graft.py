@@ -153,9 +153,10 @@ class Graft:
         if kind == "named":
             return old if same and name_of(old) == parts[0] else self._find(parts[0], old, path)
         if kind == "fixed":
-            found = self._named.get(parts[0], MISSING) if parts[0] else MISSING
-            if found is not MISSING and name_of(type(found)) == cls:
-                return found
+            for name in filter(None, parts):  # what is not attached yet has that of a variable only
+                found = self._named.get(name, MISSING)
+                if found is not MISSING and name_of(type(found)) == cls:
+                    return found
             if not same:
                 self._differ(path, f"a {short(cls)}", old)
             return old

@@ -127,7 +127,7 @@ class Variables:
         for name in self._attached:
             self.forget(name)
         for each in self._parts.values():
-            self._writer.aliases.pop(id(each), None)
+            self._writer.parts.pop(id(each), None)
         self._attached.clear()
         self._parts.clear()
         self._restored.clear()  # the writer asks this very dictionary
@@ -149,7 +149,7 @@ class Variables:
             self._restored[id(optimizer)] = optimizer
             self._parts[f"optimizer {number}"] = optimizer
         for name, each in self._parts.items():
-            self._writer.aliases[id(each)] = name
+            self._writer.parts[id(each)] = name
 
     # -- at step boundaries -------------------------------------------------------------------------------------------
 
@@ -386,7 +386,9 @@ class Variables:
             if origin == "other" and scope_name not in self._told:
                 continue
             if scope is None:
-                if names and (only is None or any((scope_name, each) in only for each in names.split())):
+                # What a framework tells it tells again where it begins: between two of its calls it has told nothing.
+                told = where == scope_name
+                if names and not told and (only is None or any((scope_name, each) in only for each in names.split())):
                     graft.differences.append(Difference(scope_name, "there", "not there", where))
                 continue
             mine = dict(zip(scope.names.names, scope.values, strict=True))

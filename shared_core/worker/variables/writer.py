@@ -170,6 +170,8 @@ class Writer:
         self.ignored: set[str] = set()
         #: Names of variables that hold what is not described, by identity.
         self.aliases: dict[int, str] = {}
+        #: Names of what is attached and its parts, by identity.
+        self.parts: dict[int, str] = {}
         #: Types whose objects do not show what they hold, and were among what was written.
         self.dark: set[str] = set()
         #: Whether what is seen for the first time was made by what a replacement runs, too.
@@ -519,7 +521,7 @@ _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
     "named": lambda _, thing: (name_of(thing),),
     "bound": lambda _, thing: (thing.__name__, thing.__self__),
     "partial": lambda _, thing: (thing.func, thing.args, thing.keywords, thing.__dict__),
-    "fixed": lambda writer, thing: (writer.aliases.get(id(thing)),),
+    "fixed": lambda writer, thing: (writer.aliases.get(id(thing)), writer.parts.get(id(thing))),
     "ignored": lambda _, thing: (),
     "unbound": lambda _, thing: (),
     "opaque": _opaque,
