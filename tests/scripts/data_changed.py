@@ -62,6 +62,13 @@ def change(what: str, loader: Any, epoch: int) -> None:
         loader.batch_sampler.sampler.order.reverse()
 
 
+def seed() -> None:
+    """After imports, some of which draw random numbers."""
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+
+
 def lightning(what: str) -> tuple[nn.Module, Any]:
     import lightning.pytorch as pl
 
@@ -84,6 +91,7 @@ def lightning(what: str) -> tuple[nn.Module, Any]:
             change(what, trainer.train_dataloader, trainer.current_epoch)
 
     strategy, callbacks = strategy_and_callbacks("strategy", {})
+    seed()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -110,6 +118,7 @@ def transformers(what: str) -> tuple[nn.Module, Any]:
         from accelerate_swift.trainer import SwiftTrainer
 
         kind = SwiftTrainer
+    seed()
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -146,8 +155,5 @@ if __name__ == "__main__":
     parser.add_argument("framework", choices=("lightning", "transformers"))
     parser.add_argument("what", choices=("weights", "level", "order"))
     args = parser.parse_args()
-    torch.manual_seed(3)
-    np.random.seed(3)
-    random.seed(3)
     net, optimizer = globals()[args.framework](args.what)
     report.finish(training_digest(net, [optimizer], [], {}) | {"generators": generators_digest()})
