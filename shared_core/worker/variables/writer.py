@@ -162,10 +162,12 @@ class Writer:
 
     Args:
         restored: whether an object's state is put back by others: of what is attached.
+        inner: this is part of what an iterator holds. Iterators in there are not looked into: many of a program hold
+            all of it.
     """
 
-    def __init__(self, restored: Callable[[int], bool]) -> None:
-        self.restored = restored
+    def __init__(self, restored: Callable[[int], bool], *, inner: bool = False) -> None:
+        self.restored, self._inner = restored, inner
         #: Names of attributes that are left out.
         self.ignored: set[str] = set()
         #: Names of variables that hold what is not described, by identity.
@@ -258,6 +260,8 @@ class Writer:
         """A checksum of an object of a type in C; None where it shows nothing. Where that takes long, it is not taken
         each time.
         """
+        if self._inner and hasattr(type(thing), "__next__"):
+            return zlib.crc32(name_of(type(thing)).encode())
         known = self._digests.get(id(thing))
         now = time.monotonic()
         if known is not None and now < known[2] and known[0]() is thing:
@@ -457,7 +461,7 @@ def _progress(thing: Any, depth: int = 0) -> Any:
 def _shown(value: Any) -> int | str:
     """A checksum of what an iterator holds; of much its type, which its own variable is compared by."""
     try:
-        return zlib.crc32(Writer(lambda _: False).write(value, _LARGE))
+        return zlib.crc32(Writer(lambda _: False, inner=True).write(value, _LARGE))
     except Exception:
         return type(value).__qualname__
 
