@@ -35,6 +35,15 @@ _taken: dict[str, Any] = {}
 _refusals: list[str] = []
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of other tests, which this process has imported too, are no part of these scripts."""
+    tests = str(Path(__file__).parents[1])
+    for name, module in list(sys.modules.items()):
+        if name != __name__ and str(getattr(module, "__file__", None)).startswith(tests):
+            monkeypatch.delitem(sys.modules, name)
+
+
 def steps(again: bool, origin: Origin = "same", variables: Variables | None = None) -> Iterator[int]:
     """The first run captures at each step; the second one is put in its place at one of them."""
     variables = variables or Variables(0)
