@@ -27,7 +27,7 @@ OUT = os.environ["SWIFT_TEST_OUT"]
 
 
 class OneGpu(CUDAAccelerator):
-    """All ranks on the first GPU; Lightning itself gives each rank one of its own."""
+    """All ranks on the first GPU; Lightning itself gives each rank another one."""
 
     @staticmethod
     def parse_devices(devices: Any) -> list[int]:
@@ -35,7 +35,7 @@ class OneGpu(CUDAAccelerator):
 
 
 class Simulated(Accelerator):
-    """The simulated device; each rank has one of its own."""
+    """The simulated device; each process has one."""
 
     def setup_device(self, device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
