@@ -73,6 +73,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv("TMPDIR", str(tmp))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    before = dict(os.environ)
     threads, listening = set(threading.enumerate()), _listening()
     shared = set(SHM.glob("swift*"))
     yield
@@ -83,6 +84,9 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReque
     left += [f"file {path}" for path in _abandoned(shared)]
     left += [f"file {path}" for path in sorted(tmp.glob("swift*"))]
     shutil.rmtree(tmp, ignore_errors=True)
+    for name in os.environ.keys() - before.keys():  # such as the seed that Lightning keeps there, which jobs would read
+        del os.environ[name]
+    os.environ.update(before)
     if left:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
 

@@ -86,7 +86,7 @@ class RunLock:
         """
         if self._renewed >= 0 and time.monotonic() >= self._renewed + RENEW_S:
             found = self._read_lease()
-            if found is not None and found.get("owner") != self._owner:
+            if found and found.get("owner") != self._owner:
                 self._renewed = -1.0
                 raise _in_use(self._storage.root, found)
             self._write_lease()
@@ -163,15 +163,26 @@ class RunLock:
         if found is None:  # another process of this job is just renewing it, or a job has let it go
             time.sleep(_SETTLE_S)
             found = self._read_lease()
-        if found is None or found.get("owner") != self._owner:
+        if not found or found.get("owner") != self._owner:
             self._renewed = -1.0
             raise _in_use(self._storage.root, found)
 
     def _read_lease(self) -> dict[str, Any] | None:
-        try:
-            return _content(store.read_file(self._storage, FILE, _MOST_BYTES))
-        except (FileNotFoundError, CorruptFile):
-            return None
+        """What the file says: None where it is absent, nothing where it cannot be read.
+
+        Some storages show a file that is just written as empty. That is no free lease, so it is looked at again.
+        """
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            found = None
+            with suppress(CorruptFile):
+                try:
+                    found = _content(store.read_file(self._storage, FILE, _MOST_BYTES))
+                except FileNotFoundError:
+                    return None
+            if found is not None or time.monotonic() >= deadline:
+                return found or {}
+            time.sleep(_LOOK_S)
 
     def _write_lease(self) -> None:
         self._beat += 1
@@ -189,7 +200,7 @@ def owner_of(meta: Mapping[str, Any]) -> str:
 
 
 def _in_use(where: str, found: dict[str, Any] | None) -> RunInUse:
-    who = f" (process {found.get('pid')} on {found.get('host')})" if found is not None else ""
+    who = f" (process {found.get('pid')} on {found.get('host')})" if found else ""
     return RunInUse(
         f"another job{who} writes to {where}: wait for its end or end it; or start from scratch, in a folder of its "
         "own, with checkpoint.resume='never' (SWIFT_RECOVERY_CHECKPOINT_RESUME=never)"

@@ -76,6 +76,30 @@ def test_a_second_job_is_refused_and_the_first_one_s_processes_share(run: str) -
     RunLock(open_storage(run), "b").take()
 
 
+def test_a_lease_that_is_just_written_is_not_free(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some storages show it as empty for that time."""
+    monkeypatch.setattr(run_lock, "LEASE_S", 2.0)
+    storage, read = open_storage(f"local://{where}"), store.read_file
+    first, second = RunLock(storage, "a"), RunLock(storage, "b")
+    first.take()
+    empty = iter([b""])
+    monkeypatch.setattr(store, "read_file", lambda *args: next(empty, None) or read(*args))
+    with pytest.raises(RunInUse, match=f"process {os.getpid()} on "):
+        second.take()
+    assert next(empty, None) is None
+    first.renew()
+
+
+def test_a_lease_that_cannot_be_read_ends_as_any_other(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "LEASE_S", 1.0)
+    where.mkdir()
+    (where / FILE).write_text("{")
+    lock = RunLock(open_storage(f"local://{where}"), "a")
+    with pytest.raises(RunInUse, match="another job writes to"):
+        lock.take()
+    lock.take(0.1)
+
+
 def test_a_killed_job_holds_nothing(run: str) -> None:
     with holder(run, "a") as first:
         first.send_signal(signal.SIGKILL)
