@@ -170,7 +170,7 @@ class RunLock:
     def _read_lease(self) -> dict[str, Any] | None:
         """What the file says: None where it is absent, nothing where it cannot be read.
 
-        Some storages show a file that is just written as empty. That is no free lease, so it is looked at again.
+        Behind a URL, a file that is just written may look empty. That is no free lease, so it is looked at again.
         """
         deadline = time.monotonic() + _SETTLE_S
         while True:
@@ -180,8 +180,10 @@ class RunLock:
                     found = _content(store.read_file(self._storage, FILE, _MOST_BYTES))
                 except FileNotFoundError:
                     return None
-            if found is not None or time.monotonic() >= deadline:
-                return found or {}
+            if found is not None or self._storage.local() is not None:
+                return found
+            if time.monotonic() >= deadline:
+                return {}
             time.sleep(_LOOK_S)
 
     def _write_lease(self) -> None:
