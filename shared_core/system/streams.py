@@ -1,4 +1,4 @@
-"""Standard output and error of a job whose disk may be full: what does not fit is dropped, and nobody ends for it."""
+"""Standard output and error of a process of a job: whole lines, and what a full disk does not take is dropped."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ def _tell(fd: int, error: OSError) -> None:
 
 
 def forgive() -> None:
-    """Have this process' standard streams drop what their devices do not take. Streams that somebody has replaced are
-    left alone."""
+    """Have this process' standard streams drop what their devices do not take.
+
+    ``python -u`` writes what ``print`` is given and the end of the line one after the other, and what another worker
+    prints may come between them. Here a line is written at once, when it ends. Streams that somebody has replaced are
+    left alone.
+    """
     if (out := _forgiving(sys.stdout, sys.__stdout__, 1)) is not None:
         sys.stdout = sys.__stdout__ = out  # type: ignore[misc, assignment]
     if (err := _forgiving(sys.stderr, sys.__stderr__, 2)) is not None:
@@ -54,6 +58,5 @@ def _forgiving(stream: TextIO, original: TextIO | None, fd: int) -> TextIO | Non
         raw if unbuffered else io.BufferedWriter(raw),
         encoding=stream.encoding,
         errors=stream.errors,
-        line_buffering=stream.line_buffering,
-        write_through=unbuffered,
+        line_buffering=unbuffered or stream.line_buffering,
     )

@@ -52,6 +52,23 @@ def test_lines_of_workers_that_the_launcher_passes_on_have_a_prefix(tmp_path: Pa
     assert len(lines) == 2 and all(line.startswith("[default0]:") for line in lines), job.stdout
 
 
+def test_a_line_is_written_whole(tmp_path: Path) -> None:
+    """Workers share one pipe; without this, many a line ends in the line of another worker."""
+    script = """
+        import os, sys
+        for i in range(1500):
+            print("rank", os.environ["RANK"], "line", i)
+            print("rank", os.environ["RANK"], "error", i, file=sys.stderr)
+        print("no end", end="")
+        """
+    job = run(tmp_path, script)
+    assert job.code == 0, job.stderr
+    for stream, word in ((job.stdout.replace("no end", ""), "line"), (job.stderr, "error")):
+        said = [line for line in stream.splitlines() if not line.startswith("[swift]")]
+        assert sorted(said) == sorted(f"rank {rank} {word} {i}" for rank in range(2) for i in range(1500))
+    assert job.stdout.count("no end") == 2
+
+
 @pytest.mark.parametrize(
     "written",
     [
