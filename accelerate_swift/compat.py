@@ -18,7 +18,9 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import InitProcessGroupKwargs
 
-CHECKED_WITH = "accelerate 1.15.0, transformers 5.17.0 and 5.23.0"
+from shared_core.versions import Tested
+
+TESTED = Tested("accelerate", "1.15", "1.15")
 
 _ACCELERATOR, _LOADER = "accelerate:Accelerator", "accelerate.data_loader"
 _TRAINER = "transformers.trainer:Trainer"

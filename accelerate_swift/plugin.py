@@ -23,6 +23,7 @@ from shared_core.checkpoint import absolute
 from shared_core.config import full_names
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.trackers import prepare
+from shared_core.versions import check_version
 
 _ENABLE = "SWIFT_RECOVERY"
 
@@ -47,6 +48,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
     Raises:
         ConfigError: for an unknown option or a bad value.
+        Unsupported: this version of Accelerate cannot be used.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
                 given[name] = absolute(given[name])
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(given))
         if launched_by_swiftrun() and enabled():
+            check_version(compat.TESTED, compat.NAMES)
             prepare()
         # Here, because transformers makes the process group before there is an Accelerator.
         job = install() if given and launched_by_swiftrun() and enabled() else None

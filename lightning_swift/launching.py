@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_swift import compat
 from lightning_swift.checkpoint import SwiftCheckpoint
 from lightning_swift.launcher import SwiftLauncher
+from lightning_swift.private_names import NAMES, TESTED
 from lightning_swift.recovering import RecoveringStrategy
 from lightning_swift.support import refuse_strategy
 from shared_core import (
@@ -27,6 +28,7 @@ from shared_core import (
 from shared_core.config import full_names
 from shared_core.devices import check as check_device
 from shared_core.trackers import prepare
+from shared_core.versions import check_version
 
 _DEFAULTS = dict(SwiftConfig().items())
 
@@ -75,6 +77,7 @@ class LaunchingStrategy(RecoveringStrategy):
         self._saves = False
         #: Options of the run: the environment (and what swiftrun was given) over the constructor's.
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(options))
+        check_version(TESTED, NAMES)
         self._begin(install() if launched_by_swiftrun() else None)
         if self.job is not None:
             prepare()

@@ -6,7 +6,9 @@ version that has changed one is noticed before a job meets it.
 
 from __future__ import annotations
 
-CHECKED_WITH = "lightning 2.6.6"
+from shared_core.versions import Tested
+
+TESTED = Tested("lightning", "2.6", "2.6")
 
 _LOOPS, _TRAINER = "lightning.pytorch.loops", "lightning.pytorch.trainer"
 _RESULT = f"{_TRAINER}.connectors.logger_connector.result"

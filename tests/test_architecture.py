@@ -12,7 +12,7 @@ CORE, LIGHTNING, ACCELERATE = PACKAGES = ("shared_core", "lightning_swift", "acc
 TESTING = "shared_core.testing"
 
 #: Modules of the core that adapters may import besides packages with ``__all__``.
-PLAIN_FACES = ("shared_core.errors", "shared_core.events", "shared_core.devices")
+PLAIN_FACES = ("shared_core.errors", "shared_core.events", "shared_core.devices", "shared_core.versions")
 
 #: Which modules may import a package.
 ONLY_IN = {
@@ -50,7 +50,7 @@ LAYERS = (
     ("faults",),
     ("waiting",),
     ("events",),
-    ("devices",),
+    ("devices", "versions"),
     ("resources",),
     ("kinds",),
     ("plain_json",),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import import_graph
 import pytest
-from compat_names import what_is_wrong
 
 from shared_core.pipeline.compat import choosing
+from shared_core.versions import what_is_wrong
 
 #: Where the names of each framework are listed, and used.
 TABLES = {
@@ -39,9 +42,43 @@ def test_private_names_are_what_they_were(framework: str) -> None:
     """All in one test: each takes microseconds, and a new version of a framework changes several."""
     if framework == "deepspeed":  # others are needed by most tests
         pytest.importorskip("deepspeed")
-    checked_with = importlib.import_module(TABLES[framework][0]).CHECKED_WITH
+    checked_with = importlib.import_module(TABLES[framework][0]).TESTED
     wrong = [f"{what}; needed because: {why}" for name, why in names(framework) if (what := what_is_wrong(name))]
     assert not wrong, f"not as in {checked_with}:\n" + "\n".join(wrong)
+
+
+PRETENDED = """
+import sys, torch
+torch.__version__ = sys.argv[1]
+for name in sys.argv[2:]:
+    delattr(torch.distributed.distributed_c10d, name)
+import shared_core
+shared_core.install()
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "without", "said"),
+    [
+        ("2.10.0", [], "torch 2.10.0 is too old: torch 2.11 to 2.15 were tested"),
+        ("2.99.0", ["_world"], "newer than what was tested (torch 2.11 to 2.15), and lacks what is needed of it"),
+        ("2.99.0", [], "torch 2.99.0 is newer than what was tested (torch 2.11 to 2.15); all is there"),
+        ("2.15.1", [], ""),
+    ],
+)
+def test_another_version_of_torch_is_refused_or_told(
+    version: str, without: list[str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(PRETENDED)
+    command = [sys.executable, "-m", "shared_core.cli.swiftrun", "--nproc-per-node", "1", "--standbys", "0"]
+    env = os.environ | {"PYTHONPATH": str(import_graph.ROOT)}
+    words = [*command, "script.py", version, *without]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    refused = "too old" in said or "lacks" in said
+    assert (done.returncode != 0) == refused and said in done.stderr and done.stderr.count("were tested") <= 1, (
+        done.stderr
+    )
+    assert said or "tested" not in done.stderr
 
 
 @pytest.mark.parametrize("framework", TABLES)

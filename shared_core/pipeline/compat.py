@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.errors import ConfigError, MissingExtra
+from shared_core.versions import Tested, check_version
 
-CHECKED_WITH = "deepspeed 0.19.8"
+TESTED = Tested("deepspeed", "0.19", "0.19")
 
 _ENGINE, _MODULE = "deepspeed.runtime.pipe.engine:PipelineEngine", "deepspeed.runtime.pipe.module:PipelineModule"
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
@@ -118,6 +119,7 @@ def import_deepspeed() -> Any:
     Raises:
         ConfigError: if DeepSpeed was imported already and has chosen another device.
         MissingExtra: if it is not installed.
+        Unsupported: if it is of a version that cannot be used.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -125,6 +127,7 @@ def import_deepspeed() -> Any:
         from deepspeed.accelerator import get_accelerator
     except ImportError as error:
         raise MissingExtra("pipelines need DeepSpeed: pip install 'swift-recovery[deepspeed]'") from error
+    check_version(TESTED, NAMES)
     chosen = get_accelerator().device_name()
     if chosen != "cpu":
         raise ConfigError(

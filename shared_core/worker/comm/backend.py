@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shared_core.devices import REFUSED, runs_on_devices
 from shared_core.errors import Unsupported
+from shared_core.versions import check_version
 from shared_core.worker.comm import compat
 from shared_core.worker.comm.group import SwiftProcessGroup
 from shared_core.worker.comm.runtime import Runtime
@@ -26,10 +27,14 @@ def install(runtime: Runtime) -> None:
 
     Args:
         runtime: what the groups share.
+
+    Raises:
+        Unsupported: this version of torch cannot be used.
     """
     global _runtime
     if _runtime is not None:
         return
+    check_version(compat.TESTED, compat.NAMES)
     _runtime = runtime
     if not compat.is_registered("swift"):
         dist.Backend.register_backend("swift", _create, extended_api=True, devices=["cpu"])

@@ -18,7 +18,9 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C import _distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-CHECKED_WITH = "torch 2.11.0, 2.12.0 and 2.13.0"
+from shared_core.versions import Tested
+
+TESTED = Tested("torch", "2.11", "2.15")
 
 _C10D, _GROUP = "torch.distributed.distributed_c10d", "torch._C._distributed_c10d:ProcessGroup"
 _GLOO, _DDP = "torch._C._distributed_c10d:ProcessGroupGloo", "torch.nn.parallel:DistributedDataParallel"

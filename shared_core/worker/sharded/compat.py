@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-CHECKED_WITH = "torch 2.11.0, 2.12.0 and 2.13.0"
+from shared_core.versions import Tested
+
+TESTED = Tested("torch", "2.11", "2.15")
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"

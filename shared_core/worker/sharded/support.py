@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
+from shared_core.versions import check_version
 from shared_core.worker.sharded import compat
 from shared_core.worker.sharded.local import is_distributed
 from shared_core.worker.sharded.own import Owner
@@ -86,6 +87,7 @@ def refuse(
         return
     if compat.offloads(sharded):
         raise Unsupported(f"CPUOffloadPolicy cannot be recovered: leave offload_policy out. {_PAGE}")
+    check_version(compat.TESTED, compat.NAMES)
     if any(isinstance(each, DistributedDataParallel) for each in modules):
         raise Unsupported(f"a job has sharded models or models in DistributedDataParallel, not both. {_PAGE}")
     for module in modules:
