@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shared_core.cli import checkpoints, plan, policy, report, simulate, watch
+from shared_core.cli import checkpoints, doctor, plan, policy, report, simulate, watch
 from shared_core.cli.arguments import Parser, number, one_line
 from shared_core.cli.event_files import add_arguments, read_run
 from shared_core.errors import ConfigError, SwiftError
@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if "run" not in options:
         parser.error(
-            "COMMAND is missing: status, watch, events, report, plan-logging, checkpoints, plan, simulate, policy"
+            "COMMAND is missing: status, watch, doctor, events, report, plan-logging, checkpoints, plan, simulate, "
+            "policy"
         )
     try:
         status: int = options.run(options)
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.tell_version()
     commands: Any = parser.add_subparsers(metavar="COMMAND")
     watch.add_command(commands)
+    doctor.add_command(commands)
     events = commands.add_parser(
         "events",
         help="print the timeline of a job: losses and recoveries",
