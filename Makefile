@@ -13,12 +13,13 @@ export OMP_NUM_THREADS ?= 1
 # Else each of the many processes of a test run compiles the packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test nightly lint format docs soak bench clean
+.PHONY: help setup demo test nightly matrix lint format docs soak bench clean
 
 help:
 	@echo "make demo    train a small GPT-2 twice, with and without faults, and compare the results"
 	@echo "make test    linters, type checker and tests, PARALLEL=$(PARALLEL) at once"
 	@echo "make nightly longer tests, which make test leaves out, PARALLEL=$(PARALLEL) at once"
+	@echo "make matrix  a part of the tests with each version of torch and Python (hours, 20 GB); results in docs/design"
 	@echo "make lint    linters and type checker only"
 	@echo "make docs    the documentation as a site, in runs/site; a broken link is an error"
 	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), as many in pipelines, FSDP2, HSDP and ZeRO-3"
@@ -69,6 +70,9 @@ test: lint $(ETCD)
 
 nightly: $(STAMP) $(ETCD)
 	$(PY) -m pytest -m nightly -n $(PARALLEL) --dist worksteal
+
+matrix: $(STAMP)
+	$(PY) tests/matrix --parallel $(PARALLEL)
 
 docs: $(STAMP)
 	$(PY) -m docs.tools.errors

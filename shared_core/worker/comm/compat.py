@@ -150,6 +150,8 @@ def replace_group_creation(make: Callable[[Callable[..., Any], Mapping[str, Any]
     and would make plain gloo groups. torch has no hook between the two, so the function in which both meet is replaced.
     """
     helper = c10d._new_process_group_helper
+    if hasattr(c10d, "_FR_SELF_RECORDING_BACKENDS"):  # torch 2.15 hooks a recorder to groups that do not record
+        c10d._FR_SELF_RECORDING_BACKENDS = {*c10d._FR_SELF_RECORDING_BACKENDS, "swift"}
     names = helper.__code__.co_varnames[: helper.__code__.co_argcount]
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
