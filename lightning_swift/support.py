@@ -105,12 +105,6 @@ def check_ddp_options(
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"unknown option {name!r} of the strategy{hint}")
-    if options.get("static_graph"):
-        raise Unsupported(
-            "swift recovery does not support DDPStrategy(static_graph=True): the graph is learned in the first "
-            "iteration, which a newcomer does not run. Leave it out, or use find_unused_parameters=True where "
-            "parameters are unused"
-        )
     if comm_state is not None or comm_hook is not None or comm_wrapper is not None:
         name = getattr(comm_hook, "__name__", type(comm_hook or comm_state).__name__)
         raise Unsupported(

@@ -337,6 +337,37 @@ def forget_releases(optimizer: Any, known: Any) -> Any:
     return order
 
 
+def let_go(optimizer: Any) -> None:
+    """ZeRO-3: let go of gathered parameters, but of those that persist: the small ones, which DeepSpeed keeps whole from
+    its first step on.
+    """
+    kept = whole_parameters(optimizer)
+    absent, present = _statuses()
+    for parameter in kept:
+        parameter.ds_status = absent  # else it is let go of, and counted
+    optimizer.empty_partition_cache()
+    for parameter in kept:
+        parameter.ds_status = present
+
+
+def whole_parameters(optimizer: Any) -> list[Any]:
+    """ZeRO-3: the parameters that persist, where they are whole now."""
+    _, present = _statuses()
+    return [each for each in optimizer.persistent_parameters if each.ds_status == present]
+
+
+def put_whole(parameter: Any, whole: Any) -> None:
+    """ZeRO-3: give a parameter that is let go of its whole content."""
+    _, present = _statuses()
+    parameter.data, parameter.ds_status = whole, present
+
+
+def _statuses() -> tuple[Any, Any]:
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    return ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
+
+
 def gradient_norm(engine: Any) -> Any:
     """Of the last step."""
     return engine._global_grad_norm

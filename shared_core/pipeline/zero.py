@@ -105,9 +105,11 @@ class ZeroState:
         return 4 * numel * (1 + micro_batches)
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, and of what depends on an order in which modules gathered before."""
+        """Let go of gathered parameters but those that persist, and of what depends on an order in which modules gathered
+        before.
+        """
         if self._divides_parameters:
-            self._optimizer.empty_partition_cache()
+            compat.let_go(self._optimizer)
             self._order = compat.forget_releases(self._optimizer, self._order)
 
     @property
@@ -158,6 +160,8 @@ class ZeroState:
     def restore(self, values: Mapping[str, Any]) -> None:
         """Put a captured state in place, or this rank's part of what another number of ranks has captured."""
         self.reshard()
+        if self._divides_parameters:
+            self._optimizer.empty_partition_cache()
         parts = [part for part, _ in self._parameters()]
         if OLD_RANKS in values:
             sizes = [part.numel() for part in parts]
@@ -190,15 +194,17 @@ class ZeroState:
     def _of_partition(self) -> dict[str, Any]:
         """What DeepSpeed remembers of parameters: gradients of the last step, which it uses again for those that a
         batch does not reach; those that it has noticed to be used by a module that they are not in, or returned by one,
-        by its numbers; and the order in which modules gather.
+        by its numbers; the order in which modules gather; and parameters that persist, whole.
         """
         module = self._engine.module
+        places = {id(each): place for place, each in enumerate(module.parameters())}
         uses = {each.ds_id: [p.ds_id for _, p in each.ds_external_parameters()] for each in _numbered(module)}
         return {
             "gradients": self._optimizer.grad_partitions_flat_buffer,
             "uses": {number: found for number, found in uses.items() if found},
             "returned": [p.ds_id for p in module.parameters() if p.is_external_param],
             "order": compat.gathering_order(self._optimizer, module),
+            "whole": {places[id(each)]: each.detach() for each in compat.whole_parameters(self._optimizer)},
         }
 
     def _put_back_of_partition(self, values: Mapping[str, Any]) -> None:
@@ -211,6 +217,9 @@ class ZeroState:
         for number in values["returned"]:
             parameters[number].is_external_param = True
         compat.set_gathering_order(self._optimizer, module, values["order"])
+        in_order = list(module.parameters())
+        for place, whole in values.get("whole", {}).items():  # not in checkpoints of earlier versions
+            compat.put_whole(in_order[place], whole.clone())
 
 
 def _numbered(module: Any) -> list[Any]:

@@ -126,11 +126,13 @@ def train() -> dist.ProcessGroup:
 
     job = shared_core.attach(engine, loader)
     seen = job.register(loss=0.0, batches=0)
+    saved = ""  # what a script would save: parameters that persist are whole after the first step
     for epoch in job.epochs(args.epochs):
         sampler.set_epoch(epoch)
         engine.train()
         for _, (x,) in job.steps(loader):
             report.count(f"batch {seen.batches}")
+            saved = digest([saved, *engine.module_state_dict().values()])
             if args.grow and seen.batches == 6:
                 engine.set_train_batch_size(2 * engine.train_batch_size())
             seen.batches += 1
@@ -145,11 +147,12 @@ def train() -> dist.ProcessGroup:
             with torch.no_grad():
                 for part in data[:9].to(dtype).split(3):
                     seen.loss += engine(part).square().mean().item()
+    saved = digest([saved, *engine.module_state_dict().values()])
     engine.empty_partition_cache()
     digests = training_digest(engine.module, [optimizer.optimizer], [scheduler], vars(seen))
     facts = digest([engine.global_steps, engine.micro_steps, engine.global_samples, engine.get_global_grad_norm()])
     extra = vars(seen) | {"engine": type(engine).__name__, "optimizer": type(optimizer).__name__}
-    report.finish(digests | whole(engine) | {"engine": facts, "generators": generators_digest()}, **extra)
+    report.finish(digests | whole(engine) | {"engine": facts, "saved": saved, "generators": generators_digest()}, **extra)
     group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType, FunctionType
+from typing import Any, TypeVar
 
 import torch.autograd.graph
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C import _distributed_c10d
+from torch._C._dynamo import eval_frame
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.versions import Tested
@@ -70,6 +71,14 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch.nn.parallel.distributed:DistributedDataParallel.reducer", "a newcomer's buckets are rebuilt"),
     ("torch._C._distributed_c10d:Reducer._push_all_rebuilt_params", "the same"),
     ("torch._C._distributed_c10d:Reducer._rebuild_buckets", "the same"),
+    ("torch._C._distributed_c10d:Reducer._get_local_used_map", "what a newcomer's DDP knows of a static graph"),
+    ("torch._C._distributed_c10d:Reducer._delay_all_reduce", "the same"),
+    ("torch._C._distributed_c10d:Reducer._autograd_hook", "the same"),
+    (f"{_DDP}._set_static_graph(self)", "the same: it sets _static_graph_delay_allreduce_enqueued"),
+    # -- torch.compile
+    ("torch._C._dynamo.eval_frame:set_code_exec_strategy(code, strategy)", "Dynamo does not look into a function"),
+    ("torch._C._dynamo.eval_frame:_FrameExecStrategy", "the same, and what the function calls"),
+    ("torch._C._dynamo.eval_frame:_FrameAction", "the same"),
     # -- tensors, modules and autograd
     ("torch:Tensor._version", "whether somebody has written to a tensor"),
     ("torch:_foreach_copy_", "copies of many tensors in one call"),
@@ -131,7 +140,40 @@ def agreeing_on_buckets() -> Any:
     its buckets; None if it was not.
     """
     frame = _caller_of_operation()
-    return frame.f_locals["self"] if frame is not None and frame.f_code is _DDP_FORWARD else None
+    return frame.f_locals["self"] if frame is not None and _is_ddp_forward(frame.f_code) else None
+
+
+def _is_ddp_forward(code: CodeType) -> bool:
+    """Whether this is DDP's function, or a part of it that Dynamo has made: those are called after it."""
+    part = code.co_filename == _DDP_FORWARD.co_filename and _DDP_FORWARD.co_name in code.co_name
+    return code is _DDP_FORWARD or part
+
+
+# -- torch.compile ------------------------------------------------------------------------------------------------------
+
+_Out = TypeVar("_Out", bound=Callable[..., Any])
+
+
+def out_of_graphs(function: _Out) -> _Out:
+    """Have Dynamo neither trace a function nor what it calls; the function itself is returned.
+
+    ``torch.compiler.disable`` would wrap it, which costs time in each call, and adds frames between an operation and
+    who calls it.
+    """
+    code = getattr(function, "__code__")  # noqa: B009 (a method has none of its own in mypy's eyes)
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a graph ends where it is called
+    return function
+
+
+def methods_out_of_graphs(cls: type) -> None:
+    """The same for the methods of a class, and those of its bases that are not torch's."""
+    for each in cls.__mro__:
+        if each.__module__.startswith(__package__ or "."):
+            for method in vars(each).values():
+                if isinstance(method, FunctionType):
+                    out_of_graphs(method)
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

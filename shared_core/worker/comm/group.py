@@ -18,7 +18,13 @@ import torch.distributed
 from shared_core.devices import check as check_device
 from shared_core.devices import room_on_host, to_host
 from shared_core.errors import Unsupported
-from shared_core.worker.comm.compat import AllgatherOptions, agreeing_on_buckets, called_by_reducer, in_backward
+from shared_core.worker.comm.compat import (
+    AllgatherOptions,
+    agreeing_on_buckets,
+    called_by_reducer,
+    in_backward,
+    methods_out_of_graphs,
+)
 from shared_core.worker.comm.group_identity import GroupIdentity
 from shared_core.worker.comm.listener import BucketInput
 from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
@@ -358,6 +364,10 @@ class SwiftProcessGroup(GroupIdentity):
         raise Unsupported(
             "recv from any source cannot be replayed, because its order is not determined: name the source rank"
         )
+
+
+#: Else Dynamo compiles them where a compiled function calls DDP, and fails.
+methods_out_of_graphs(SwiftProcessGroup)
 
 
 class _Together(SwiftWork):

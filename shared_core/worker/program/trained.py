@@ -18,6 +18,7 @@ from shared_core.errors import Unsupported
 from shared_core.events import console_once
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op
 from shared_core.worker.sharded.own import Owner, OwnState
 from shared_core.worker.sharded.shard import SHARD, Shard
@@ -127,8 +128,9 @@ class Trained:
         self._register(Attached(modules, replicated, alike=alike))
         self._parts.variables.attach(modules, optimizers)
         if (optimizers or sharded or divided) and os.environ.get("SWIFT_FAULTS") and modules:
-            self._handles.append(modules[0].register_forward_hook(lambda *_: inject.point("forward")))
+            self._handles.append(modules[0].register_forward_hook(_inject))
 
+    @out_of_graphs
     def _forward_done(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and ddp.require_backward_grad_sync:
             self._buckets.forward_done(ddp)
@@ -257,3 +259,8 @@ class Trained:
 
     def _capture_loose(self) -> dict[int, torch.Tensor]:
         return self._loose.capture() if self._updates.outside.active or self._config.reroutes else {}
+
+
+@out_of_graphs
+def _inject(*_: object) -> None:
+    inject.point("forward")

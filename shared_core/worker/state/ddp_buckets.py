@@ -18,13 +18,15 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
+from shared_core.worker.state.ddp_graph import FirstIteration, repeat
 from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.records import Records
 from shared_core.worker.state.support import refuse_ddp, refuse_hooks
 
-#: Kind of the record.
+#: Kinds of records.
 BUCKETS = "ddp buckets"
+GRAPH = "ddp graph"
 #: Tops in which DDP may settle its buckets without a recovery point.
 _TOPS = 3
 
@@ -49,6 +51,7 @@ class Buckets:
         self._agreed: dict[int, int] = {}
         self._inputs = BucketInputs()
         self._broadcasts: dict[int, list[torch.Tensor]] = {}
+        self._first: dict[int, FirstIteration] = {}
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
         """Look for DDP modules in ``modules``.
@@ -63,11 +66,14 @@ class Buckets:
         self._agreed.clear()
         self._inputs.clear()
         self.eligible = 0
+        known = {id(each.ddp): each for each in self._first.values()}
+        static = [(number, ddp) for number, ddp in enumerate(self.modules) if ddp.static_graph]
+        self._first = {number: known.get(id(ddp)) or FirstIteration(ddp) for number, ddp in static}
 
     @property
     def may_be_unused(self) -> bool:
         """Whether some parameter may have no gradient: then buckets hold leftovers that mean nothing."""
-        return any(ddp.find_unused_parameters for ddp in self.modules)
+        return any(ddp.find_unused_parameters or ddp.static_graph for ddp in self.modules)
 
     def flags(self) -> list[bool]:
         """Whether the last forward of each had gradients; DDP broadcasts buffers before the next only then."""
@@ -80,7 +86,11 @@ class Buckets:
 
     def unsettled(self) -> bool:
         """Whether this batch top, which could be a recovery point, is none; call it once a top."""
-        waiting = [i for i, ddp in enumerate(self.modules) if i not in self._settled and not ddp.find_unused_parameters]
+        # Until a static graph is known, a newcomer runs the iteration itself in which DDP learns it.
+        if any(first.begun and not first.ended for first in self._first.values()):
+            return True
+        asked = [i for i, ddp in enumerate(self.modules) if not (ddp.find_unused_parameters or ddp.static_graph)]
+        waiting = [i for i in asked if i not in self._settled]
         if not waiting:
             return False
         self.eligible += 1
@@ -99,6 +109,10 @@ class Buckets:
                 "given: pass it the wrapper, not only the module inside"
             )
         self._settled.add(number)
+        first = self._first.get(number)
+        if first is not None and number not in self._agreed:
+            first.end()
+            self._board.records.add(RecordKey(self._position.entry, GRAPH, str(number), self._position.tops), first.seen())
         ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
         key = RecordKey(self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.tops)
         op.future.add_done_callback(lambda _: self._board.records.add(key, op.results))
@@ -114,12 +128,14 @@ class Buckets:
         self._inputs.agreed(ddp, places[:-1], sizes)
 
     def forward_done(self, ddp: DistributedDataParallel) -> None:
-        """A backward follows, which overwrites the buckets of ``ddp``.
+        """A backward follows, which overwrites the buckets of ``ddp``, and in which it may learn a static graph.
 
         Raises:
             Unsupported: if the module was given what cannot be recovered since it was attached.
         """
         refuse_hooks(ddp)
+        for first in self._first.values():
+            first.forward(ddp)
         self._inputs.forward(ddp)
         self._runtime.results.release()
 
@@ -133,8 +149,13 @@ class Buckets:
 
     def settle(self, records: Records, top: Top) -> None:
         """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that
-        agreement are served from the record.
+        agreement are served from the record. So is what it learned of a static graph.
         """
+        graphs = {
+            key.name: results
+            for key, results in records
+            if (key.entry, key.kind) == (top.entry, GRAPH) and key.number < top.index
+        }
         for number, ddp in enumerate(self.modules):
             agreed = {
                 key.name: results
@@ -145,6 +166,9 @@ class Buckets:
             }
             if not agreed:
                 continue
+            if number in self._first:
+                self._first[number].end()
+                repeat(ddp, *graphs[str(number)], self._runtime.operations.answered)
             with self._runtime.operations.scripted(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed))):
                 ddp.reducer._push_all_rebuilt_params()
                 ddp.reducer._rebuild_buckets()

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.state.local_state import Parts, Position
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.updates import Updates
@@ -81,6 +82,7 @@ class Passes:
                 self._parts.restore(recorded)
         self._outputs = []
 
+    @out_of_graphs
     def after_forward(self, ddp: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook of DDP modules."""
         if not torch.is_grad_enabled() or self._joining() or self._updates.computes_again:

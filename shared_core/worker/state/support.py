@@ -51,11 +51,6 @@ def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
     Raises:
         Unsupported: saying what to do instead.
     """
-    if getattr(ddp, "static_graph", False):
-        raise Unsupported(
-            "DistributedDataParallel(static_graph=True) learns its graph in the first iteration, which a "
-            "newcomer does not run: leave static_graph off, or use find_unused_parameters=True"
-        )
     size = ddp.process_group.size()
     if size != world_size:
         raise Unsupported(
