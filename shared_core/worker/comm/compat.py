@@ -73,6 +73,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch:_foreach_copy_", "copies of many tensors in one call"),
     ("torch.autograd.grad_mode:_unsafe_preserve_version_counter", "what is put back counts as no change"),
     ("torch.autograd:Variable._execution_engine", "a callback at the end of backward"),
+    ("torch.autograd:_profiler_enabled()", "whether gloo writes the ends of its works into a profiler's records"),
     ("torch._C:_current_graph_task_id", "whether a backward pass is running"),
     ("torch.nn:Module._buffers", "buffers are put in place under their names"),
     ("torch:Tensor._backward_hooks", "hooks of parameters, which see a whole gradient only"),
@@ -130,6 +131,11 @@ def agreeing_on_buckets() -> Any:
     """
     frame = _caller_of_operation()
     return frame.f_locals["self"] if frame is not None and frame.f_code is _DDP_FORWARD else None
+
+
+def profiling() -> bool:
+    """Whether a profiler records what this thread does."""
+    return bool(torch.autograd._profiler_enabled())
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
