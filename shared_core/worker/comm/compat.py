@@ -84,6 +84,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch:_foreach_copy_", "copies of many tensors in one call"),
     ("torch.autograd.grad_mode:_unsafe_preserve_version_counter", "what is put back counts as no change"),
     ("torch.autograd:Variable._execution_engine", "a callback at the end of backward"),
+    ("torch.autograd:_profiler_enabled()", "whether gloo writes the ends of its works into a profiler's records"),
     ("torch._C:_current_graph_task_id", "whether a backward pass is running"),
     ("torch.nn:Module._buffers", "buffers are put in place under their names"),
     ("torch:Tensor._backward_hooks", "hooks of parameters, which see a whole gradient only"),
@@ -174,6 +175,11 @@ def methods_out_of_graphs(cls: type) -> None:
             for method in vars(each).values():
                 if isinstance(method, FunctionType):
                     out_of_graphs(method)
+
+
+def profiling() -> bool:
+    """Whether a profiler records what this thread does."""
+    return bool(torch.autograd._profiler_enabled())
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class Op:
         kept: inputs kept for ``redo``.
         kept_pooled: they are in pooled buffers.
         full: every member contributes, so its end proves that all have come so far.
+        record: keeps the result for later replacements, before the caller can change it; None if nobody needs it.
         awaited: the program's thread does nothing but wait for it.
         begun: ``time.monotonic()`` when it was issued, in this generation.
     """
@@ -60,6 +61,7 @@ class Op:
         "kept_pooled",
         "lazy",
         "place",
+        "record",
         "redo",
         "results",
         "seq",
@@ -100,6 +102,7 @@ class Op:
         self.value = value
         self.copy_results, self.borrowed = copy_results, borrowed
         self.lazy = lazy
+        self.record: Callable[[], None] | None = None
         self.redo = redo
         self.kept, self.kept_pooled = kept or [], kept_pooled
         self.full = full
@@ -119,6 +122,8 @@ class Op:
             if own is not result:
                 own.data.copy_(result.view(own.shape))
         self.put()
+        if self.record is not None:
+            self.record()
         self.future.set_result(self.value)
 
 

@@ -18,6 +18,7 @@ import torch
 from shared_core.errors import PlaceMismatch, ReplayDivergence
 from shared_core.faults import inject
 from shared_core.system import threads
+from shared_core.worker.comm import compat
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.op import Op, describe
 from shared_core.worker.comm.other_threads import OtherThreads
@@ -137,9 +138,8 @@ class Operations:
         op.attempt = attempt = op.attempt + 1
         op.begun = time.monotonic()
         group.inflight += 1
-        try:
-            future = op.inner_work.get_future()
-        except RuntimeError:  # gloo's reduce-scatter has none
+        future = _future(op.inner_work)
+        if future is None:
             waiter = _Waiter(op.inner_work)
             args = (lambda: self._finished(group, op, attempt, waiter),)
             threads.start(waiter.run, args, name="swift-wait")
@@ -173,6 +173,8 @@ class Operations:
         self._results.archive(group, op.seq, entry, op.results)
         if not op.lazy:
             op.put()
+        if op.record is not None:
+            op.record()  # before the caller can change the result
         with state.lock:
             state.note_waiting(-1)
         try:
@@ -292,6 +294,20 @@ class Operations:
             state.note_waiting(+1)
             if group.inner is not None and not state.broken:
                 self.start(group, op)
+
+
+def _future(inner_work: Any) -> Any:
+    """What tells the end of an inner work; None where only its ``wait()`` does.
+
+    Gloo completes the future of a work first and writes the work's end into the profiler's records afterwards. The
+    program could end the profiler in between, and gloo would write to memory that is gone.
+    """
+    if compat.profiling():
+        return None
+    try:
+        return inner_work.get_future()
+    except RuntimeError:  # reduce-scatter has none
+        return None
 
 
 class _Waiter:

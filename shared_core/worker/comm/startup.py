@@ -81,9 +81,7 @@ class StartUp:
         return RecordKey(state.entry, group, name, ordinal, state.part)
 
     def _record(self, key: RecordKey, op: Op) -> None:
-        keep = self.keeper(key, op.results)
-        if keep is not None:
-            op.future.add_done_callback(lambda _: keep())
+        op.record = self.keeper(key, op.results)
 
     def keeper(self, key: RecordKey, into: Sequence[torch.Tensor]) -> Callable[[], None] | None:
         """What has the result kept, to be called when it is in these tensors; None if it may be parameters or
