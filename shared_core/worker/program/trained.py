@@ -25,6 +25,7 @@ from shared_core.worker.sharded.support import refuse, sharded_modules
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import Passes
+from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.local_state import Parts
 from shared_core.worker.state.overlapped import Overlapped, check
 from shared_core.worker.state.publications import LOOSE, Board
@@ -66,6 +67,7 @@ class Trained:
         self._handles: list[Any] = []
         self._alike = self._keeps_tops = self._meets = False
         self._loose: Loose
+        self._leftover = LeftoverGradients()
         self.replicas: list[int] = []
         self.shard: OwnState | None = None
 
@@ -114,6 +116,7 @@ class Trained:
             loose=loose,
             parts=self._overlaps,
         )
+        self._leftover.attach(replicated if alike and not self._config.reroutes and not divided else None)
         self._attach_shard(divided, replicated)
         if self._keeps_tops:
             self._updates.outside.expect()
@@ -241,6 +244,10 @@ class Trained:
             return self.shard.gradients()
         assert self._updates.replicated is not None
         return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
+
+    def left_over(self) -> dict[int, Any] | None:
+        """Those that a batch with a whole update has left behind, by place, and the next may add to; None: nothing."""
+        return self._leftover.left() or None
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
         """Inverse of :meth:`gradients`."""
