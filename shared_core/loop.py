@@ -63,8 +63,8 @@ UNMARKED = {name: _UNMARKED.format(*words) for name, words in _MARKED.items()}
 
 _SECOND_PASS = (
     "a second pass over the data begins, and the script counts its epochs itself: when a worker fails from here on, "
-    "all start again, from the newest checkpoint if there is one. Write 'for epoch in {}.epochs(n):' and the failed one is "
-    "replaced"
+    "all start again, from the newest checkpoint if there is one. Write 'for epoch in {}.epochs(n):' and the failed "
+    "one is replaced"
 )
 
 _GRADIENTS_OFF = (

@@ -1,4 +1,4 @@
-"""Loops without step boundaries, and jobs that attach nothing: what is said, and when; nothing is promised that fails."""
+"""Loops without boundaries, jobs that attach nothing: what is said, and when; nothing is promised that fails."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,23 @@ from shared_core.worker.state.publications import LOOSE, Board
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.unstepped import Loose
 from shared_core.worker.state.updates import Updates
+
+
+class ForwardHook:
+    """A hook of a module of this worker; one of a copy of the module does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardHook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 class Trained:
@@ -94,8 +111,8 @@ class Trained:
             )
         for handle in self._handles:
             handle.remove()
-        self._handles = [ddp.register_forward_hook(self._passes.after_forward) for ddp in self._buckets.modules]
-        self._handles += [ddp.register_forward_hook(self._forward_done) for ddp in self._buckets.modules]
+        hooks = ForwardHook(self._passes.after_forward), ForwardHook(self._forward_done)
+        self._handles = [ddp.register_forward_hook(hook) for hook in hooks for ddp in self._buckets.modules]
         self._overlaps = self._config.state.overlapped_update and bool(optimizers) and self._runtime.world_size > 1
         if self._overlaps:
             check(self._buckets.modules, optimizers)
