@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,6 +27,8 @@ BASELINE = bool(os.environ.get("SWIFT_BASELINE"))
 
 def nets() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
     made = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8))
     judged = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(16, 1))
     return made, judged
@@ -69,7 +73,7 @@ def plain(args: argparse.Namespace, report: Report) -> Any:
     rank = dist.get_rank()
     bare = nets()
     view = args.way == "view"
-    net = [nn.parallel.DistributedDataParallel(n, broadcast_buffers=False, gradient_as_bucket_view=view) for n in bare]
+    net = [nn.parallel.DistributedDataParallel(n, gradient_as_bucket_view=view) for n in bare]
     opt = optimizers(*bare)
     loader = DataLoader(data(), batch_size=4, sampler=torch.utils.data.DistributedSampler(data(), shuffle=True))
     torch.manual_seed(rank)
