@@ -96,6 +96,12 @@ def become(target: Any, mixin: type) -> None:
     target.__class__ = mixed(mixin, type(target))
 
 
+def without_mixin(target: Any) -> type:
+    """The class that an object had before :func:`become`."""
+    found: type = type(target).__bases__[1]
+    return found
+
+
 def mixed(mixin: type, kind: type) -> type:
     """``kind`` with ``mixin`` before it, under the same name."""
     return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})

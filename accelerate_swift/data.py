@@ -82,6 +82,10 @@ class Gate:
             raise AttributeError(name)
         return getattr(self._tracked.loader, name)
 
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        """A copy is the loader below: batches of a copy are no step boundaries."""
+        return _itself, (self._tracked.loader.wrapped,)
+
     def __len__(self) -> int:
         return len(self._tracked.loader)
 
@@ -122,8 +126,15 @@ class _Synchronized(list[Any]):
         super().__init__(rng_types)
         self._below = below
 
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return list, (list(super().__iter__()),)
+
     def __iter__(self) -> Iterator[Any]:
         return iter(()) if self._below.goes_on else super().__iter__()
+
+
+def _itself(loader: Any) -> Any:
+    return loader
 
 
 class _Inner(Iterator[Any]):

@@ -22,6 +22,13 @@ from shared_core.errors import Unsupported
 from shared_core.loaders import Position
 
 
+def _stock(values: dict[str, Any]) -> DataLoaderDispatcher:
+    """A loader of Accelerate's own class with these attributes."""
+    made = DataLoaderDispatcher.__new__(DataLoaderDispatcher)
+    made.__dict__.update(values)
+    return made
+
+
 class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate has no type annotations
     """A ``DataLoaderDispatcher`` that marks the batch tops; made from a prepared one."""
 
@@ -51,6 +58,11 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         made._ahead = _Ahead()
         watch.loop.job.register(f"accelerate.dispatch.{key}", made._capture, made._restore)
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is Accelerate's own: batches of a copy are no step boundaries."""
+        values = {name: value for name, value in vars(self).items() if name not in ("_watch", "_tracked", "_ahead")}
+        return _stock, (values | {"base_dataloader": self._tracked.loader.wrapped},)
 
     def __iter__(self) -> Iterator[Any]:
         own: list[Callable[[], Any]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +85,12 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return compat.ASKED_FIRST
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        """In the worker that it serves a copy is the plugin itself; elsewhere it says of the process group what it
+        would say here, and does nothing.
+        """
+        return _plugin_here, (os.getpid(), _known(self), self._init)
 
     @property
     def loop(self) -> TrainingLoop:
@@ -219,6 +226,11 @@ class _Watched(Accelerator):  # type: ignore[misc]
 
     _swift_plugin: SwiftPlugin
 
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        """In the same worker a copy has the plugin, too; elsewhere it is one of Accelerate's own."""
+        values = {name: value for name, value in vars(self).items() if name != "_swift_plugin"}
+        return _accelerator_here, (compat.without_mixin(self), self._swift_plugin, values)
+
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super().prepare_data_loader(*args, **kwargs)
         watched = self._swift_plugin.gate(prepared)
@@ -268,6 +280,30 @@ class _Watched(Accelerator):  # type: ignore[misc]
 
     def skip_first_batches(self, *args: Any, **kwargs: Any) -> Any:
         return self._swift_plugin.gate(super().skip_first_batches(*args, **kwargs))
+
+
+#: The plugins of this process, by number.
+_PLUGINS: weakref.WeakValueDictionary[int, SwiftPlugin] = weakref.WeakValueDictionary()
+
+
+def _known(plugin: SwiftPlugin) -> int:
+    _PLUGINS[id(plugin)] = plugin
+    return id(plugin)
+
+
+def _plugin_here(process: int, number: int, init: InitProcessGroupKwargs | None) -> Any:
+    """What stands for a plugin of a process in this one."""
+    plugin = _PLUGINS.get(number) if process == os.getpid() else None
+    return plugin if plugin is not None else init or InitProcessGroupKwargs()
+
+
+def _accelerator_here(kind: type, plugin: Any, values: dict[str, Any]) -> Any:
+    made = kind.__new__(kind)
+    made.__dict__.update(values)
+    if type(plugin) is SwiftPlugin:
+        made._swift_plugin = plugin
+        compat.become(made, _Watched)
+    return made
 
 
 def enabled() -> bool:

@@ -42,7 +42,6 @@ class Watch:
         self._models: list[nn.Module] = []
         self._attached: list[Any] = []
         self._handles: list[Any] = []
-        self._warned = False
         self._numbered = self._kept = 0
         self._epoch_keys: list[str] = []
 
@@ -62,18 +61,8 @@ class Watch:
         Raises:
             Unsupported: for a kind of distributed training that is not supported.
         """
-        job = self.loop.job
-        assert job is not None
+        assert self.loop.job is not None
         self.loop.refuse_own_steps()
-        if self.loop.epoch is None and not self._warned:
-            self._warned = True
-            if job.rank == 0:
-                console_once(
-                    "epochs",
-                    "the epochs are not counted by plugin.epochs(n): a worker that is lost after the first pass over "
-                    "the data cannot be replaced: all workers then start again. Write "
-                    "'for epoch in plugin.epochs(n):'",
-                )
         self.attach()
 
     def attach(self) -> None:

@@ -160,6 +160,10 @@ class Job:
         """
         return self._worker.tops.batch(accumulating, epoch)
 
+    def when_unmarked(self, tell: Callable[[], None]) -> None:
+        """Have ``tell`` called where the script makes updates without a step boundary between them."""
+        self._worker.unmarked.listen(tell)
+
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """The training loss of this batch, from which a policy learns what progress is worth. Rank 0's counts; a tensor
         is not read at once.

@@ -47,16 +47,25 @@ _NO_WAY_IN = (
 )
 
 _UNMARKED = (
-    "an epoch has made optimizer steps, but its batches were not read through {}: a worker that replaces a lost one "
-    "computes all of that again, from its first batch, while the others wait. {}"
+    "optimizer steps are made, but batches are not read through {}: a worker that replaces a failed one computes all "
+    "of that again, from its first batch, while the others wait, and the log that it needs grows with each step. {}"
 )
 #: By the name of the loop: a loader that marks its batches, and what to do.
 _MARKED = {
-    "job": ("job.steps(loader)", "Write 'for step, batch in job.steps(loader):' in the place of 'enumerate(loader)'"),
+    "job": (
+        "job.steps(loader)",
+        "Write 'for step, batch in job.steps(loader):' in the place of 'enumerate(loader)', and 'for step, _ in "
+        "job.steps(range(n)):' in the place of 'while True:'",
+    ),
     "plugin": ("a prepared loader", "Give the loader to accelerator.prepare(), and read from what that returns"),
 }
 UNMARKED = {name: _UNMARKED.format(*words) for name, words in _MARKED.items()}
 
+_SECOND_PASS = (
+    "a second pass over the data begins, and the script counts its epochs itself: when a worker fails from here on, "
+    "all start again, from the newest checkpoint if there is one. Write 'for epoch in {}.epochs(n):' and the failed "
+    "one is replaced"
+)
 
 _GRADIENTS_OFF = (
     "job.steps(loader) is used with gradients off, as for an evaluation: if a worker is lost in it, its newcomer skips "
@@ -87,6 +96,15 @@ class _Warnings:
         self._unmarked, self._told = unmarked, set[str]()
         self._tops = self._updates = 0
 
+    def second_pass(self, job: Job, message: str) -> None:
+        """A second pass begins outside epochs."""
+        if isinstance(job, Job):
+            self._tell(job, "second pass", message)
+
+    def unmarked(self, job: Job) -> None:
+        """Updates are made without a step boundary between them."""
+        self._tell(job, "unmarked", self._unmarked)
+
     def begins(self, job: Job) -> None:
         """A pass begins.
 
@@ -105,7 +123,7 @@ class _Warnings:
         before, now = (self._tops, self._updates), (job.position.tops, job.updates.version)
         self._tops, self._updates = now
         if now[0] == before[0] and now[1] != before[1]:
-            self._tell(job, "unmarked", self._unmarked)
+            self.unmarked(job)
 
     def _tell(self, job: Job, what: str, message: str) -> None:
         if what in self._told:
@@ -386,6 +404,8 @@ class TrainingLoop:
         self._anchors.variables = job.variables
         if replays:
             return
+        if isinstance(job, Job):
+            job.when_unmarked(lambda: self._warnings.unmarked(job))
         job.register(_PLACE, self._capture_place, self._restore_place)
         job.register(_LOADERS, self._loaders.capture, self._loaders.restore)
         job.register(_VALUES, self._registered.capture, self._registered.restore)
@@ -427,6 +447,8 @@ class TrainingLoop:
         self.job.checkpoints.note_reachable(self.epoch is not None or self._round == 1)
         target = self._target()
         if target is None:
+            if self.epoch is None and self._round == 2:
+                self._warnings.second_pass(self.job, _SECOND_PASS.format(self._name))
             return True
         if target["epoch"] is None and target["round"] > 1:
             self.job.fall_back(_NO_WAY_IN.format(self.job.rank, target["round"], self._name))

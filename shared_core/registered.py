@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from torch import nn
+
+from shared_core.encoding.attributes import Holders
 from shared_core.encoding.values import NotPlain, assign, decode, encode, holds_weights
 from shared_core.errors import ConfigError
+
+#: End of the names under which attributes are kept that a ``state_dict`` does not hold.
+_BESIDE = " beside"
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class Registered:
@@ -15,6 +22,7 @@ class Registered:
 
     def __init__(self) -> None:
         self._all: dict[str, Any] = {}
+        self._beside: dict[str, Holders] = {}
         self._counters: dict[str, SimpleNamespace] = {}
 
     def add(self, objects: tuple[Any, ...], values: Mapping[str, Any]) -> tuple[SimpleNamespace, bool]:
@@ -36,6 +44,8 @@ class Registered:
                 )
             name = f"{len(self._all)} {type(each).__name__}"
             self._all[name] = each
+            if hasattr(each, "state_dict") and (beside := _beside(each)):
+                self._beside[name + _BESIDE] = Holders(beside, _OF_MODULES | _held_by(each))
             weighs = holds_weights(each)
             if each is counters and not weighs:
                 self._counters[name] = counters
@@ -44,13 +54,17 @@ class Registered:
 
     def capture(self) -> dict[str, Any]:
         """The state of all."""
-        return {name: _capture(name, each) for name, each in self._all.items()}
+        found = {name: _capture(name, each) for name, each in self._all.items()}
+        return found | {name: holders.capture() for name, holders in self._beside.items()}
 
     def restore(self, found: Mapping[str, Any]) -> None:
         """Put back what :meth:`capture` has returned."""
         for name, each in self._all.items():
             if name in found:
                 _restore(each, found[name])
+        for name, holders in self._beside.items():
+            if name in found:
+                holders.restore(found[name])
 
     def capture_counters(self) -> dict[str, Any]:
         """The state of the counters only."""
@@ -79,3 +93,22 @@ def _restore(each: Any, data: Any) -> None:
         return
     for name, value in decode(data).items():
         setattr(each, name, assign(getattr(each, name, None), encode(value)))
+
+
+def _beside(each: Any) -> dict[str, object]:
+    """Objects whose attributes the ``state_dict`` of ``each`` may not hold: metrics of torchmetrics hold nothing by
+    default. That of a class of torch is whole.
+    """
+    parts = each.named_modules() if isinstance(each, nn.Module) else [("", each)]
+    return {path: part for path, part in parts if hasattr(part, "__dict__") and not _of_torch(type(part))}
+
+
+def _of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+def _held_by(each: Any) -> frozenset[str]:
+    """Attributes that its ``state_dict`` holds under their names."""
+    state = each.state_dict()
+    held = [name for name in state if isinstance(name, str)] if isinstance(state, Mapping) else []
+    return frozenset(held if not isinstance(each, nn.Module) else ())

@@ -72,6 +72,10 @@ def test_later_losses_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp
     result = jobs.run("loop.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--no-epochs"], env=env)
     [restart] = result.kinds("restart")
     assert restart.fields["reason"].endswith("write 'for epoch in job.epochs(n)'"), result.tail()
+    told = [
+        each for each in result.kinds("warning") if each.fields["message"].startswith("a second pass over the data")
+    ]
+    assert told and told[0].time < result.kinds("lost")[0].time, "it was said when the second pass began"
 
 
 def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:

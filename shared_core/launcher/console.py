@@ -351,7 +351,7 @@ def _answer(config: SwiftConfig) -> str:
         return "if one is lost, the others go on without it"
     if config.on_failure == "reroute":
         return "if one is lost, the others compute its share until it is replaced"
-    return "a lost one is replaced"
+    return "a lost one is replaced where what it trains is attached"
 
 
 def _short(path: str | None) -> str:

@@ -24,8 +24,11 @@ from shared_core.waiting import Wait, ranks_text
 
 #: A standby that does not answer a request for so long is replaced, in seconds.
 ANSWER_TIMEOUT_S = 10.0
-#: Standbys that die before they are ready, in a row, until they are given up.
+#: Standbys that die before they are ready, in a row, until workers no longer wait for one; and until no more are made,
+#: where it was the imports that ended them.
 GIVE_UP_AFTER = 2
+#: Pause before another is made then, in seconds: the first, and the longest.
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _THREADS = (
     "the standby holds {} threads after its imports; a forked worker has only one of them. If workers hang at start, "
     "leave the module that starts them out of --preload, or use --standbys 0"
@@ -140,6 +143,7 @@ class Fleet:
         self._new: list[LiveWorker] = []
         self._early_deaths: dict[int, int] = {}
         self._failed_standbys = 0
+        self._next_standby = 0.0
         self._fills = False
         self._refusals = Retries(say)
         self._warned_threads = False
@@ -152,7 +156,7 @@ class Fleet:
     def fill_standbys(self) -> None:
         """Start zygotes until there are as many as wanted, now or, where the system lets no process start, later."""
         self._fills = True
-        while len(self._standbys) < self._wanted_standbys and self._refusals.due:
+        while len(self._standbys) < self._wanted_standbys and self._refusals.due and self._pause_over:
             try:
                 standby, self._early = self._early or Standby(self._standby_env), None
             except OSError as error:
@@ -165,9 +169,15 @@ class Fleet:
                 self._register(standby.pidfd)
             standby.preload(self._preload)
 
+    @property
+    def _pause_over(self) -> bool:
+        return time.monotonic() >= self._next_standby
+
     def start(self, worker: LiveWorker) -> None:
         """Start a worker: from a standby, once one is ready, or fresh where there is none. See :meth:`started`."""
-        if worker.request.mode == "exec" or self._wanted_standbys == 0:
+        standby = next((one for one in self._standbys if one.ready), None)
+        dying = standby is None and self._failed_standbys >= GIVE_UP_AFTER
+        if worker.request.mode == "exec" or self._wanted_standbys == 0 or dying:
             worker.how = "respawn"
             try:
                 worker.pid = start_fresh(worker.request)
@@ -178,7 +188,6 @@ class Fleet:
             self._arrive(worker)
             return
         worker.how = "standby"
-        standby = next((one for one in self._standbys if one.ready), None)
         if standby is None:
             self._waiting.append(worker)
             return
@@ -280,7 +289,7 @@ class Fleet:
             if worker is not None:
                 self._note_death(worker, code, dead)
             elif (standby := next((one for one in self._standbys if one.pid == pid), None)) is not None:
-                self._lost_standby(standby)
+                self._lost_standby(standby, by_signal=code is None or code < 0)
             elif self._starting:
                 self._early_deaths[pid] = -signal.SIGKILL if code is None else code
         # a worker may die before its zygote's answer with the pid was read
@@ -327,7 +336,8 @@ class Fleet:
                 if not standby.ready:
                     process.kill_group(standby.pid)
 
-    def _lost_standby(self, standby: Standby) -> None:
+    def _lost_standby(self, standby: Standby, *, by_signal: bool) -> None:
+        """A standby is gone. Somebody may have killed it; that says nothing of the next one."""
         self._standbys.remove(standby)
         self._unregister(standby.fileno())
         if standby.pidfd is not None:
@@ -339,11 +349,20 @@ class Fleet:
         lost = [self._starting.pop(token) for token in standby.outstanding if token in self._starting]
         for token in standby.outstanding:
             self._asked.pop(token, None)
-        if self._failed_standbys >= GIVE_UP_AFTER:
+        more = self._failed_standbys - GIVE_UP_AFTER
+        if more >= 0 and not by_signal:
             self._say("standbys die while they import; continuing without them: newcomers start in fresh interpreters")
             self._wanted_standbys = 0
         else:
-            self._say(f"a standby died (pid {standby.pid}); starting another")
+            if more < 0:
+                self._say(f"a standby died (pid {standby.pid}); starting another")
+            else:
+                self._next_standby = time.monotonic() + min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(more, 10))
+            if more == 0:
+                self._say(
+                    "standbys are killed while they import: newcomers start in fresh interpreters until one is ready; "
+                    "others are started"
+                )
             self.fill_standbys()
         self._waiting += [worker for worker in lost if not worker.cause]
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from shared_core.errors import Unsupported
 from shared_core.loaders.engine import Engine, Kind
 from shared_core.loaders.indices import Drawing, Follow
 from shared_core.loaders.place import Record, needed, way_to
@@ -71,6 +72,7 @@ class _Replay:
     ) -> None:
         self._engine, self._record, self._items, self._starts = engine, record, items, starts
         self._ahead, self._already = state["ahead"], already
+        self._read = 0
         self._recent = state["recent"] if newest else []
         workers = engine.workers if record.rereads is not None else 0
         seeded, told = engine.kind is Kind.SEEDED, bool(workers) and engine.stream
@@ -96,6 +98,7 @@ class _Replay:
 
     def _run(self) -> Reached:
         engine, record, way = self._engine, self._record, self._way
+        self._read = self._already
         if engine.indices is not None:
             reached = self._start(self._follow())
         else:
@@ -168,7 +171,16 @@ class _Replay:
         engine = self._engine
         if number is not None and engine.indices is None:
             self._prepare(number)
-        item, told = engine.fetch(inner)
+        try:
+            item, told = engine.fetch(inner)
+        except StopIteration:
+            raise Unsupported(
+                f"rank {engine.place[1]}: this pass over the data has {self._read} items in the replacement, and the "
+                f"failed worker had read {self._record.delivered} of it. What is iterated must give a replacement the "
+                "same items: give it state_dict() and load_state_dict(), or let it depend on nothing that training "
+                "changes (docs/loops.md)"
+            ) from None
+        self._read += 1
         if told is not None:
             engine.count_changes(told, self._record)
         else:

@@ -35,6 +35,7 @@ from shared_core.worker.program.notes import Notes
 from shared_core.worker.program.options import Options
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
+from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.commits import Commits
 from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
@@ -86,7 +87,8 @@ class Worker:
         replicas = Replicas(env, recovery, updates)
         self.patience = Patience(env, recovery, events)
         self.place_reports = PlaceReports(env, runtime, store)
-        buckets = self.buckets = Buckets(runtime, board, position)
+        unmarked = self.unmarked = Unmarked(position, runtime, config.log.budget_bytes)
+        buckets = self.buckets = Buckets(runtime, board, position, unmarked.trains_unattached)
         passes = self.passes = Passes(runtime, board, updates, parts, joining, position)
         news = self.news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
         commits = Commits(runtime, log, state_relay.newest_top, state_relay.due_top, config.log.budget_bytes)
@@ -211,6 +213,9 @@ class _RecoveryRelay(_Relay):
     def recovered(self, fields: dict[str, Any]) -> None:
         self._worker.news.recovered(fields)
 
+    def irreplaceable(self) -> str:
+        return self._worker.unmarked.irreplaceable
+
     def rerouted(self, detected: float) -> None:
         self._worker.news.rerouted(detected)
         self._worker.copies.offer()
@@ -255,6 +260,7 @@ class _StateRelay(_Relay):
     def updated(self) -> None:
         """An update was made."""
         self._worker.news.updated()
+        self._worker.unmarked.updated()
 
     def fence(self) -> None:
         """Returns when what is being copied for a checkpoint may be changed."""

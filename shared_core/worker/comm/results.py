@@ -54,6 +54,11 @@ class Results:
         self.spilled_bytes = self.peak_bytes = 0
         self.inputs = KeptInputs()
         self.sharded = self.padded = self.lent = False
+        self._forgets = False
+
+    def forget_all(self) -> None:
+        """Keep nothing from now on: no worker of this job is replaced."""
+        self._forgets = True
 
     def shard(self, sharded: bool, *, padded: bool) -> None:
         """See the attributes. All ranks call this at the same place of the program."""
@@ -102,6 +107,8 @@ class Results:
                 self.settle(op.top)
             elif self.sharded:
                 self.settle_marked()
+        if self._forgets:
+            group.log.drop_before(op.top + 1)
         if group.log.nbytes > self.max_bytes:
             self.spilled_bytes += self._spilling.spill(group.log, self.max_bytes)
         self.peak_bytes = max(self.peak_bytes, group.log.nbytes)

@@ -58,6 +58,7 @@ class BatchTops:
         if self._joining.at("batch"):
             return True
         self._pass(epoch)
+        updated = self._updates.steps.in_batch > 0
         self._updates.next_batch()
         shard = self._trained.shard
         if accumulating or (shard is not None and shard.unsettled):
@@ -65,15 +66,16 @@ class BatchTops:
         grads = None
         if self._updates.steps.pending_gradients():
             self._deferred += 1
-            # Gradients of a worker that is lost could not be dealt out to others. Those of a shard are small.
-            if shard is None and (self._deferred <= _MAX_DEFERRED or self._resizes):
+            # Gradients of a worker that is lost could not be dealt out to others. Those of a shard are small, and those
+            # that a whole step has left behind are there at each top.
+            if shard is None and (self._resizes or (self._deferred <= _MAX_DEFERRED and not updated)):
                 return False
-            grads = self._trained.gradients()
+            grads = self._trained.gradients() if shard is not None or not updated else None
         if self._buckets.unsettled():  # counts the tops that could be recovery points, so it is asked last
             return False
         self._deferred = 0
         self._trained.meet()
-        self._publishing.at_top("batch", grads)
+        self._publishing.at_top("batch", self._trained.left_over() if grads is None else grads)
         return False
 
     def evaluation(self) -> bool:

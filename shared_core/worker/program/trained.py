@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,30 @@ from shared_core.worker.sharded.support import refuse, sharded_modules
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import Passes
+from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.local_state import Parts
 from shared_core.worker.state.overlapped import Overlapped, check
 from shared_core.worker.state.publications import LOOSE, Board
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.unstepped import Loose
 from shared_core.worker.state.updates import Updates
+
+
+class ForwardHook:
+    """A hook of a module of this worker; one of a copy of the module does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardHook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 class Trained:
@@ -67,6 +85,7 @@ class Trained:
         self._handles: list[Any] = []
         self._alike = self._keeps_tops = self._meets = False
         self._loose: Loose
+        self._leftover = LeftoverGradients()
         self.replicas: list[int] = []
         self.shard: OwnState | None = None
 
@@ -93,8 +112,8 @@ class Trained:
             )
         for handle in self._handles:
             handle.remove()
-        self._handles = [ddp.register_forward_hook(self._passes.after_forward) for ddp in self._buckets.modules]
-        self._handles += [ddp.register_forward_hook(self._forward_done) for ddp in self._buckets.modules]
+        hooks = ForwardHook(self._passes.after_forward), ForwardHook(self._forward_done)
+        self._handles = [ddp.register_forward_hook(hook) for hook in hooks for ddp in self._buckets.modules]
         self._overlaps = self._config.state.overlapped_update and bool(optimizers) and self._runtime.world_size > 1
         if self._overlaps:
             check(self._buckets.modules, optimizers)
@@ -115,6 +134,7 @@ class Trained:
             loose=loose,
             parts=self._overlaps,
         )
+        self._leftover.attach(replicated if alike and not self._config.reroutes and not divided else None)
         self._attach_shard(divided, replicated)
         if self._keeps_tops:
             self._updates.outside.expect()
@@ -243,6 +263,10 @@ class Trained:
             return self.shard.gradients()
         assert self._updates.replicated is not None
         return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
+
+    def left_over(self) -> dict[int, Any] | None:
+        """Those that a batch with a whole update has left behind, by place, and the next may add to; None: nothing."""
+        return self._leftover.left() or None
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
         """Inverse of :meth:`gradients`."""

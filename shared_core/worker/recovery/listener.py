@@ -14,6 +14,9 @@ class RecoveryListener(Protocol):
     def recovered(self, fields: dict[str, Any]) -> None:
         """Recovery thread of a survivor: a generation is formed. ``fields`` are those of its event."""
 
+    def irreplaceable(self) -> str:
+        """Why no failed worker of this job can be replaced; empty where one can."""
+
     def rerouted(self, detected: float) -> None:
         """Recovery thread of a survivor: it goes on without a rank whose loss was noticed at this time."""
 

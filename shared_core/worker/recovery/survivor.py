@@ -61,6 +61,8 @@ class Survivor:
         if not self._lifecycle.break_off(entry):
             return
         self._donor.withdraw()
+        if why := self._listener.irreplaceable():
+            raise RecoveryFailed(why)
         inject.point("recovery.severed")
         self._agreement.post(self._store.below(), entry.generation)
         self._say_ready(entry)

@@ -6,7 +6,7 @@ is no recovery point.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -37,14 +37,18 @@ class Buckets:
     Args:
         runtime: serves what was agreed.
         board: keeps it for newcomers.
+        unattached: told that a module is trained and nothing is attached.
 
     Attributes:
         modules: the DDP modules that are trained.
         eligible: batch tops since they were attached that could have been recovery points.
     """
 
-    def __init__(self, runtime: Runtime, board: Board, position: Position) -> None:
-        self._runtime, self._board, self._position = runtime, board, position
+    def __init__(
+        self, runtime: Runtime, board: Board, position: Position, unattached: Callable[[], None] = lambda: None
+    ) -> None:
+        self._runtime, self._board, self._position, self._unattached = runtime, board, position, unattached
+        self._attached = False
         self.modules: list[DistributedDataParallel] = []
         self.eligible = 0
         self._settled: set[int] = set()
@@ -59,6 +63,7 @@ class Buckets:
         Raises:
             Unsupported: for one that cannot be recovered.
         """
+        self._attached = True
         self.modules = [m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)]
         for ddp in self.modules:
             refuse_ddp(ddp, self._runtime.world_size)
@@ -103,6 +108,9 @@ class Buckets:
             ConfigError: if ``ddp`` is not trained.
         """
         number = next((i for i, known in enumerate(self.modules) if known is ddp), None)
+        if number is None and not self._attached:
+            self._unattached()
+            return
         if number is None:
             raise ConfigError(
                 f"rank {self._runtime.rank}: a DistributedDataParallel module is trained that job.attach() was not "

@@ -1,0 +1,20 @@
+"""Accelerate's own scripts pass with the plugin, if they pass without; copies of an ``Accelerator`` can be made."""
+
+from __future__ import annotations
+
+import pytest
+from accelerate_suite import PACKAGE, modules, run
+
+#: Longest time of one script, in seconds.
+LIMIT_S = 600.0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("module", [module.removeprefix(f"{PACKAGE}.") for module in modules()])
+def test_what_passes_stock_passes_with_the_plugin(module: str) -> None:
+    stock = run(f"{PACKAGE}.{module}", "stock", LIMIT_S)
+    if not stock.passed:
+        pytest.skip(f"it does not pass stock: {stock.why}")
+    ours = run(f"{PACKAGE}.{module}", "plugin", LIMIT_S)
+    assert ours.passed, ours.why
