@@ -147,12 +147,14 @@ class Gates:
 
     def open(self, n: int) -> None:
         """Let them on."""
+        fcntl.flock(self._files[n], fcntl.LOCK_UN)  # another user's process has it open, too
         self._files[n].close()
 
     def close(self) -> None:
         """Let them on everywhere."""
-        for file in self._files:
-            file.close()
+        for n, file in enumerate(self._files):
+            if not file.closed:
+                self.open(n)
 
 
 def digests(job: Job) -> set[str]:
