@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import dedent, indent
+from typing import Any
 
 from .state import KINDS, PRELUDE, Kind
 
@@ -39,7 +40,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class _Variable:
+class Variable:
     """A variable of a program: ``where`` is how it is reached, ``first`` its first value if it is plain."""
 
     name: str
@@ -67,9 +68,14 @@ def write(seed: int, *, plain: bool = True) -> Program:
         seed: any number.
         plain: state may be in plain variables; otherwise all that can be is registered, and nothing else is used.
     """
+    from .shapes import Shapes
+
     draw = random.Random(seed)
     framework = draw.choice(FRAMEWORKS)
-    writer = _Lightning(draw, plain) if framework == "lightning" else _Loop(draw, plain, framework)
+    if framework == "lightning":
+        writer: Any = _Lightning(draw, plain)
+    else:
+        writer = (Shapes if draw.random() < 0.5 else Loop)(draw, plain, framework)
     body = writer.write()
     texts = {}
     for stock in (True, False):
@@ -135,14 +141,14 @@ class _Writer:
             found.append("0.1 * random.random()")
         return " + ".join(found)
 
-    def used(self, variables: Sequence[_Variable]) -> str:
+    def used(self, variables: Sequence[Variable]) -> str:
         """What the loss is multiplied with."""
         used = [each for each in variables if self.draw.random() < 0.5]
         self.parts.append(f"{len(used)} of {len(variables)} used")
         return " ".join(["1.0", *(f"+ 1e-3 * {each.number}" for each in used)])
 
 
-class _Loop(_Writer):
+class Loop(_Writer):
     """A loop that the script writes: plain PyTorch, Fabric or Accelerate."""
 
     def __init__(self, draw: random.Random, plain: bool, framework: str) -> None:
@@ -197,18 +203,21 @@ class _Loop(_Writer):
             "random.seed(RANK)",
             *self._begun(variables),
             f"for epoch in job.epochs({self.epochs}):",
-            *_in(self._epoch(variables)),
+            *inside(self._epoch(variables)),
             *self._end(variables),
         ]
-        if self.framework == "torch" and self.has("variables of the module", 0.25):
+        if self._at_module():
             return "\n".join([*self._streams(), *lines, ""])
         return "\n".join(
-            [*self._streams(), "def main():", *_in(lines), "", "", 'if __name__ == "__main__":', "    main()", ""]
+            [*self._streams(), "def main():", *inside(lines), "", "", 'if __name__ == "__main__":', "    main()", ""]
         )
+
+    def _at_module(self) -> bool:
+        return self.framework == "torch" and self.has("variables of the module", 0.25)
 
     # -- before the loop ------------------------------------------------------------------------------------
 
-    def _variables(self) -> list[_Variable]:
+    def _variables(self) -> list[Variable]:
         """Some registered by name, some plain."""
         registers = [name for name, kind in KINDS.items() if kind.registers]
         names = self.kinds(self.draw.randint(2, 5), list(KINDS) if self.plain else registers)
@@ -216,7 +225,7 @@ class _Loop(_Writer):
         for name in names:
             kind = KINDS[name]
             registered = kind.registers and (not self.plain or self.draw.random() < 0.3)
-            found.append(_Variable(name, f"kept.{name}" if registered else name, kind))
+            found.append(Variable(name, f"kept.{name}" if registered else name, kind))
             self.parts.append(f"{name}{' registered' if registered else ''}")
         return found
 
@@ -271,7 +280,7 @@ class _Loop(_Writer):
             lines.append("model, optimizer, loader = accelerator.prepare(net, optimizer, loader)")
         return lines
 
-    def _begun(self, variables: Sequence[_Variable]) -> list[str]:
+    def _begun(self, variables: Sequence[Variable]) -> list[str]:
         attached = ["model", "optimizer"]
         if self.second:
             attached += ["critic_model", "critic_optimizer"]
@@ -293,28 +302,16 @@ class _Loop(_Writer):
 
     # -- the loop -------------------------------------------------------------------------------------------
 
-    def _epoch(self, variables: Sequence[_Variable]) -> list[str]:
+    def _epoch(self, variables: Sequence[Variable]) -> list[str]:
         lines = ["model.train()"]
         if self.data == "shuffled" and self.framework == "torch":
             lines.append("sampler.set_epoch(epoch)")
         source, passes = "loader", 1
         self.tops = self.batches + (self.framework in ("torch", "fabric"))  # the end of a pass is one there
         if self.data == "made":
-            if self.plain:
-                lines.append("deck.shuffle(order)")
-            else:
-                lines += [
-                    "deck.setstate(kept_deck.deck)",
-                    "deck.shuffle(kept_deck.order)",
-                    "kept_deck.deck = deck.getstate()",
-                    "order = kept_deck.order",
-                ]
-            lines.append("mine = order[RANK::2]")
+            lines += self.made()
             source = "batches"
-            lines.append(
-                f"batches = [(data[mine[at : at + {self.batch}]],) for at in range(0, len(mine), {self.batch})]"
-            )
-        loop = self._step(variables)
+        loop = self.step(variables)
         if self.has("break at a count", 0.35):
             counter = "number" if self.plain and self.draw.random() < 0.7 else "kept.number"
             self.parts.append(counter)
@@ -329,11 +326,26 @@ class _Loop(_Writer):
         elif self.has("zipped", 0.1):
             head = f"for ((_, (x,)), i) in zip(job.steps({source}), range(1, 99)):"
         for _ in range(passes):
-            lines += [head, *_in(loop)]
+            lines += [head, *inside(loop)]
         self.passes = self.epochs * passes
-        return lines + self._after()
+        return lines + self.after()
 
-    def _step(self, variables: Sequence[_Variable]) -> list[str]:
+    def made(self) -> list[str]:
+        """Batches of this epoch, of data that the script orders itself."""
+        lines = [
+            "deck.setstate(kept_deck.deck)",
+            "deck.shuffle(kept_deck.order)",
+            "kept_deck.deck = deck.getstate()",
+            "order = kept_deck.order",
+        ]
+        return [
+            *(["deck.shuffle(order)"] if self.plain else lines),
+            "mine = order[RANK::2]",
+            f"batches = [(data[mine[at : at + {self.batch}]],) for at in range(0, len(mine), {self.batch})]",
+        ]
+
+    def step(self, variables: Sequence[Variable]) -> list[str]:
+        """What is done with a batch."""
         used = self.used(variables)
         lines = [f"x = x + {self.noise()}", f"loss = model(x).square().mean() * ({used})"]
         backward = {"torch": "loss.backward()", "fabric": "fabric.backward(loss)"}
@@ -378,7 +390,8 @@ class _Loop(_Writer):
             lines.insert(1, "    continue")
         return lines
 
-    def _after(self) -> list[str]:
+    def after(self) -> list[str]:
+        """What is done after an epoch."""
         lines = ["kept.count_epochs += 1", "optimizer.zero_grad()"]
         if self.has("evaluation", 0.5):
             lines += [
@@ -390,7 +403,7 @@ class _Loop(_Writer):
             ]
         return lines
 
-    def _end(self, variables: Sequence[_Variable]) -> list[str]:
+    def _end(self, variables: Sequence[Variable]) -> list[str]:
         held = [f"{each.name}={each.where}" for each in variables]
         held += ["parameters=list(net.parameters())", "buffers=list(net.buffers())"]
         held += ["optimizer=optimizer.state_dict()", "epochs=kept.count_epochs", "both=kept.both"]
@@ -412,7 +425,7 @@ class _Lightning(_Writer):
     """A module, perhaps a callback, and a Trainer."""
 
     def ways_in(self, stock: bool) -> tuple[str, str]:
-        """As :meth:`_Loop.ways_in`."""
+        """As :meth:`Loop.ways_in`."""
         head = "import lightning.pytorch as pl\n"
         return (
             (head, 'strategy = "ddp"\n') if stock else (head + "import lightning_swift\n", 'strategy = "swift_ddp"\n')
@@ -426,8 +439,8 @@ class _Lightning(_Writer):
         self.parts += names
         share = 0.4 if self.has("callback", 0.5) else 0.0
         given = [name for name in names[1:] if KINDS[name].on_callback and self.draw.random() < share]
-        mine = [_Variable(name, f"self.{name}", KINDS[name], "self.net") for name in names if name not in given]
-        theirs = [_Variable(name, f"self.{name}", KINDS[name]) for name in given]
+        mine = [Variable(name, f"self.{name}", KINDS[name], "self.net") for name in names if name not in given]
+        theirs = [Variable(name, f"self.{name}", KINDS[name]) for name in given]
         validates, schedules = self.has("validation", 0.4), self.has("schedule", 0.3)
         step = [
             "(x,) = batch",
@@ -440,10 +453,10 @@ class _Lightning(_Writer):
             step.append('self.log("loss", loss, on_epoch=True, sync_dist=True)')
         module = [
             "def __init__(self):",
-            *_in(["super().__init__()", "self." + self.network("net"), *(each.first for each in mine)]),
+            *inside(["super().__init__()", "self." + self.network("net"), *(each.first for each in mine)]),
             "",
             "def training_step(self, batch, batch_idx):",
-            *_in([*step, "return loss"]),
+            *inside([*step, "return loss"]),
             "",
             "def configure_optimizers(self):",
             f"    optimizer = {self.optimizer('self.parameters()')}",
@@ -459,10 +472,10 @@ class _Lightning(_Writer):
             ]
         callback = [
             "def __init__(self):",
-            *_in([each.first for each in theirs] or ["pass"]),
+            *inside([each.first for each in theirs] or ["pass"]),
             "",
             "def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):",
-            *_in(['v, i = outputs["loss"].item(), batch_idx', *(line for each in theirs for line in each.change)]),
+            *inside(['v, i = outputs["loss"].item(), batch_idx', *(line for each in theirs for line in each.change)]),
         ]
         held = [f"{each.name}=module.{each.name}" for each in mine]
         held += [f"{each.name}=callback.{each.name}" for each in theirs]
@@ -491,15 +504,15 @@ class _Lightning(_Writer):
         return "\n".join(
             [
                 "class Module(pl.LightningModule):",
-                *_in(module),
+                *inside(module),
                 "",
                 "",
                 "class Callback(pl.Callback):",
-                *_in(callback),
+                *inside(callback),
                 "",
                 "",
                 "def main():",
-                *_in(main),
+                *inside(main),
                 "",
                 "",
                 'if __name__ == "__main__":',
@@ -509,6 +522,6 @@ class _Lightning(_Writer):
         )
 
 
-def _in(lines: Sequence[str]) -> list[str]:
+def inside(lines: Sequence[str]) -> list[str]:
     """One level further in."""
     return [f"    {line}" if line else line for line in lines]

@@ -81,6 +81,37 @@ KINDS: dict[str, Kind] = {
     "append": Kind("[].append", ("{x}(v)",), "sum({x}.__self__)", registers=False),
     "grid": Kind("np.zeros(20000)", ("{x}[7000 + 3 * i] += v",), "float({x}.sum())", registers=False),
     "tick": Kind("made_tick()", ("{x}(v)",), "{x}(0.0)", registers=False, attribute=False),
+    "tally": Kind("Counter()", ("{x}[int(v * 1e4) % 5] += 1",), "max({x}.values())", registers=False),
+    "groups": Kind("defaultdict(list)", ("{x}[i % 2].append(v)",), "sum(map(sum, {x}.values()))", registers=False),
+    "by_name": Kind(
+        "{{'a': [], 'b': deque(maxlen=2)}}",
+        ("{x}['a'].append(v)", "{x}['b'].append((i, v))"),
+        "sum({x}['a']) + {x}['b'][-1][1]",
+        registers=False,
+    ),
+    "slotted": Kind("Slotted(0)", ("{x}.add(v)",), "{x}.total + {x}.count", registers=False),
+    "heap": Kind("[]", ("heapq.heappush({x}, (v, i))",), "{x}[0][0]", registers=False),
+    "ordered": Kind(
+        "OrderedDict()",
+        ("{x}[i % 3] = v", "{x}.move_to_end(min({x}))"),
+        "next(reversed({x}.values()))",
+        registers=False,
+    ),
+    "alias": Kind("[[0.0]] * 2", ("{x}[0][0] += v",), "{x}[1][0]", registers=False),
+    "loop": Kind("made_loop()", ("{x}['me']['n'] += v",), "{x}['n']", registers=False),
+    "frozen": Kind("Frozen(0.0, ())", ("{x} = {x}.then(v)",), "{x}.last + len({x}.all)", registers=False),
+    "mode": Kind("Mode.LOW", ("{x} = Mode.HIGH if v > 0.5 else Mode.LOW",), "{x}.value", registers=False),
+    "numbering": Kind("itertools.count(3)", ("next({x})",), "int(repr({x})[6:-1])", registers=False),
+    "legacy": Kind(
+        "np.random.RandomState(8)", ("{x}.rand()",), "int({x}.get_state()[2])", registers=False, attribute=False
+    ),
+    "lines": Kind("''", ("{x} = '%s|%d:%.4f' % ({x}[-40:], i, v)",), "len({x})"),
+    "halves": Kind("None", ("Slotted.made += v",), "Slotted.made", registers=False),
+    "kept_tensors": Kind(
+        "deque(maxlen=2)", ("{x}.append(torch.full((2,), v))",), "{x}[-1].sum().item()", registers=False
+    ),
+    "memo": Kind("remember", ("{x}(i, v)",), "len({x}.seen)", registers=False, attribute=False),
+    "tree": Kind("Node(0.0)", ("{x}.grow(v)",), "{x}.sum()", registers=False),
     "shared": Kind("None", ("Shared.total += v",), "Shared.total", registers=False),
     "module": Kind("None", ("globals()['TOTAL'] += v",), "TOTAL", registers=False),
 }
@@ -88,15 +119,20 @@ KINDS: dict[str, Kind] = {
 #: What the kinds need, and how a program says what it holds at its end.
 PRELUDE = """
 import hashlib
+import heapq
+import itertools
 import json
 import os
 import random
 import warnings
 from array import array
-from collections import deque, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
+from enum import Enum
 from fractions import Fraction
+from itertools import chain, cycle, islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -134,6 +170,63 @@ class Meter:
         return self.sum / max(self.count, 1)
 
 
+class Slotted:
+    __slots__ = ("total", "count", "rest")
+    made = 0.0
+
+    def __init__(self, total):
+        self.total, self.count = total, 0
+
+    def add(self, value):
+        self.total += value
+        self.count += 1
+        if self.count % 2:
+            self.rest = [value]
+        else:
+            del self.rest
+
+
+@dataclass(frozen=True)
+class Frozen:
+    last: float
+    all: tuple
+
+    def then(self, value):
+        return Frozen(value, (*self.all[-3:], value))
+
+
+class Mode(Enum):
+    LOW = 1
+    HIGH = 2
+
+
+class Node:
+    def __init__(self, value, parent=None):
+        self.value, self.parent, self.children = value, parent, []
+
+    def grow(self, value):
+        place = self
+        while len(place.children) > 1:
+            place = place.children[int(value * 1e4) % 2]
+        place.children.append(Node(value, place))
+
+    def sum(self):
+        return self.value + sum(child.sum() for child in self.children)
+
+
+def remember(key, value):
+    remember.seen[key] = value
+
+
+remember.seen = {}
+
+
+def made_loop():
+    found = {"n": 0.0}
+    found["me"] = found
+    return found
+
+
 def made_tick():
     count = 0.0
 
@@ -145,7 +238,9 @@ def made_tick():
     return tick
 
 
-def plain(value):
+def plain(value, depth=0):
+    if depth > 8:
+        return "deeper"
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), list(value.shape), value.detach().contiguous().view(-1).view(torch.uint8).tolist()]
     if isinstance(value, dict):
@@ -153,7 +248,7 @@ def plain(value):
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     if isinstance(value, (list, tuple, deque, array)):
-        return [plain(each) for each in value]
+        return [plain(each, depth + 1) for each in value]
     if isinstance(value, np.ndarray):
         return [str(value.dtype), list(value.shape), hashlib.sha256(value.tobytes()).hexdigest()]
     if isinstance(value, random.Random):
@@ -163,11 +258,17 @@ def plain(value):
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
     if getattr(value, "__self__", None) is not None and not isinstance(value, type):
-        return plain(value.__self__)  # what a method is bound to
+        return plain(value.__self__, depth + 1)  # what a method is bound to
     if callable(value) and getattr(value, "__closure__", None):
-        return [plain(cell.cell_contents) for cell in value.__closure__]
-    if hasattr(value, "__dict__") and not isinstance(value, type):
-        return plain(vars(value))
+        return [plain(cell.cell_contents, depth + 1) for cell in value.__closure__]
+    if hasattr(value, "__slots__") and not isinstance(value, type):
+        return [[name, plain(getattr(value, name, None), depth + 1)] for name in value.__slots__]
+    if value is remember:
+        return plain(value.seen)
+    if isinstance(value, np.random.RandomState):
+        return repr(value.get_state()[1:3])
+    if hasattr(value, "__dict__") and not isinstance(value, (type, Enum)):
+        return plain(vars(value), depth + 1)
     return repr(value)
 
 
@@ -176,7 +277,8 @@ def say(text):
 
 
 def hold(**values):
-    values |= {"Shared": Shared.total, "TOTAL": TOTAL, "torch": torch.get_rng_state(), "random": random.getstate()}
+    values |= {"Shared": Shared.total, "TOTAL": TOTAL, "made": Slotted.made}
+    values |= {"torch": torch.get_rng_state(), "random": random.getstate()}
     values["numpy"] = np.random.get_state()[1].tolist()
     short = {}
     for name, value in values.items():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from shared_core import errors
+from shared_core.events import read_events
 from shared_core.faults import Fault
+from shared_core.protocol import progress_file
 from shared_core.testing.plain import PlainLauncher
 from shared_core.testing.runner import JobResult, run_job
 from shared_core.testing.warm import WarmLauncher
@@ -28,19 +33,78 @@ _FAILED = re.compile(r"the job failed after .*?: rank \d+: (\w+): (.*)")
 
 
 @dataclass(frozen=True)
+class Kill:
+    """SIGKILL from outside, when a rank has passed so many step boundaries.
+
+    Attributes:
+        rank: whose process is killed.
+        tops: step boundaries.
+        inside: only while the process waits in a collective, or while it does not.
+    """
+
+    rank: int
+    tops: int
+    inside: bool
+
+    def __str__(self) -> str:
+        return f"kill {self.rank} from outside at {self.tops} {'in a' if self.inside else 'between'} collective"
+
+
+class _Killer:
+    """Kills a worker of a job that runs.
+
+    Args:
+        out: folder of the job's events.
+        kill: which, and when.
+    """
+
+    def __init__(self, out: Path, kill: Kill) -> None:
+        self._events, self._kill = out / "events.jsonl", kill
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.struck = False
+
+    def __enter__(self) -> _Killer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        folder = pid = None
+        while not self._over.wait(0.0005):
+            if folder is None or pid is None:
+                for event in read_events(self._events) if self._events.exists() else ():
+                    if event.kind == "start":
+                        folder, pid = Path(event.fields["job_dir"]), int(event.fields["pids"][str(self._kill.rank)])
+            elif self._is_there(folder):
+                os.kill(pid, signal.SIGKILL)
+                self.struck = True
+                return
+
+    def _is_there(self, folder: Path) -> bool:
+        found = progress_file.read_progress(progress_file.path_of(folder, self._kill.rank))
+        if found is None or found[0] < self._kill.tops:
+            return False
+        return found[0] > self._kill.tops or bool(found[1]) == self._kill.inside
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a program with a failure ended, beside the same without.
 
     Attributes:
         program: the script.
-        fault: what struck.
+        fault: what struck, as the job was told, or from outside.
         verdict: :data:`SAME`, :data:`REFUSED`, :data:`OTHER` or :data:`HANG`.
         why: the error, or what differs.
         struck: the fault has struck.
     """
 
     program: Program
-    fault: Fault
+    fault: Fault | Kill
     verdict: str
     why: str
     struck: bool
@@ -72,9 +136,15 @@ class Trials:
         fault = fault_of(program)
         stock = self._job(program, program.stock, "plain", ())
         assert stock.status == 0, f"seed {seed} does not run stock\n{program.stock}\n{stock.tail()}"
-        swift = self._job(program, program.swift, "swiftrun", (fault,))
+        if isinstance(fault, Fault):
+            swift = self._job(program, program.swift, "swiftrun", (fault,))
+            struck = bool(swift.struck)
+        else:
+            with _Killer(self._folder / f"{program.seed}-swiftrun", fault) as killer:
+                swift = self._job(program, program.swift, "swiftrun", ())
+            struck = killer.struck
         verdict, why = judge(swift, stock, fault.rank)
-        return Outcome(program, fault, verdict, why, bool(swift.struck))
+        return Outcome(program, fault, verdict, why, struck)
 
     def _job(self, program: Program, text: str, launcher: str, faults: tuple[Fault, ...]) -> JobResult:
         out = self._folder / f"{program.seed}-{launcher}"
@@ -93,9 +163,12 @@ class Trials:
         )
 
 
-def fault_of(program: Program) -> Fault:
-    """The failure of a program: a worker is killed at a point, or at any moment after one."""
+def fault_of(program: Program) -> Fault | Kill:
+    """The failure of a program: a worker is killed at a point, or at any moment after one, or from outside."""
     draw = random.Random(f"fault {program.seed}")
+    if draw.random() < 0.5:
+        tops = draw.randrange(program.passes) * program.tops + draw.randint(1, program.batches)
+        return Kill(draw.randint(0, 1), tops, draw.random() < 0.5)
     point = draw.choice(_POINTS)
     nth = 1 if point in ("batch_top", "update.before", "update.after", "forward") else draw.randint(1, 2)
     return Fault(

@@ -80,7 +80,7 @@ class Hostile:
 def test_both_readers_see_the_same() -> None:
     values = [{"a": [np.float64(3), np.zeros(3), torch.float32, torch.Size([2]), 1j, {1, 2}, frozenset("a"), -0.0]}]
     values += [[bytearray(3), OrderedDict(a=float("nan")), deque([1]), Counter("abc"), Counts(), b"12", 2**70]]
-    now = Writer(lambda _: False).write([("here", "", "held", [values])])
+    now = Writer(lambda _: False).write([("here", "module", "", "held", [values])])
     assert digests(*loads(now)) == digests(*read_own(now))
 
 

@@ -21,7 +21,7 @@ def digests(values: Iterable[Any], rows: Iterable[Any]) -> dict[str, dict[str, b
     """
     described = {row[0]: row[1:] for row in rows if row is not None}
     found: dict[str, dict[str, bytes]] = {}
-    for scope, _, names, held in values:
+    for scope, _, _, names, held in values:
         own = found.setdefault(scope, {})
         for name, value in zip(names.split(), held, strict=True):
             own[name] = _digest(value, described)

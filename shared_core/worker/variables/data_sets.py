@@ -108,7 +108,7 @@ class DataSets:
 
     def _digest(self, value: Any) -> bytes:
         try:
-            values, rows = read_own(self._writer.write([("", "", "it", [value])]))
+            values, rows = read_own(self._writer.write([("", "", "", "it", [value])]))
         except Exception:
             return b""
         return digests(values, rows)[""]["it"]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shared_core.loaders.randomness import read_random, write_random
 from shared_core.worker.variables.kinds import OURS, is_bound, kind_of, of_libraries
@@ -30,6 +30,10 @@ _OF_CLASSES = (
     type,
 )
 _WRITES_THROUGH = sys.version_info >= (3, 13)
+
+#: What has the variables of a scope. A framework tells of objects when it likes; all others are there whenever the
+#: script is at the same place.
+Kind = Literal["told", "frame", "module", "class"]
 
 
 class Names:
@@ -61,6 +65,7 @@ class Scope:
 
     Attributes:
         name: by which a replacement knows the place.
+        kind: what has them.
         where: the place in the source, for people.
         names: of the variables.
         values: what they hold, in the same order.
@@ -68,6 +73,7 @@ class Scope:
     """
 
     name: str
+    kind: Kind
     where: str
     names: Names
     values: Sequence[Any]
@@ -102,11 +108,11 @@ class Told:
         own = self._own
         try:
             if len(own) == self._size:
-                return Scope(self._name, self._name, self._names, self._names.values(own), own)
+                return Scope(self._name, "told", self._name, self._names, self._names.values(own), own)
         except KeyError:  # one is gone and another has come
             pass
         self._size, self._names = len(own), Names(each for each in own if each not in self._leaves)
-        return Scope(self._name, self._name, self._names, self._names.values(own), own)
+        return Scope(self._name, "told", self._name, self._names, self._names.values(own), own)
 
 
 class _Class:
@@ -129,7 +135,8 @@ class _Class:
             self._names = Names(k for k, v in own.items() if not k.startswith("_") and not isinstance(v, _OF_CLASSES))
         if not self._names.names:
             return None
-        return Scope(self._name, self._name.partition(":")[2], self._names, self._names.values(own), self._cls)
+        where = self._name.partition(":")[2]
+        return Scope(self._name, "class", where, self._names, self._names.values(own), self._cls)
 
 
 @dataclass(frozen=True)
@@ -218,7 +225,7 @@ class Scopes:
         if plan is None or values is None:
             plan = self._plans[key] = _plan(name, own, frame)
             values = plan.names.values(own)
-        yield Scope(name, plan.where, plan.names, values, own)
+        yield Scope(name, "module", plan.where, plan.names, values, own)
         for each in plan.classes:
             if (found := each.scope()) is not None:
                 yield found
@@ -239,7 +246,7 @@ class Scopes:
         except KeyError:
             values = [own.get(each, Unbound) for each in names.names]
         _let_go(own, code)
-        return Scope(name, where, names, values, frame)
+        return Scope(name, "frame", where, names, values, frame)
 
 
 def _let_go(own: dict[str, Any], code: types.CodeType) -> None:

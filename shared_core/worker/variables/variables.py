@@ -6,7 +6,8 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of
-from shared_core.worker.variables.scopes import Scope, Scopes, Told, import_again
+from shared_core.worker.variables.scopes import Kind, Scope, Scopes, Told, import_again
 from shared_core.worker.variables.writer import (
     LIMIT,
     MODULE_PARTS,
@@ -39,6 +40,8 @@ OFF = "SWIFT_TEST_NO_VARIABLES"
 #: A script is told what its variables cost when captures have taken so many seconds, so often.
 _DEAR_S, _DEAR_TIMES = 2e-3, 5
 _ATOMS = (bool, int, float, str, bytes, type(None))
+#: Iterators of C that a framework draws from, of which so many are remembered.
+_SOURCES = 16
 
 
 #: Whose variables a worker puts back: those of the failed worker that had its place; those that a checkpoint has of an
@@ -48,6 +51,60 @@ Origin = Literal["same", "checkpoint", "other"]
 
 def _raise(reason: str, origin: Origin) -> None:
     raise RecoveryFailed(reason)
+
+
+#: A variable, what another run held in it, and what this one holds.
+_Change = tuple[Scope, str, Any, Any]
+
+
+class _Untold:
+    """What a framework had told of in another run, and not yet in this one, at the place that was restored.
+
+    Args:
+        graft: of what was restored; None where nothing was.
+        origin: where it comes from.
+    """
+
+    def __init__(self, graft: Graft | None, origin: Origin) -> None:
+        self.graft, self.origin = graft, origin
+        #: By scope: what it held, and whether that has changed since training began.
+        self.scopes: dict[str, tuple[dict[str, Any], bool]] = {}
+        self._boundaries, self._heard = 0, False
+
+    def hears(self) -> None:
+        """The framework tells of something."""
+        self._heard = True
+
+    def is_over(self) -> bool:
+        """At a step boundary: whether the framework has told of all that it will. The restored boundary itself may be
+        published again, before it has told of anything.
+        """
+        self._boundaries += 1
+        return self._heard or self._boundaries > 1
+
+
+def _match(graft: Graft, scope: Scope, where: str, wanted: Mapping[str, Any]) -> list[_Change]:
+    """Find what in a scope stands for the values of another run; what cannot be put back is noted in ``graft``."""
+    mine = dict(zip(scope.names.names, scope.values, strict=True))
+    todo: list[_Change] = []
+    for name, new in wanted.items():
+        old = mine.get(name, MISSING)
+        old = MISSING if old is Unbound else old
+        known = len(graft.differences)
+        graft.match(new, old, name)
+        todo.append((scope, name, new, old))
+        graft.differences[known:] = [replace(each, where=where) for each in graft.differences[known:]]
+    return todo
+
+
+def _fill(graft: Graft, todo: Iterable[_Change]) -> None:
+    changes: dict[str, tuple[Scope, dict[str, Any]]] = {}
+    for scope, name, new, old in todo:
+        value = graft.value(new)
+        if value is not MISSING and (value is not old or isinstance(value, _ATOMS)):
+            changes.setdefault(scope.name, (scope, {}))[1][name] = value
+    for scope, values in changes.values():
+        scope.put(values)
 
 
 class Variables:
@@ -77,11 +134,13 @@ class Variables:
         self._large: dict[tuple[str, str], type[Large]] = {}
         self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
-        self._source: Any = None
+        #: Iterators that a framework draws from, or what refers to them, by identity.
+        self._sources: dict[int, Any] = {}
         #: What is attached and its parts, by names that a replacement gives them, too.
         self._parts: dict[str, Any] = {}
         self._holds = False
         self._held: tuple[dict[str, Any], Origin] | None = None
+        self._untold = _Untold(None, "same")
         self._dear, self._dark = 0, (0, 0)
         #: Of the loops of frameworks.
         self.data_sets = DataSets(self._writer.ignored, self._tell_seldom)
@@ -108,15 +167,29 @@ class Variables:
         leaves = frozenset(leaves).union(*(names for cls, names in self._leaves if isinstance(thing, cls)))
         self._told[name] = thing, Told(name, thing, leaves | MODULE_PARTS if isinstance(thing, nn.Module) else leaves)
         self._restored[id(thing)] = thing
+        self._untold.hears()
+        if name in self._untold.scopes:
+            self._put_told(self._told[name][1].scope())
 
     def reads(self, source: Any) -> None:
-        """A framework draws from this iterator, and has it where it was in a replacement. So it does not count; the one
-        before does again.
+        """A framework draws from this iterator, beside others, and has it where it was in a replacement. So it does not
+        count, for as long as it lives; of those whose life cannot be followed the oldest count again.
         """
-        if source is not self._source:
-            self._restored.pop(id(self._source), None)
-            self._source = source
-        self._restored[id(source)] = source
+        key = id(source)
+        if key in self._sources:
+            return
+        self._restored[key] = True
+        try:
+            self._sources[key] = weakref.ref(source, lambda _: self._no_source(key))
+        except TypeError:  # an iterator of C, which others with its number must not be taken for
+            self._sources[key] = source
+            strong = [key for key, each in self._sources.items() if not isinstance(each, weakref.ref)]
+            for each in strong[:-_SOURCES]:
+                self._no_source(each)
+
+    def _no_source(self, key: int) -> None:
+        self._sources.pop(key, None)
+        self._restored.pop(key, None)
 
     def forget(self, name: str) -> None:
         """An object that was told counts no more."""
@@ -131,6 +204,7 @@ class Variables:
         self._attached.clear()
         self._parts.clear()
         self._restored.clear()  # the writer asks this very dictionary
+        self._restored.update(self._sources)
         self._restored.update((id(thing), thing) for thing, _ in self._told.values())
         for number, module in enumerate(modules):
             bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
@@ -174,6 +248,7 @@ class Variables:
             self._tell_dark(scopes)
         if boundary:
             self._writer.begins = False
+            self._name_untold()
             if self._first is None:
                 self._first = digests(*read_own(now))
         return {"now": now, "first": self._first, "data": self.data_sets.changed() if boundary else {}}
@@ -196,16 +271,16 @@ class Variables:
             self._single_out(scopes)
             return self._writer.write([self._row(scope) for scope in scopes], 4 * LIMIT)
 
-    def _row(self, scope: Scope) -> tuple[str, str, str, Sequence[Any]]:
+    def _row(self, scope: Scope) -> tuple[str, Kind, str, str, Sequence[Any]]:
         out, large = self._writer.ignored, self._large
         if not (large or out):
-            return scope.name, scope.where, scope.names.joined, scope.values
+            return scope.name, scope.kind, scope.where, scope.names.joined, scope.values
         kept = [
             (name, value if isinstance(value, _ATOMS) or (as_ := large.get((scope.name, name))) is None else as_(value))
             for name, value in zip(scope.names.names, scope.values, strict=True)
             if name not in out
         ]
-        return scope.name, scope.where, " ".join(name for name, _ in kept), [value for _, value in kept]
+        return scope.name, scope.kind, scope.where, " ".join(name for name, _ in kept), [value for _, value in kept]
 
     def _single_out(self, scopes: list[Scope]) -> None:
         """Find the values that are only compared from now on."""
@@ -229,7 +304,7 @@ class Variables:
         """
         found: list[tuple[int, str, str, str]] = []
         for scope in scopes:
-            _, _, names, values = self._row(scope)
+            *_, names, values = self._row(scope)
             for name, value in zip(names.split(), values, strict=True):
                 if isinstance(value, _ATOMS):
                     continue
@@ -262,7 +337,7 @@ class Variables:
         """Name the variables that hold what does not show what it holds, or not all of it each time."""
         self._dark = len(self._writer.dark), self._writer.partly
         for scope in scopes:
-            _, _, names, values = self._row(scope)
+            *_, names, values = self._row(scope)
             for name, value in zip(names.split(), values, strict=True):
                 looking = Writer(self._writer.restored)
                 looking.ignored, looking.data, looking.begins = self._writer.ignored, self._writer.data, False
@@ -373,46 +448,67 @@ class Variables:
             return ""
         values, rows = loads(stored["now"])
         first = stored["first"]
-        only = changed(first, values, rows) if origin == "checkpoint" and first is not None else None
+        only = changed(first, values, rows) if first is not None and (origin == "checkpoint" or boundary) else None
+        begun = None if only is None else {scope for scope, _ in only}
+        if origin != "checkpoint":
+            only = None
         here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         missing = [scope for scope, *_ in values if scope not in here]
         if missing and origin != "other" and import_again(missing):
             here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
         graft = Graft(rows, self._writer, self._named | self._parts)
-        todo: list[tuple[Scope, str, Any, Any]] = []
-        for scope_name, where, names, theirs in values:
+        todo: list[_Change] = []
+        self._untold = _Untold(graft, origin)
+        for scope_name, kind, where, names, theirs in values:
             scope = here.get(scope_name)
+            left = self._writer.ignored
+            wanted = {
+                name: new
+                for name, new in zip(names.split(), theirs, strict=True)
+                if name not in left and (only is None or (scope_name, name) in only)
+            }
             if origin == "other" and scope_name not in self._told:
                 continue
-            if scope is None:
-                # What a framework tells it tells again where it begins: between two of its calls it has told nothing.
-                told = where == scope_name
-                if names and not told and (only is None or any((scope_name, each) in only for each in names.split())):
-                    graft.differences.append(Difference(scope_name, "there", "not there", where))
-                continue
-            mine = dict(zip(scope.names.names, scope.values, strict=True))
-            for name, new in zip(names.split(), theirs, strict=True):
-                if name in self._writer.ignored or (only is not None and (scope_name, name) not in only):
-                    continue
-                old = mine.get(name, MISSING)
-                old = MISSING if old is Unbound else old
-                known = len(graft.differences)
-                graft.match(new, old, name)
-                todo.append((scope, name, new, old))
-                graft.differences[known:] = [replace(each, where=where) for each in graft.differences[known:]]
+            if scope is not None:
+                todo += _match(graft, scope, where, wanted)
+            elif kind == "told" and boundary:
+                # A framework tells of it again where it begins; what has changed is named if it does not.
+                self._untold.scopes[scope_name] = wanted, begun is None or scope_name in begun
+            elif kind != "told" and wanted:
+                graft.differences.append(Difference(scope_name, "there", "not there", where))
         if graft.differences and boundary and origin != "other":
             return self._refusal(graft.differences)
-        changes: dict[str, dict[str, Any]] = {}
-        for scope, name, new, old in todo:
-            value = graft.value(new)
-            if value is not MISSING and (value is not old or isinstance(value, _ATOMS)):
-                changes.setdefault(scope.name, {})[name] = value
-        for scope_name, values_of in changes.items():
-            here[scope_name].put(values_of)
+        _fill(graft, todo)
         if boundary:
             self._first = first
         return ""
+
+    def _put_told(self, scope: Scope) -> None:
+        """A framework tells of this only now, which its predecessor held at the place that was restored."""
+        wanted, _ = self._untold.scopes.pop(scope.name)
+        graft, origin = self._untold.graft, self._untold.origin
+        graft.differences.clear()
+        todo = _match(graft, scope, scope.where, wanted)
+        if graft.differences and origin != "other":
+            self._refuse(self._refusal(graft.differences), origin)
+        else:
+            _fill(graft, todo)
+
+    def _name_untold(self) -> None:
+        """At a step boundary: refuse what a framework has not told of again."""
+        if not self._untold.scopes or not self._untold.is_over():
+            return
+        scopes, origin = self._untold.scopes, self._untold.origin
+        self._untold = _Untold(None, "same")
+        lost = [name for name, (wanted, has_changed) in scopes.items() if wanted and has_changed]
+        if lost and origin != "other":
+            self._refuse(
+                f"rank {self._rank}: the attributes of `{lost[0]}` have changed in the failed worker, and this part of "
+                "the script is not in its replacement. Give the same callbacks, data modules and models to each call; "
+                f"if nothing depends on what they hold, write job.ignore({next(iter(scopes[lost[0]][0]))!r})",
+                origin,
+            )
 
     def _refusal(self, differences: Sequence[Difference]) -> str:
         each = differences[0]
