@@ -81,20 +81,20 @@ KINDS: dict[str, Kind] = {
     "append": Kind("[].append", ("{x}(v)",), "sum({x}.__self__)", registers=False),
     "grid": Kind("np.zeros(20000)", ("{x}[7000 + 3 * i] += v",), "float({x}.sum())", registers=False),
     "tick": Kind("made_tick()", ("{x}(v)",), "{x}(0.0)", registers=False, attribute=False),
-    "tally": Kind("Counter()", ("{x}[int(v * 1e4) % 5] += 1",), "max({x}.values())", registers=False),
+    "tally": Kind("Counter()", ("{x}[int(v * 1e4) % 5] += 1",), "max({x}.values(), default=0)", registers=False),
     "groups": Kind("defaultdict(list)", ("{x}[i % 2].append(v)",), "sum(map(sum, {x}.values()))", registers=False),
     "by_name": Kind(
         "{{'a': [], 'b': deque(maxlen=2)}}",
         ("{x}['a'].append(v)", "{x}['b'].append((i, v))"),
-        "sum({x}['a']) + {x}['b'][-1][1]",
+        "sum({x}['a']) + sum(row[1] for row in {x}['b'])",
         registers=False,
     ),
     "slotted": Kind("Slotted(0)", ("{x}.add(v)",), "{x}.total + {x}.count", registers=False),
-    "heap": Kind("[]", ("heapq.heappush({x}, (v, i))",), "{x}[0][0]", registers=False),
+    "heap": Kind("[]", ("heapq.heappush({x}, (v, i))",), "min({x}, default=(0.0,))[0]", registers=False),
     "ordered": Kind(
         "OrderedDict()",
         ("{x}[i % 3] = v", "{x}.move_to_end(min({x}))"),
-        "next(reversed({x}.values()))",
+        "sum({x}.values())",
         registers=False,
     ),
     "alias": Kind("[[0.0]] * 2", ("{x}[0][0] += v",), "{x}[1][0]", registers=False),
@@ -108,7 +108,10 @@ KINDS: dict[str, Kind] = {
     "lines": Kind("''", ("{x} = '%s|%d:%.4f' % ({x}[-40:], i, v)",), "len({x})"),
     "halves": Kind("None", ("Slotted.made += v",), "Slotted.made", registers=False),
     "kept_tensors": Kind(
-        "deque(maxlen=2)", ("{x}.append(torch.full((2,), v))",), "{x}[-1].sum().item()", registers=False
+        "deque(maxlen=2)",
+        ("{x}.append(torch.full((2,), v))",),
+        "sum(each.sum().item() for each in {x})",
+        registers=False,
     ),
     "memo": Kind("remember", ("{x}(i, v)",), "len({x}.seen)", registers=False, attribute=False),
     "tree": Kind("Node(0.0)", ("{x}.grow(v)",), "{x}.sum()", registers=False),
@@ -244,7 +247,7 @@ def plain(value, depth=0):
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), list(value.shape), value.detach().contiguous().view(-1).view(torch.uint8).tolist()]
     if isinstance(value, dict):
-        return [[str(key), plain(each)] for key, each in value.items()]
+        return [[str(key), plain(each, depth + 1)] for key, each in value.items()]
     if isinstance(value, (set, frozenset)):
         return sorted(map(repr, value))
     if isinstance(value, (list, tuple, deque, array)):

@@ -448,3 +448,62 @@ def test_what_is_ignored_stays() -> None:
 def test_damaged_captures_are_refused() -> None:
     with pytest.raises(CorruptFile):
         Variables(0).restore({"now": b"\x80\x05cos\nsystem\n.", "first": None})
+
+
+class Watcher:
+    """A callback."""
+
+    def __init__(self) -> None:
+        self.seen, self.rows = 0, list[int]()
+
+
+def test_what_a_framework_tells_of_late_is_put_back_then() -> None:
+    def script(again: bool) -> Any:
+        variables, watcher = Variables(0), Watcher()
+        variables.ignore("again")
+        rows = watcher.rows
+        if not again:
+            variables.tell("callback", watcher)
+        for step in steps(again, variables=variables):
+            if again and step == AT:
+                variables.tell("callback", watcher)
+            watcher.seen += 1
+            watcher.rows.append(step)
+        return watcher.seen, rows
+
+    assert both(script) == ((END, [*range(END)]), (END, [*range(END)]), "")
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_what_a_framework_never_tells_of_again_is_named_if_it_has_changed(changes: bool) -> None:
+    def script(again: bool) -> Any:
+        variables, watcher = Variables(0), Watcher()
+        variables.ignore("again")
+        if not again:
+            variables.tell("callback", watcher)
+        for step in steps(again, variables=variables):
+            if again and step == AT:
+                variables.capture()  # the place itself may be published again
+                try:
+                    variables.capture()
+                except RecoveryFailed as error:
+                    return str(error)
+            watcher.seen += changes
+        return ""
+
+    _, said, refused = both(script)
+    assert refused == "" and ("the attributes of `callback` have changed" in said) is changes
+
+
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_iterators_that_a_framework_draws_from_do_not_count(known: int) -> None:
+    def script(again: bool) -> Any:
+        variables = Variables(0)
+        training, evaluation = iter(range(99)), (each for each in range(99))
+        for each in (training, evaluation)[:known]:
+            variables.reads(each)
+        for _ in steps(again, variables=variables):
+            next(training), next(evaluation)
+
+    refused = both(script)[2]
+    assert refused.partition("`")[2].partition("`")[0] == ("training", "evaluation", "")[known], refused
