@@ -165,7 +165,8 @@ class Engine:
                 vars(self.iterated)["_iterator"] = None
                 self.times = [0] * self.workers
         self.owned = OwnedState(self._roots)
-        self.cheap = mode == "refetch" or isinstance(loader, (list, tuple, range))
+        self.listed = isinstance(loader, (list, tuple, range))  # going on in it reads nothing
+        self.cheap = mode == "refetch" or self.listed
         self._watch: Watch | None = None
         self._said = False
 
