@@ -89,7 +89,7 @@ class Position(Iterator[Any]):
             self._note_change(what, mark.pack() if mark is not None else None)
         if told is not None:
             self._note_told(told)
-        if record.delivered == 0 and record.rereads is None and not engine.listed:
+        if record.delivered == 0 and record.rereads is None and engine.compared:
             record.items_sum = 0
         if record.items_sum is not None:
             record.items_sum = summed(item, record.items_sum)
