@@ -135,8 +135,8 @@ class _Replay:
             return
         raise Unsupported(
             f"rank {self._engine.place[1]}: the {record.delivered} items that the failed worker had read of this pass "
-            f"over a {type(self._engine.loader).__name__} are others when they are read again: what it reads depends "
-            "on something that training changes, such as a replay buffer or the model. Draw in the training step what "
+            f"over a {_named(self._engine.loader)} are others when they are read again: what it reads depends on "
+            "something that training changes, such as a replay buffer or the model. Draw in the training step what "
             "depends on it, or give what is iterated state_dict() and load_state_dict() (docs/loops.md)"
         )
 
@@ -202,3 +202,8 @@ class _Replay:
         else:
             engine.changed()
         return item, told
+
+
+def _named(loader: Any) -> str:
+    """The class of what is read: the data set's, where a loader shows it."""
+    return type(getattr(loader, "dataset", loader)).__name__
