@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,9 @@ def run(module: str, way: str, timeout_s: float) -> Outcome:
         text = log.read().decode(errors="replace")
     if os.environ.get("SHOW"):
         sys.stderr.write(text)
-    named = [line.strip() for line in text.splitlines() if "Error" in line or "error" in line[:40]]
+    named = [
+        line.strip() for line in text.splitlines() if re.search(r"\w(Error|Failed|Unsupported|Exception)\b.*:", line)
+    ]
     return Outcome(status == 0, time.monotonic() - began, "" if status == 0 else why or (named or ["?"])[-1])
 
 

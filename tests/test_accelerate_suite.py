@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 from accelerate_suite import PACKAGE, modules, run
+from harness import Jobs
+
+from shared_core.faults import Fault
 
 #: Longest time of one script, in seconds.
 LIMIT_S = 600.0
@@ -18,3 +21,8 @@ def test_what_passes_stock_passes_with_the_plugin(module: str) -> None:
         pytest.skip(f"it does not pass stock: {stock.why}")
     ours = run(f"{PACKAGE}.{module}", "plugin", LIMIT_S)
     assert ours.passed, ours.why
+
+
+def test_copies_of_an_accelerator_can_be_made_while_it_trains(jobs: Jobs) -> None:
+    """They are made in the failed worker's place, too, and change nothing."""
+    jobs.check("acc_copies.py", faults=[Fault(1, 4, "bucket", "SIGKILL")])

@@ -57,3 +57,20 @@ def test_what_is_added_to_is_published_whoever_is_zeroed_beside_it() -> None:
     assert published == [[0, 1, 2, 3], [], [], [2, 3], [2, 3]]
     optimizers[1].zero_grad()
     assert not found.left(), "only those that exist"
+
+
+def test_one_that_accumulates_beside_one_that_steps() -> None:
+    """Its gradients are zeroed first in one batch and added to in the other: they are published in between."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    found = LeftoverGradients()
+    found.attach(Replicated([net], [optimizer]))
+    published = []
+    for number in range(8):
+        if number % 2 == 0:
+            optimizer.zero_grad()
+        net(torch.ones(2, 3)).sum().backward()
+        if number % 2:
+            optimizer.step()
+        published.append(len(found.left({0} if number % 2 == 0 else ())))
+    assert published == [2, 2, 2, 0, 2, 0, 2, 0]

@@ -118,6 +118,7 @@ class Engine:
         stream: items cannot be read in another order, or left out.
         workers: loader workers that can be told what to do.
         owned: generators and counters of the loader.
+        compared: items that are read again are compared with what they were.
         says_where: the loader or its data set, if it can say where it is; None if neither can.
         pool: the passes that shape the next one, and the newest.
 
@@ -165,7 +166,9 @@ class Engine:
                 vars(self.iterated)["_iterator"] = None
                 self.times = [0] * self.workers
         self.owned = OwnedState(self._roots)
-        self.cheap = mode == "refetch" or isinstance(loader, (list, tuple, range))
+        listed = isinstance(loader, (list, tuple, range))  # going on in it reads nothing
+        self.cheap = mode == "refetch" or listed
+        self.compared = not listed and self.kind is not Kind.SEEDED
         self._watch: Watch | None = None
         self._said = False
 

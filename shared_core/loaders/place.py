@@ -33,6 +33,7 @@ class Record:
         length: of the pass, then.
         rereads: batches whose reading changed what cannot be put back, with the state in which each was read. None:
             all batches are such, or nobody knows.
+        items_sum: checksum of all items delivered, where all are read again; None where nobody has computed it.
         indices_sum: checksum of the indices of the batches delivered; None where nobody has computed it.
         loader_workers: state of each loader worker before the first batch that it has to read again.
         turn: the loader worker that reads the first batch of a stream to be read again.
@@ -53,6 +54,7 @@ class Record:
     dealt: bool = False
     length: int = 0
     rereads: dict[int, Any] | None = None
+    items_sum: int | None = None
     indices_sum: int | None = None
     loader_workers: dict[int, Any] = field(default_factory=dict)
     turn: int = 0
@@ -152,6 +154,7 @@ def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
             "owned": moved(each["owned"]),
             "owned_first": moved(each["owned_first"]),
             "rereads": None,
+            "items_sum": None,
             "stream": None,
         }
         for each in state["iterations"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from shared_core.loaders.engine import Engine, Kind
 from shared_core.loaders.indices import Drawing
+from shared_core.loaders.items_sum import summed
 from shared_core.loaders.place import Record
 from shared_core.loaders.randomness import DrawLog, RawRandom
 from shared_core.loaders.reader import MANY, Note
@@ -88,6 +89,10 @@ class Position(Iterator[Any]):
             self._note_change(what, mark.pack() if mark is not None else None)
         if told is not None:
             self._note_told(told)
+        if record.delivered == 0 and record.rereads is None and engine.compared:
+            record.items_sum = 0
+        if record.items_sum is not None:
+            record.items_sum = summed(item, record.items_sum)
         record.delivered += 1
         if self._drawing is not None:
             record.indices_sum = self._drawing.sum_at(record.delivered)

@@ -10,6 +10,7 @@ from typing import Any
 from shared_core.errors import Unsupported
 from shared_core.loaders.engine import Engine, Kind
 from shared_core.loaders.indices import Drawing, Follow
+from shared_core.loaders.items_sum import summed
 from shared_core.loaders.place import Record, needed, way_to
 from shared_core.loaders.randomness import write_random
 from shared_core.loaders.reader import Note, Start
@@ -72,7 +73,7 @@ class _Replay:
     ) -> None:
         self._engine, self._record, self._items, self._starts = engine, record, items, starts
         self._ahead, self._already = state["ahead"], already
-        self._read = 0
+        self._read = self._sum = 0
         self._recent = state["recent"] if newest else []
         workers = engine.workers if record.rereads is not None else 0
         seeded, told = engine.kind is Kind.SEEDED, bool(workers) and engine.stream
@@ -98,7 +99,7 @@ class _Replay:
 
     def _run(self) -> Reached:
         engine, record, way = self._engine, self._record, self._way
-        self._read = self._already
+        self._read, self._sum = self._already, 0
         if engine.indices is not None:
             reached = self._start(self._follow())
         else:
@@ -122,9 +123,22 @@ class _Replay:
                 reached[3].append(told)
         if reached[2] is not None:
             reached[2].arrive()
+        self._compare()
         if record.exhausted:
             next(inner, None)
         return reached
+
+    def _compare(self) -> None:
+        """What was read again is what the failed worker had read, where that is known."""
+        record = self._record
+        if record.items_sum in (None, self._sum) or self._already or self._read != record.delivered:
+            return
+        raise Unsupported(
+            f"rank {self._engine.place[1]}: the {record.delivered} items that the failed worker had read of this pass "
+            f"over a {_named(self._engine.loader)} are others when they are read again: what it reads depends on "
+            "something that training changes, such as a replay buffer or the model. Draw in the training step what "
+            "depends on it, or give what is iterated state_dict() and load_state_dict() (docs/loops.md)"
+        )
 
     def _start(self, follow: Follow) -> Reached:
         engine, record = self._engine, self._record
@@ -181,8 +195,15 @@ class _Replay:
                 "changes (docs/loops.md)"
             ) from None
         self._read += 1
+        if self._record.items_sum is not None:
+            self._sum = summed(item, self._sum)
         if told is not None:
             engine.count_changes(told, self._record)
         else:
             engine.changed()
         return item, told
+
+
+def _named(loader: Any) -> str:
+    """The class of what is read: the data set's, where a loader shows it."""
+    return type(getattr(loader, "dataset", loader)).__name__

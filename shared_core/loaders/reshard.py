@@ -121,6 +121,7 @@ def taken_up(state: Mapping[str, Any], indices: list[Any]) -> dict[str, Any]:
         "draws": {},
         "owned_first": {},
         "rereads": {},
+        "items_sum": None,
         "indices_sum": None,
         "loader_workers": {},
         "turn": 0,

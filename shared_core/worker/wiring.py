@@ -178,6 +178,7 @@ class _GroupsRelay(_Relay):
         return self._worker.buckets.input_of(bucket)
 
     def bucket_handed_over(self, op: Op) -> None:
+        self._worker.buckets.handed_over()
         self._worker.trained.bucket_handed_over(op)
 
     def bucket_order(self, ddp: DistributedDataParallel, op: Op) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -91,6 +92,7 @@ class Agent(pl.LightningModule):
     def setup(self, stage: str) -> None:
         self.environment = Environment(self.global_rank)
         np.random.seed(7 + self.global_rank)
+        random.seed(7)
         for _ in range(20):
             self.play(int(np.random.randint(3)))
 

@@ -64,7 +64,8 @@ class BatchTops:
         if accumulating or (shard is not None and shard.unsettled):
             return False
         grads = None
-        if self._updates.steps.pending_gradients():
+        pending = self._updates.steps.pending_gradients()
+        if pending:
             self._deferred += 1
             # Gradients of a worker that is lost could not be dealt out to others. Those of a shard are small, and those
             # that a whole step has left behind are there at each top.
@@ -75,7 +76,7 @@ class BatchTops:
             return False
         self._deferred = 0
         self._trained.meet()
-        self._publishing.at_top("batch", self._trained.left_over() if grads is None else grads)
+        self._publishing.at_top("batch", self._trained.left_over(pending) if grads is None else grads)
         return False
 
     def evaluation(self) -> bool:

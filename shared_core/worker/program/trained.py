@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -264,9 +264,13 @@ class Trained:
         assert self._updates.replicated is not None
         return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
 
-    def left_over(self) -> dict[int, Any] | None:
-        """Those that a batch with a whole update has left behind, by place, and the next may add to; None: nothing."""
-        return self._leftover.left() or None
+    def left_over(self, pending: Collection[int]) -> dict[int, Any] | None:
+        """Those that a batch with a whole update has left behind, by place, and the next may add to; None: nothing.
+
+        Args:
+            pending: numbers of the optimizers whose gradients have changed since their last update.
+        """
+        return self._leftover.left(pending) or None
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
         """Inverse of :meth:`gradients`."""

@@ -11,6 +11,8 @@ from shared_core.worker.state.local_state import Position
 
 #: Updates without a boundary after which the user is told: before the first boundary, and between two.
 _FIRST, _LATER = 3, 100
+#: Updates more than these before the log has an end: a script may make some before its loop.
+_GRACE = 7
 #: What the log of one rank may take then, where ``log.budget_bytes`` says nothing.
 _LOG_BYTES = 1 << 30
 
@@ -62,7 +64,7 @@ class Unmarked:
         if self._updates == most:
             self._tell()
         log_bytes = self._runtime.groups.log_bytes() + self._runtime.results.spilled_bytes - self._spilled
-        if log_bytes > self._limit:
+        if log_bytes > self._limit and self._updates >= most + _GRACE:
             raise Unsupported(_TOO_MUCH.format(self._runtime.rank, self._updates, log_bytes, self._limit))
 
     def trains_unattached(self) -> None:

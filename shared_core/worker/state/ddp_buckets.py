@@ -101,6 +101,11 @@ class Buckets:
         self.eligible += 1
         return 1 < self.eligible <= _TOPS
 
+    def handed_over(self) -> None:
+        """DDP has handed over a bucket."""
+        if not self._attached:
+            self._unattached()
+
     def note(self, ddp: DistributedDataParallel, op: Op) -> None:
         """DDP agrees on the order of the buckets of ``ddp`` by the operation ``op``.
 
@@ -109,7 +114,6 @@ class Buckets:
         """
         number = next((i for i, known in enumerate(self.modules) if known is ddp), None)
         if number is None and not self._attached:
-            self._unattached()
             return
         if number is None:
             raise ConfigError(

@@ -6,7 +6,7 @@ they are published until the smallest parameter of each group has shown what the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,38 +18,45 @@ class _Group:
     """Parameters that the program zeroes together: those of one model that the same optimizers step.
 
     Args:
+        optimizers: their numbers.
         members: parameters by place.
     """
 
-    def __init__(self, members: Mapping[int, torch.Tensor]) -> None:
-        self._members = members
-        self._zeroed: bool | None = None  # not known before a batch has shown it
+    def __init__(self, optimizers: Collection[int], members: Mapping[int, torch.Tensor]) -> None:
+        self._optimizers, self._members = frozenset(optimizers), members
+        #: Whether the program zeroes them first: where they have changed since their update, and where not. A program
+        #: that accumulates over several batches does both. Not there before a batch has shown it.
+        self._zeroed: dict[bool, bool] = {}
         self._watched: torch.Tensor | None = None
         self._handle: Any = None
-        self._first = False
+        self._pending: bool | None = None  # of the boundary that no gradient has come after yet
 
-    def left(self) -> dict[int, torch.Tensor]:
+    def left(self, pending: Collection[int]) -> dict[int, torch.Tensor]:
         """What the next batch may add to; from here on it is watched what it does."""
+        changed = not self._optimizers.isdisjoint(pending)
+        zeroed = self._zeroed.get(changed)
+        if zeroed and self._watched is not None and self._watched.grad is not None:
+            self._pending = changed
+            return {}
         found = {place: p.grad for place, p in self._members.items() if p.grad is not None}
-        if found and self._zeroed is not False:
+        if found and zeroed is not False:
             self._watch(min(found, key=lambda place: (found[place].numel(), place)))
-        return {} if self._zeroed else {place: grad for place, grad in found.items() if bool(grad.any())}
+            self._pending = changed
+        return {} if zeroed else {place: grad for place, grad in found.items() if bool(grad.any())}
 
     def _watch(self, place: int) -> None:
         if self._watched is None or self._watched.grad is None:
             self.close()
             self._watched = self._members[place]
             self._handle = self._watched.register_hook(self._added) if self._watched.requires_grad else None
-        self._first = True
 
     def _added(self, _gradient: torch.Tensor) -> None:
         """A gradient is about to be added to what is there."""
-        if not self._first or self._watched is None:
+        if self._pending is None or self._watched is None:
             return
-        self._first = False
+        changed, self._pending = self._pending, None
         old = self._watched.grad
-        zeroed = old is None or not bool(old.any())
-        self._zeroed = zeroed if self._zeroed is None else self._zeroed and zeroed
+        self._zeroed[changed] = self._zeroed.get(changed, True) and (old is None or not bool(old.any()))
 
     def close(self) -> None:
         """Watch no longer."""
@@ -68,28 +75,33 @@ class LeftoverGradients:
         """Look at these models and optimizers from now on; None: at none."""
         for group in self._groups:
             group.close()
-        self._groups = [_Group(members) for members in _grouped(replicated)] if replicated is not None else []
+        self._groups = _grouped(replicated) if replicated is not None else []
 
-    def left(self) -> dict[int, torch.Tensor]:
+    def left(self, pending: Collection[int] = ()) -> dict[int, torch.Tensor]:
         """The gradients that are state of this step boundary, by place: none that are zero, and none of parameters
         whose gradients the program zeroes before it adds to them.
+
+        Args:
+            pending: numbers of the optimizers whose gradients have changed since their last update.
         """
         found: dict[int, torch.Tensor] = {}
         for group in self._groups:
-            found |= group.left()
+            found |= group.left(pending)
         return found
 
 
-def _grouped(replicated: Replicated) -> list[dict[int, torch.Tensor]]:
-    owners: dict[int, list[tuple[str, int]]] = {id(p): [] for p in replicated.parameters}
+def _grouped(replicated: Replicated) -> list[_Group]:
+    modules: dict[int, list[int]] = {id(p): [] for p in replicated.parameters}
+    optimizers: dict[int, list[int]] = {id(p): [] for p in replicated.parameters}
     for number, module in enumerate(replicated.modules):
         for parameter in module.parameters():
-            owners[id(parameter)].append(("module", number))
+            modules[id(parameter)].append(number)
     for number, optimizer in enumerate(replicated.optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                owners[id(parameter)].append(("optimizer", number))
-    groups: dict[tuple[tuple[str, int], ...], dict[int, torch.Tensor]] = {}
+                optimizers[id(parameter)].append(number)
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, torch.Tensor]] = {}
     for place, parameter in enumerate(replicated.parameters):
-        groups.setdefault(tuple(owners[id(parameter)]), {})[place] = parameter
-    return list(groups.values())
+        key = tuple(modules[id(parameter)]), tuple(optimizers[id(parameter)])
+        groups.setdefault(key, {})[place] = parameter
+    return [_Group(steps, members) for (_, steps), members in groups.items()]

@@ -107,16 +107,17 @@ class UpdateSteps:
                 "been made by then: step after each backward that synchronizes gradients, or leave the option off"
             )
 
-    def pending_gradients(self) -> bool:
-        """Whether gradients were accumulated since the last update of their optimizer."""
-        for optimizer in self._replicated.optimizers if self._replicated else ():
+    def pending_gradients(self) -> set[int]:
+        """Numbers of the optimizers for which gradients were accumulated since their last update."""
+        pending = set()
+        for number, optimizer in enumerate(self._replicated.optimizers if self._replicated else ()):
             grads = _grads(optimizer)
             if [(id(g), g._version) for g in grads] == self._clean.get(id(optimizer), []):
                 continue
             # Of shards one may be zero and another not, and all ranks must agree.
             if (grads and self._own) or any(bool(g.any()) for g in grads):
-                return True
-        return False
+                pending.add(number)
+        return pending
 
     # -- a whole update ----------------------------------------------------------------------------
 
