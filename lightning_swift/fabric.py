@@ -108,7 +108,7 @@ class SwiftFabricStrategy(_Surviving, DDPStrategy):
         kwargs: as ``DDPStrategy``, and options of ``DistributedDataParallel``.
 
     Raises:
-        Unsupported: for ``static_graph``, and start methods that spawn or fork.
+        Unsupported: for start methods that spawn or fork.
         ConfigError: for an unknown option or a bad value.
     """
 

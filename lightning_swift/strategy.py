@@ -50,7 +50,7 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
         kwargs: options of ``DistributedDataParallel``.
 
     Raises:
-        Unsupported: for ``static_graph``, communication hooks, model averaging, and start methods that spawn or fork.
+        Unsupported: for communication hooks, model averaging, and start methods that spawn or fork.
         ConfigError: for an unknown option or a bad value.
     """
 

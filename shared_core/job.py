@@ -116,8 +116,7 @@ class Job:
                 caller registers the state, and makes each update inside ``updates.steps.update()``.
 
         Raises:
-            Unsupported: for parameters that are not on the CPU, for DDP with ``static_graph``, and for DDP with
-                ``on_failure="reroute"``.
+            Unsupported: for parameters that are not on the CPU, and for DDP with ``on_failure="reroute"``.
             UnsupportedOptimizer: for an optimizer whose state cannot be moved.
         """
         self.trained.attach(modules, optimizers, replicas=replicas, sharded=sharded)

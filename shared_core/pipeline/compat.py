@@ -338,8 +338,8 @@ def forget_releases(optimizer: Any, known: Any) -> Any:
 
 
 def let_go(optimizer: Any) -> None:
-    """ZeRO-3: let go of gathered parameters, but of those that persist: the small ones, which DeepSpeed keeps whole from
-    its first step on.
+    """ZeRO-3: let go of gathered parameters, but of those that persist: the small ones, which DeepSpeed keeps whole
+    from its first step on.
     """
     kept = whole_parameters(optimizer)
     absent, present = _statuses()

@@ -85,10 +85,10 @@ def captured(outer: Any, masters: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Masters, moments, hyper-parameters: live tensors, to be written at once.
 
     Args:
-        outer: one of DeepSpeed's optimizers that shard.
-        masters: flat tensors that the optimizer inside steps.
+        outer: one of DeepSpeed's optimizers that shard, or one of torch's.
+        masters: flat tensors that the optimizer inside steps, or the parameters that torch's does.
     """
-    inner = outer.optimizer
+    inner = _inner(outer)
     return {
         "masters": [master.detach() for master in masters],
         "state": [dict(inner.state.get(master, {})) for master in masters],
@@ -99,7 +99,7 @@ def captured(outer: Any, masters: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 def put_back(outer: Any, masters: Sequence[torch.Tensor], values: Mapping[str, Any]) -> None:
     """Inverse of :func:`captured`."""
-    inner = outer.optimizer
+    inner = _inner(outer)
     inner.state.clear()
     for master, stored, state in zip(masters, values["masters"], values["state"], strict=True):
         master.data.copy_(stored)
@@ -109,3 +109,7 @@ def put_back(outer: Any, masters: Sequence[torch.Tensor], values: Mapping[str, A
         group.update(options)
     for name, value in values["facts"].items():
         setattr(outer, name, value)
+
+
+def _inner(outer: Any) -> torch.optim.Optimizer:
+    return outer if isinstance(outer, torch.optim.Optimizer) else outer.optimizer  # type: ignore[no-any-return]

@@ -1,8 +1,9 @@
 """DeepSpeed's engine without a pipeline, whose ZeRO divides optimizer state, gradients and parameters over the ranks.
 
 Each rank publishes all that it has at each batch top: with stage 3 its partition of the parameters, with stages 1 and 2
-all of them, and its partition of the masters and moments. A newcomer takes that, and runs its predecessor's batch again
-with its updates. What ranks gather they gather again for it; what they reduce comes from the log, or is reduced again.
+all of them, and its partition of the masters and moments. Stage 0 divides nothing, and is published whole. A newcomer
+takes that, and runs its predecessor's batch again with its updates. What ranks gather they gather again for it; what
+they reduce comes from the log, or is reduced again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _MASTERS = {
     "DeepSpeedZeroOptimizer": "single_partition_of_fp32_groups",
     "DeepSpeedZeroOptimizer_Stage3": "fp32_partitioned_groups_flat",
 }
+#: Where the optimizer is torch's own, stepping the parameters themselves, nothing is divided: stage 0.
+_DIVIDES_NOTHING = 0
 
 
 class SwiftZeroEngine(Owner, DeepSpeedEngine):  # type: ignore[misc]
@@ -87,6 +90,7 @@ class ZeroState:
     def __init__(self, engine: SwiftZeroEngine) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
         self.padded = self._divides_parameters = engine.zero_optimization_stage() == 3
+        self._divides = type(self._optimizer).__name__ in _MASTERS
         self._order: Any = None
         self._configured = engine.gradient_accumulation_steps()  # the script may set another number later
         self._rows = self._pieces()
@@ -105,8 +109,8 @@ class ZeroState:
         return 4 * numel * (1 + micro_batches)
 
     def reshard(self) -> None:
-        """Let go of gathered parameters but those that persist, and of what depends on an order in which modules gathered
-        before.
+        """Let go of gathered parameters but those that persist, and of what depends on an order in which modules
+        gathered before.
         """
         if self._divides_parameters:
             compat.let_go(self._optimizer)
@@ -114,6 +118,8 @@ class ZeroState:
 
     @property
     def _masters(self) -> list[torch.Tensor]:
+        if not self._divides:
+            return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return list(getattr(self._optimizer, _MASTERS[type(self._optimizer).__name__]))
 
     def _pieces(self) -> list[list[Piece]]:
@@ -138,8 +144,8 @@ class ZeroState:
                 yield part, getattr(parameter, "ds_numel", parameter.numel())
 
     def _find_layout(self) -> dict[str, Any]:
-        """What another number of ranks needs to know; nothing where the order depends on the number."""
-        if getattr(self._optimizer, "round_robin_gradients", False):
+        """What another number of ranks needs to know; nothing where the order depends on it, and with stage 0."""
+        if not self._divides or getattr(self._optimizer, "round_robin_gradients", False):
             return {}
         divided = self._divides_parameters
         wholes = [numel for _, numel in self._parameters()] if divided else []
@@ -169,7 +175,7 @@ class ZeroState:
         for part, stored in zip(parts, values["parameters"], strict=True):
             part.copy_(stored)
         put_back(self._optimizer, self._masters, values["optimizer"])
-        if not self._divides_parameters:
+        if self._divides and not self._divides_parameters:
             compat.link_moments(self._optimizer, there=any(values["optimizer"]["state"]))
         engine, (configured, micro_batches) = values["engine"], values["micro_batches"]
         if configured == self._configured:
@@ -242,12 +248,10 @@ def _found(engine: Any) -> Iterator[tuple[str, bool]]:
     zero, optimizer = engine.zero_optimization_stage(), engine.optimizer
     yield "an engine without an optimizer cannot be recovered: only training is", evaluates(optimizer)
     yield (
-        "ZeRO stage 0 divides nothing, and cannot be recovered: use stage 1, 2 or 3, or DistributedDataParallel alone",
-        zero == 0,
-    )
-    yield (
         "fp16 with its loss scale cannot be recovered in this version: train in bf16 or fp32",
-        engine.fp16_enabled() or getattr(optimizer, "torch_autocast_gradscaler", None) is not None,
+        engine.fp16_enabled()
+        or getattr(optimizer, "torch_autocast_gradscaler", None) is not None
+        or getattr(engine, "torch_autocast_z0_gradscaler", None) is not None,
     )
     offloads = (engine.zero_offload_optimizer(), engine.zero_offload_param())
     yield (
@@ -272,9 +276,10 @@ def _found(engine: Any) -> Iterator[tuple[str, bool]]:
         "data efficiency and DeepCompile cannot be recovered: leave data_efficiency and compile out",
         bool(engine.data_efficiency_enabled() or engine.is_deepcompile_enabled()),
     )
-    inner = getattr(optimizer, "optimizer", None)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    known = type(optimizer).__name__ in _MASTERS or (zero == _DIVIDES_NOTHING and inner is optimizer)
     yield (
         f"{type(optimizer).__name__} around {type(inner).__name__} cannot be recovered: use an optimizer of torch, or "
         "torch_adam in the DeepSpeed configuration, and ZeRO without additions",
-        type(optimizer).__name__ not in _MASTERS or not type(inner).__module__.startswith("torch.optim"),
+        not known or not type(inner).__module__.startswith("torch.optim"),
     )

@@ -50,6 +50,7 @@ from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import News
 from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.start import Start
+from shared_core.worker.state.compiled import Compiled
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import Passes
 from shared_core.worker.state.local_state import Parts, Position
@@ -80,6 +81,8 @@ class Worker:
         donor = Donor(env, board, updates, joining)
         store = self.store = JobStore(env)
         endings = self.endings = Endings(runtime, store)
+        compiled = Compiled(state_relay.origin, endings.fall_back)
+        parts.register("swift.compiled", compiled.capture, compiled.restore)
         copies = self.copies = Copies(env, runtime, store, updates, events, state_relay.replicas)
         recovery = self.recovery = Recovery(env, runtime, store, board, events, donor, copies, endings, recovery_relay)
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")

@@ -24,7 +24,6 @@ REFUSED = {
     "sparse reduce": "Unsupported: reduce of a sparse tensor: use dense gradients",
     "any source": "Unsupported: recv from any source cannot be replayed",
     "two tensors": "Unsupported: send and recv take one tensor, got 2",
-    "static graph": "Unsupported: DistributedDataParallel(static_graph=True) learns its graph in the first iteration",
 }
 
 

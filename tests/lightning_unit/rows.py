@@ -118,7 +118,7 @@ def main() -> None:
     module: Any = Averaged() if row == "average" else Net()
     if row == "compile":
         module.net.compile(backend="aot_eager")
-    trainer.fit(module, _train(row))
+    trainer.fit(torch.compile(module, backend="aot_eager") if row == "compile_whole" else module, _train(row))
     digests = state(trainer, module)
     if row in ("test", "predict"):
         result = (

@@ -14,6 +14,7 @@ SCRIPT = str(Path(__file__).parent / "rows.py")
 CASES: dict[str, tuple[str, list[Fault]]] = {
     "max_time": ("max_time", [Fault(0, 4, "bucket", "SIGKILL")]),
     "torch.compile": ("compile", [Fault(1, 8, "update.after", "SIGKILL")]),
+    "torch.compile of the module": ("compile_whole", [Fault(1, 8, "update.after", "SIGKILL")]),
     "stateful loader": ("stateful", [Fault(1, 9, "forward", "SIGKILL")]),
     "average in buffers": ("average", [Fault(0, 8, "update.after", "SIGKILL")]),
     "during test": ("test", [Fault(0, 12, "validation", "SIGKILL", nth=2)]),
@@ -22,7 +23,10 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
 }
 
 
-@pytest.mark.parametrize("name", most(CASES, "torch.compile", "stateful loader", "during test", "after predict"))
+@pytest.mark.parametrize(
+    "name",
+    most(CASES, "torch.compile", "torch.compile of the module", "stateful loader", "during test", "after predict"),
+)
 def test_row_with_a_loss(name: str, jobs: Jobs) -> None:
     row, faults = CASES[name]
     jobs.check(SCRIPT, faults=faults, args=[row])

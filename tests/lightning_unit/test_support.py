@@ -33,7 +33,6 @@ from shared_core.errors import ConfigError, Unsupported
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"static_graph": True}, ["static_graph", "find_unused_parameters=True"]),
         (
             {"ddp_comm_state": powersgd.PowerSGDState(None), "ddp_comm_hook": powersgd.powerSGD_hook},
             ["powerSGD_hook", "Remove ddp_comm_hook"],

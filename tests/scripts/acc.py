@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--small-buckets", action="store_true", help="and no clipping")
     parser.add_argument("--local", action="store_true", help="each worker trains by itself, as under LocalSGD")
     parser.add_argument("--numbered", action="store_true", help="what a batch does depends on its number")
+    parser.add_argument("--compile", default="no", help="a backend of torch.compile")
+    parser.add_argument("--static", action="store_true", help="static_graph")
     parser.add_argument("--checkpoints")
     parser.add_argument("--every", type=int, default=0)
     args = parser.parse_args()
@@ -66,6 +68,8 @@ def main() -> None:
         handlers.append(plugin)
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 
+    if args.static:
+        handlers.append(DistributedDataParallelKwargs(static_graph=True, bucket_cap_mb=0.002))
     if args.small_buckets:
         handlers.append(DistributedDataParallelKwargs(bucket_cap_mb=0.002))
 
@@ -73,6 +77,7 @@ def main() -> None:
         cpu=True,
         gradient_accumulation_steps=args.accumulate,
         mixed_precision="bf16" if args.bf16 else "no",
+        dynamo_backend=args.compile,
         kwargs_handlers=handlers,
         dataloader_config=DataLoaderConfiguration(
             split_batches=args.split_batches, use_seedable_sampler=args.seedable, dispatch_batches=args.dispatch

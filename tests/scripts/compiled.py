@@ -9,8 +9,9 @@ import torch.distributed as dist
 from beginning import begin
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from shared_core.testing.digest import digest, training_digest
+from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report, end_group
 
 #: Two layers are more than a bucket.
@@ -20,19 +21,20 @@ WIDTH = 400
 class Net(nn.Module):
     """Layers, some of which may be used twice, and one that may not be used at all."""
 
-    def __init__(self, *, twice: bool, unused: bool, norm: bool) -> None:
+    def __init__(self, *, twice: bool, again: bool, unused: bool, norm: bool) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(16, WIDTH), nn.Linear(WIDTH, 4)
         self.middle, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         if unused:
             self.unused = nn.Linear(WIDTH, WIDTH)
-        self.twice = twice
+        self.twice, self.again = twice, again
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(torch.relu(self.first(x)))
         for _ in range(2 if self.twice else 1):
-            x = torch.nn.functional.dropout(torch.tanh(self.middle(x)), 0.1)
+            y = checkpoint(self.middle, x, use_reentrant=True) if self.again else self.middle(x)
+            x = torch.nn.functional.dropout(torch.tanh(y), 0.1)
         return self.last(torch.relu(self.other(x)))
 
 
@@ -78,6 +80,7 @@ def main() -> None:
     parser.add_argument("--find", action="store_true", help="find_unused_parameters")
     parser.add_argument("--unused", action="store_true")
     parser.add_argument("--twice", action="store_true")
+    parser.add_argument("--again", action="store_true", help="the gradients of a layer come twice in a backward")
     parser.add_argument("--norm", action="store_true")
     parser.add_argument("--view", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
@@ -87,7 +90,7 @@ def main() -> None:
     job = begin()
     rank = dist.get_rank()
     torch.manual_seed(0)
-    net = Net(twice=args.twice, unused=args.unused, norm=args.norm)
+    net = Net(twice=args.twice or args.again, again=args.again, unused=args.unused, norm=args.norm)
     if args.shard:
         model, attached = sharded(net, args.where, args.backend)
     else:
@@ -99,15 +102,14 @@ def main() -> None:
         model, attached = wrapped(net, args.where, args.backend, **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     torch.manual_seed(rank)
-    total = 0.0
-    step = 0
+    loop = {"step": 0, "loss": 0.0}
     if job is not None:
         job.attach([attached], [optimizer])
-        job.register("loop", lambda: {"step": step, "total": total}, lambda found: None)
-    while step < args.steps:
-        if job is not None and job.batch_top():
-            found = job.peek("loop")
-            step, total = found["step"], found["total"]
+        job.register("loop", lambda: dict(loop), loop.update)
+    while loop["step"] < args.steps:
+        if job is not None:
+            job.batch_top()
+        step = int(loop["step"])
         report.count(f"batch {step}")
         optimizer.zero_grad()
         for micro in range(args.accumulate):
@@ -122,14 +124,9 @@ def main() -> None:
                 loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-        total += loss.item()
-        step += 1
-    digests = {"optimizer": digest(optimizer.state_dict())} if args.shard else {}
-    if args.shard:
-        digests["net"] = digest([p.to_local() for p in net.parameters()])
-    else:
-        digests = training_digest(net, [optimizer], [], {"loss": total})
-    report.finish(digests, loss=total)
+        loop["loss"] += loss.item()
+        loop["step"] += 1
+    report.finish(training_digest(net, [optimizer], [], loop), **loop)
     group = end_group()
     del model, attached, net, group
 

@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--resume")
     parser.add_argument("--best", action="store_true", help="load the best model in the end, and evaluate it")
     parser.add_argument("--evaluate-first", action="store_true")
+    parser.add_argument("--compile", help="a backend of torch.compile")
     parser.add_argument("--checkpoints")
     parser.add_argument("--files")
     parser.add_argument("--trackers", action="store_true", help="report to services")
@@ -143,6 +144,8 @@ def main() -> None:
         save_steps=4,
         save_total_limit=1,
         load_best_model_at_end=args.best,
+        torch_compile=args.compile is not None,
+        torch_compile_backend=args.compile,
         report_to=["tensorboard", "wandb", "mlflow"] if args.trackers else "none",
         disable_tqdm=True,
         seed=5,

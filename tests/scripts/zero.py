@@ -149,10 +149,12 @@ def train() -> dist.ProcessGroup:
                     seen.loss += engine(part).square().mean().item()
     saved = digest([saved, *engine.module_state_dict().values()])
     engine.empty_partition_cache()
-    digests = training_digest(engine.module, [optimizer.optimizer], [scheduler], vars(seen))
+    digests = training_digest(engine.module, [getattr(optimizer, "optimizer", optimizer)], [scheduler], vars(seen))
     facts = digest([engine.global_steps, engine.micro_steps, engine.global_samples, engine.get_global_grad_norm()])
     extra = vars(seen) | {"engine": type(engine).__name__, "optimizer": type(optimizer).__name__}
-    report.finish(digests | whole(engine) | {"engine": facts, "saved": saved, "generators": generators_digest()}, **extra)
+    report.finish(
+        digests | whole(engine) | {"engine": facts, "saved": saved, "generators": generators_digest()}, **extra
+    )
     group = dist.group.WORLD
     dist.barrier()
     dist.destroy_process_group()

@@ -25,11 +25,14 @@ PLAIN: dict[str, Any] = {
 SECTION: dict[str, Any] = {"swift_recovery": {}}
 #: What is changed in the configuration.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "stage_0": {"zero_optimization": {"stage": 0}},
     "offload": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
     "offload_parameters": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
     "evaluates": {"zero_optimization": {"stage": 0}, "optimizer": None},
     # Last: DeepSpeed remembers it for all engines of the process.
+    "autocast_fp16_0": {
+        "zero_optimization": {"stage": 0},
+        "torch_autocast": {"enabled": True, "dtype": "float16"},
+    },
     "autocast_fp16": {"torch_autocast": {"enabled": True, "dtype": "float16"}},
 }
 

@@ -45,6 +45,6 @@ def test_ways_of_training(way: str, jobs: Jobs) -> None:
     jobs.check("acc_zero.py", args=args, faults=faults)
 
 
-def test_stage_0_is_refused(jobs: Jobs) -> None:
-    result = jobs.run("acc_zero.py", args=["--stage", "0"])
-    assert result.status != 0 and "ZeRO stage 0 divides nothing, and cannot be recovered" in result.tail()
+def test_stage_0_divides_nothing(jobs: Jobs) -> None:
+    faults = [Fault(1, 3, "collective.before", "SIGKILL"), Fault(0, 9, "forward", "SIGKILL")]
+    jobs.check("acc_zero.py", args=["--stage", "0"], faults=faults)

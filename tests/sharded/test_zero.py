@@ -12,7 +12,7 @@ from shared_core.testing.runner import compare
 
 pytest.importorskip("deepspeed")
 
-STAGES = ["1", "2", "3"]
+STAGES = ["0", "1", "2", "3"]
 #: Two epochs have six batches and seven tops each, the last one for the end. With stages 1 and 2 a step reduces six
 #: times, sums the norm, and gathers; with stage 3 it gathers more than ten times before its first reduction.
 LOSSES: dict[str, tuple[int, list[Fault]]] = {
@@ -34,6 +34,10 @@ LOSSES: dict[str, tuple[int, list[Fault]]] = {
 }
 #: What each makes of DeepSpeed: how it is started, and the optimizer that it has then.
 WAYS: dict[str, tuple[list[str], str]] = {
+    "whole_0": (["--stage", "0"], "AdamW"),
+    "bf16_accumulated_in_fp32_0": (["--stage", "0", "--bf16", "--accumulate-fp32"], "BF16_Optimizer"),
+    "accumulate_0": (["--stage", "0", "--accumulate", "3"], "AdamW"),
+    "freeze_0": (["--stage", "0", "--freeze"], "AdamW"),
     "bf16_1": (["--stage", "1", "--bf16"], "DeepSpeedZeroOptimizer"),
     "bf16_2": (["--stage", "2", "--bf16"], "DeepSpeedZeroOptimizer"),
     "bf16_3": (["--stage", "3", "--bf16"], "DeepSpeedZeroOptimizer_Stage3"),
@@ -58,6 +62,7 @@ WAYS: dict[str, tuple[list[str], str]] = {
     "skip_3": (["--stage", "3", "--skip"], "DeepSpeedZeroOptimizer_Stage3"),
 }
 USUAL = [
+    ("0", "in_the_update"),
     ("1", "in_the_update"),
     ("2", "late_in_the_step"),
     ("2", "two_at_once"),

@@ -19,7 +19,7 @@ WITHOUT_COMPILER = 'import deepspeed\n\ndeepspeed.ops.__compatible_ops__["deepsp
 
 SAYS = {
     "not_attached": "the DeepSpeed engine takes a step, and its batches are not known",
-    "stage_0": "ZeRO stage 0 divides nothing, and cannot be recovered",
+    "autocast_fp16_0": "fp16 with its loss scale cannot be recovered in this version",
     "autocast_fp16": "fp16 with its loss scale cannot be recovered in this version",
     "offload": "offload of optimizer or parameters cannot be recovered",
     "offload_parameters": "offload of optimizer or parameters cannot be recovered",

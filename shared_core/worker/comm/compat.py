@@ -76,9 +76,14 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch._C._distributed_c10d:Reducer._autograd_hook", "the same"),
     (f"{_DDP}._set_static_graph(self)", "the same: it sets _static_graph_delay_allreduce_enqueued"),
     # -- torch.compile
-    ("torch._C._dynamo.eval_frame:set_code_exec_strategy(code, strategy)", "Dynamo does not look into a function"),
+    ("torch._C._dynamo.eval_frame:set_code_exec_strategy", "Dynamo does not look into a function"),
     ("torch._C._dynamo.eval_frame:_FrameExecStrategy", "the same, and what the function calls"),
     ("torch._C._dynamo.eval_frame:_FrameAction", "the same"),
+    ("torch._dynamo.utils:get_compilation_metrics()", "whether code depends on what was compiled before"),
+    ("torch._dynamo.utils:CompilationMetrics.cache_size", "the same"),
+    ("torch._dynamo.pgo:_CODE_STATE", "for which sizes functions were compiled"),
+    ("torch._dynamo.pgo:CodeState", "the same: automatic_dynamic"),
+    ("torch._dynamo.config:recompile_limit", "after so many compilations a function is run as it is"),
     # -- tensors, modules and autograd
     ("torch:Tensor._version", "whether somebody has written to a tensor"),
     ("torch:_foreach_copy_", "copies of many tensors in one call"),
@@ -150,7 +155,7 @@ def _is_ddp_forward(code: CodeType) -> bool:
     return code is _DDP_FORWARD or part
 
 
-# -- torch.compile ------------------------------------------------------------------------------------------------------
+# -- torch.compile -----------------------------------------------------------------------------------------------------
 
 _Out = TypeVar("_Out", bound=Callable[..., Any])
 
@@ -180,6 +185,42 @@ def methods_out_of_graphs(cls: type) -> None:
 def profiling() -> bool:
     """Whether a profiler records what this thread does."""
     return bool(torch.autograd._profiler_enabled())
+
+
+#: In a text of sizes: any.
+ANY_SIZE = "?"
+
+
+def compilations() -> list[Any]:
+    """What Dynamo tells of its newest compilations, the newest last; it keeps 64."""
+    utils = sys.modules.get("torch._dynamo.utils")  # what is not imported has compiled nothing
+    return utils.get_compilation_metrics() if utils is not None else []
+
+
+def compiled_too_often(compilation: Any) -> str:
+    """The function that Dynamo has given up to compile for other inputs; empty if it has not."""
+    limit = sys.modules["torch._dynamo.config"].recompile_limit  # type: ignore[attr-defined]
+    if (compilation.cache_size or 0) < limit:
+        return ""
+    return f"{compilation.co_name} ({compilation.co_filename}:{compilation.co_firstlineno})"
+
+
+def sizes_compiled_for() -> dict[str, str]:
+    """For which sizes of its inputs Dynamo has compiled each function, by function and input; without parameters. After
+    a size has changed, also for which sizes older code is kept.
+    """
+    pgo = sys.modules.get("torch._dynamo.pgo")
+    found: dict[str, str] = {}
+    for code, state in (getattr(pgo, "_CODE_STATE", None) or {}).items():
+        for source, entry in state.automatic_dynamic.items():
+            if "._parameters[" not in source:
+                is_tensor = isinstance(entry.size, tuple)
+                sizes = entry.size if is_tensor else (entry.scalar,)
+                kept = getattr(entry, "excluded_sizes" if is_tensor else "excluded_scalar", None)
+                known = " x ".join(str(each) if isinstance(each, int) else ANY_SIZE for each in sizes)
+                where = f"{source} in {code.name} ({code.filename}:{code.firstlineno})"
+                found[where] = known if kept is None else f"{known} but {kept}"
+    return found
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------

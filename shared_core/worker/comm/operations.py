@@ -60,7 +60,7 @@ class Operations:
 
     @contextmanager
     def answered(self, by: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Iterator[None]:
-        """The next operations get what this gives for their inputs, whatever their place: DDP learns its graph again."""
+        """The next operations get what this gives for their inputs, whatever their place: DDP learns a graph."""
         self._answers = by
         try:
             yield

@@ -124,7 +124,9 @@ class Buckets:
         first = self._first.get(number)
         if first is not None and number not in self._agreed:
             first.end()
-            self._board.records.add(RecordKey(self._position.entry, GRAPH, str(number), self._position.tops), first.seen())
+            self._board.records.add(
+                RecordKey(self._position.entry, GRAPH, str(number), self._position.tops), first.seen()
+            )
         ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
         key = RecordKey(self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.tops)
         op.future.add_done_callback(lambda _: self._board.records.add(key, op.results))

@@ -1,8 +1,8 @@
-"""What DDP learns of a static graph, in the first iteration alone: how often each gradient comes in a backward, and which
-parameters no rank uses.
+"""What DDP learns of a static graph, in the first iteration alone: how often each gradient comes in a backward, and
+which parameters no rank uses.
 
-It keeps that inside its reducer, and uses it in each later iteration. It is seen here while it is learned. A replacement
-that begins later has DDP learn it again, from as many gradients, none of which it is given.
+It keeps that inside its reducer, and uses it in each later iteration. It is seen here while it is learned. A
+replacement that begins later has DDP learn it again, from as many gradients, none of which it is given.
 """
 
 from __future__ import annotations

@@ -34,11 +34,6 @@ def main() -> None:
         "sparse reduce": message(lambda: dist.reduce(sparse, 0)),
         "any source": message(lambda: dist.recv(torch.empty(1))),
         "two tensors": message(lambda: group.send([torch.zeros(1), torch.zeros(1)], 0, 0)),
-        "static graph": message(
-            lambda: shared_core.current_job().attach(  # type: ignore[union-attr]
-                [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), static_graph=True)], []
-            )
-        ),
     }
     report.finish({}, said=said)
     dist.destroy_process_group()
