@@ -20,6 +20,7 @@ from shared_core.system import secret
 from shared_core.transport.store import Store
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import BucketInput, RecordKey
+from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.top_marks import TopMarks
 from shared_core.worker.endings import Endings
@@ -107,11 +108,35 @@ class Worker:
             passes,
             Overlapped(updates.steps, buckets.layout, joining),
         )
+        made_groups = MadeGroups(runtime)
         publishing = Publishing(
-            position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints
+            position,
+            parts,
+            made_groups,
+            trained,
+            buckets,
+            passes,
+            updates,
+            runtime,
+            board,
+            donor,
+            lanes,
+            replicas,
+            checkpoints,
         )
         self.joining = Joining(
-            start, position, runtime.place, parts, trained, buckets, updates, progress, replays, news, publishing
+            start,
+            position,
+            runtime.place,
+            made_groups,
+            parts,
+            trained,
+            buckets,
+            updates,
+            progress,
+            replays,
+            news,
+            publishing,
         )
         self.tops = BatchTops(
             position,
@@ -156,8 +181,8 @@ class _GroupsRelay(_Relay):
             it.place_reports,
         )
 
-    def kept_for(self, group: str) -> Mapping[int, Logged]:
-        return self._worker.recovery.forming.kept_for(group)
+    def made_again(self, group: str) -> tuple[Top | None, Mapping[int, Logged]]:
+        return self._worker.recovery.forming.made_again(group)
 
     def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
         self._worker.board.records.add(key, results)
