@@ -85,7 +85,7 @@ class Worker:
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
         lanes = self.lanes = Lanes(recovery, copies, position)
         replicas = Replicas(env, recovery, updates)
-        self.patience = Patience(env, recovery, events)
+        self.patience = Patience(env, recovery, events, endings)
         self.place_reports = PlaceReports(env, runtime, store)
         buckets = self.buckets = Buckets(runtime, board, position)
         passes = self.passes = Passes(runtime, board, updates, parts, joining, position)

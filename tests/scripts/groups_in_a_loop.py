@@ -1,4 +1,4 @@
-"""Groups made in batches: some are destroyed in the batch, some are kept for later ones, some are named by their ranks."""
+"""Groups made in batches: some are destroyed there, some are kept for later ones, some are named by their ranks."""
 
 from __future__ import annotations
 
