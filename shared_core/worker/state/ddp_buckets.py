@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import ConfigError
+from shared_core.events import console_once
 from shared_core.protocol.frontier import Top
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import RecordKey
@@ -44,6 +45,7 @@ class Buckets:
     def __init__(self, runtime: Runtime, board: Board, position: Position) -> None:
         self._runtime, self._board, self._position = runtime, board, position
         self.modules: list[DistributedDataParallel] = []
+        self._attached = False
         self.eligible = 0
         self._settled: set[int] = set()
         self._agreed: dict[int, int] = {}
@@ -56,6 +58,7 @@ class Buckets:
         Raises:
             Unsupported: for one that cannot be recovered.
         """
+        self._attached = True
         self.modules = [m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)]
         for ddp in self.modules:
             refuse_ddp(ddp, self._runtime.world_size)
@@ -90,9 +93,17 @@ class Buckets:
         """DDP agrees on the order of the buckets of ``ddp`` by the operation ``op``.
 
         Raises:
-            ConfigError: if ``ddp`` is not trained.
+            ConfigError: if other modules are attached, and ``ddp`` is not.
         """
         number = next((i for i, known in enumerate(self.modules) if known is ddp), None)
+        if number is None and not self._attached:
+            if self._runtime.rank == 0:
+                console_once(
+                    "unattached",
+                    "nothing is attached, so the job trains as on plain gloo: a worker that fails cannot be given what "
+                    "it trained; call shared_core.attach(model, optimizer)",
+                )
+            return
         if number is None:
             raise ConfigError(
                 f"rank {self._runtime.rank}: a DistributedDataParallel module is trained that job.attach() was not "
