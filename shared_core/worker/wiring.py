@@ -190,6 +190,9 @@ class _GroupsRelay(_Relay):
     def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
         self._worker.board.input_checksums.add(group, seq, checksum)
 
+    def publish_source(self, group: int, number: int, source: int) -> None:
+        self._worker.board.sources.add(group, number, source)
+
     def exact(self) -> bool:
         return self._worker.updates.exact
 

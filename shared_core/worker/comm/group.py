@@ -409,9 +409,11 @@ class SwiftProcessGroup(GroupIdentity):
         return work if host is tensor else StagedReceive(work, tensor, host)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        raise Unsupported(
-            "recv from any source cannot be replayed, because its order is not determined: name the source rank"
-        )
+        tensor = _single(tensors)
+        self.check(tensor.device, "recv")
+        if not tensor.is_cpu:
+            raise Unsupported("recv from any source into a tensor of a device: name the source rank")
+        return self._state.channels.recv_any(tensor, tag)
 
 
 class _Together(SwiftWork):

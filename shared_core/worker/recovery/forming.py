@@ -232,6 +232,7 @@ class Forming:
             runtime.entry = top.entry
             for group in runtime.groups.all():
                 group.start_from(top)
+        runtime.sources = {} if plan.copies else self._board.sources.read()
         # What a predecessor with a damaged state has computed is no measure.
         born = self._lifecycle.entries[self._lifecycle.born]
         wrong = born.divergent(self._env.rank)
