@@ -12,7 +12,7 @@ from shared_core.worker.comm.group_identity import GroupIdentity
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 #: Helpers by which the operations are written, no part of the interface.
-HELPERS = {"_run", "check", "_inputs_checksum", "_exclusive", "_in_place", "_pooled"}
+HELPERS = {"_run", "check", "_inputs_checksum", "_exclusive", "_in_place", "_pooled", "_sparse"}
 
 
 def rows(section: str) -> list[list[str]]:
