@@ -73,6 +73,7 @@ def main() -> None:
     for number, name in enumerate(NAMES):
         _say(number, *_outcome(name))
         if len(_heard(number)) > 1:
+            (FOLDER / "apart").touch()
             break
     os._exit(0) if "SWIFT_BASELINE" in os.environ else None
 
