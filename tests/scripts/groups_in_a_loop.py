@@ -47,6 +47,7 @@ def train() -> dist.ProcessGroup:
             optimizer.step()
             optimizer.zero_grad()
             if HOW in ("destroyed", "named"):
+                dist.barrier()  # else one closes what another still reads from
                 dist.destroy_process_group(group)
                 if rank in (0, size - 1):
                     dist.destroy_process_group(pair)

@@ -51,7 +51,7 @@ def run(tests: Sequence[str], *, stock: bool, processes: int = 4) -> Outcomes:
 
 
 def _job(tests: Sequence[str], folder: Path, *, stock: bool, processes: int) -> tuple[Outcomes, str]:
-    """Run tests until one ends differently in ranks. Returns how those ended that all ranks have, and the last output."""
+    """Run tests until ranks differ in one. Returns how those ended that all ranks have ended, and the last output."""
     for name in ("barrier", "test_dir"):
         (folder / name).mkdir()
     (folder / "tests.json").write_text(json.dumps(list(tests)))
