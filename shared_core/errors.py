@@ -85,6 +85,15 @@ class ReplayDivergence(SwiftError, RuntimeError):
     """
 
 
+class Deadlock(SwiftError, RuntimeError):
+    """Ranks wait for each other, so that none of them can ever go on. The job ends within seconds, not at a time-out.
+
+    The message names the place where each of them waits. They do not make the same calls in the same order: look for a
+    branch on the rank around a collective, a message that nobody sends, or ranks that run different numbers of batches.
+    A job with checkpoints goes back to the newest one first; if its ranks wait for each other again, it ends.
+    """
+
+
 class PlaceMismatch(SwiftError, RuntimeError):
     """Two ranks have called the same operation from different places of the program, such as one from epoch 1 and the
     other from epoch 2. The job ends rather than mix what does not belong together.

@@ -85,15 +85,15 @@ def test_torchs_time_out_holds_and_says_who_was_late(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_a_standstill_without_a_loss_ends_as_torch_ends_it(jobs: Jobs) -> None:
-    result = _run(jobs, "mistake", wait_s=2, torch_s=8, loss=False)
+def test_a_standstill_without_a_loss_ends_as_one(jobs: Jobs) -> None:
+    result = _run(jobs, "mistake", wait_s=300, loss=False)
     assert result.status == 1, result.tail()
-    assert len(_said(result, r"no rank can go on: .* \(time-out of the process group\)$")) == 1, result.tail()
-    assert "ReplayDivergence" not in result.stderr and "CollectiveTimeout" in result.stderr, result.tail()
+    assert len(_said(result, r"no rank can go on: .* \(none of them does anything else\)$")) == 1, result.tail()
+    assert "ReplayDivergence" not in result.stderr and "Deadlock" in result.stderr, result.tail()
 
 
 def test_ranks_that_end_an_epoch_at_different_batches_are_named(jobs: Jobs) -> None:
-    """One waits in C++, for a bucket; without a failure torch's time-out holds."""
+    """One waits in C++, for a bucket."""
     result = jobs.run("uneven.py", env={"SWIFT_RECOVERY_DETECTION_WAIT_TIMEOUT_S": "2"})
     assert result.status == 1, result.tail()
     bucket, barrier = r"rank 0 waits for rank 1 in all_reduce\(float32\[5\]\)", "rank 1 waits for rank 0 in barrier"

@@ -110,6 +110,7 @@ class GroupFrontier:
         received: per channel, number of messages received.
         sent: per channel, number of messages sent.
         held: per channel, number of the first message that can be sent again.
+        over: its program has destroyed the group, and waits for nothing in it.
     """
 
     ranks: Members
@@ -120,6 +121,7 @@ class GroupFrontier:
     received: PerChannel = field(default_factory=dict)
     sent: PerChannel = field(default_factory=dict)
     held: PerChannel = field(default_factory=dict)
+    over: bool = False
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def _reaches(survivor: Frontier, top: Top, messages: bool) -> bool:
 def _passes(survivor: Frontier, top: Top) -> bool:
     # In a group that the newcomer is not in, it may have to wait as well.
     return all(
-        name in top.groups and Done.from_json(group.done).covers(top.groups[name])
+        group.over or (name in top.groups and Done.from_json(group.done).covers(top.groups[name]))
         for name, group in survivor.groups.items()
     )
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from shared_core.protocol.codec import Count, Record
 from shared_core.waiting import ranks_text
 
+#: Ranks that do nothing but wait for each other end after so many seconds.
+STUCK_S = 5.0
 #: Calls in which all members must give the same shapes.
 _ALIKE = ("all_reduce", "broadcast", "barrier")
 
@@ -32,6 +34,7 @@ class Standing(Record):
         issued: per group, how many collectives the rank has issued.
         pending: per group and sequence number, those that are not finished.
         sent: per group and channel, how many messages it has sent.
+        idle: nothing else in its process computes or has ever called a collective: what it waits for is all it does.
     """
 
     rank: Count
@@ -49,6 +52,7 @@ class Standing(Record):
     issued: dict[str, int] = field(default_factory=dict)
     pending: dict[str, dict[str, str]] = field(default_factory=dict)
     sent: dict[str, dict[str, int]] = field(default_factory=dict)
+    idle: bool = False
 
     @property
     def finished(self) -> bool:
@@ -103,6 +107,32 @@ def stuck(standings: Mapping[int, Standing]) -> dict[int, tuple[int, ...]]:
             return dict(sorted(held.items()))
         for rank in free:
             del left[rank]
+
+
+def lasts(held: Mapping[int, tuple[int, ...]], before: Mapping[int, Standing], now: Mapping[int, Standing]) -> bool:
+    """Whether ranks that are stuck were so before: two looks ago or more each of them waited for the same."""
+    involved = {*held, *(other for whom in held.values() for other in whom)}
+    return bool(held) and all(
+        rank in before
+        and before[rank].place == now[rank].place
+        and (now[rank].finished or before[rank].look + 2 <= now[rank].look)
+        for rank in involved
+    )
+
+
+def left_s(held: Mapping[int, tuple[int, ...]], now: Mapping[int, Standing], limit_s: float) -> float:
+    """How long ranks that are stuck may still wait, in seconds.
+
+    Args:
+        held: from :func:`stuck`; it :func:`lasts`.
+        now: where the ranks stand.
+        limit_s: bound of the longest wait where something else may still happen in one of them.
+    """
+    waits = [now[rank] for rank in held]
+    left = limit_s - max(each.waited_s for each in waits)
+    if all(each.idle for each in waits):
+        left = min(left, STUCK_S - min(each.waited_s for each in waits))
+    return left
 
 
 def awaited(one: Standing, standings: Mapping[int, Standing]) -> tuple[int, ...]:

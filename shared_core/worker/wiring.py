@@ -20,6 +20,7 @@ from shared_core.system import secret
 from shared_core.transport.store import Store
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import BucketInput, RecordKey
+from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.top_marks import TopMarks
 from shared_core.worker.endings import Endings
@@ -88,7 +89,7 @@ class Worker:
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
         lanes = self.lanes = Lanes(recovery, copies, position)
         replicas = Replicas(env, recovery, updates)
-        self.patience = Patience(env, recovery, events)
+        self.patience = Patience(env, recovery, events, endings)
         self.place_reports = PlaceReports(env, runtime, store)
         unmarked = self.unmarked = Unmarked(position, runtime, config.log.budget_bytes)
         buckets = self.buckets = Buckets(runtime, board, position, unmarked.trains_unattached)
@@ -112,11 +113,35 @@ class Worker:
             passes,
             Overlapped(updates.steps, buckets.layout, joining),
         )
+        made_groups = MadeGroups(runtime)
         publishing = Publishing(
-            position, parts, trained, buckets, passes, updates, runtime, board, donor, lanes, replicas, checkpoints
+            position,
+            parts,
+            made_groups,
+            trained,
+            buckets,
+            passes,
+            updates,
+            runtime,
+            board,
+            donor,
+            lanes,
+            replicas,
+            checkpoints,
         )
         self.joining = Joining(
-            start, position, runtime.place, parts, trained, buckets, updates, progress, replays, news, publishing
+            start,
+            position,
+            runtime.place,
+            made_groups,
+            parts,
+            trained,
+            buckets,
+            updates,
+            progress,
+            replays,
+            news,
+            publishing,
         )
         self.tops = BatchTops(
             position,
@@ -161,14 +186,17 @@ class _GroupsRelay(_Relay):
             it.place_reports,
         )
 
-    def kept_for(self, group: str) -> Mapping[int, Logged]:
-        return self._worker.recovery.forming.kept_for(group)
+    def made_again(self, group: str) -> tuple[Top | None, Mapping[int, Logged]]:
+        return self._worker.recovery.forming.made_again(group)
 
     def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
         self._worker.board.records.add(key, results)
 
     def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
         self._worker.board.input_checksums.add(group, seq, checksum)
+
+    def publish_source(self, group: int, number: int, source: int) -> None:
+        self._worker.board.sources.add(group, number, source)
 
     def exact(self) -> bool:
         return self._worker.updates.exact

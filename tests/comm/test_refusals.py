@@ -20,9 +20,8 @@ REFUSED = {
     "init nccl": NCCL,
     "new_group nccl": NCCL,
     "no memory": "NotImplementedError: Cannot copy out of meta tensor; no data!",
-    "sparse all_reduce": "Unsupported: all_reduce of a sparse tensor: use dense gradients",
+    "sparse all_reduce": "Unsupported: all_reduce of sparse tensors takes one tensor and SUM, as in gloo",
     "sparse reduce": "Unsupported: reduce of a sparse tensor: use dense gradients",
-    "any source": "Unsupported: recv from any source cannot be replayed",
     "two tensors": "Unsupported: send and recv take one tensor, got 2",
 }
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from shared_core.protocol.standstill import Standing, awaited, describe, stuck
+from shared_core.protocol.standstill import STUCK_S, Standing, awaited, describe, lasts, left_s, stuck
 
 WORLD = {"group": "0", "called": "the default group", "members": (0, 1, 2)}
 SIDE = {"group": "1", "called": "group '1' of ranks 0, 1", "members": (0, 1)}
@@ -90,3 +91,25 @@ def test_a_wait_outside_of_the_programs_groups_is_free() -> None:
 def test_a_report_travels_as_json() -> None:
     one = at(1, "recv", 5, WORLD, channel="0,1,0", source=0, sent={"0": {"0,1,0": 2}})
     assert Standing.from_json(one.to_json()) == one
+
+
+def _waiting(look: int, waited_s: float, *, idle: bool = True) -> dict[int, Standing]:
+    one, two = at(0, "barrier()", 12, WORLD | {"members": (0, 1)}), at(1, "barrier()", 3, SIDE)
+    return all_of(*(replace(each, look=look, waited_s=waited_s, idle=idle) for each in (one, two)))
+
+
+def test_a_deadlock_is_seen_in_two_looks_of_each() -> None:
+    now = _waiting(9, 6.0)
+    assert lasts(stuck(now), _waiting(7, 5.0), now)
+    assert not lasts(stuck(now), _waiting(8, 5.5), now), "one of them may have waited in between"
+    assert not lasts(stuck(now), {0: now[0]}, now)
+    assert not lasts({}, now, now)
+
+
+def test_a_deadlock_of_ranks_that_do_nothing_else_ends_soon() -> None:
+    late = _waiting(9, 2.0) | {0: _waiting(9, 100.0)[0]}
+    assert left_s(stuck(late), late, 1800.0) == STUCK_S - 2.0, "it began when the last of them came"
+    busy = _waiting(9, 100.0, idle=False)
+    assert left_s(stuck(busy), busy, 1800.0) == 1700.0
+    short = _waiting(9, 2.0)
+    assert left_s(stuck(short), short, 4.0) == 2.0

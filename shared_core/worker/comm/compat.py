@@ -7,7 +7,7 @@ version that has changed one is noticed before a job meets it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_C10D}:_world", "where the name of a group's backend is recorded, and groups are found by name"),
     (f"{_C10D}:_World.pg_map", "the same"),
     (f"{_C10D}:_World.pg_backend_config", "the same"),
+    (f"{_C10D}:_World.pg_group_ranks", "the same, for groups that a replacement makes at its step boundary"),
     (f"{_C10D}:_World.group_count", "a group's name is its number, the same at all its members"),
     (f"{_C10D}:_get_process_group_name(pg)", "a group's name is published in its place"),
     (f"{_C10D}:_get_default_store()", "processes of a script without a launcher meet there"),
@@ -269,6 +270,33 @@ def group_named(name: str) -> Any:
 def groups_made() -> int:
     """How many groups this process has made: the name of the next one."""
     return int(c10d._world.group_count)
+
+
+def groups_there() -> list[Any]:
+    """All groups that the program has made and not destroyed, in the order in which they were made."""
+    return list(c10d._world.pg_map)
+
+
+def make_group(name: str, ranks: Sequence[int], timeout: timedelta, description: str) -> None:
+    """Make a group as ``new_group`` does, under a given name; this rank is a member."""
+    backend, store = c10d._world.pg_map[dist.group.WORLD]
+    own = list(ranks).index(dist.get_rank())
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        own,
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        name,
+        timeout=timeout,
+        group_desc=description,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
+
+
+def name_groups_from(made: int) -> None:
+    """Name the next group as a process does that has made just so many."""
+    c10d._world.group_count = made
 
 
 def skip_groups(made: int) -> None:

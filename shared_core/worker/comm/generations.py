@@ -7,8 +7,8 @@ next generation.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from shared_core.errors import CollectiveTimeout, GenerationAbandoned, SwiftError, WaitTimeout
@@ -41,6 +41,7 @@ class Generations:
         # Of the live generation: rank-specific operations to run again, and what receivers have, by group.
         self._redo: Mapping[str, set[int]] = {}
         self._received: Mapping[str, dict[str, int]] = {}
+        self._background = False
 
     def add_group(self, group: GroupState) -> None:
         """Take in a new group and, when a generation is live, connect it."""
@@ -49,17 +50,33 @@ class Generations:
             first = self._groups.world is None
             self._groups.add(group)
             self._compare_places(group)
-            group.replay.update(state.listener.kept_for(group.name))
+            top, logged = state.listener.made_again(group.name)
+            if top is not None:
+                group.start_from(top)
+            group.replay.update(logged)
+            # Decided under the lock: a recovery that ends now either finds the group, or leaves it to this thread.
+            live, generation = not state.starting and not state.broken, state.generation
         if first:
             state.listener.first_group()
-        elif not state.starting and not state.broken:
+        elif live and self._background:
+            threads.start(self._connect_later, (group, generation), name=f"swift-connect-{group.name}")
+        elif live:
             try:
                 # A group that the program makes: a member may be late for reasons of its own, as without this product.
-                self._connect(group, state.generation, self._groups.longest_s(group))
+                self._connect(group, generation, self._groups.longest_s(group))
             except GenerationAbandoned:
                 pass  # the recovery under way connects it
             except WaitTimeout as error:
                 raise CollectiveTimeout(f"{error} {state.listener.whereabouts()}") from error
+
+    @contextmanager
+    def in_the_background(self) -> Iterator[None]:
+        """Groups that are made in here are connected while the program goes on."""
+        self._background = True
+        try:
+            yield
+        finally:
+            self._background = False
 
     def _connect(self, group: GroupState, generation: int, limit_s: float | None = None) -> None:
         """Connect ``group`` and issue what is pending in it.
@@ -180,7 +197,8 @@ class Generations:
         except GenerationAbandoned:
             return
         except SwiftError as error:
-            self._state.end(error)
+            if not group.over:  # else another rank has let go of it already, and nobody needs it
+                self._state.end(error)
 
 
 def _let_go(works: list[Any]) -> None:

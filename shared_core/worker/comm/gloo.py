@@ -111,6 +111,8 @@ class _Meeting(_Store):  # type: ignore[misc]
             self._inner.set("all", b"[" + b",".join(map(bytes, said)) + b"]")
 
     def get(self, key: str) -> bytes:
+        if key not in self._values:
+            raise NotConnected(f"rank {self._members[self._own]}: another group meets under the same name (no {key})")
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed
 
 from shared_core.devices import check as check_device
 from shared_core.devices import room_on_host, to_host
-from shared_core.errors import Unsupported
+from shared_core.errors import CollectiveTimeout, Unsupported, WaitTimeout
 from shared_core.worker.comm.compat import (
     AllgatherOptions,
     agreeing_on_buckets,
@@ -84,7 +84,8 @@ class SwiftProcessGroup(GroupIdentity):
     def allreduce(self, tensors: Any, opts: Any = None) -> SwiftWork:
         opts = opts or dist.AllreduceOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        _dense("all_reduce", tensors)
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._sparse(tensors, opts)
         # DDP's reducer calls from inside the autograd engine and takes the future's value.
         bucket = called_by_reducer()
         if bucket or in_backward():  # a communication hook of DDP's calls from there, too
@@ -94,6 +95,35 @@ class SwiftProcessGroup(GroupIdentity):
             if source is not None:
                 return self._in_place(tensors, opts, source)
         return self._pooled("all_reduce", tensors, opts, lambda inner, into: inner.allreduce(into, opts), bucket=bucket)
+
+    def _sparse(self, tensors: Tensors, opts: Any) -> SwiftWork:
+        """Sum sparse tensors as gloo does: all ranks gather the parts of all, and add them in the order of the ranks.
+        The log keeps what was gathered. Returns when that is done.
+        """
+        if dist.ReduceOp.SUM != opts.reduceOp or len(tensors) != 1:
+            raise Unsupported("all_reduce of sparse tensors takes one tensor and SUM, as in gloo")
+        [tensor] = tensors
+        mine = tensor.detach().coalesce()
+        indices, values = mine.indices(), mine.values()
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self._state.size)]
+        self.allgather([counts], [torch.tensor([mine._nnz()])]).wait()
+        most = max(int(count) for count in counts)
+        places = [indices.new_zeros(indices.shape[0], most) for _ in counts]
+        parts = [values.new_zeros(most, *values.shape[1:]) for _ in counts]
+        places[self._state.rank][:, : indices.shape[1]] = indices
+        parts[self._state.rank][: len(values)] = values
+        own_places, own_parts = places[self._state.rank].clone(), parts[self._state.rank].clone()
+        self.allgather([places], [own_places]).wait()
+        last = self.allgather([parts], [own_parts])
+        last.wait()
+        total = None
+        for count, place, part in zip(map(int, counts), places, parts, strict=True):
+            one = torch.sparse_coo_tensor(place[:, :count], part[:count], mine.shape, check_invariants=False)
+            total = one if total is None else total + one
+        assert total is not None
+        with torch.no_grad():
+            tensor.copy_(total.coalesce())
+        return _Together([last], [tensor])
 
     def _pooled(
         self, name: str, tensors: Tensors, opts: Any, call: Callable[[Any, Tensors], Any], *, bucket: bool = False
@@ -223,7 +253,31 @@ class SwiftProcessGroup(GroupIdentity):
         return self._run(Op(signature("barrier", []), lambda inner: inner.barrier(opts), [], value=[]))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        self.barrier().wait(timeout)
+        """A barrier whose first member says, in gloo's words, who has not come in time.
+
+        Raises:
+            CollectiveTimeout: somebody has not.
+        """
+        group, limit = self._state, timeout or self._state.timeout
+        within = f"in {limit.total_seconds() * 1000:.0f} ms"
+        if timeout is not None and not timeout:
+            raise CollectiveTimeout(f"Rank {group.rank} timed out in monitoredBarrier after 0 ms.")
+        store, key = self.get_group_store(), f"monitored/{group.next}"
+        store.set(f"{key}/{group.rank}", "1")
+        try:
+            self.barrier().wait(limit)
+        except WaitTimeout as error:
+            if group.rank:
+                raise CollectiveTimeout(
+                    f"Rank {group.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+                    "send/recv from rank 0. Please check rank 0 logs for faulty rank."
+                ) from error
+            missing = [str(rank) for rank in range(1, group.size) if not store.check([f"{key}/{rank}"])]
+            if wait_all_ranks and len(missing) > 1:
+                raise CollectiveTimeout(
+                    f"Ranks {', '.join(missing)} failed to pass monitoredBarrier {within}"
+                ) from error
+            raise CollectiveTimeout(f"Rank {missing[0]} failed to pass monitoredBarrier {within}") from error
 
     # -- operations whose result differs by rank: inputs are kept, everyone takes part again -------
 
@@ -361,9 +415,11 @@ class SwiftProcessGroup(GroupIdentity):
         return work if host is tensor else StagedReceive(work, tensor, host)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        raise Unsupported(
-            "recv from any source cannot be replayed, because its order is not determined: name the source rank"
-        )
+        tensor = _single(tensors)
+        self.check(tensor.device, "recv")
+        if not tensor.is_cpu:
+            raise Unsupported("recv from any source into a tensor of a device: name the source rank")
+        return self._state.channels.recv_any(tensor, tag)
 
 
 #: Else Dynamo compiles them where a compiled function calls DDP, and fails.

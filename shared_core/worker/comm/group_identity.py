@@ -110,4 +110,5 @@ class GroupIdentity(_Base):  # type: ignore[misc]
         """Nothing to do: the runtime owns the communicators, and peers may still need this rank's log."""
 
     def shutdown(self) -> None:
-        """Nothing to do, as :meth:`abort`."""
+        """The program destroys the group. It goes when no peer can need this rank's log any more."""
+        self._runtime.destroyed(self._state)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 
 from shared_core.errors import ConfigError
-from shared_core.protocol.frontier import Done
+from shared_core.protocol.frontier import Done, Top
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.membership import Membership
 from shared_core.worker.comm.op import Op
@@ -27,6 +28,7 @@ class GroupState(Membership):
         done: finished collectives.
         pending: issued and not finished, by sequence number.
         replay: results to serve instead of running, by sequence number.
+        destroyed_at: batch top before the program destroyed it; -1 while it has not.
     """
 
     def __init__(
@@ -50,6 +52,22 @@ class GroupState(Membership):
         self.done = Done()
         self.pending: dict[int, Op] = {}
         self.replay: dict[int, Logged] = {}
+        self.destroyed_at = -1
+
+    @property
+    def over(self) -> bool:
+        """Whether the program has destroyed it and waits for nothing in it. Others may still need its log."""
+        return self.destroyed_at >= 0 and not self.pending and not self.channels.awaited()
+
+    def destroy(self, top: int) -> None:
+        """The program has destroyed it, after this batch top."""
+        self.destroyed_at = top
+
+    def start_from(self, top: Top) -> None:
+        """Stand where the failed worker stood at its step boundary."""
+        self.next = top.groups.get(self.name, 0)
+        self.done.upto = self.next
+        self.channels.start_from(top.received.get(self.name, {}), top.sent.get(self.name, {}))
 
 
 class Groups(dict[str, GroupState]):
@@ -57,11 +75,13 @@ class Groups(dict[str, GroupState]):
 
     Attributes:
         world: the default group; None before it is made.
+        given: how often the program has given each name.
     """
 
     def __init__(self, state: SharedState) -> None:
         super().__init__()
         self._state = state
+        self.given: Counter[str] = Counter()
         self.world: GroupState | None = None
 
     def all(self) -> list[GroupState]:
@@ -74,8 +94,8 @@ class Groups(dict[str, GroupState]):
         Raises:
             ConfigError: if the first one has not all ranks.
         """
-        while group.name in self:  # destroyed and made again under the same name
-            group.rename(group.name + "'")
+        self.given[group.name] += 1  # destroyed and made again: others may still have the first one, or have it no more
+        group.rename(group.name + "'" * (self.given[group.name] - 1))
         self[group.name] = group
         if self.world is not None:
             return
@@ -85,6 +105,11 @@ class Groups(dict[str, GroupState]):
                 "the default group first"
             )
         self.world = group
+
+    def drop(self, group: GroupState) -> None:
+        """Let go of a group that was destroyed. Callers hold the lock."""
+        del self[group.name]
+        group.cut()
 
     def called(self, group: GroupState) -> str:
         """The group in the user's words."""

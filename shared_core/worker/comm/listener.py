@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import SwiftError
+from shared_core.protocol.frontier import Top
 from shared_core.transport.store import Store
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.group_log import Logged
@@ -56,14 +57,19 @@ class Listener(Protocol):
     def first_group(self) -> None:
         """The default process group is made: form the first generation, or see that a newcomer joins later."""
 
-    def kept_for(self, group: str) -> Mapping[int, Logged]:
-        """What was logged for a group that a newcomer makes again while it replays, by sequence number."""
+    def made_again(self, group: str) -> tuple[Top | None, Mapping[int, Logged]]:
+        """For a group that the program makes: the step boundary where a replacement begins in it (None in all others),
+        and what was logged for it, by sequence number.
+        """
 
     def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
         """Keep what a start-up operation gave, for newcomers of this rank; nothing if it was too large."""
 
     def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
         """Keep the checksum of an operation's input, for a newcomer of this rank."""
+
+    def publish_source(self, group: int, number: int, source: int) -> None:
+        """Keep who has sent a message that was received from any source, for a newcomer of this rank."""
 
     def exact(self) -> bool:
         """False while a newcomer computes with newer parameters than its predecessor did: its inputs differ then."""

@@ -39,6 +39,12 @@ class Membership:
         """Give the group another name."""
         self.name, self.id = name, zlib.crc32(name.encode())
 
+    def cut(self) -> None:
+        """Let go of its connections, if it has any. Callers hold the lock."""
+        inner, self.inner = self.inner, None
+        if inner is not None:
+            inner.discard()
+
     @property
     def pg(self) -> Any:
         """Gloo's process group of the live generation."""

@@ -147,6 +147,7 @@ class SwiftWork(dist.Work):
             done = threading.Event()
             future.add_done_callback(lambda _: done.set())
             if not done.wait(timeout.total_seconds()):
+                self._op.awaited = False
                 raise WaitTimeout(
                     f"{self._op.signature[0]} did not finish within {timeout.total_seconds():.0f} s, the timeout that "
                     "wait() was given: another rank does not make this call, or is slow (swiftctl status says where "

@@ -55,6 +55,11 @@ class OtherThreads:
         self._open.append(_Call(thread, what(), done, thread in self._busy_at_top))
         self._check()
 
+    @property
+    def call(self) -> bool:
+        """Whether threads that are alive have called some."""
+        return any(thread.is_alive() for thread in self._callers)
+
     def at_top(self) -> None:
         """The program has published a batch top."""
         self._program = threading.current_thread()

@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from shared_core.errors import SwiftError
+from shared_core.errors import SwiftError, Unsupported
 from shared_core.faults import inject
 from shared_core.protocol.frontier import Channel, Done, channel_key
 from shared_core.system import threads
@@ -24,6 +25,9 @@ from shared_core.worker.comm.places import mismatch
 from shared_core.worker.comm.startup import StartUp
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.messages.disk_log import DiskLog
+
+#: Stands for the source of a message that may come from anybody.
+_ANY: Final = -1
 
 
 class P2PWork(dist.Work):
@@ -63,6 +67,25 @@ class P2PWork(dist.Work):
 
     def source_rank(self) -> int:
         return self.channel[0]
+
+    def _source_rank(self) -> int:
+        return self.channel[0]
+
+
+class AnyWork(P2PWork):
+    """A receive from whoever sends first. Its channel is known when the message is there.
+
+    Args:
+        number: how many messages with its tag were received, or waited for, before it.
+    """
+
+    def __init__(self, channels: Channels, channel: Channel, number: int, tensor: torch.Tensor) -> None:
+        super().__init__(channels, channel, number, tensor)
+        self.number = number
+
+    def came_from(self, source: int, index: int) -> None:
+        """The message is the one of this number that this member has sent."""
+        self.channel, self.index = (source, *self.channel[1:]), index
 
 
 class Channels:
@@ -156,6 +179,48 @@ class Channels:
             self._post(work)
         return work
 
+    def recv_any(self, tensor: torch.Tensor, tag: int) -> P2PWork:
+        """Receive into ``tensor`` from whoever sends first. Who that was is published before the program gets the
+        message, and a replacement receives from the same members in the same order.
+
+        Raises:
+            Unsupported: where messages are logged to disk, and in a replacement's start-up.
+        """
+        channel = (_ANY, self._group.rank, tag)
+        with self._state.lock:
+            if self._disk.archive is not None:
+                raise Unsupported("recv from any source where messages are logged to disk: name the source rank")
+            work = AnyWork(self, channel, self._number_any(tag), tensor)
+            known = self._state.sources.pop((self._any_id(tag), work.number), None)
+            if known is None and not self._state.starting:
+                self._check_present("recv")
+                self._check_known(tag, work.number)
+                self._others.called(lambda: f"recv of group {self._group.name!r}", work.is_completed)
+                work.place = self._state.place.packed()
+                self._works.setdefault(channel, []).append(work)
+                self._post(work)
+        if self._state.starting:
+            raise Unsupported("recv from any source before the training begins: name the source rank")
+        return work if known is None else self.recv(tensor, known, tag)
+
+    def _number_any(self, tag: int) -> int:
+        """How many messages with a tag were received, or are waited for."""
+        named = sum(count for channel, count in self._posted.items() if channel[2] == tag)
+        return named + len(self._works.get((_ANY, self._group.rank, tag), ()))
+
+    def _any_id(self, tag: int) -> int:
+        """Under what the sources of a tag are published."""
+        return zlib.crc32(f"{self._group.name}|{tag}".encode())
+
+    def _check_known(self, tag: int, number: int) -> None:
+        """A failed worker has not received this message, or it is known from whom."""
+        name = self._any_id(tag)
+        if any(group == name and number < later for group, later in self._state.sources):
+            self._state.listener.unrepeatable(
+                f"rank {self._state.rank}: a failed worker received more messages from any source since its step "
+                "boundary than their senders are kept of"
+            )
+
     def _check_present(self, name: str) -> None:
         if self._state.absent:
             self._state.listener.cannot_complete(f"{name} in group {self._group.name!r}")
@@ -166,7 +231,8 @@ class Channels:
 
     def waits(self) -> P2PWork | None:
         """The receive that the program's thread waits for. Callers hold the lock."""
-        return next((work for works in self._works.values() for work in works if work.awaited and not work.done), None)
+        named = (works for channel, works in self._works.items() if channel[0] != _ANY)
+        return next((work for works in named for work in works if work.awaited and not work.done), None)
 
     def wait(self, work: P2PWork) -> None:
         """Wait for ``work``, across failures."""
@@ -271,6 +337,10 @@ class Channels:
                 if index >= wanted:
                     self._post_send(tensor, channel)
         for channel, works in list(self._works.items()):
+            if channel[0] == _ANY:
+                for work in works:
+                    self._post(work)
+                continue
             done = self._received.setdefault(channel, Done())
             by_index = {work.index: work for work in works}
             for index in range(done.upto, self._posted.get(channel, 0)):
@@ -330,8 +400,11 @@ class Channels:
         if self._group.inner is None:
             return  # posted when the next generation is there
         source, _, tag = work.channel
+        pg = self._group.pg
         try:
-            work.inner_work = self._group.pg.recv([work.tensor], source, tag)
+            work.inner_work = (
+                pg.recv_anysource([work.tensor], tag) if source == _ANY else pg.recv([work.tensor], source, tag)
+            )
             work.begun = time.monotonic()
         except RuntimeError as error:
             self._refused(error)
@@ -359,6 +432,12 @@ class Channels:
         works = self._works.get(work.channel, [])
         if work in works:
             works.remove(work)
+        if isinstance(work, AnyWork):
+            source = work.inner_work._source_rank()
+            channel = (source, *work.channel[1:])
+            work.came_from(source, self._posted.get(channel, 0))
+            self._posted[channel] = work.index + 1
+            self._state.listener.publish_source(self._any_id(channel[2]), work.number, source)
         self._received.setdefault(work.channel, Done()).add(work.index)
         self._finished(work)
 

@@ -182,6 +182,8 @@ class Results:
             for group in self._groups.all():
                 group.log.drop_before(top)
                 group.channels.drop_before(top - 1)
+                if group.over and group.destroyed_at < top - 1 and self._disk.archive is None:
+                    self._groups.drop(group)
             self.pool.next_top()
 
     def logged(self, group: GroupState, seq: int) -> Logged:

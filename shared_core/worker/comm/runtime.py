@@ -78,6 +78,12 @@ class Runtime(SharedState):
         """The default group; None before it is made."""
         return self.groups.world
 
+    def destroyed(self, group: GroupState) -> None:
+        """The program has destroyed a group. The default one is there as long as the worker."""
+        with self.lock:
+            if group is not self.world:
+                group.destroy(self.top)
+
     def new_group(self, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta) -> GroupState:
         """A group that is not known to others yet; see :meth:`Generations.add_group`."""
         suspect, pool = self.suspicion.suspect, self.results.pool

@@ -12,9 +12,13 @@ from shared_core.worker.comm.op import Op, describe
 from shared_core.worker.comm.runtime import Runtime
 
 
-def standing(runtime: Runtime, look: int) -> Standing | None:
+def standing(runtime: Runtime, look: int, *, idle: bool) -> Standing | None:
     """What the program waits for in the live generation; None if it does not wait, or if a recovery is under way, which
     says itself whom it waits for.
+
+    Args:
+        look: number of the report.
+        idle: whether the process does nothing else.
     """
     with runtime.lock:
         live = not runtime.broken and runtime.generation == runtime.latest
@@ -25,7 +29,8 @@ def standing(runtime: Runtime, look: int) -> Standing | None:
         if found is None:
             return None
         begun, wait = found
-        return Standing(runtime.rank, runtime.latest, look, waited_s=time.monotonic() - begun, **wait, **_done(runtime))
+        waited_s = time.monotonic() - begun
+        return Standing(runtime.rank, runtime.latest, look, waited_s=waited_s, idle=idle, **wait, **_done(runtime))
 
 
 def finished(runtime: Runtime, look: int) -> Standing:

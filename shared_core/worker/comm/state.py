@@ -49,6 +49,7 @@ class SharedState:
         held: what is recorded in this part, which newcomers may never ask for; None where it is kept at once.
         records: what a predecessor has recorded.
         expected: checksums of the predecessor's inputs, by group and sequence number.
+        sources: from whom a failed worker has received its messages from any source, by group and number.
         top: index of the last published batch top.
         place: where the program is.
         stable: newest batch top that every rank is known to have published.
@@ -79,6 +80,7 @@ class SharedState:
         self.ended: SwiftError | None = None
         self.records: dict[RecordKey, list[torch.Tensor]] = {}
         self.expected: dict[tuple[int, int], int] = {}
+        self.sources: dict[tuple[int, int], int] = {}
         self.top = self.stable = 0
         self.place = ProgramPlace()
         self.beside: tuple[float, tuple[int, ...], str] | None = None

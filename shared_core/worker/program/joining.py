@@ -7,6 +7,7 @@ import time
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.worker.checkpoints.restored import Restored
+from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.comm.places import ProgramPlace
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
@@ -24,6 +25,7 @@ class Joining:
     Args:
         start: knows the place.
         place: where the program is.
+        made_groups: groups that the program has made.
         progress: what the launcher sees of this worker.
         news: says that it has joined.
         publishing: publishes it, there.
@@ -34,6 +36,7 @@ class Joining:
         start: Start,
         position: Position,
         place: ProgramPlace,
+        made_groups: MadeGroups,
         parts: Parts,
         trained: Trained,
         buckets: Buckets,
@@ -44,6 +47,7 @@ class Joining:
         publishing: Publishing,
     ) -> None:
         self._start, self._position, self._place, self._parts, self._trained = start, position, place, parts, trained
+        self._made_groups = made_groups
         self._buckets, self._updates, self._progress = buckets, updates, progress
         self._replays, self._news, self._publishing = replays, news, publishing
 
@@ -87,6 +91,8 @@ class Joining:
             self._place.restore(parts["swift.place"])
         self._start.checkpoints.joined(place.top, saved=bool(place.tier))
         self._start.beginning.joined()
+        if "swift.groups_made" in parts:  # before variables, which may name groups
+            self._made_groups.restore(parts["swift.groups_made"], missing=not (place.resized or place.added))
         self._parts.restore(parts)
         self._trained.set_gradients(parts.get("swift.gradients", {}))
         self._buckets.eligible = parts.get("swift.eligible", 0)

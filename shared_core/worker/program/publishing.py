@@ -6,6 +6,7 @@ import torch
 
 from shared_core.protocol.frontier import Top
 from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.donor import Donor
@@ -22,6 +23,7 @@ class Publishing:
     """What happens with each batch top that is a recovery point.
 
     Args:
+        made_groups: groups that the program has made.
         board: takes the publications.
         donor: gives newcomers what is published.
         lanes: of the ranks that are present.
@@ -33,6 +35,7 @@ class Publishing:
         self,
         position: Position,
         parts: Parts,
+        made_groups: MadeGroups,
         trained: Trained,
         buckets: Buckets,
         passes: Passes,
@@ -46,6 +49,7 @@ class Publishing:
     ) -> None:
         self._position, self._parts, self._trained, self._buckets = position, parts, trained, buckets
         self._passes, self._updates, self._runtime, self._board = passes, updates, runtime, board
+        self._made_groups = made_groups
         self._donor, self._lanes, self._replicas, self._checkpoints = donor, lanes, replicas, checkpoints
 
     def at_top(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
@@ -76,6 +80,7 @@ class Publishing:
         parts["swift.outside"] = self._updates.outside.active
         parts["swift.eligible"] = self._buckets.eligible
         parts["swift.images"] = self._updates.keeps_images
+        parts["swift.groups_made"] = self._made_groups.capture()
         parts["swift.place"] = self._runtime.place.capture()
         if grads is not None:
             parts["swift.gradients"] = grads

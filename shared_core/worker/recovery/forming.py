@@ -68,6 +68,7 @@ class Forming:
         self.target: Top | None = None
         self.comparison: Comparison | None = None
         self._for_later: Replay = {}
+        self._top: Top | None = None
 
     def prepare(self, generation: int) -> Top | None:
         """Newcomer: the batch top where it starts, as all ranks see it; None for the beginning of the script.
@@ -223,20 +224,20 @@ class Forming:
     def _take_place(self, plan: Plan) -> None:
         """This newcomer stands where its predecessor stood at the batch top."""
         runtime, top = self._runtime, plan.tops[self._env.rank]
+        self._top = top
         runtime.results.mark(0 if top is None else top.index)
         if top is not None:
             runtime.top = runtime.stable = top.index
             runtime.in_startup = False
             runtime.entry = top.entry
-            for name, group in runtime.groups.items():
-                group.next = top.groups.get(name, 0)
-                group.done.upto = group.next
-                group.channels.start_from(top.received.get(name, {}), top.sent.get(name, {}))
+            for group in runtime.groups.all():
+                group.start_from(top)
+        runtime.sources = {} if plan.copies else self._board.sources.read()
         # What a predecessor with a damaged state has computed is no measure.
         born = self._lifecycle.entries[self._lifecycle.born]
         wrong = born.divergent(self._env.rank)
         runtime.expected = {} if wrong or plan.copies else self._board.input_checksums.read()
 
-    def kept_for(self, group: str) -> dict[int, Logged]:
-        """What was logged for a group that a newcomer makes again while it replays."""
-        return self._for_later.pop(group, {})
+    def made_again(self, group: str) -> tuple[Top | None, dict[int, Logged]]:
+        """See :meth:`Listener.made_again`."""
+        return self._top, self._for_later.pop(group, {})

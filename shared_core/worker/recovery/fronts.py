@@ -103,4 +103,5 @@ def _group_front(group: GroupState, archive: Archive | None) -> GroupFrontier:
         received=received,
         sent=sent,
         held=group.channels.held(),
+        over=group.over,
     )

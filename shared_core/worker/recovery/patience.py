@@ -2,8 +2,9 @@
 
 A collective of the training may wait for a peer as long as torch's own time-out allows: a healthy peer may be slow. So
 one rank says once who is waited for, then nothing for a while. A *standstill* is another matter: all that wait, wait
-for each other, as when a newcomer has taken another branch of the script than its peers. After a recovery that ends the
-job at ``wait_timeout_s``.
+for each other, as when a newcomer has taken another branch of the script than its peers. That ends within seconds where
+nothing else happens in these processes; where a thread of one of them computes, or calls collectives too, it ends when
+the wait does.
 
 Each rank that waits reports to the store where it stands; one of them, the speaker, reads all reports. Nothing is
 reported while waits are short.
@@ -15,22 +16,25 @@ import threading
 import time
 from contextlib import suppress
 
-from shared_core.errors import DamagedRecord, ReplayDivergence
+from shared_core.errors import DamagedRecord, Deadlock, ReplayDivergence
 from shared_core.events import EventLog, console
 from shared_core.protocol.codec import Count, decode
-from shared_core.protocol.standstill import Standing, awaited, describe, stuck
+from shared_core.protocol.standstill import Standing, awaited, describe, lasts, left_s, stuck
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.transport.store import Store
 from shared_core.waiting import ends_text, quiet_s, ranks_text
 from shared_core.worker.comm.standing import finished, standing
+from shared_core.worker.endings import Endings
 from shared_core.worker.link import at_end
 from shared_core.worker.recovery.recovery import Recovery
 
 #: A wait that lasts longer is reported, in seconds.
 _REPORT_S = 1.0
 #: Between two looks, in seconds; longer in a long wait.
-_LOOK_S = (0.5, 5.0)
+_LOOK_S = (0.5, 2.0)
+#: A process is idle whose threads together compute for less than this share of the time.
+_IDLE = 0.2
 #: After a line about a wait in which nothing is wrong the next one comes after so many seconds, or the next recovery.
 AGAIN_S = 600.0
 
@@ -40,10 +44,13 @@ class Patience:
 
     Args:
         recovery: knows the store, and whether there was a loss.
+        endings: ends a job of which no rank can go on.
     """
 
-    def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog) -> None:
+    def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog, endings: Endings) -> None:
         self._env, self._recovery, self._runtime, self._events = env, recovery, recovery.runtime, events
+        self._endings, self._limit_s = endings, env.config.detection.wait_timeout_s
+        self._clocks = time.monotonic(), time.process_time()
         self._lock = threading.Lock()
         self._over = False
         self._looks = 0
@@ -72,7 +79,7 @@ class Patience:
 
     def _run(self) -> None:
         pause = threading.Event()
-        limit_s = self._env.config.detection.wait_timeout_s
+        limit_s = self._limit_s
         short = min(_LOOK_S[0], quiet_s(limit_s) / 4)
         while self._runtime.ended is None:
             waited = self._last.waited_s if self._last else 0.0
@@ -94,8 +101,8 @@ class Patience:
     def _look(self) -> None:
         """Report where this rank stands, and speak if that falls to it."""
         self._looks += 1
-        mine = standing(self._runtime, self._looks)
-        quiet = quiet_s(self._env.config.detection.wait_timeout_s)
+        mine = standing(self._runtime, self._looks, idle=self._idle())
+        quiet = quiet_s(self._limit_s)
         if mine is not None and mine.waited_s < min(_REPORT_S, quiet / 2):
             mine = None
         self._last = mine
@@ -111,7 +118,7 @@ class Patience:
             if not self._may_speak(store, f"stand/speaker/{mine.generation}"):
                 return
             self._speaks = mine.generation
-        if mine.waited_s >= min(quiet, quiet_s(mine.limit_s)):
+        if mine.waited_s >= min(quiet, quiet_s(mine.limit_s)) / 2:
             self._speak(store, mine)
 
     def _may_speak(self, store: Store, key: str) -> bool:
@@ -135,17 +142,12 @@ class Patience:
     def _speak(self, store: Store, mine: Standing) -> None:
         standings = self._read(store, mine)
         held = stuck(standings)
-        sure = bool(held) and all(
-            rank in self._before
-            and self._before[rank].place == standings[rank].place
-            and (standings[rank].finished or self._before[rank].look + 2 <= standings[rank].look)
-            for rank in {*held, *(other for whom in held.values() for other in whom)}
-        )
+        sure = lasts(held, self._before, standings)
         if not held or not self._before or not _same(held, self._before, standings):
             self._before = standings  # the next looks are compared with this one
         if sure:
             self._stand_still(standings, held)
-        elif not held:
+        elif not held and mine.waited_s >= min(quiet_s(self._limit_s), quiet_s(mine.limit_s)):
             self._wait_on(store, mine, standings)
 
     def _read(self, store: Store, mine: Standing) -> dict[int, Standing]:
@@ -162,23 +164,46 @@ class Patience:
         generation = standings[next(iter(held))].generation
         waits = {rank: standings[rank] for rank in held}
         begun = max(each.waited_s for each in waits.values())
-        left, bound = min(each.limit_s - each.waited_s for each in waits.values()), "time-out of the process group"
-        if generation > 0:
-            left, bound = self._env.config.detection.wait_timeout_s - begun, "detection.wait_timeout_s"
+        bound_s, bound = min(each.limit_s for each in waits.values()), "time-out of the process group"
+        if generation > 0 and self._limit_s < bound_s:
+            bound_s, bound = self._limit_s, "detection.wait_timeout_s"
+        left = left_s(held, standings, bound_s)
+        if left < bound_s - begun:
+            bound = "none of them does anything else"
         text = describe(standings, held)
         self.whereabouts = f"{text}. "
         if self._said[0] != generation or self._said[1].isdisjoint(held):
             self._said = (generation, frozenset(held))
             self._say(f"no rank can go on: {text}; {ends_text(left, bound)}", generation)
-        if generation > 0 and left <= 0:
+        if left <= 0:
+            self._end(generation, f"no rank can go on, for {begun:.0f} s ({bound}): {text}")
+
+    def _end(self, generation: int, why: str) -> None:
+        """Go back to the checkpoint once, where there is one; else end the job."""
+        if self._env.config.checkpoint.dir is not None and not self._env.restart:
+            self._endings.fall_back(why)
+        if generation > 0:
             self._runtime.end(
                 ReplayDivergence(
-                    f"after the recovery in generation {generation} no rank can go on, for {begun:.0f} s "
-                    f"(detection.wait_timeout_s): {text}. A newcomer makes other calls than its peers: the script took "
-                    "another branch there. Let branches depend only on what is restored (registered state, the loop's "
-                    "place), not on files, the time, or whether this process has run before"
+                    f"after the recovery in generation {generation} {why}. A newcomer makes other calls than its "
+                    "peers: the script took another branch there. Let branches depend only on what is restored "
+                    "(registered state, the loop's place), not on files, the time, or whether this process has run "
+                    "before"
                 )
             )
+            return
+        self._runtime.end(
+            Deadlock(
+                f"{why}. The ranks do not make the same calls in the same order: look for a branch on the rank around "
+                "one of these calls, or for ranks that run different numbers of batches"
+            )
+        )
+
+    def _idle(self) -> bool:
+        """Whether this process has hardly computed since the last look, and only the program calls collectives."""
+        wall, cpu = time.monotonic(), time.process_time()
+        (wall_before, cpu_before), self._clocks = self._clocks, (wall, cpu)
+        return cpu - cpu_before < _IDLE * (wall - wall_before) and not self._runtime.others.call
 
     def _wait_on(self, store: Store, mine: Standing, standings: dict[int, Standing]) -> None:
         """Somebody is late. One line in a while, and one after each recovery."""

@@ -110,7 +110,7 @@ class Buckets:
         """DDP agrees on the order of the buckets of ``ddp`` by the operation ``op``.
 
         Raises:
-            ConfigError: if ``ddp`` is not trained.
+            ConfigError: if other modules are attached, and ``ddp`` is not.
         """
         number = next((i for i, known in enumerate(self.modules) if known is ddp), None)
         if number is None and not self._attached:

@@ -1,5 +1,5 @@
 """Checksums of the inputs of a rank's last operations, in shared memory: what its newcomer computes again must have the
-same.
+same. Likewise the senders of its last receives from any source: its newcomer receives from the same, in the same order.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ class InputChecksums:
     Args:
         folder: where its file lies.
         disk: takes it if it does not fit into memory.
+        name: of the file.
     """
 
-    def __init__(self, folder: Path, disk: Overflow) -> None:
+    def __init__(self, folder: Path, disk: Overflow, name: str = "checks") -> None:
         room = _ENTRIES * _ENTRY.size
-        self._ring = disk.write(folder / "checks", room, lambda path: map_file(path, room))
+        self._ring = disk.write(folder / name, room, lambda path: map_file(path, room))
         self._count = 0
 
     def add(self, group: int, seq: int, checksum: int) -> None:

@@ -92,6 +92,7 @@ class Board:
         orders: of passes over the data.
         records: results that newcomers ask for.
         input_checksums: of the last operations.
+        sources: senders of the last messages that were received from any source.
 
     Raises:
         OutOfResources: there is no room for it; methods that write raise it too.
@@ -105,6 +106,7 @@ class Board:
         self._slots = Slots(folder, _REPLACED)
         self.orders = OrderFiles(folder, self.put, self._remove)
         self.input_checksums = InputChecksums(folder, self._disk)
+        self.sources = InputChecksums(folder, self._disk, "sources")
         self.records = RecordFile(folder, mirror, self._disk)
         self._look()
 

@@ -487,7 +487,8 @@ def _blank(kind: str, cls: str, parts: list[Any]) -> Any:
 def _immutable(kind: str, cls: str, parts: list[Any], value: Callable[[Any], Any]) -> Any:
     made = _look_up(cls)
     if kind == "value":
-        known = next((each for each in VALUES if name_of(each) == cls), np.dtype)
+        named = next((each for each in VALUES if name_of(each) == cls), made)
+        known = next(base for base in named.__mro__ if base in VALUES)
         return VALUES[known][1](value(parts[0]))
     if not isinstance(made, type) or kind_of(made) != kind:
         raise RecoveryFailed(f"{short(cls)} is no class of the script any more")

@@ -34,6 +34,8 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import Store
 
+from shared_core.worker.comm import group_name, group_named
+
 #: Packages whose objects are restored by this product already, or hold what belongs to one process.
 FRAMEWORKS = frozenset(
     "shared_core lightning_swift accelerate_swift lightning pytorch_lightning lightning_fabric lightning_utilities "
@@ -89,7 +91,6 @@ IGNORED = (
     type(...),
     type(NotImplemented),
     np.random.BitGenerator,
-    torch.distributed.ProcessGroup,
     Store,
 )
 #: Types whose objects are known by their name only.
@@ -128,6 +129,7 @@ VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     pathlib.PosixPath: (str, pathlib.PosixPath),
     np.dtype: (lambda v: v.str, np.dtype),
     struct.Struct: (lambda v: v.format, struct.Struct),
+    torch.distributed.ProcessGroup: (group_name, group_named),
     itertools.count: (lambda v: v.__reduce__()[1], lambda parts: itertools.count(*parts)),
 }
 
@@ -155,7 +157,7 @@ def _kind_of(cls: type) -> str:
         return "ndarray" if cls is np.ndarray else "opaque"
     if issubclass(cls, (np.generic, torch.dtype, torch.Size)):
         return "plain"
-    if cls in VALUES or issubclass(cls, np.dtype):
+    if cls in VALUES or issubclass(cls, (np.dtype, torch.distributed.ProcessGroup)):
         return "value"
     if issubclass(cls, enum.Enum):
         return "enum"

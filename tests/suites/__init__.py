@@ -1,0 +1,1 @@
+"""Suites of tests of others, run over this product."""

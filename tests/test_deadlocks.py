@@ -1,0 +1,40 @@
+"""Ranks that wait for each other end within seconds, and a rank that is only late does not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from harness import Jobs
+
+#: What rank 1 waits in while rank 0 is in an all-reduce.
+PLACES = {
+    "group": r"rank 0 waits for rank 1 in all_reduce\(float32\[4\]\) .*; rank 1 waits for rank 0 in barrier\(\)",
+    "call": r"rank 0 waits for rank 1 in all_reduce\(float32\[4\]\) .*; rank 1 waits for rank 0 in broadcast\(",
+    "message": r"rank 0 waits for rank 1 in all_reduce\(float32\[4\]\) .*; rank 1 waits for rank 0 in recv \(message 0",
+    "messages": r"rank 0 waits for rank 1 in recv \(message 0 .*; rank 1 waits for rank 0 in recv \(message 0",
+    "none": r"rank 0 waits for rank 1 in all_reduce\(float32\[4\]\) .*, though the program of rank 1 has ended",
+}
+
+
+@pytest.mark.parametrize("how", PLACES)
+def test_a_deadlock_ends_with_both_places(how: str, jobs: Jobs) -> None:
+    result = jobs.run("deadlock.py", args=[how])
+    assert result.status == 1, result.tail()
+    said = re.search(rf"Deadlock: no rank can go on, for (\d+) s \(.*\): {PLACES[how]}", result.stderr)
+    assert said is not None and int(said[1]) < 10, result.tail()
+    assert not result.kinds("lost"), result.tail()
+
+
+def test_a_rank_that_is_late_is_waited_for(jobs: Jobs) -> None:
+    result = jobs.run("deadlock.py", args=["computes"])
+    assert result.status == 0 and "Deadlock" not in result.stderr, result.tail()
+
+
+def test_a_job_with_checkpoints_goes_back_once(jobs: Jobs) -> None:
+    checkpoints = ["--checkpoint-dir", str(jobs.folder("deadlock") / "checkpoints")]
+    result = jobs.run("deadlock.py", args=["once"], launcher_args=checkpoints)
+    assert result.status == 0 and len(result.kinds("restart")) == 1, result.tail()
+    again = jobs.run("deadlock.py", args=["group"], launcher_args=[*checkpoints[:1], checkpoints[1] + "2"])
+    assert again.status == 1 and len(again.kinds("restart")) == 1, again.tail()
+    assert "Deadlock: no rank can go on" in again.stderr, again.tail()

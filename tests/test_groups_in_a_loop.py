@@ -1,0 +1,21 @@
+"""Groups that the batches make: a replacement names them as the others do, and has those that are still there."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Jobs
+
+from shared_core.faults import Fault
+
+#: Before a group's first operation, between two of them, and at the step boundary.
+FAULTS = {
+    "before": Fault(1, 8, "collective.before", "SIGKILL"),
+    "between": Fault(2, 9, "collective.after", "SIGKILL", nth=2),
+    "boundary": Fault(0, 10, "batch_top", "SIGKILL"),
+}
+
+
+@pytest.mark.parametrize("how", ["left", "destroyed", "named", "kept"])
+@pytest.mark.parametrize("where", FAULTS)
+def test_a_worker_is_replaced(how: str, where: str, jobs: Jobs) -> None:
+    jobs.check("groups_in_a_loop.py", nproc=3, args=[how], faults=[FAULTS[where]])
