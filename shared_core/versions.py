@@ -110,9 +110,9 @@ def _what_is_wrong(name: str) -> str | None:
 
 def parameters_of(function: Any) -> Iterator[str]:
     """Names of the parameters, as they are written; their defaults left out."""
-    prefix = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     for each in inspect.signature(function).parameters.values():
-        yield prefix.get(each.kind, "") + each.name
+        stars: dict[Any, int] = {inspect.Parameter.VAR_POSITIONAL: 1, inspect.Parameter.VAR_KEYWORD: 2}
+        yield "*" * stars.get(each.kind, 0) + each.name
 
 
 def stored_by(kind: type) -> set[str]:
