@@ -39,6 +39,7 @@ class FirstIteration:
         self._parameters = trained(ddp)
         self._counts = [0] * len(self._parameters)
         self._handles: list[Any] = []
+        self._used: torch.Tensor = torch.zeros(0, dtype=torch.int32)
         self._forwards = 0
         self.ended = False
 
@@ -47,13 +48,16 @@ class FirstIteration:
         """See the class."""
         return self._forwards > 0
 
-    def forward(self, ddp: nn.Module) -> None:
+    def forward(self, ddp: DistributedDataParallel) -> None:
         """A forward is done, and its backward will reduce gradients."""
         if ddp is not self.ddp:
             return
         self._forwards += 1
-        if self._forwards != 1 or self.ended:
+        if self._forwards == 2:
             self._let_go()
+            # Here, because where DDP settles its buckets it may not be asked.
+            self._used = ddp.reducer._get_local_used_map().detach().cpu().clone()
+        if self._forwards > 1 or self.ended:
             return
         for place, parameter in enumerate(self._parameters):
             # DDP counts in the same place: also where a gradient is there, but not defined.
@@ -75,8 +79,7 @@ class FirstIteration:
 
     def seen(self) -> list[torch.Tensor]:
         """How often the gradient of each parameter came, and how many ranks use it; int32."""
-        used = self.ddp.reducer._get_local_used_map()
-        return [torch.tensor(self._counts, dtype=torch.int32), used.detach().cpu().clone()]
+        return [torch.tensor(self._counts, dtype=torch.int32), self._used]
 
 
 def trained(ddp: DistributedDataParallel) -> list[nn.Parameter]:
