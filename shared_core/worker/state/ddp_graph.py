@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import Unsupported
+from shared_core.worker.comm import compat
 
 #: Has each operation give what the function says, of the tensors that it is called with.
 Answered = Callable[[Callable[[list[torch.Tensor]], list[torch.Tensor]]], AbstractContextManager[None]]
@@ -118,6 +119,6 @@ def repeat(ddp: DistributedDataParallel, counts: torch.Tensor, used: torch.Tenso
             for _ in range(count):
                 ddp.reducer._autograd_hook(place)
         ddp.reducer._delay_all_reduce()
-    ddp._static_graph_delay_allreduce_enqueued = True
+    compat.graph_is_known(ddp)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
