@@ -112,13 +112,14 @@ def repeat(ddp: DistributedDataParallel, counts: torch.Tensor, used: torch.Tenso
     def answer(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [used] if inputs[0].dtype == torch.int32 else [each.detach() for each in inputs]
 
+    reducer: Any = ddp.reducer  # torch's stubs leave out most of it
     with answered(answer):
-        ddp.reducer.prepare_for_forward()
-        ddp.reducer.prepare_for_backward([])
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward([])
         for place, count in enumerate(counts.tolist()):
             for _ in range(count):
-                ddp.reducer._autograd_hook(place)
-        ddp.reducer._delay_all_reduce()
+                reducer._autograd_hook(place)
+        reducer._delay_all_reduce()
     compat.graph_is_known(ddp)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
