@@ -196,7 +196,7 @@ def compilations() -> list[Any]:
 
 def compiled_too_often(compilation: Any) -> str:
     """The function that Dynamo has given up to compile for other inputs; empty if it has not."""
-    limit = sys.modules["torch._dynamo.config"].recompile_limit  # type: ignore[attr-defined]
+    limit = sys.modules["torch._dynamo.config"].recompile_limit
     if (compilation.cache_size or 0) < limit:
         return ""
     return f"{compilation.co_name} ({compilation.co_filename}:{compilation.co_firstlineno})"
