@@ -16,7 +16,11 @@ from shared_core.worker.state.compiled import differs
 #: In the middle of a backward; and the replacement's peer before the next.
 FAULTS = [Fault(1, 6, "bucket", "SIGKILL"), Fault(0, 7, "forward", "SIGKILL")]
 #: While DDP learns the graph, when it knows it, and when it uses it.
-LEARNING = [Fault(1, 1, "bucket", "SIGKILL"), Fault(0, 2, "forward", "SIGKILL"), Fault(1, 3, "forward", "SIGKILL")]
+LEARNING = [
+    Fault(1, 1, "bucket", "SIGKILL"),
+    Fault(0, 2, "forward", "SIGKILL"),
+    Fault(1, 3, "forward", "SIGKILL", incarnation=1),
+]
 TIMEOUT_S = 240.0
 
 PLACES = ["outer", "outer_attached", "inner", "in_place", "whole_in_place"]

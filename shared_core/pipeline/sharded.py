@@ -112,4 +112,4 @@ def put_back(outer: Any, masters: Sequence[torch.Tensor], values: Mapping[str, A
 
 
 def _inner(outer: Any) -> torch.optim.Optimizer:
-    return outer if isinstance(outer, torch.optim.Optimizer) else outer.optimizer  # type: ignore[no-any-return]
+    return outer if isinstance(outer, torch.optim.Optimizer) else outer.optimizer

@@ -75,7 +75,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch._C._distributed_c10d:Reducer._get_local_used_map", "what a newcomer's DDP knows of a static graph"),
     ("torch._C._distributed_c10d:Reducer._delay_all_reduce", "the same"),
     ("torch._C._distributed_c10d:Reducer._autograd_hook", "the same"),
-    (f"{_DDP}._set_static_graph(self)", "the same: it sets _static_graph_delay_allreduce_enqueued"),
+    (f"{_DDP}._static_graph_delay_allreduce_enqueued", "the same"),
     # -- torch.compile
     ("torch._C._dynamo.eval_frame:set_code_exec_strategy", "Dynamo does not look into a function"),
     ("torch._C._dynamo.eval_frame:_FrameExecStrategy", "the same, and what the function calls"),
@@ -150,6 +150,11 @@ def agreeing_on_buckets() -> Any:
     return frame.f_locals["self"] if frame is not None and _is_ddp_forward(frame.f_code) else None
 
 
+def graph_is_known(ddp: DistributedDataParallel) -> None:
+    """Have no backward of DDP with a static graph be taken for the first."""
+    ddp._static_graph_delay_allreduce_enqueued = True
+
+
 def _is_ddp_forward(code: CodeType) -> bool:
     """Whether this is DDP's function, or a part of it that Dynamo has made: those are called after it."""
     part = code.co_filename == _DDP_FORWARD.co_filename and _DDP_FORWARD.co_name in code.co_name
@@ -170,7 +175,7 @@ def out_of_graphs(function: _Out) -> _Out:
     code = getattr(function, "__code__")  # noqa: B009 (a method has none of its own in mypy's eyes)
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a graph ends where it is called
+    setattr(function, "_torchdynamo_disable", True)  # noqa: B010 (a graph ends where it is called)
     return function
 
 
@@ -200,7 +205,7 @@ def compilations() -> list[Any]:
 
 def compiled_too_often(compilation: Any) -> str:
     """The function that Dynamo has given up to compile for other inputs; empty if it has not."""
-    limit = sys.modules["torch._dynamo.config"].recompile_limit  # type: ignore[attr-defined]
+    limit = sys.modules["torch._dynamo.config"].recompile_limit
     if (compilation.cache_size or 0) < limit:
         return ""
     return f"{compilation.co_name} ({compilation.co_filename}:{compilation.co_firstlineno})"

@@ -182,7 +182,8 @@ class Buckets:
                 continue
             if number in self._first:
                 self._first[number].end()
-                repeat(ddp, *graphs[str(number)], self._runtime.operations.answered)
+                counts, used = graphs[str(number)]
+                repeat(ddp, counts, used, self._runtime.operations.answered)
             with self._runtime.operations.scripted(agreed[f"{number}.{ordinal}"] for ordinal in range(len(agreed))):
                 ddp.reducer._push_all_rebuilt_params()
                 ddp.reducer._rebuild_buckets()

@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import Unsupported
+from shared_core.worker.comm import compat
 
 #: Has each operation give what the function says, of the tensors that it is called with.
 Answered = Callable[[Callable[[list[torch.Tensor]], list[torch.Tensor]]], AbstractContextManager[None]]
@@ -39,6 +40,7 @@ class FirstIteration:
         self._parameters = trained(ddp)
         self._counts = [0] * len(self._parameters)
         self._handles: list[Any] = []
+        self._used: torch.Tensor = torch.zeros(0, dtype=torch.int32)
         self._forwards = 0
         self.ended = False
 
@@ -47,13 +49,16 @@ class FirstIteration:
         """See the class."""
         return self._forwards > 0
 
-    def forward(self, ddp: nn.Module) -> None:
+    def forward(self, ddp: DistributedDataParallel) -> None:
         """A forward is done, and its backward will reduce gradients."""
         if ddp is not self.ddp:
             return
         self._forwards += 1
-        if self._forwards != 1 or self.ended:
+        if self._forwards == 2:
             self._let_go()
+            # Here, because where DDP settles its buckets it may not be asked.
+            self._used = ddp.reducer._get_local_used_map().detach().cpu().clone()
+        if self._forwards > 1 or self.ended:
             return
         for place, parameter in enumerate(self._parameters):
             # DDP counts in the same place: also where a gradient is there, but not defined.
@@ -75,8 +80,7 @@ class FirstIteration:
 
     def seen(self) -> list[torch.Tensor]:
         """How often the gradient of each parameter came, and how many ranks use it; int32."""
-        used = self.ddp.reducer._get_local_used_map()
-        return [torch.tensor(self._counts, dtype=torch.int32), used.detach().cpu().clone()]
+        return [torch.tensor(self._counts, dtype=torch.int32), self._used]
 
 
 def trained(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -108,13 +112,14 @@ def repeat(ddp: DistributedDataParallel, counts: torch.Tensor, used: torch.Tenso
     def answer(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [used] if inputs[0].dtype == torch.int32 else [each.detach() for each in inputs]
 
+    reducer: Any = ddp.reducer  # torch's stubs leave out most of it
     with answered(answer):
-        ddp.reducer.prepare_for_forward()
-        ddp.reducer.prepare_for_backward([])
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward([])
         for place, count in enumerate(counts.tolist()):
             for _ in range(count):
-                ddp.reducer._autograd_hook(place)
-        ddp.reducer._delay_all_reduce()
-    ddp._static_graph_delay_allreduce_enqueued = True
+                reducer._autograd_hook(place)
+        reducer._delay_all_reduce()
+    compat.graph_is_known(ddp)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
