@@ -457,6 +457,21 @@ class Watcher:
         self.seen, self.rows = 0, list[int]()
 
 
+@pytest.mark.timeout(60)
+def test_containers_that_hold_themselves() -> None:
+    def script(again: bool) -> Any:
+        table: dict[str, Any] = {"n": 0}
+        rows: list[Any] = [table]
+        table["me"], table["rows"] = table, rows
+        rows.append(rows)
+        for _ in steps(again):
+            table["me"]["n"] += 1
+            rows[1].append(table["n"])
+        return table["rows"] is rows, rows[0]["me"] is table, table["n"], rows[2:]
+
+    assert both(script) == ((True, True, END, [*range(1, END + 1)]), (True, True, END, [*range(1, END + 1)]), "")
+
+
 def test_what_a_framework_tells_of_late_is_put_back_then() -> None:
     def script(again: bool) -> Any:
         variables, watcher = Variables(0), Watcher()
