@@ -99,15 +99,19 @@ def _dump(value: Any, apart: Callable[[pickle.PickleBuffer], Any] | None) -> byt
     return buffer.getvalue()
 
 
-def loads(data: bytes | memoryview) -> Any:
+def loads(data: bytes | memoryview, *, cyclic: bool = False) -> Any:
     """Inverse of :func:`dumps`, and of :func:`pieces` joined.
+
+    Args:
+        data: the bytes.
+        cyclic: containers may contain themselves. Who asks for this must not follow them for ever.
 
     Raises:
         CorruptFile: if the bytes are damaged or name anything but plain data.
     """
     try:
         main, *apart = _split(memoryview(data))
-        return unpack(main, apart, len(data))
+        return unpack(main, apart, len(data), cyclic=cyclic)
     except CorruptFile:
         raise
     except Exception as error:

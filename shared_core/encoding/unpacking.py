@@ -407,15 +407,15 @@ _MARKS: dict[int, Callable[[_Reader], None]] = {
 }
 
 
-def unpack(main: memoryview, apart: Sequence[memoryview], size: int) -> Any:
-    """The value in ``main``, whose large tensors are ``apart``; ``size`` bytes in all.
+def unpack(main: memoryview, apart: Sequence[memoryview], size: int, *, cyclic: bool = False) -> Any:
+    """The value in ``main``, whose large tensors are ``apart``; ``size`` bytes in all; it may be ``cyclic``.
 
     Raises:
         CorruptFile: if it is anything but plain data.
         Exception: whatever damaged bytes lead to.
     """
     value = _Reader(main, apart, size).read()
-    _check(value, _REPEATS * size + _SOME)
+    _check(value, _REPEATS * size + _SOME, cyclic)
     return value
 
 
@@ -435,8 +435,8 @@ def _check_key(key: Any, depth: int, budget: _Budget) -> None:
         _check_key(each, depth + 1, budget)
 
 
-def _check(value: Any, most: int) -> None:
-    """All of it is plain data, not too deep, has an end, and is not much more than what was read.
+def _check(value: Any, most: int, cyclic: bool) -> None:
+    """All of it is plain data, not too deep, has an end (but if ``cyclic``), and is not much more than was read.
 
     Goes through containers inside out; each is looked at once and counts as often as it is found.
     """
@@ -456,7 +456,7 @@ def _check(value: Any, most: int) -> None:
             inner = _inner(container)
             todo.append((container, inner))
             todo.extend((each, None) for each in inner)
-        elif not sizes[id(container)]:
+        elif not sizes[id(container)] and not cyclic:
             raise CorruptFile("damaged publication: a value contains itself")
 
 

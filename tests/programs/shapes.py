@@ -18,7 +18,7 @@ _DRAWN = {
     "chain of loaders": 1,
     "zip of loaders": 2,
     "cycle of the loader": 1,
-    "a second one by next": 1,
+    "a second one by next": 0.3,
     "islice around": 0.15,
 }
 #: Only these are drawn where a framework makes the loader.

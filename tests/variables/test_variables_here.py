@@ -457,6 +457,37 @@ class Watcher:
         self.seen, self.rows = 0, list[int]()
 
 
+@pytest.mark.parametrize("made_at", [-1, 2])
+def test_an_ordered_dictionary_keeps_its_order(made_at: int) -> None:
+    def script(again: bool) -> Any:
+        ordered: Any = OrderedDict()
+        for step in steps(again):
+            if step == made_at:
+                ordered = OrderedDict()
+            ordered[step % 3] = step
+            ordered.move_to_end(min(ordered))
+        return [*ordered.items()], len(ordered)
+
+    one, other, refused = both(script)
+    assert refused == ""
+    assert one == other
+
+
+@pytest.mark.timeout(60)
+def test_containers_that_hold_themselves() -> None:
+    def script(again: bool) -> Any:
+        table: dict[str, Any] = {"n": 0}
+        rows: list[Any] = [table]
+        table["me"], table["rows"] = table, rows
+        rows.append(rows)
+        for _ in steps(again):
+            table["me"]["n"] += 1
+            rows[1].append(table["n"])
+        return table["rows"] is rows, rows[0]["me"] is table, table["n"], rows[2:]
+
+    assert both(script) == ((True, True, END, [*range(1, END + 1)]), (True, True, END, [*range(1, END + 1)]), "")
+
+
 def test_what_a_framework_tells_of_late_is_put_back_then() -> None:
     def script(again: bool) -> Any:
         variables, watcher = Variables(0), Watcher()

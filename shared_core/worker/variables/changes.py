@@ -49,9 +49,15 @@ def changed(
 def _digest(value: Any, described: Mapping[int, Any]) -> bytes:
     hashed = hashlib.blake2b(digest_size=_BYTES)
     seen: dict[int, int] = {}
+    containers: dict[int, int] = {}  # they may hold themselves
     todo = [value]
     while todo:
         one = todo.pop()
+        if isinstance(one, (list, dict)):
+            if id(one) in containers:
+                hashed.update(b"container %d" % containers[id(one)])
+                continue
+            containers[id(one)] = len(containers)
         if isinstance(one, Numbered):
             known = seen.get(one.number)
             if known is None:

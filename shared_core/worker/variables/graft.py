@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -253,9 +253,10 @@ class Graft:
         if base is not None:
             if kind == "dict":
                 items: Any = [(self.value(k), self.value(v)) for k, v in parts[0]]
+                base = OrderedDict if isinstance(made, OrderedDict) else dict
                 base.clear(made)
                 for k, v in items:
-                    dict.__setitem__(made, k, v)
+                    base.__setitem__(made, k, v)
             else:
                 items = [self.value(each) for each in parts[0]]
                 base.clear(made)

@@ -446,7 +446,7 @@ class Variables:
         """
         if self._off or not stored:
             return ""
-        values, rows = loads(stored["now"])
+        values, rows = loads(stored["now"], cyclic=True)
         first = stored["first"]
         only = changed(first, values, rows) if first is not None and (origin == "checkpoint" or boundary) else None
         begun = None if only is None else {scope for scope, _ in only}

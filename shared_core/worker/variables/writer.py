@@ -15,7 +15,7 @@ import types
 import warnings
 import weakref
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -346,6 +346,12 @@ def _object(writer: Writer, thing: Any) -> tuple[Any, ...]:
     return ({k: v for k, v in found.items() if k not in writer.ignored} if writer.ignored else found,)
 
 
+def _items(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    if isinstance(table, OrderedDict):  # its order is not that of the dictionary in it
+        return [(key, dict.__getitem__(table, key)) for key in OrderedDict.__iter__(table)]
+    return list(dict.items(table))
+
+
 def _module(writer: Writer, thing: Any) -> tuple[Any, ...]:
     return ({k: v for k, v in state_of(thing).items() if k not in writer.ignored},)
 
@@ -513,7 +519,7 @@ _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
     "value": lambda _, thing: (VALUES[next(base for base in type(thing).__mro__ if base in VALUES)][0](thing),),
     "enum": lambda _, thing: (thing.name,),
     "pyarray": lambda _, thing: (thing.typecode, thing.tobytes()),
-    "dict": lambda _, thing: (list(dict.items(thing)), attributes_of(thing)),
+    "dict": lambda _, thing: (_items(thing), attributes_of(thing)),
     "list": lambda _, thing: (list.__getitem__(thing, slice(None)), attributes_of(thing)),
     "deque": lambda _, thing: (list(thing), thing.maxlen, attributes_of(thing)),
     "set": lambda _, thing: (list(thing), attributes_of(thing)),
