@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
+import torch
 from accelerate_suite import PACKAGE, modules, run
 from harness import Jobs
 
 from shared_core.faults import Fault
+from shared_core.worker.program.trained import ForwardHook
 
 #: Longest time of one script, in seconds.
 LIMIT_S = 600.0
@@ -26,3 +31,14 @@ def test_what_passes_stock_passes_with_the_plugin(module: str) -> None:
 def test_copies_of_an_accelerator_can_be_made_while_it_trains(jobs: Jobs) -> None:
     """They are made in the failed worker's place, too, and change nothing."""
     jobs.check("acc_copies.py", faults=[Fault(1, 4, "bucket", "SIGKILL")])
+
+
+def test_a_copy_of_a_module_has_hooks_that_do_nothing() -> None:
+    calls: list[object] = []
+    net = torch.nn.Linear(2, 1)
+    net.register_forward_hook(ForwardHook(lambda *args: calls.append(args)))
+    for made in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        made(torch.ones(2))
+    assert not calls
+    net(torch.ones(2))
+    assert len(calls) == 1

@@ -57,7 +57,7 @@ def test_killed_ones_are_made_again(tmp_path: Path) -> None:
             os.close(pipe)
             until(lambda pid=pid: look(found) or pid not in process.children(), "its end")  # type: ignore[misc,func-returns-value]
         os.close(until(importing, "one more"))
-        until(lambda: look(found) or found.ready, "a standby that is ready")  # type: ignore[func-returns-value]
+        until(lambda: look(found) or found.can_start, "a standby that is ready")  # type: ignore[func-returns-value]
     assert len([line for line in said if "a standby died" in line]) == GIVE_UP_AFTER - 1, said
     assert len([line for line in said if "standbys are killed while they import" in line]) == 1, said
 
@@ -67,5 +67,5 @@ def test_those_that_their_imports_end_are_not(module: str, tmp_path: Path) -> No
     said = list[str]()
     with fleet(tmp_path, module, said) as found:
         found.fill_standbys()
-        until(lambda: look(found) or found.ready, "no standby to be wanted")  # type: ignore[func-returns-value]
+        until(lambda: look(found) or found.can_start, "no standby to be wanted")  # type: ignore[func-returns-value]
     assert "standbys die while they import; continuing without them" in said[-1], said

@@ -48,7 +48,7 @@ def _of_tensor(tensor: torch.Tensor, before: int) -> int:
 def _of_array(data: np.ndarray[Any, np.dtype[np.uint8]], what: str, before: int) -> int:
     found = zlib.crc32(what.encode(), before)
     if data.nbytes <= _LARGE:
-        return zlib.crc32(data, found)
+        return zlib.crc32(data.data, found)
     whole = data[: data.nbytes // 8 * 8].view(np.uint64)
     total = int(whole.sum(dtype=np.uint64)).to_bytes(8, "little") + data[whole.nbytes :].tobytes()
     return zlib.crc32(total + data[:1024].tobytes(), found)

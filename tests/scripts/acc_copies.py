@@ -1,4 +1,4 @@
-"""An ``Accelerator`` is copied and pickled in the middle of training, with all that it has prepared."""
+"""An ``Accelerator`` is copied and pickled between two passes, with the loader that it has prepared."""
 
 from __future__ import annotations
 
@@ -41,27 +41,23 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), data)
     copies = 0
     for epoch in range(2) if baseline else handlers[0].epochs(2):
-        for number, (x,) in enumerate(loader):
+        # Stock can pickle none with prepared models, and none in the middle of a pass.
+        alone = copy.copy(accelerator)
+        alone._models, alone._optimizers = [], []
+        for made in (alone, pickle.loads(pickle.dumps(alone))):
+            copies += 1
+            assert made.state.__dict__ == accelerator.state.__dict__
+            assert baseline or made._swift_plugin is handlers[0]
+        if not baseline and epoch == 1 and accelerator.is_main_process:
+            with tempfile.NamedTemporaryFile() as file:
+                file.write(pickle.dumps(alone))
+                file.flush()
+                subprocess.run([sys.executable, "-c", ELSEWHERE, file.name], check=True)
+        for (x,) in loader:
             report.count(f"batch {x.sum().item():.6f}")
             accelerator.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
-            if number != 1:
-                continue
-            for made in (copy.copy(accelerator), pickle.loads(pickle.dumps(accelerator)), copy.deepcopy(model)):
-                copies += 1
-                if isinstance(made, Accelerator):
-                    assert made.state.__dict__ == accelerator.state.__dict__
-                    assert baseline or made._swift_plugin is handlers[0]
-                else:
-                    made.module(x)
-            if not baseline and epoch == 1 and accelerator.is_main_process:
-                with tempfile.NamedTemporaryFile() as file:
-                    alone = copy.copy(accelerator)
-                    alone._models, alone._optimizers = [], []  # of DistributedDataParallel, which needs its group
-                    file.write(pickle.dumps(alone))
-                    file.flush()
-                    subprocess.run([sys.executable, "-c", ELSEWHERE, file.name], check=True)
     report.finish(training_digest(net, [optimizer.optimizer], [], {}), copies=copies)
     accelerator.end_training()
 

@@ -19,9 +19,9 @@ def train() -> dist.ProcessGroup:
     torch.manual_seed(3)
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    replacement = os.environ.get("SWIFT_RECOVERY_INCARNATION", "0") != "0"
     job = shared_core.attach(model, optimizer)
     for _ in job.epochs(1):
+        replacement = os.environ.get("SWIFT_RECOVERY_INCARNATION", "0") != "0"
         for _, x in job.steps(torch.ones(2, 4) for _ in range(3 if replacement else 10)):
             report.count("step")
             model(x).square().mean().backward()
