@@ -24,7 +24,6 @@ def main() -> dist.ProcessGroup:
     job = shared_core.attach(table, torch.optim.SGD(table.parameters(), lr=0.5))
     orders: list[int] = []
     state = {"sum": torch.zeros(3)}
-    job.register("state", lambda: dict(state), state.update)
     words = torch.randint(16, (8, 5), generator=torch.Generator().manual_seed(rank))
     for _ in job.epochs(1):
         for number, row in job.steps(list(words)):
