@@ -48,7 +48,7 @@ def _outcome(name: str) -> tuple[str, str]:
 
 def _say(number: int, outcome: str, why: str) -> None:
     path = FOLDER / f"said.{number}.{RANK}"
-    partial = path.with_suffix(".part")
+    partial = FOLDER / f"part.{number}.{RANK}"
     partial.write_text(json.dumps([outcome, why]))
     partial.rename(path)
 
