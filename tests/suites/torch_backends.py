@@ -22,8 +22,8 @@ from pathlib import Path
 from shared_core.testing.processes import MARK, kill_marked
 
 ROOT = Path(__file__).resolve().parents[2]
-#: A test that lasts longer has failed, in seconds.
-_LONGEST_S = 150.0
+#: A test that lasts longer has failed, and a job whose processes import for longer, in seconds.
+_LONGEST_S, _LONGEST_START_S = 150.0, 600.0
 Outcomes = dict[str, tuple[str, str]]
 
 
@@ -73,7 +73,7 @@ def _job(tests: Sequence[str], folder: Path, *, stock: bool, processes: int) -> 
             time.sleep(0.2)
             if (now := _ended(folder, processes)) > ended:
                 ended, since = now, time.monotonic()
-            if time.monotonic() - since > _LONGEST_S:
+            if time.monotonic() - since > (_LONGEST_S if ended else _LONGEST_START_S):
                 kill_marked(mark)
         kill_marked(mark)
     outcomes: Outcomes = {}

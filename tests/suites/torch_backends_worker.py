@@ -29,7 +29,8 @@ def _outcome(name: str) -> tuple[str, str]:
     from torch.testing._internal.distributed import distributed_test
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
-        pass
+        def _barrier(self, *args: object, **kwargs: object) -> None:
+            super()._barrier(*args, **(kwargs | {"timeout": _PATIENCE_S}))  # 10 s is little on a busy machine
 
     test = Suite(name)
     test.rank, test.file_name = RANK, str(FOLDER / "file")
@@ -48,7 +49,7 @@ def _outcome(name: str) -> tuple[str, str]:
 
 def _say(number: int, outcome: str, why: str) -> None:
     path = FOLDER / f"said.{number}.{RANK}"
-    partial = path.with_suffix(".part")
+    partial = FOLDER / f"part.{number}.{RANK}"
     partial.write_text(json.dumps([outcome, why]))
     partial.rename(path)
 

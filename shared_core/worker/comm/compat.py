@@ -190,7 +190,8 @@ def methods_out_of_graphs(cls: type) -> None:
 
 def profiling() -> bool:
     """Whether a profiler records what this thread does."""
-    return bool(torch.autograd._profiler_enabled())
+    autograd: Any = torch.autograd
+    return bool(autograd._profiler_enabled())
 
 
 #: In a text of sizes: any.
@@ -284,9 +285,11 @@ def groups_there() -> list[Any]:
 
 def make_group(name: str, ranks: Sequence[int], timeout: timedelta, description: str) -> None:
     """Make a group as ``new_group`` does, under a given name; this rank is a member."""
-    backend, store = c10d._world.pg_map[dist.group.WORLD]
+    world: Any = c10d._world
+    make: Any = c10d._new_process_group_helper
+    backend, store = world.pg_map[dist.group.WORLD]
     own = list(ranks).index(dist.get_rank())
-    group, _ = c10d._new_process_group_helper(
+    group, _ = make(
         len(ranks),
         own,
         list(ranks),
@@ -296,7 +299,7 @@ def make_group(name: str, ranks: Sequence[int], timeout: timedelta, description:
         timeout=timeout,
         group_desc=description,
     )
-    c10d._world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
+    world.pg_group_ranks[group] = {rank: at for at, rank in enumerate(ranks)}
 
 
 def name_groups_from(made: int) -> None:

@@ -36,6 +36,7 @@ Tensors = list[torch.Tensor]
 _ONLY_READ = frozenset({"reduce_scatter_single"})
 #: Untyped, because torch's stubs leave out options and declare overloads that C++ resolves.
 dist: Any = torch.distributed
+_SUM = int(dist.ReduceOp.SUM.value)
 
 
 def _root_detail(opts: Any) -> int:
@@ -100,7 +101,7 @@ class SwiftProcessGroup(GroupIdentity):
         """Sum sparse tensors as gloo does: all ranks gather the parts of all, and add them in the order of the ranks.
         The log keeps what was gathered. Returns when that is done.
         """
-        if dist.ReduceOp.SUM != opts.reduceOp or len(tensors) != 1:
+        if _reduce_detail(opts) != _SUM or len(tensors) != 1:
             raise Unsupported("all_reduce of sparse tensors takes one tensor and SUM, as in gloo")
         [tensor] = tensors
         mine = tensor.detach().coalesce()
