@@ -298,7 +298,7 @@ def _plugin_here(process: int, number: int, init: InitProcessGroupKwargs | None)
 
 
 def _accelerator_here(kind: type, plugin: Any, values: dict[str, Any]) -> Any:
-    made = kind.__new__(kind)
+    made: Any = object.__new__(kind)
     made.__dict__.update(values)
     if type(plugin) is SwiftPlugin:
         made._swift_plugin = plugin

@@ -488,6 +488,7 @@ class Variables:
         """A framework tells of this only now, which its predecessor held at the place that was restored."""
         wanted, _ = self._untold.scopes.pop(scope.name)
         graft, origin = self._untold.graft, self._untold.origin
+        assert graft is not None  # else nothing was restored, and nothing is untold
         graft.differences.clear()
         todo = _match(graft, scope, scope.where, wanted)
         if graft.differences and origin != "other":
