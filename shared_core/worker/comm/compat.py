@@ -24,14 +24,19 @@ from shared_core.versions import Tested
 TESTED = Tested("torch", "2.11", "2.15")
 
 _C10D, _GROUP = "torch.distributed.distributed_c10d", "torch._C._distributed_c10d:ProcessGroup"
+#: What it takes; from torch 2.14 on also ``enable_reconfigure``.
+_HELPER = (
+    "group_size, group_rank, global_ranks_in_group, backend, store, group_name, backend_options, timeout, pg_tag, "
+    "device_id, group_desc"
+)
 _GLOO, _DDP = "torch._C._distributed_c10d:ProcessGroupGloo", "torch.nn.parallel:DistributedDataParallel"
 
 #: ``module:name``, with its parameters where it is called by name; why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
     # -- groups
     (
-        f"{_C10D}:_new_process_group_helper(group_size, group_rank, global_ranks_in_group, backend, store, group_name, "
-        "backend_options, timeout, pg_tag, device_id, group_desc)",
+        f"{_C10D}:_new_process_group_helper({_HELPER}) or {_C10D}:_new_process_group_helper({_HELPER}, "
+        "enable_reconfigure)",
         "patched: frameworks branch on the backend's name, so a swift group is recorded as gloo",
     ),
     (f"{_C10D}:_world", "where the name of a group's backend is recorded, and groups are found by name"),
@@ -51,7 +56,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_GROUP}._get_backend", "overridden: the inner gloo backend"),
     (f"{_GROUP}._set_default_backend", "overridden"),
     (f"{_GROUP}._register_backend", "overridden"),
-    (f"{_GROUP}._set_sequence_number_for_group", "overridden"),
+    (f"{_GROUP}._set_sequence_number_for_group or {_GROUP}._get_sequence_number_for_group", "overridden; gone in 2.14"),
     (f"{_GROUP}._get_sequence_number_for_group", "overridden"),
     # -- gloo
     (f"{_GLOO}._Options", "a group is made on a device of its own, whose sockets can be shut"),
@@ -90,7 +95,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch:_foreach_copy_", "copies of many tensors in one call"),
     ("torch.autograd.grad_mode:_unsafe_preserve_version_counter", "what is put back counts as no change"),
     ("torch.autograd:Variable._execution_engine", "a callback at the end of backward"),
-    ("torch.autograd:_profiler_enabled()", "whether gloo writes the ends of its works into a profiler's records"),
+    ("torch.autograd:_profiler_enabled", "whether gloo writes the ends of its works into a profiler's records"),
     ("torch._C:_current_graph_task_id", "whether a backward pass is running"),
     ("torch.nn:Module._buffers", "buffers are put in place under their names"),
     ("torch:Tensor._backward_hooks", "hooks of parameters, which see a whole gradient only"),
