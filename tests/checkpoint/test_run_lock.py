@@ -171,6 +171,7 @@ def test_a_writer_holds_what_its_job_has_claimed(run: str, spool: Spool) -> None
     """Before the first snapshot, and whoever claimed it is gone."""
     spool.claim(run, "a")
     with writing(spool):
-        until(lambda: (Path(run.removeprefix("local://")) / FILE).exists(), "the writer to take it")
+        file = Path(run.removeprefix("local://")) / FILE
+        until(lambda: file.exists() and '"owner": "a"' in file.read_text(), "the writer to take it")
         with pytest.raises(RunInUse):
-            until(lambda: RunLock(open_storage(run), "b").take() is not None, "it to be refused")
+            RunLock(open_storage(run), "b").take()
