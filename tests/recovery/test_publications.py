@@ -239,7 +239,15 @@ def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
     assert len(set(board.folder.iterdir())) == len(files) and board.read_top(5) == {"shorter": 1}
     successor = Board(board.folder)
     successor.publish_top(Top(6, 0, 0, "batch", {}), {})
-    assert {path.name for path in board.folder.iterdir()} == {"checks", "mid.4.0", "records", "top.4", "top.5", "top.6"}
+    assert {path.name for path in board.folder.iterdir()} == {
+        "checks",
+        "sources",
+        "mid.4.0",
+        "records",
+        "top.4",
+        "top.5",
+        "top.6",
+    }
 
 
 def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib.Path) -> None:
