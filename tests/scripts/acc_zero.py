@@ -76,7 +76,9 @@ def main() -> None:
             with torch.no_grad():
                 seen.right += accelerator.gather_for_metrics(engine(x.to(dtype))).sum().item()
     engine.empty_partition_cache()
-    digests = training_digest(engine.module, [optimizer.optimizer.optimizer], [cycle], vars(seen))
+    inner = optimizer.optimizer
+    own = getattr(inner, "optimizer", inner)  # stage 0 has no wrapper of its own
+    digests = training_digest(engine.module, [own], [cycle], vars(seen))
     digests |= whole(engine) | {"norm": digest([engine.get_global_grad_norm()]), "generators": generators_digest()}
     report.finish(digests, engine=type(engine).__name__)
     accelerator.end_training()
