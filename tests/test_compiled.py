@@ -61,7 +61,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("name", few(COMPILED, "outer-inductor", "outer-accumulate"))
+@pytest.mark.parametrize("name", few(COMPILED, "outer-aot_eager", "outer-accumulate"))
 def test_a_compiled_model(name: str, jobs: Jobs) -> None:
     faults = FAULTS if "sharded" not in name else [Fault(1, 6, "forward", "SIGKILL")]
     jobs.check("compiled.py", args=COMPILED[name], faults=faults, timeout_s=TIMEOUT_S)

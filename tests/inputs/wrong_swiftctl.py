@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 CASES: list[tuple[str, str, str]] = [
-    ("", "COMMAND", "status, watch, events, report, plan-logging, checkpoints, plan, simulate, policy"),
+    ("", "COMMAND", "status, watch, doctor, events, report, plan-logging, checkpoints, plan, simulate, policy"),
     ("evnts x", "evnts", "'events'"),
     ("--verbose events @events.jsonl", "--verbose", "--help"),
     # what a job left behind

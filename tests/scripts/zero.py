@@ -126,13 +126,13 @@ def train() -> dist.ProcessGroup:
 
     job = shared_core.attach(engine, loader)
     seen = job.register(loss=0.0, batches=0)
-    saved = ""  # what a script would save: parameters that persist are whole after the first step
+    saved = ""
     for epoch in job.epochs(args.epochs):
         sampler.set_epoch(epoch)
         engine.train()
         for _, (x,) in job.steps(loader):
             report.count(f"batch {seen.batches}")
-            saved = digest([saved, *engine.module_state_dict().values()])
+            saved = digest([saved, *lasting(engine)])
             if args.grow and seen.batches == 6:
                 engine.set_train_batch_size(2 * engine.train_batch_size())
             seen.batches += 1
@@ -147,7 +147,7 @@ def train() -> dist.ProcessGroup:
             with torch.no_grad():
                 for part in data[:9].to(dtype).split(3):
                     seen.loss += engine(part).square().mean().item()
-    saved = digest([saved, *engine.module_state_dict().values()])
+    saved = digest([saved, *lasting(engine)])
     engine.empty_partition_cache()
     digests = training_digest(engine.module, [getattr(optimizer, "optimizer", optimizer)], [scheduler], vars(seen))
     facts = digest([engine.global_steps, engine.micro_steps, engine.global_samples, engine.get_global_grad_norm()])
@@ -159,6 +159,14 @@ def train() -> dist.ProcessGroup:
     dist.barrier()
     dist.destroy_process_group()
     return group
+
+
+def lasting(engine: Any) -> list[torch.Tensor]:
+    """What a script would save: parameters that persist are whole after the first step. Which of the others are whole
+    after an evaluation is by chance.
+    """
+    passing = {name for name, p in engine.module.named_parameters() if not getattr(p, "ds_persist", True)}
+    return [value for name, value in engine.module_state_dict().items() if name not in passing]
 
 
 if __name__ == "__main__":
