@@ -5,15 +5,19 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import import_graph
 import pytest
+import torch
 
+from shared_core.errors import Unsupported
 from shared_core.pipeline.compat import choosing
-from shared_core.versions import what_is_wrong
+from shared_core.versions import check_version, what_is_wrong
+from shared_core.worker.comm.compat import TESTED
 
 #: Where the names of each framework are listed, and used.
 TABLES = {
@@ -47,40 +51,49 @@ def test_private_names_are_what_they_were(framework: str) -> None:
     assert not wrong, f"not as in {checked_with}:\n" + "\n".join(wrong)
 
 
-PRETENDED = """
-import sys, torch
-torch.__version__ = sys.argv[1]
-for name in sys.argv[2:]:
-    delattr(torch.distributed.distributed_c10d, name)
-import shared_core
-shared_core.install()
-"""
-
-
 @pytest.mark.parametrize(
-    ("version", "without", "said"),
+    ("version", "gone", "said"),
     [
         ("2.10.0", [], "torch 2.10.0 is too old: torch 2.11 to 2.15 were tested"),
-        (
-            "2.99.0",
-            ["_get_process_group_name"],
-            "newer than what was tested (torch 2.11 to 2.15), and lacks what is needed of it",
-        ),
+        ("2.99.0", [("torch:_gone", "for a test")], "lacks what is needed of it: torch: has no _gone (needed because"),
         ("2.99.0", [], "torch 2.99.0 is newer than what was tested (torch 2.11 to 2.15); all is there"),
-        ("2.15.1", [], ""),
+        ("2.15.1+cpu", [("torch:_gone", "is not looked up")], ""),
     ],
 )
-def test_another_version_of_torch_is_refused_or_told(
-    version: str, without: list[str], said: str, tmp_path: Path
+def test_another_version_is_refused_or_told(
+    version: str,
+    gone: list[tuple[str, str]],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "script.py").write_text(PRETENDED)
-    command = [sys.executable, "-m", "shared_core.cli.swiftrun", "--nproc-per-node", "1", "--standbys", "0"]
+    monkeypatch.setattr(torch, "__version__", version)
+    names = [*importlib.import_module(TABLES["torch"][0]).NAMES, *gone]
+    if "too old" in said or "lacks" in said:
+        with pytest.raises(Unsupported, match=re.escape(said)):
+            check_version(TESTED, names)
+        return
+    check_version(TESTED, names)
+    console = capsys.readouterr().err
+    assert said in console if said else not console
+
+
+def test_a_job_with_a_torch_that_is_too_old_ends_before_training(tmp_path: Path) -> None:
+    script = "import torch; torch.__version__ = '2.10.0'; import shared_core; shared_core.install(); print('trains')"
+    (tmp_path / "script.py").write_text(script)
+    command = [
+        sys.executable,
+        "-m",
+        "shared_core.cli.swiftrun",
+        "--nproc-per-node",
+        "1",
+        "--standbys",
+        "0",
+        "script.py",
+    ]
     env = os.environ | {"PYTHONPATH": str(import_graph.ROOT)}
-    words = [*command, "script.py", version, *without]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
-    refused = "too old" in said or "lacks" in said
-    assert (done.returncode != 0) == refused and said in done.stderr, done.stderr
-    assert said or "tested" not in done.stderr
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "torch 2.10.0 is too old" in done.stderr and not done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("framework", TABLES)
@@ -126,8 +139,8 @@ def private_names(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("shared_core.versions:what_is_wrong(name)", None),
-        ("shared_core.versions:what_is_wrong(text)", "takes (name)"),
+        ("shared_core.versions:parameters_of(function)", None),
+        ("shared_core.versions:parameters_of(text)", "takes (function)"),
         ("shared_core.versions:nothing", "has no nothing"),
         ("no_such_module:name", "cannot be imported"),
         ("import_graph:Module.imports", None),

@@ -39,6 +39,7 @@ NAMES: tuple[tuple[str, str], ...] = (
         "enable_reconfigure)",
         "patched: frameworks branch on the backend's name, so a swift group is recorded as gloo",
     ),
+    (f"{_C10D}:_FR_SELF_RECORDING_BACKENDS or {_C10D}:_world", "patched, where torch 2.15 has it"),
     (f"{_C10D}:_world", "where the name of a group's backend is recorded, and groups are found by name"),
     (f"{_C10D}:_World.pg_map", "the same"),
     (f"{_C10D}:_World.pg_backend_config", "the same"),
