@@ -15,7 +15,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("how", ["left", "destroyed", "named", "kept"])
+@pytest.mark.parametrize("how", ["left", "destroyed", "kept"])
 @pytest.mark.parametrize("where", FAULTS)
 def test_a_worker_is_replaced(how: str, where: str, jobs: Jobs) -> None:
     jobs.check("groups_in_a_loop.py", nproc=3, args=[how], faults=[FAULTS[where]])

@@ -114,6 +114,7 @@ OPTIONAL = {
     "received",
     "sent",
     "held",
+    "over",
     "members",
     "replicas",
     "saved",
@@ -133,7 +134,7 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
         asdict(Standing(1, 0, 3, 1.5, 9.0, "recv", "w", "group w", (0, 1), 3, sent={"w": {"0,1,0": 1}})),
         lambda raw: Standing.from_json(raw, "stand/1", 1),
         {"waited_s", "limit_s", "call", "group", "called", "members", "number", "channel", "source"}
-        | {"issued", "pending", "sent"},
+        | {"issued", "pending", "sent", "idle"},
     ),
     "sums": (asdict(Sums(3, [2**64 - 1, 7])), lambda raw: Sums.read(raw, "sums/1/3/1", 2), set()),
     "line/has": (["7/memory/s"], has, set()),

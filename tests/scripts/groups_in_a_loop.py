@@ -1,4 +1,4 @@
-"""Groups made in batches: some are destroyed there, some are kept for later ones, some are named by their ranks."""
+"""Groups made in batches: some are destroyed there, some are kept for later ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def train() -> dist.ProcessGroup:
             report.count(f"batch {number}")
             if HOW != "kept" or number % 4 == 2:
                 group = dist.new_group()
-                pair = dist.new_group([0, size - 1], use_local_synchronization=HOW == "named")
+                pair = dist.new_group([0, size - 1])
             net(x).square().mean().backward()
             for each in net.parameters():
                 dist.all_reduce(each.grad, group=group)
@@ -46,7 +46,7 @@ def train() -> dist.ProcessGroup:
                 dist.broadcast(total, src=0, group=pair)
             optimizer.step()
             optimizer.zero_grad()
-            if HOW in ("destroyed", "named"):
+            if HOW == "destroyed":
                 dist.barrier()  # else one closes what another still reads from
                 dist.destroy_process_group(group)
                 if rank in (0, size - 1):

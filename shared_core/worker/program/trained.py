@@ -279,7 +279,8 @@ class Trained:
             return
         for index, grad in gradients.items():
             assert self._updates.replicated is not None
-            self._updates.replicated.parameters[index].grad = grad
+            parameter = self._updates.replicated.parameters[index]
+            parameter.grad = grad.to(parameter.device)
 
     def publish_loose(self, board: Board, top: int, values: Mapping[int, Any]) -> dict[int, int]:
         """See :meth:`Loose.publish`."""
