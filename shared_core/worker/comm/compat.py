@@ -78,7 +78,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch.nn.parallel.distributed:DistributedDataParallel.reducer", "a newcomer's buckets are rebuilt"),
     ("torch._C._distributed_c10d:Reducer._push_all_rebuilt_params", "the same"),
     ("torch._C._distributed_c10d:Reducer._rebuild_buckets", "the same"),
-    ("torch._C._distributed_c10d:Reducer._get_local_used_map", "what a newcomer's DDP knows of a static graph"),
+    ("torch._C._distributed_c10d:Reducer._get_local_used_map", "what a replacement's DDP knows of a static graph"),
     ("torch._C._distributed_c10d:Reducer._delay_all_reduce", "the same"),
     ("torch._C._distributed_c10d:Reducer._autograd_hook", "the same"),
     (f"{_DDP}._static_graph_delay_allreduce_enqueued", "the same"),

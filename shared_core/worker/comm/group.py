@@ -274,6 +274,8 @@ class SwiftProcessGroup(GroupIdentity):
                     "send/recv from rank 0. Please check rank 0 logs for faulty rank."
                 ) from error
             missing = [str(rank) for rank in range(1, group.size) if not store.check([f"{key}/{rank}"])]
+            if not missing:  # all have come, too late for the barrier itself
+                raise
             if wait_all_ranks and len(missing) > 1:
                 raise CollectiveTimeout(
                     f"Ranks {', '.join(missing)} failed to pass monitoredBarrier {within}"

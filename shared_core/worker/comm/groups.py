@@ -60,7 +60,7 @@ class GroupState(Membership):
         return self.destroyed_at >= 0 and not self.pending and not self.channels.awaited()
 
     def destroy(self, top: int) -> None:
-        """The program has destroyed it, after this batch top."""
+        """The program has destroyed it, after this step boundary."""
         self.destroyed_at = top
 
     def start_from(self, top: Top) -> None:

@@ -69,7 +69,7 @@ class Listener(Protocol):
         """Keep the checksum of an operation's input, for a newcomer of this rank."""
 
     def publish_source(self, group: int, number: int, source: int) -> None:
-        """Keep who has sent a message that was received from any source, for a newcomer of this rank."""
+        """Keep the sender of a message that was received from any source, for a replacement of this rank."""
 
     def exact(self) -> bool:
         """False while a newcomer computes with newer parameters than its predecessor did: its inputs differ then."""

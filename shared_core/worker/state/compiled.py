@@ -51,7 +51,7 @@ class Compiled:
         return {where: met for where, met in self._own.items() if len(met) >= len(self._before.get(where, ()))}
 
     def restore(self, found: Mapping[str, Any]) -> None:
-        """A replacement goes on where a worker failed. After a restart all workers compile anew."""
+        """A replacement continues where a worker failed. After a restart all workers compile again."""
         if self._origin() != "same":
             return
         if found["too often"]:
