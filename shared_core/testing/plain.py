@@ -157,6 +157,7 @@ def _worker(request: dict[str, Any], rank: int, port: int) -> None:
     if "lightning_utilities.core.rank_zero" in sys.modules:
         # It took rank 0 when it was imported, before there was a rank.
         sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = rank
+    _keep_ended_groups()
     try:
         runpy.run_path(request["script"], run_name="__main__")
     except SystemExit:
@@ -164,6 +165,22 @@ def _worker(request: dict[str, Any], rank: int, port: int) -> None:
     except BaseException:
         traceback.print_exc()
         raise SystemExit(1) from None
+
+
+def _keep_ended_groups() -> None:
+    """Keep a reference to each group that the script ends, for the same reason as ``report.end_group``.
+
+    Accelerate and Lightning end the group before the model is let go of. Now and then stock hangs there.
+    """
+    import torch.distributed as dist
+
+    end, kept = dist.destroy_process_group, []
+
+    def end_and_keep(group: dist.ProcessGroup | None = None) -> None:
+        kept.append(dist.group.WORLD if group is None else group)
+        end(group)
+
+    dist.destroy_process_group = end_and_keep
 
 
 def _main() -> None:
