@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 # Else each of the many processes of a test run compiles the packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test nightly matrix lint format docs soak bench clean
+.PHONY: help setup demo test nightly matrix lint format docs dist soak bench clean
 
 help:
 	@echo "make demo    train a small GPT-2 twice, with and without faults, and compare the results"
@@ -22,6 +22,7 @@ help:
 	@echo "make matrix  a part of the tests with each version of torch and Python (hours, 20 GB); results in docs/design"
 	@echo "make lint    linters and type checker only"
 	@echo "make docs    the documentation as a site, in runs/site; a broken link is an error"
+	@echo "make dist    source distribution and wheel, checked: a job runs from the wheel, in a new environment, and loses a worker"
 	@echo "make soak    FAULTS=$(FAULTS) random faults, drawn from SEED=$(SEED), as many in pipelines, FSDP2, HSDP and ZeRO-3"
 	@echo "make bench   all benchmarks; results in runs/bench/"
 	@echo "make clean   remove what was built, keep the sources"
@@ -78,6 +79,13 @@ docs: $(STAMP)
 	$(PY) -m docs.tools.errors
 	$(PY) -m docs.tools.figures
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+dist: $(STAMP)
+	$(PY) -m pip install --disable-pip-version-check -e ".[release]"
+	rm -rf dist
+	$(PY) -m build --no-isolation
+	$(PY) -m twine check --strict dist/*
+	SWIFT_TEST_WHEEL="$$(ls $(CURDIR)/dist/*.whl)" $(PY) -m pytest tests/test_installed.py
 
 soak: $(STAMP)
 	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED)
