@@ -73,7 +73,7 @@ def test_an_example_loses_workers(name: str, jobs: Jobs) -> None:
 
 def test_the_script_for_slurm_is_that_of_the_page() -> None:
     """Which ``tests/test_slurm.py`` runs under SLURM."""
-    assert f"```bash\n{(FOLDER / 'slurm.sbatch').read_text()}```" in (ROOT / "docs" / "slurm.md").read_text()
+    assert f"```bash\n{(FOLDER / 'slurm.sbatch').read_text()}```" in (ROOT / "docs" / "clusters.md").read_text()
 
 
 def in_the_pod(text: str, env: dict[str, str]) -> str:

@@ -22,7 +22,7 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc|obj):(<code[^>]*>)(?:~[\w.]*\.)?")
-_PAGE_NAME = re.compile(r"(?<![\w/\"])docs/(\w+)\.md(#[\w-]+)?")
+_PAGE_NAME = re.compile(r"(?<![\w/\"])docs/([\w/]+)\.md(#[\w-]+)?")
 
 
 def on_files(files: Any, config: Any) -> Any:
