@@ -147,11 +147,13 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> Non
     assert 'id="replaydivergence"' in pages["troubleshooting.html"]
     assert 'id="shared_core.attach"' in pages["api/shared_core.html"]
     assert '<svg class="drawn"' in pages["how_it_works.html"]
+    assert 'href="examples/nanogpt_loop.py.html"' in pages["loops.html"]
 
 
 @pytest.mark.nightly
 def test_a_broken_anchor_fails_the_build(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         shutil.copy(ROOT / name, tmp_path)
     with (tmp_path / "docs" / "modes.md").open("a") as page:
