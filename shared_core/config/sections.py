@@ -223,7 +223,7 @@ class LogOptions(Section):
         0,
         _COUNT,
         "pipelines: what the files of all logs together may take at any time. Checkpoints are made more often, or with "
-        "`groups: plan` groups are widened, so that they fit; 0 is no limit ([pipelines.md](pipelines.md#message-logs)). "
+        "`groups: plan` groups are widened, so that they fit; 0 is no limit ([logs](pipelines.md#message-logs)). "
         "In other jobs: what the log of one rank may take while the loop gives no step boundary; 0 is 1 GiB",
     )
     dir: str | None = option(
