@@ -1,8 +1,9 @@
 """Plans around lost workers: slots against closed forms and proven optima, the greedy against both, and planning time.
 
 The closed forms hold for equal times (F = I = W = 1 slot, the optimizer 3, no transfers, no memory limit); see
-docs/planner.md. The optimum is CP-SAT's, or the bound where it is reached; where neither proves it, the best known.
-Times are those of the processor: the greedy and the look-up use one thread, and other programs do not disturb them.
+docs/design/planner.md. The optimum is CP-SAT's, or the bound where it is reached; where neither proves it, the best
+known. Times are those of the processor: the greedy and the look-up use one thread, and other programs do not disturb
+them.
 """
 
 from __future__ import annotations

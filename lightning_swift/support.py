@@ -1,6 +1,6 @@
 """What cannot be recovered exactly is refused before training starts.
 
-The table in ``docs/lightning_support.md`` lists it all.
+The table in ``docs/lightning.md`` lists it all.
 """
 
 from __future__ import annotations

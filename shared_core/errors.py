@@ -44,8 +44,7 @@ class MissingExtra(SwiftError, ImportError):
 class Unsupported(SwiftError, NotImplementedError):
     """The job uses a feature that cannot be recovered exactly, and is refused before anything is lost.
 
-    Use what the message suggests instead. What is supported is on these pages: docs/what_survives.md,
-    docs/lightning_support.md, docs/accelerate.md, docs/sharded.md, docs/zero.md, docs/pipelines.md, docs/operations.md.
+    Use what the message suggests instead. What is supported: docs/will_my_script_work.md.
     """
 
 
@@ -54,7 +53,7 @@ class NoUsableCheckpoint(Unsupported):
 
     A line for each says where it lies and what is wrong with it. Mend that (who may read the folder, a disk that is not
     mounted, a newer version of this product, another job that still writes there), begin with other checkpoints
-    (``--resume-from``), or start from scratch with ``checkpoint.resume="never"``: docs/restarting.md#starting-again.
+    (``--resume-from``), or start from scratch with ``checkpoint.resume="never"``: docs/checkpoints.md#resuming.
     """
 
 
@@ -63,7 +62,7 @@ class RunInUse(Unsupported):
 
     The same command was started twice. Wait for the end of the other job or end it; or start this one from scratch with
     ``checkpoint.resume="never"``: it has a folder of its own then. The message names the other's process and machine.
-    See docs/checkpoint_files.md#one-job-at-a-time.
+    See docs/checkpoints.md#where-checkpoints-lie.
     """
 
 
@@ -71,7 +70,7 @@ class UnsupportedOptimizer(Unsupported):
     """An update of this optimizer cannot be undone, or its state cannot be moved to a newcomer.
 
     Use the optimizer or the setting that the message suggests, or turn the option off that needs it. Which optimizers
-    can be undone: docs/undo.md.
+    can be undone: docs/design/undo.md.
     """
 
 
@@ -81,7 +80,7 @@ class ReplayDivergence(SwiftError, RuntimeError):
     A newcomer must make the same calls, with the same inputs, as the worker that it replaces. Usual causes: a random
     generator that nobody seeds or that is not published, a branch on the time or on a file that the run itself writes,
     a counter that is not registered (``job.register``, ``plugin.register``). The message names the operation at which
-    the two differ. What a newcomer gets back: docs/what_survives.md.
+    the two differ. What a newcomer gets back: docs/will_my_script_work.md.
     """
 
 
@@ -118,7 +117,7 @@ class RecoveryFailed(SwiftError, RuntimeError):
     """No worker can give a newcomer the state or the messages that it needs.
 
     All workers start again from the newest checkpoint, or from the beginning if there is none. The message says what is
-    missing. Set ``checkpoint.dir`` so that little is lost: docs/modes.md#checkpoints-where-they-pay.
+    missing. Set ``checkpoint.dir`` so that little is lost: docs/checkpoints.md.
     """
 
 
@@ -139,7 +138,7 @@ class LaneBroken(SwiftError, RuntimeError):
 class NotConnected(SwiftError, RuntimeError):
     """Members of a group did not reach each other although none was lost. Internal: they try again.
 
-    If it comes again and again, look at the network. The ports that machines use: docs/security.md#several-machines.
+    If it comes again and again, look at the network. The ports that machines use: docs/machines.md#ports.
     """
 
 
@@ -154,7 +153,7 @@ class CorruptFile(SwiftError, RuntimeError):
 class DamagedRecord(SwiftError, ValueError):
     """A record in the job's store is not what this product writes: something else has written to the store.
 
-    Start the job again where nothing else reaches its ports: docs/security.md#what-is-read.
+    Start the job again where nothing else reaches its ports: docs/machines.md#what-is-read.
     """
 
 
@@ -196,7 +195,7 @@ class StorageFull(SwiftError, OSError):
 
     A job goes on without a checkpoint that it makes by itself. Make room, or set ``checkpoint.dir`` to a larger disk.
     ``checkpoint.keep`` and ``checkpoint.quota_bytes`` limit what checkpoints take:
-    docs/checkpoint_files.md#when-storage-fails.
+    docs/checkpoints.md#when-storage-fails.
     """
 
 
@@ -215,7 +214,7 @@ class InvalidSchedule(SwiftError, ValueError):
     """A schedule breaks a dependency, the order of a worker's row, or its limit of memory.
 
     The message names the action. It is raised for schedules of your own; if it names one that the planner has made,
-    report it. See docs/planner.md#notation.
+    report it. See docs/design/planner.md#notation.
     """
 
 

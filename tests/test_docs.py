@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.tools import errors, figures
+from docs.tools import errors, figures, words
 from shared_core.errors import Unsupported
 
 ROOT = Path(__file__).parents[1]
@@ -45,10 +45,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
-@pytest.mark.parametrize("page", ["papers.md", "papers_figures.md"])
-def test_the_pages_on_papers_name_what_is_there(page: str) -> None:
+def test_the_page_on_papers_names_what_is_there() -> None:
     missing = []
-    for row in (ROOT / "docs" / page).read_text().splitlines():
+    for row in (ROOT / "docs/design/papers.md").read_text().splitlines():
         folder = ROOT / "shared_core"
         for name in re.findall(r"`([\w/]+(?:\.py|/))`", row):
             found = [base / name for base in (ROOT, ROOT / "shared_core", folder) if (base / name).exists()]
@@ -86,7 +85,50 @@ def test_drawings_are_made_of_the_code_as_it_is(name: str) -> None:
 def test_each_page_has_a_line_in_the_navigation() -> None:
     listed = set(re.findall(r"[\w/]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    assert not pages - listed, "give them a line under nav in mkdocs.yml"
+    outside = {page for page in pages if page.startswith("design/")}
+    assert not pages - outside - listed, "give them a line under nav in mkdocs.yml"
+    assert not outside & listed, "docs/design is not in the navigation"
+
+
+@pytest.mark.parametrize(
+    ("pages", "most"),
+    [
+        ([ROOT / "README.md"], words.README),
+        (words.navigation(), words.NAVIGATION),
+        (words.design(), words.DESIGN),
+    ],
+    ids=["README", "navigation", "design"],
+)
+def test_pages_are_short(pages: list[Path], most: int) -> None:
+    assert sum(map(words.count, pages)) <= most, "python -m docs.tools.words prints how long each is"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_have_the_words_of_the_field(page: Path) -> None:
+    assert not words.old(page), "CONTRIBUTING.md has the words"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A newcomer takes its place.",
+        "at each batch top",
+        "what its predecessor had",
+        "the others go on",
+        "it begins anew",
+        "a prepared standby",
+        "the loss of a worker, of all workers",
+        "After a loss they wait.",
+        "a lost worker",
+        "if a worker is lost",
+    ],
+)
+def test_old_words_are_found(text: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    assert words.old(page)
+    page.write_text(f"`{text}`\n\nThe training loss falls, and no row is lost.\n\n```text\n{text}\n```\n")
+    assert not words.old(page), "code is quoted as it is"
 
 
 def _build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -105,11 +147,13 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> Non
     assert 'id="replaydivergence"' in pages["troubleshooting.html"]
     assert 'id="shared_core.attach"' in pages["api/shared_core.html"]
     assert '<svg class="drawn"' in pages["how_it_works.html"]
+    assert 'href="examples/nanogpt_loop.py.html"' in pages["loops.html"]
 
 
 @pytest.mark.nightly
 def test_a_broken_anchor_fails_the_build(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         shutil.copy(ROOT / name, tmp_path)
     with (tmp_path / "docs" / "modes.md").open("a") as page:

@@ -37,12 +37,19 @@ EXAMPLES: dict[str, tuple[list[str], list[Fault]]] = {
         ["--epochs", "2"],
         [Fault(1, 20, "bucket", "SIGKILL"), Fault(0, 60, "update.during", "SIGKILL", nth=3)],
     ),
+    "nanogpt_loop": (
+        ["--iterations", "40"],
+        [Fault(1, 12, "bucket", "SIGKILL"), Fault(0, 25, "update.during", "SIGKILL", nth=3)],
+    ),
     "torch_fsdp2": (
         ["--epochs", "2"],
         [Fault(1, 20, "forward", "SIGKILL"), Fault(0, 60, "update.during", "SIGKILL", nth=3)],
     ),
     "fabric_minimal": ([], [Fault(1, 20, "bucket", "SIGKILL"), Fault(0, 60, "forward", "SIGKILL")]),
 }
+
+#: Scripts that destroy their group while DDP holds it, which stock gloo may hang in.
+OF_TORCH = ("torch_ddp", "nanogpt_loop")
 
 
 def ends(result: JobResult, workers: int = 2) -> list[str]:
@@ -53,12 +60,11 @@ def ends(result: JobResult, workers: int = 2) -> list[str]:
     return fingerprints + sorted(re.findall(r"(?:accuracy|validation loss|'eval_loss':) '?[\d.]+", result.stdout))
 
 
-@pytest.mark.parametrize("name", few(EXAMPLES, "lightning_minimal", "torch_ddp"))
+@pytest.mark.parametrize("name", few(EXAMPLES, "lightning_minimal", "torch_ddp", "nanogpt_loop"))
 def test_an_example_loses_workers(name: str, jobs: Jobs) -> None:
     args, faults = EXAMPLES[name]
     script = str(FOLDER / f"{name}.py")
-    # Stock gloo may hang when a group is destroyed before DDP lets go of it, which scripts do; hence not plain here.
-    reference = jobs.reference(script, args=args, launcher="swiftrun" if name == "torch_ddp" else "plain")
+    reference = jobs.reference(script, args=args, launcher="swiftrun" if name in OF_TORCH else "plain")
     result = jobs.run(script, args=args, faults=faults)
     assert not unconfirmed(result) and not result.kinds("restart"), result.tail()
     assert ends(result) == ends(reference)
@@ -67,7 +73,7 @@ def test_an_example_loses_workers(name: str, jobs: Jobs) -> None:
 
 def test_the_script_for_slurm_is_that_of_the_page() -> None:
     """Which ``tests/test_slurm.py`` runs under SLURM."""
-    assert f"```bash\n{(FOLDER / 'slurm.sbatch').read_text()}```" in (ROOT / "docs" / "slurm.md").read_text()
+    assert f"```bash\n{(FOLDER / 'slurm.sbatch').read_text()}```" in (ROOT / "docs" / "clusters.md").read_text()
 
 
 def in_the_pod(text: str, env: dict[str, str]) -> str:

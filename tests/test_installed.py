@@ -61,7 +61,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that ``SWIFT_TEST_WHEEL`` names; else one of a copy of the sources, so that building leaves nothing here."""
+    """The wheel that ``SWIFT_TEST_WHEEL`` names; else one of a copy of the sources: building leaves nothing here."""
     if built := os.environ.get("SWIFT_TEST_WHEEL"):
         return Path(built)
     sources = tmp_path_factory.mktemp("sources")

@@ -221,7 +221,7 @@ def test_what_accelerate_cannot_share_is_refused(arg: str, said: str, jobs: Jobs
 
 @pytest.mark.nightly
 def test_the_example_in_the_docs_runs_and_loses_a_worker(jobs: Jobs, tmp_path: Path) -> None:
-    text = (Path(__file__).parents[1] / "docs" / "rerouting.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "elasticity.md").read_text()
     [code] = re.findall(r"```python\n# train_shared.py: [^\n]*\n(.*?)```", text, re.S)
     script = tmp_path / "train_shared.py"
     script.write_text(code)

@@ -252,7 +252,7 @@ def test_several_swiftruns_are_several_jobs(cluster: Slurm, tmp_path: Path) -> N
 
 @pytest.mark.nightly
 def test_the_batch_script_of_the_docs(cluster: Slurm, tmp_path: Path) -> None:
-    found = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "slurm.md").read_text(), re.S)
+    found = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs" / "clusters.md").read_text(), re.S)
     assert found is not None
     assert "--cpus-per-task=4" in found[1]
     # The node of the test has two processors.

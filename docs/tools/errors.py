@@ -11,7 +11,7 @@ from shared_core import errors
 PAGE = Path(__file__).parents[2] / errors.PAGE
 BEGIN = "<!-- errors: python -m docs.tools.errors -->\n"
 END = "<!-- end of errors -->\n"
-_PAGE_NAME = re.compile(r"(?<![\w/(\[])docs/(\w+\.md)(#[\w-]+)?")
+_PAGE_NAME = re.compile(r"(?<![\w/(\[])docs/([\w/]+\.md)(#[\w-]+)?")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 

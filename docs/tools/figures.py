@@ -14,19 +14,19 @@ IMAGES = Path(__file__).parents[1] / "images"
 def failure() -> str:
     """One failure as a sequence diagram: the launcher and three workers."""
     draw = Drawing(980, 676, "One failure: what the launcher and the workers say to each other")
-    lanes = {"launcher": 110, "lost": 350, "survivor": 590, "newcomer": 840}
+    lanes = {"launcher": 110, "failed": 350, "survivor": 590, "replacement": 840}
     heads = {
         "launcher": ("launcher", "swiftrun, one a machine"),
-        "lost": ("worker, rank 1", "is killed in batch 7"),
+        "failed": ("worker, rank 1", "is killed in batch 7"),
         "survivor": ("workers, ranks 0, 2, 3", "survive"),
-        "newcomer": ("standby", "becomes rank 1's newcomer"),
+        "replacement": ("standby", "becomes rank 1's replacement"),
     }
     for name, x in lanes.items():
         draw.box(x - 92, 14, 184, 46, "blue" if name == "launcher" else "panel")
         draw.text(x, 34, heads[name][0], anchor="middle", bold=True)
         draw.text(x, 51, heads[name][1], size=11.5, colour="soft", anchor="middle")
     for name, x in lanes.items():
-        draw.line(x, 60, x, 130 if name == "lost" else 600, dashed=name == "newcomer")
+        draw.line(x, 60, x, 130 if name == "failed" else 600, dashed=name == "replacement")
 
     def note(name: str, y: float, *lines: str, fill: str = "panel", width: float = 208) -> None:
         draw.box(lanes[name] - width / 2, y, width, 12 + 16 * len(lines), fill)
@@ -42,35 +42,37 @@ def failure() -> str:
     note("survivor", 76, "backward of batch 7,", "then wait in an all-reduce")
     draw.cross(350, 140)
     draw.text(364, 134, "SIGKILL", size=12, colour="red", bold=True)
-    tell("lost", "launcher", 166, "its process has ended", "red")
+    tell("failed", "launcher", 166, "its process has ended", "red")
     note("launcher", 182, "judges the loss, writes", "generation 1 to the ledger")
-    tell("launcher", "survivor", 256, "generation 1: rank 1 is lost")
+    tell("launcher", "survivor", 256, "generation 1: rank 1 has failed")
     note("survivor", 268, "cut their connections;", "the all-reduce stays pending")
-    tell("launcher", "newcomer", 340, "fork: be rank 1")
-    note("newcomer", 352, "runs the script up to", "its training loop")
-    tell("survivor", "newcomer", 424, "", "soft")
-    tell("newcomer", "survivor", 424, "each posts what it has finished", "soft")
+    tell("launcher", "replacement", 340, "fork: be rank 1")
+    note("replacement", 352, "runs the script up to", "its training loop")
+    tell("survivor", "replacement", 424, "", "soft")
+    tell("replacement", "survivor", 424, "each posts what it has finished", "soft")
     note("survivor", 438, "one computes the plan:", "who serves what to whom")
-    tell("survivor", "newcomer", 512, "state and log", "good")
-    note("newcomer", 524, "runs batch 7 again;", "answers come from the log")
+    tell("survivor", "replacement", 512, "state and log", "good")
+    note("replacement", 524, "runs batch 7 again;", "answers come from the log")
     draw.box(470, 600, 490, 40, "green", edge="good")
     draw.text(715, 625, "generation 1 is live: the all-reduce ends at all four", anchor="middle", bold=True)
     draw.arrow(470, 620, 206, 620, "edge")
     draw.text(338, 613, "recovered", size=12, anchor="middle")
     draw.box(16, 600, 188, 40)
     draw.text(110, 625, "prints: rank 1 is back", size=12, anchor="middle")
-    draw.text(715, 662, "at the next batch top all replicas compare checksums", size=12, anchor="middle", colour="soft")
+    draw.text(
+        715, 662, "at the next step boundary all replicas compare checksums", size=12, anchor="middle", colour="soft"
+    )
     return draw.svg()
 
 
 def message_log() -> str:
-    """What is kept of two batches, and what a newcomer is served from it."""
-    draw = Drawing(980, 440, "The message log: a newcomer runs its batch again and is served logged results")
+    """What is kept of two batches, and what a replacement is served from it."""
+    draw = Drawing(980, 440, "The message log: a replacement runs its batch again and is served logged results")
     left, mid, end = 150, 520, 950
-    for x, name in ((left, "top of batch 17"), (mid + 230, "top of batch 18")):
+    for x, name in ((left, "step boundary 17"), (mid + 230, "step boundary 18")):
         draw.line(x, 40, x, 300, dashed=True)
         draw.text(x, 32, name, size=12, colour="soft", anchor="middle")
-    rows = {"rank 0": 60, "rank 1": 108, "rank 2": 156, "newcomer": 234}
+    rows = {"rank 0": 60, "rank 1": 108, "rank 2": 156, "replacement": 234}
     for name, y in rows.items():
         draw.text(left - 20, y + 20, name, anchor="end", bold=True)
     for name in ("rank 0", "rank 1"):
@@ -93,7 +95,7 @@ def message_log() -> str:
         draw.text(left + x, y + 20, word, size=12, anchor="middle")
     draw.cross(left + 258, y + 15)
     draw.text(left + 274, y + 20, "killed", size=12, colour="red", bold=True)
-    y = rows["newcomer"]
+    y = rows["replacement"]
     draw.box(left + 278, y, 62, 30, "blue")
     draw.box(left + 344, y, 66, 30, "teal")
     draw.box(left + 414, y, 68, 30, "green", edge="good", thick=1.6)
@@ -119,7 +121,7 @@ def message_log() -> str:
     draw.text(left + 368, 306, "served: the same bits", size=12, colour="good", anchor="end")
     draw.line(left + 511, 266, left + 511, 292, "soft")
     draw.text(left + 500, 308, "live again: bucket 2 is reduced", size=12, colour="soft")
-    draw.text(left + 500, 325, "by all three, newcomer included", size=12, colour="soft")
+    draw.text(left + 500, 325, "by all three, replacement included", size=12, colour="soft")
     return draw.svg()
 
 

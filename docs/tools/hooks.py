@@ -1,4 +1,5 @@
-"""What the site adds to MkDocs: pages of the repository's root, links out of ``docs/``, drawings in its own colours."""
+"""What the site adds to MkDocs: pages of the repository's root, examples, links out of ``docs/``, drawings in its own
+colours."""
 
 from __future__ import annotations
 
@@ -17,18 +18,32 @@ FROM_ROOT = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "reporting.md",
 }
-_IN_REPOSITORY = {site: name for name, site in FROM_ROOT.items()}
+#: Examples, and the pages that show them.
+EXAMPLES = {
+    "examples/README.md": "examples/index.md",
+    **{
+        name: f"{name}.md"
+        for path in sorted((ROOT / "examples").rglob("*.*"))
+        if path.suffix in (".py", ".yaml", ".sbatch") and path.name != "__init__.py"
+        for name in [path.relative_to(ROOT).as_posix()]
+    },
+}
+FROM_REPOSITORY = FROM_ROOT | EXAMPLES
+_LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash"}
+_IN_REPOSITORY = {site: name for name, site in FROM_REPOSITORY.items()}
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data|exc|obj):(<code[^>]*>)(?:~[\w.]*\.)?")
-_PAGE_NAME = re.compile(r"(?<![\w/\"])docs/(\w+)\.md(#[\w-]+)?")
+_PAGE_NAME = re.compile(r"(?<![\w/\"])docs/([\w/]+)\.md(#[\w-]+)?")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the repository's root."""
-    for name, site in FROM_ROOT.items():
-        files.append(File.generated(config, site, content=(ROOT / name).read_text()))
+    """Add the pages of the repository's root, and the examples."""
+    for name, site in FROM_REPOSITORY.items():
+        text, language = (ROOT / name).read_text(), _LANGUAGES.get(Path(name).suffix)
+        shown = text if language is None else f"# {name}\n\n```{language}\n{text}```\n"
+        files.append(File.generated(config, site, content=shown))
     return files
 
 
@@ -75,8 +90,8 @@ def _on_site(target: str, here: str, site: str) -> str:
         return target
     path, sharp, anchor = target.partition("#")
     path = posixpath.normpath(posixpath.join(here, path))
-    if path in FROM_ROOT:
-        path = FROM_ROOT[path]
+    if path in FROM_REPOSITORY:
+        path = FROM_REPOSITORY[path]
     elif path.startswith("docs/"):
         path = path.removeprefix("docs/")
     elif (ROOT / path).exists():

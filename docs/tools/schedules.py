@@ -9,7 +9,7 @@ from shared_core.schedule.timing import EQUAL_SLOTS, Timeline, simulate
 
 #: The example of docs/planner.md: ``swiftctl plan --dp 3 --pp 4 --micro-batches 6 --failed 1:2``.
 TOPOLOGY = Topology(pipelines=3, stages=4, micro_batches=6)
-LOST = Worker(1, 2)
+FAILED = Worker(1, 2)
 _FILL = {Kind.F: "blue", Kind.I: "green", Kind.W: "sand", Kind.B: "teal", Kind.OPT: "pink"}
 _WORDS = {
     Kind.F: "forward (F)",
@@ -23,29 +23,31 @@ _LEFT, _SLOT, _ROW = 70, 27.2, 20
 
 def reroute() -> str:
     """Both schedules, one above the other."""
-    before, after = plan(TOPOLOGY), plan(TOPOLOGY, [LOST])
+    before, after = plan(TOPOLOGY), plan(TOPOLOGY, [FAILED])
     draw = Drawing(980, 690, "An iteration of three pipelines of four stages, before and after a loss")
-    _panel(draw, 34, f"without a loss: {before.period:g} slots", simulate(before.schedule, EQUAL_SLOTS), set())
+    _panel(draw, 34, f"without a failure: {before.period:g} slots", simulate(before.schedule, EQUAL_SLOTS), set())
     away = simulate(after.schedule, EQUAL_SLOTS, staggered=True)
-    _panel(draw, 344, f"{LOST} is lost: still {after.period:g} slots from one iteration to the next", away, {LOST})
+    _panel(
+        draw, 344, f"{FAILED} has failed: still {after.period:g} slots from one iteration to the next", away, {FAILED}
+    )
     x = float(_LEFT)
     for kind, words in _WORDS.items():
         draw.box(x, 660, 16, 14, _FILL[kind], round_=2)
         draw.text(x + 22, 672, words, size=12)
         x += 36 + 7 * len(words)
     draw.box(x, 660, 16, 14, "paper", edge="edge", thick=2.4, round_=2)
-    draw.text(x + 22, 672, "computed for the lost worker", size=12)
+    draw.text(x + 22, 672, "computed for the failed worker", size=12)
     return draw.svg()
 
 
-def _panel(draw: Drawing, top: float, title: str, timeline: Timeline, lost: set[Worker]) -> None:
+def _panel(draw: Drawing, top: float, title: str, timeline: Timeline, failed: set[Worker]) -> None:
     draw.text(_LEFT, top - 10, title, bold=True)
     for at, worker in enumerate(TOPOLOGY.workers()):
         y = top + _ROW * at + 10 * worker.pipeline
         draw.text(_LEFT - 10, y + 14, str(worker), size=11, mono=True, anchor="end")
-        if worker in lost:
+        if worker in failed:
             draw.line(_LEFT, y + 9, _LEFT + 33 * _SLOT, y + 9, "red", dashed=True)
-            draw.text(_LEFT + 6, y + 6, "lost", size=10.5, colour="red")
+            draw.text(_LEFT + 6, y + 6, "failed", size=10.5, colour="red")
             continue
         for action, start, end in timeline.rows[worker]:
             foreign = action.kind is not Kind.OPT and action.pipeline != worker.pipeline

@@ -26,7 +26,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "simulate",
         help="compare systems on a trace of failures",
-        description="Simulate a job on a trace of failures; see docs/simulator.md for the models and their inputs.",
+        description="Simulate a job on a trace of failures; see docs/design/simulator.md for models and inputs.",
     )
     forms = ", ".join(f"{name}:{form}" for name, form in FORMS.items())
     command.add_argument("--trace", metavar="TRACE", default="gcp", help=f"a file, gcp (24 workers), {forms}")

@@ -63,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         help="which machines of a pipeline restart together, so that messages between them need no log",
         description="Print the plan that keeps within a budget or, without one, the trade-off of storage and time.",
     )
-    logging.add_argument("file", metavar="PROFILE.json", type=Path, help="what was measured; see docs/plan_logging.md")
+    logging.add_argument(
+        "file", metavar="PROFILE.json", type=Path, help="what was measured; see docs/design/plan_logging.md"
+    )
     logging.add_argument(
         "--storage", metavar="BYTES", type=number(most=1e300), help="most that all logs together may take"
     )
@@ -101,7 +103,9 @@ def _plan_logging(options: argparse.Namespace) -> int:
         with open_regular(options.file) as file:
             profile = ChainProfile.from_dict(json.loads(file.read()))
     except (OSError, ValueError, RecursionError) as error:
-        print(f"swiftctl: cannot read {options.file}: {one_line(error)}; see docs/plan_logging.md", file=sys.stderr)
+        print(
+            f"swiftctl: cannot read {options.file}: {one_line(error)}; see docs/design/plan_logging.md", file=sys.stderr
+        )
         return 1
     chosen = plan_groups(profile, Budget(options.storage, options.bandwidth))
     budgeted = options.storage is not None or options.bandwidth is not None

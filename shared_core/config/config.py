@@ -81,9 +81,9 @@ class SwiftConfig(Section):
         Choice(("replace", "reroute", "shrink", "restart")),
         "`replace`: a newcomer takes the lost rank's place. `reroute`: the others compute its share of each step at "
         "once, and let a newcomer in at a later batch top; data-parallel loops need `shared_steps` "
-        "([rerouting.md](rerouting.md#data-parallel)) or Lightning's `swift_ddp` "
-        "([there](rerouting.md#lightning)), others are refused. `shrink`: the others go on without it "
-        "([resizing.md](resizing.md)). `restart`: all workers start again from the newest checkpoint",
+        "([shared_steps](elasticity.md#shared_steps)) or Lightning's `swift_ddp` "
+        "([there](elasticity.md#lightning)), others are refused. `shrink`: the others go on without it "
+        "([elasticity.md](elasticity.md)). `restart`: all workers start again from the newest checkpoint",
     )
     data: str = option(
         "restore",

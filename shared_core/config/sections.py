@@ -66,7 +66,7 @@ class CheckpointOptions(Section):
         Place("a folder or a URL"),
         "begin with this checkpoint, whatever command has made it: the folder of one, or a folder of checkpoints, of "
         "which the newest whole one is taken "
-        "([restarting.md](restarting.md#adopting-another-commands-checkpoint))",
+        "([checkpoints.md](checkpoints.md#adopting-another-commands-checkpoint))",
         formerly="resume_from",
         late=True,
     )
@@ -223,8 +223,8 @@ class LogOptions(Section):
         0,
         _COUNT,
         "pipelines: what the files of all logs together may take at any time. Checkpoints are made more often, or with "
-        "`groups: plan` groups are widened, so that they fit; 0 is no limit ([logging.md](logging.md)). In other jobs: "
-        "what the log of one rank may take while the loop gives no step boundary; 0 is 1 GiB",
+        "`groups: plan` groups are widened, so that they fit; 0 is no limit ([logs](pipelines.md#message-logs)). "
+        "In other jobs: what the log of one rank may take while the loop gives no step boundary; 0 is 1 GiB",
     )
     dir: str | None = option(
         None,
@@ -292,7 +292,7 @@ class StateOptions(Section):
         False,
         Truth(),
         "the optimizer updates the parameters of a gradient bucket as soon as that is reduced, while others are still "
-        "being reduced ([undo.md](undo.md#the-update-overlapped-with-communication))",
+        "being reduced ([undo](design/undo.md#the-update-overlapped-with-communication))",
     )
     verify_checksums: bool = option(
         True,
@@ -327,7 +327,7 @@ class StandbyOptions(Section):
         "ranks of each machine for which a standby runs the script up to its first batch and waits there, so that a "
         "loss does not wait for the script's start-up. Each takes the memory of a worker. `auto`: where the start-up "
         "takes 2 s or more, for as many ranks as memory allows, rank 0 left out "
-        "([launching.md](launching.md#prepared-standbys))",
+        "([launching.md](launching.md#hot-standbys))",
     )
 
 

@@ -274,7 +274,7 @@ class Gathering:
             raise ConfigError(
                 f"the machine {host_of(keeper)} has another secret than this one, or is none of this job ({error}): "
                 "give all machines the same --secret-file, or copy ~/.config/swift-recovery/secret from one to the "
-                "others (docs/security.md)"
+                "others (docs/machines.md#security)"
             ) from error
         except StoreError:
             return False

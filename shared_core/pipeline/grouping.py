@@ -2,7 +2,7 @@
 
 Machines form a chain. A plan cuts it into groups of neighbours; messages are logged where two groups meet, and a lost
 machine's whole group replays. Fewer logs, longer replay: the idea is Swift's (Zhong et al., arXiv 2302.06173), which
-merges greedily; here the plan is the best one. All functions are pure. See ``docs/plan_logging.md``.
+merges greedily; here the plan is the best one. All functions are pure. See ``docs/design/plan_logging.md``.
 
 Replay time of a group, in seconds per replayed step: its stages, and the links between its machines, are a line that M
 equal micro-batches pass, each taking 1/M of a step's time at every place. The last leaves the line after

@@ -25,7 +25,7 @@ from shared_core.pipeline.sharded import captured, evaluates, put_back
 from shared_core.worker.sharded.own import Owner
 from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS
 
-_PAGE = "See docs/zero.md"
+_PAGE = "See docs/sharded.md"
 #: Of DeepSpeed's optimizers that divide: what each calls the flat tensors that the optimizer inside steps.
 _MASTERS = {
     "BF16_Optimizer": "fp32_groups_flat_partition",

@@ -1,4 +1,4 @@
-"""Discrete events on failure traces: what a system makes of a job that loses workers. See ``docs/simulator.md``.
+"""Discrete events on failure traces: what a system makes of a job that loses workers. See ``docs/design/simulator.md``.
 
 All is plain data and pure functions; nothing but the standard library is imported. What concerns checkpoint policies
 (``placing``, ``checkpointed_runs``) needs NumPy and is imported by itself.

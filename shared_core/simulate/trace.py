@@ -127,7 +127,7 @@ def read_trace(path: Path, workers: int | None = None, seed: int = 0) -> Trace:
         raise ConfigError(f"--trace {path} is neither a file that can be read nor gcp: {error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{path} is not a trace of (seconds, change of workers): no text; see docs/simulator.md"
+            f"{path} is not a trace of (seconds, change of workers): no text; see docs/design/simulator.md"
         ) from error
     return _parse(text, path.suffix.lower() == ".json", str(path), workers, seed)
 
@@ -149,7 +149,7 @@ def _parse(text: str, is_json: bool, name: str, workers: int | None, seed: int) 
             raise ValueError("its times must be finite")
     except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, csv.Error) as error:
         raise ConfigError(
-            f"{name} is not a trace of (seconds, change of workers): {error}; see docs/simulator.md"
+            f"{name} is not a trace of (seconds, change of workers): {error}; see docs/design/simulator.md"
         ) from error
     if size is None:
         raise ConfigError(f"{name} does not say how many workers there are: give --workers or a line '# workers: N'")

@@ -58,7 +58,7 @@ def find(path: str | None) -> bytes:
         why = f"{own} cannot be made: {error.strerror}"
     raise ConfigError(
         f"a job on several machines needs a secret that all of them have, and {why}. Give all the same --secret-file "
-        "(docs/security.md)"
+        "(docs/machines.md#security)"
     )
 
 

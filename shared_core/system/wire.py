@@ -236,7 +236,7 @@ def _tell(peer: str) -> None:
     """Say it, once for each address."""
     console(
         f"somebody on the way from {peer} changes what is sent between the machines of this job: the connection is "
-        "closed, and nothing of what has come is used (docs/security.md)"
+        "closed, and nothing of what has come is used (docs/machines.md#security)"
     )
 
 

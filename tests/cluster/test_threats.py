@@ -1,5 +1,5 @@
 """What others can do to a job on one machine: users of the machine without the job's secret, and processes of the same
-user that are none of its workers. ``docs/security.md`` says it in words."""
+user that are none of its workers. ``docs/machines.md#security`` says it in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``docs/operations.md`` lists exactly what the process group defines, and quotes its messages."""
+"""``docs/design/operations.md`` lists exactly what the process group defines, and quotes its messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared_core.worker.comm import group as group_module
 from shared_core.worker.comm.group import SwiftProcessGroup
 from shared_core.worker.comm.group_identity import GroupIdentity
 
-PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "design" / "operations.md").read_text(encoding="utf-8")
 #: Helpers by which the operations are written, no part of the interface.
 HELPERS = {"_run", "check", "_inputs_checksum", "_exclusive", "_in_place", "_pooled", "_sparse"}
 

@@ -15,7 +15,7 @@ from benchmarks import logging_tradeoff
 from shared_core.cli import swiftctl
 
 ROOT = Path(__file__).parents[2]
-DOCS = (ROOT / "docs" / "plan_logging.md").read_text()
+DOCS = (ROOT / "docs" / "design" / "plan_logging.md").read_text()
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_profile_that_cannot_be_read(
         path.write_text(content)
     assert swiftctl.main(["plan-logging", str(path)]) == 1
     err = capsys.readouterr().err
-    assert f"cannot read {path}" in err and message in err and "docs/plan_logging.md" in err
+    assert f"cannot read {path}" in err and message in err and "docs/design/plan_logging.md" in err
 
 
 def test_it_needs_no_more_than_python(profile: Path, tmp_path: Path) -> None:

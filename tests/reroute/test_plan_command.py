@@ -77,7 +77,7 @@ def test_it_needs_no_more_than_python(tmp_path: Path) -> None:
 
 
 def test_the_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
-    docs = (ROOT / "docs" / "planner.md").read_text()
+    docs = (ROOT / "docs" / "design" / "planner.md").read_text()
     assert swiftctl.main([*EXAMPLE, "--failed", "1:2"]) == 0
     assert capsys.readouterr().out == re.findall(r"```text\n(.*?)```", docs, re.S)[0]
     exec(re.findall(r"```python\n(.*?)```", docs, re.S)[0], {})

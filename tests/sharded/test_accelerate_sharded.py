@@ -69,7 +69,7 @@ def test_what_leaves_a_worker_without_a_replacement_is_refused(jobs: Jobs) -> No
 
 
 def test_the_script_of_the_page(jobs: Jobs, tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8").partition("## Sharded models\n")[2]
+    page = (ROOT / "docs" / "sharded.md").read_text(encoding="utf-8").partition("## Accelerate\n")[2]
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
     script = tmp_path / "train_accelerate_sharded.py"
     script.write_text(code)

@@ -89,7 +89,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "design" / "simulator.md").read_text()
     assert main(["simulate"]) == 0
     assert capsys.readouterr().out == re.findall(r"```text\n(.*?)```", page, re.S)[0]
 

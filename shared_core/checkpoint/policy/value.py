@@ -9,7 +9,7 @@ effective cost of a checkpoint in seconds and ``kappa`` its price in utility, it
 ``w(t) = E[u'(T) | T > t]``, over the time ``T`` at which the run will end, is what a second of delay costs: the run
 ends that much lower on the curve. Where every end is graceful and checkpoints have no price, ``w`` cancels: Young's
 rule. The density that this rule follows, ``n = sqrt((lambda w + q g u') / (2 (c w + kappa)))``, is the optimum to first
-order in delays; see ``docs/checkpoint_policies.md``.
+order in delays; see ``docs/design/checkpoint_policies.md``.
 """
 
 from __future__ import annotations

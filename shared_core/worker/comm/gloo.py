@@ -242,7 +242,7 @@ class InnerGroup:
             group.discard()
             raise RecoveryFailed(
                 f"rank {rank}: {error} in {what}: nothing was sent to it. Find out who that is, or run the job where "
-                "others cannot reach 127.0.0.1 (docs/security.md)"
+                "others cannot reach 127.0.0.1 (docs/machines.md#security)"
             ) from error
         except GenerationAbandoned:
             group.discard()

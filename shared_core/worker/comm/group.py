@@ -1,8 +1,8 @@
 """The process group of backend ``swift``: every operation that DDP, Lightning, Accelerate and DeepSpeed use.
 
 Each method describes its operation as an :class:`~shared_core.worker.comm.op.Op` (how to start it on gloo, where its
-result lies, what the log must keep) and
-hands it to the runtime; nothing here knows about failures. ``docs/operations.md`` lists what keeps each operation.
+result lies, what the log must keep) and hands it to the runtime; nothing here knows about failures.
+``docs/design/operations.md`` lists what keeps each operation.
 """
 
 from __future__ import annotations
