@@ -108,21 +108,7 @@ def test_pages_have_the_words_of_the_field(page: Path) -> None:
     assert not words.old(page), "CONTRIBUTING.md has the words"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "A newcomer takes its place.",
-        "at each batch top",
-        "what its predecessor had",
-        "the others go on",
-        "it begins anew",
-        "a prepared standby",
-        "the loss of a worker, of all workers",
-        "After a loss they wait.",
-        "a lost worker",
-        "if a worker is lost",
-    ],
-)
+@pytest.mark.parametrize("text", words.OLD_TEXTS)
 def test_old_words_are_found(text: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)

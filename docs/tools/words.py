@@ -24,6 +24,19 @@ OLD = re.compile(
     | \b(?:after|without|at|before|in|during|through|between|with|survives?)\ (?:a|one|two|the|each)\ loss(?:es)?\b""",
     re.VERBOSE | re.IGNORECASE,
 )
+#: What :data:`OLD` finds, for its test.
+OLD_TEXTS = (
+    "A newcomer takes its place.",
+    "at each batch top",
+    "what its predecessor had",
+    "the others go on",
+    "it begins anew",
+    "a prepared standby",
+    "the loss of a worker, of all workers",
+    "After a loss they wait.",
+    "a lost worker",
+    "if a worker is lost",
+)
 
 
 def navigation() -> list[Path]:
