@@ -29,7 +29,7 @@ _POINTS = ("batch_top", "collective.before", "collective.after", "forward", "upd
 _POINTS += ("update.after",)
 #: Longest time of a run, and of a wait that nobody can end, in seconds.
 _RUN_S, _WAIT_S = 60.0, 10.0
-_FAILED = re.compile(r"the job failed after .*?: rank \d+: (\w+): (.*)")
+_FAILED = re.compile(r"the job failed after .*?: rank \d+(?: raised|:) (\w+): (.*)")
 
 
 @dataclass(frozen=True)

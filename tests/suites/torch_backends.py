@@ -41,6 +41,10 @@ def run(tests: Sequence[str], *, stock: bool, processes: int = 4) -> Outcomes:
     found: Outcomes = {}
     while len(found) < len(tests):
         left = [name for name in tests if name not in found]
+        # Members that fail a monitored barrier have begun one collective more than those that did not come, on plain
+        # gloo too: what follows such a test in its processes is another program in each rank.
+        alone = [name for name in left if "monitored_barrier" in name]
+        left = [name for name in left if name not in alone] or alone[:1]
         with tempfile.TemporaryDirectory(prefix="torch-backends-") as folder:
             said, tail = _job(left, Path(folder), stock=stock, processes=processes)
             apart = (Path(folder) / "apart").exists()
