@@ -25,12 +25,12 @@ def gate(watch: Watch, prepared: Any, key: str | None = None) -> Any:
     Args:
         watch: what is trained.
         prepared: as Accelerate has made it.
-        key: the same in a newcomer; by default loaders are numbered.
+        key: the same in a replacement; by default loaders are numbered.
     """
     if type(prepared) is DataLoaderDispatcher:
         return SwiftDispatcher.adopt(watch, prepared, key or watch.next_key())
     if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
-        # Skipped below, where a newcomer's place is known.
+        # Skipped below, where a replacement's place is known.
         skip, prepared.skip_batches = prepared.skip_batches, 0
         prepared.base_dataloader = below = Gate(
             watch, prepared.base_dataloader, key or watch.next_key(), ahead=1, skip=skip
@@ -64,7 +64,7 @@ class Gate:
     Args:
         watch: what is trained.
         loader: the one below.
-        key: its own, the same in a newcomer.
+        key: its own, the same in a replacement.
         ahead: batches that are fetched before they are used.
         skip: batches at the start of each pass that nobody uses.
     """

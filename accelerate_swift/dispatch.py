@@ -1,7 +1,7 @@
 """``dispatch_batches=True``: rank 0 reads all data and broadcasts each batch, of which every rank takes its part.
 
-The batch top lies before the broadcast of a batch that has been read already. A newcomer on rank 0 reads it again; on
-another rank it needs the shapes that were announced, which are published with the top.
+The batch top lies before the broadcast of a batch that has been read already. A replacement on rank 0 reads it again;
+on another rank it needs the shapes that were announced, which are published with the top.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
 
     @classmethod
     def adopt(cls, watch: Watch, prepared: DataLoaderDispatcher, key: str) -> SwiftDispatcher:
-        """The same loader with batch tops; ``key`` is its own in the script, the same in a newcomer.
+        """The same loader with batch tops; ``key`` is its own in the script, the same in a replacement.
 
         Raises:
             Unsupported: where the number of workers may change.

@@ -132,7 +132,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             yield epoch
 
     def steps(self, loader: Any) -> Iterator[tuple[int, Any]]:
-        """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; but a newcomer goes on with its
+        """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; but a replacement goes on with its
         predecessor's number, where ``enumerate`` would begin with 0.
 
         Args:
@@ -216,8 +216,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             return prepared
         if self.watch.fetching is None:
             return gate(self.watch, prepared)
-        # A Trainer makes a new loader for each evaluation, but keeps one whose workers persist: those of a newcomer are
-        # not to draw a seed again.
+        # A Trainer makes a new loader for each evaluation, but keeps one whose workers persist: those of a replacement
+        # are not to draw a seed again.
         return gate(self.watch, prepared, self.watch.kept_key()) if compat.persists(prepared) else prepared
 
 

@@ -27,7 +27,7 @@ class Reports:
         self._names: dict[str, str] = {}
 
     def take_up(self, published: Mapping[str, Any] | None) -> None:
-        """In a newcomer, before its services are set up: use the predecessor's runs."""
+        """In a replacement, before its services are set up: use the predecessor's runs."""
         if self._job.rank == 0 and published is not None:
             take_up(published["names"])
 

@@ -30,7 +30,7 @@ class Trackers:
         self._configured = job.notes.tally("accelerate.trackers")
 
     def start(self, config: Any, start: Callable[[Any], None]) -> None:
-        """``init_trackers``: newcomers take up their predecessor's runs and leave its configuration alone.
+        """``init_trackers``: replacements take up their predecessor's runs and leave its configuration alone.
 
         Args:
             config: the script's configuration of the run.

@@ -40,7 +40,7 @@ class SwiftTrainer(transformers.Trainer):
     """A ``Trainer`` whose workers may be lost; see :class:`accelerate_swift.SwiftPlugin`.
 
     Import it before ``TrainingArguments`` are made. A batch top is the start of an update step: with gradient
-    accumulation, a newcomer runs all micro-batches of its step again.
+    accumulation, a replacement runs all micro-batches of its step again.
 
     Args:
         args: as ``Trainer``.
@@ -99,7 +99,7 @@ class SwiftTrainer(transformers.Trainer):
                 if target is not None and target["phase"] > self._swift_phase:
                     job.fall_back(
                         f"rank {job.rank}: the lost worker was in call {target['phase']} of Trainer.train(), which "
-                        "a newcomer cannot enter: use one Trainer for each call, in scripts of their own"
+                        "a replacement cannot enter: use one Trainer for each call, in scripts of their own"
                     )
                 if target is not None:
                     resume_from_checkpoint = None  # all that it holds comes from the others, and it may be gone
@@ -108,7 +108,8 @@ class SwiftTrainer(transformers.Trainer):
                     self._swift_reports.take_up(target["reports"])
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    # -- where a newcomer begins --------------------------------------------------------------------------------------
+    # -- where a replacement begins
+    # --------------------------------------------------------------------------------------
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         epoch, batches = super()._init_training_state(*args, **kwargs)
@@ -151,8 +152,9 @@ class SwiftTrainer(transformers.Trainer):
         return kept[1]
 
     def _swift_rest(self, loader: Any) -> Any:
-        """What is left of the first epoch after the checkpoint that this call of train() began with; a newcomer finds
-        its own place in it."""
+        """What is left of the first epoch after the checkpoint that this call of train() began with; a replacement
+        finds its own place in it.
+        """
         skipped = self._swift_skipped[0]
         return self._swift_watched("rest", skip_first_batches(loader, skipped)) if skipped else loader
 

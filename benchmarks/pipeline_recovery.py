@@ -6,8 +6,8 @@ sleeps instead of computing, so that a few cores are as good as one for each sta
 
 - stall: from the kill until the step has next returned on all ranks; part of it is the step itself;
 - delay: how much later than without the kill the job is once it is two steps beyond where it was;
-- replay: from the newcomer's join until it is through the last step that its predecessor had finished; where all ranks
-  are in one group, so that all go back to the checkpoint, from the first forward pass after that;
+- replay: from the replacement's join until it is through the last step that its predecessor had finished; where all
+  ranks are in one group, so that all go back to the checkpoint, from the first forward pass after that;
 - regained: until all ranks are beyond the furthest step that any had made before the kill;
 - recomputed: forward passes of micro-batches that a rank had made before.
 """
@@ -120,12 +120,12 @@ class Kill:
         stall_s, delay_s, regained_s: see above.
         resumed_s: from the detection until the last survivor's step had returned, from the events.
         recovered_s: from the detection until the last survivor had exchanged state and logs, from the events.
-        joined_s: until the last newcomer had joined.
-        replayed: finished steps that the newcomer ran again.
+        joined_s: until the last replacement had joined.
+        replayed: finished steps that the replacement ran again.
         replay_s: how long that took.
-        survivors, newcomers: most micro-batches that one of them computed again.
+        survivors, replacements: most micro-batches that one of them computed again.
         moved, logged: bytes that the recovery moved when it formed, and of all logs on disk at the kill.
-        user_s: of the newcomer's start, what came before the loop, after imports.
+        user_s: of the replacement's start, what came before the loop, after imports.
         alone_s, planned_s, shared_s: of a replayed step, what it was expected to take alone and shared, and what a
             shared one took; 0 where none was shared.
     """
@@ -135,7 +135,7 @@ class Kill:
     delay_s: float
     regained_s: float
     survivors: int
-    newcomers: int
+    replacements: int
     user_s: float
     alone_s: float = 0.0
     planned_s: float = 0.0
@@ -267,7 +267,7 @@ def measure(
         delay_s=max(delay(traces, rank, at, step_s, furthest + 2) for rank in others),
         regained_s=max(regained) - at,
         survivors=max(again[rank] for rank in others),
-        newcomers=max(again[rank] for rank in ranks),
+        replacements=max(again[rank] for rank in ranks),
         user_s=max((x["user_s"] + x["import_s"] for x in loops), default=0.0),
         logged=logged,
     )
@@ -284,7 +284,7 @@ def measure(
     for event in later:
         if event.kind == "help":
             kill.alone_s, kill.planned_s, kill.shared_s = (event.fields[f] for f in ("alone_s", "planned_s", "step_s"))
-    joins = [(e.rank, e.time) for e in later if e.kind == "newcomer_ready"]
+    joins = [(e.rank, e.time) for e in later if e.kind == "replacement_ready"]
     restarted = max((e.time for e in later if e.kind == "restart"), default=None)
     if restarted is not None:  # a rank's first forward pass after it is past the calls that it skips
         passes = [[x["time"] for x in lines if x["kind"] == "forward"] for lines in traces.lines]
@@ -344,10 +344,10 @@ def rows_of(outcome: Outcome) -> list[Row]:
             continue
         rows.append(Row(case.name, f"{who}: survivors' state and logs exchanged", median("recovered_s"), "s"))
         rows.append(Row(case.name, f"{who}: survivors resumed", median("resumed_s"), "s"))
-        rows.append(Row(case.name, f"{who}: newcomer joined", median("joined_s"), "s"))
+        rows.append(Row(case.name, f"{who}: replacement joined", median("joined_s"), "s"))
         if case.groups == "worker" and case.way != "shared replay":
             rows.append(at_most(case.name, f"{who}: recomputed by a survivor", again, "micro-batches", 0))
-        rows.append(Row(case.name, f"{who}: recomputed by a newcomer", median("newcomers"), "micro-batches"))
+        rows.append(Row(case.name, f"{who}: recomputed by a replacement", median("replacements"), "micro-batches"))
         rows.append(Row(case.name, f"{who}: moved when it joined", (median("moved") or 0) / 1e6, "MB"))
         if case.way not in ("replay", "shared replay"):
             continue

@@ -49,9 +49,9 @@ USUAL = 200
 AFTER = 20
 #: The stall in the hardest place over that in the easiest.
 WORST_TARGET = 1.5
-#: The stall with a large model over the least that it can be: a newcomer's start, its state copied, and one step.
+#: The stall with a large model over the least that it can be: a replacement's start, its state copied, and one step.
 LARGE_TARGET = 1.2
-#: Bytes of a parameter and its two moments, which a newcomer gets.
+#: Bytes of a parameter and its two moments, which a replacement gets.
 STATE_BYTES = 12
 SYSTEMS = {
     "swift": "this",

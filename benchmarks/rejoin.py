@@ -1,7 +1,7 @@
-"""How long the others stop when a newcomer is let in, by size of the model; a part of ``benchmarks.reroute_ddp``.
+"""How long the others stop when a replacement is let in, by size of the model; a part of ``benchmarks.reroute_ddp``.
 
-Two workers run ``shared_steps``; one is killed (SIGKILL) several times, and its newcomer is let in. Measured is for how
-long the other stands still (``stall_s`` of the event ``let_in``), and how much longer the step takes in which that
+Two workers run ``shared_steps``; one is killed (SIGKILL) several times, and its replacement is let in. Measured is for
+how long the other stands still (``stall_s`` of the event ``let_in``), and how much longer the step takes in which that
 happens than the median of those that follow. The state is copied while the other trains, or when it stands still: as
 with any optimizer that is not torch's own.
 """

@@ -1,6 +1,6 @@
 """What pipelines lose while nobody takes a lost worker's place: ``on_failure="reroute"``, with 0, 1 and 2 lost workers.
 
-Workers are killed (SIGKILL) in the middle of a step; newcomers are withheld, except where they are the matter. With
+Workers are killed (SIGKILL) in the middle of a step; replacements are withheld, except where they are the matter. With
 emulated compute a stage sleeps one slot for each of F, I and W, and three in the optimizer, so that a few cores are as
 good as one for each worker. Rows:
 
@@ -10,7 +10,7 @@ good as one for each worker. Rows:
 - first re-routed: from the kill until the first forward of a lost worker's micro-batch begins at a peer;
 - extra: how much longer the step took in which the worker was killed; beside it what was predicted when the rest of the
   step was planned, which was after everybody had finished what he was at and was connected again;
-- let in: how much later the others are, when a newcomer was let in, than they would be without;
+- let in: how much later the others are, when a replacement was let in, than they would be without;
 - two of a stage: with and without a survivor of the other stage that moves there;
 - straggler: a peer of the lost worker takes twice as long in forward and backward from some step on. The period until
   the plan for its new times holds, and from then on.
@@ -61,7 +61,7 @@ class Case:
         variant: of plans.
         losses: workers that are killed, one after the other.
         compute: see ``pipeline_model.COMPUTE``.
-        rejoins: newcomers come at once.
+        rejoins: replacements come at once.
         spreads: whether survivors may move to the stage that has lost most; None where no stage has lost two.
         straggler: gets slow after the losses.
     """
@@ -79,7 +79,7 @@ class Case:
         """In the table: pipe x data, as the number of micro-batches of each pipeline."""
         t, slot = self.topology, COMPUTE[self.compute].slot_s
         compute = f"slots of {1000 * slot:.0f} ms" if slot else "real"
-        rejoins = ", newcomer" if self.rejoins else ", straggler" if self.straggler else ""
+        rejoins = ", replacement" if self.rejoins else ", straggler" if self.straggler else ""
         if self.spreads is not None:
             rejoins = ", two of a stage, " + ("normalised" if self.spreads else "not normalised")
         return f"pipe {t.stages} x data {t.pipelines} x {t.micro_batches}, {compute}, {self.variant.value}{rejoins}"
@@ -140,7 +140,7 @@ class Straggling(NamedTuple):
 
 @dataclass
 class Outcome:
-    """All phases of a case, what letting a newcomer in took, and periods with a straggler."""
+    """All phases of a case, what letting a replacement in took, and periods with a straggler."""
 
     case: Case
     phases: list[Phase] = field(default_factory=list)
@@ -206,7 +206,7 @@ class Run:
             last = outcome.phases[-1]
             say(f"{case.name}: lost {worker}: period {last.period_s:.3f} s (slots {case.slots(lost):.3f} s)")
             if case.rejoins:
-                outcome.let_in_s = self.await_newcomer(ranks, normal, outcome.phases[-1].period_s)
+                outcome.let_in_s = self.await_replacement(ranks, normal, outcome.phases[-1].period_s)
         if case.spreads:
             outcome.phases[-1] = self.spread(lost, ranks)  # the move came while that phase was measured
         if case.straggler is not None:
@@ -265,8 +265,8 @@ class Run:
         say(f"{self.case.name}: vacant {vacant}: period {period:.3f} s (slots {self.case.slots(vacant, moves):.3f} s)")
         return Phase(vacant, period, self.expected(vacant), os.getloadavg()[0], moved_s=took_s, moves=moves)
 
-    def await_newcomer(self, others: Sequence[int], normal_s: float, re_routed_s: float) -> float:
-        """How much later the others are for having let a newcomer in."""
+    def await_replacement(self, others: Sequence[int], normal_s: float, re_routed_s: float) -> float:
+        """How much later the others are for having let a replacement in."""
         self.when(lambda: len(self.events("let_in")) > 0)
         at = self.events("let_in")[0].time
         self.traces.refresh()
@@ -336,7 +336,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
                 rows.append(at_most(name, "cost of the loss", phase.period_s / normal - 1, "of a step", COST_TARGET))
         hit = len({worker.pipeline for worker in phase.lost})
         rows.append(Row(name, "the same, dropping pipelines (computed)", (pipelines - hit) / pipelines, "times"))
-        rows.append(Row(name, "the same, waiting, until a newcomer is there", 0.0, "times"))
+        rows.append(Row(name, "the same, waiting, until a replacement is there", 0.0, "times"))
         if phase.moved_s is not None:
             rows.append(Row(name, "the move, from one batch top to the other", phase.moved_s, "s"))
             continue

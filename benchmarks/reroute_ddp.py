@@ -1,8 +1,8 @@
 """What it costs, while nothing fails, that workers could go on without each other: ``shared_steps`` against plain DDP.
 
 ``shared_steps`` sums gradients when backward is done, over point-to-point messages; DDP overlaps its all-reduce with
-backward. The jobs take turns, as in *overhead*. With ``--only rejoin``: how long the others stop when a newcomer is let
-in (:mod:`benchmarks.rejoin`).
+backward. The jobs take turns, as in *overhead*. With ``--only rejoin``: how long the others stop when a replacement is
+let in (:mod:`benchmarks.rejoin`).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Fronts:
         self._members = {"0": members_text(range(env.world_size)), f"near{first}": members_text(near)}
 
     def front(self, tops: Sequence[Top] | None = None) -> Frontier:
-        """Of a survivor, or of a newcomer whose predecessor has passed two batch tops."""
+        """Of a survivor, or of a replacement whose predecessor has passed two batch tops."""
         env = self._env
         if env.incarnation:
             passed = tuple(
@@ -117,13 +117,13 @@ def worker(rank: int, incarnation: int, world_size: int, folder: Path, heard: An
         agreement.post(store, 1)
     plan = agreement.plan(store, 1)
     if incarnation:
-        agreement.say_ready(store, 1, plan.newcomers)
-    agreement.go(store, 1, plan.newcomers)
+        agreement.say_ready(store, 1, plan.replacements)
+    agreement.go(store, 1, plan.replacements)
     heard.put((time.time(), os.getpid(), time.process_time()))
 
 
 def process(ranks: Sequence[int], world_size: int, folders: Any, heard: Any, over: Any) -> None:
-    """Simulated workers of some ranks. The newcomer is a thread of its predecessor's process."""
+    """Simulated workers of some ranks. The replacement is a thread of its predecessor's process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = folders.get()
     threads = [

@@ -1,7 +1,7 @@
 """Total time of a training of days, over that without failures, by system and mean time between failures.
 
 All systems see the same losses. The place of a lost worker is filled after the start-up of the user's program, which
-who waits for the newcomer waits for too.
+who waits for the replacement waits for too.
 """
 
 from __future__ import annotations

@@ -75,9 +75,9 @@ class Run:
         [start] = self.events("start")
         os.kill(start.fields["pids"][str(RANK)], signal.SIGKILL)
         self.wait("recovery", lambda: len(self.events("resumed")) >= WORKERS - 1)
-        [newcomer] = self.events("newcomer_start")
-        if (newcomer.fields["how"] == "prepared") != bool(self._prepared):
-            raise RuntimeError(f"the newcomer was a {newcomer.fields['how']} one")
+        [replacement] = self.events("replacement_start")
+        if (replacement.fields["how"] == "prepared") != bool(self._prepared):
+            raise RuntimeError(f"the replacement was a {replacement.fields['how']} one")
         return max(float(event.fields["stall_s"]) for event in self.events("resumed"))
 
     def step_s(self, spans: Sequence[tuple[float, float]]) -> float:

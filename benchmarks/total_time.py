@@ -117,7 +117,7 @@ def train(system: System, steps: int, losses: Sequence[float], folder: Path) -> 
             traces.refresh()
             killed = hit(WORKERS - 1 - number % (WORKERS - 1), workers, traces, store, number)
         wait(traces, workers, lambda: reached(steps))
-        # Newcomers that are not in yet do not count.
+        # Replacements that are not in yet do not count.
         deadline = time.monotonic() + END_S
         while not all(lines[-1]["kind"] == "end" for lines in traces.lines) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -75,7 +75,7 @@ class Averages:
         """Whether callbacks have made models since this was last asked.
 
         Args:
-            begun: training has begun, so a newcomer does not have what is made now: a line says so, and it is left
+            begun: training has begun, so a replacement does not have what is made now: a line says so, and it is left
                 out, unless it takes the place of another.
         """
         before, held = self._known, self.held()
@@ -132,7 +132,7 @@ class Averages:
         ]
 
     def restore(self, data: list[tuple[bool, bool]]) -> None:
-        """Bring the callbacks of a newcomer as far; values of what they make are restored after this."""
+        """Bring the callbacks of a replacement as far; values of what they make are restored after this."""
         trainer, module = self._trainer, self._trainer.lightning_module
         for callback, (scheduling, resetting) in zip(self._stochastic(), data, strict=False):
             if scheduling and not compat.has_average_scheduler(callback):

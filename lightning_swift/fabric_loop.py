@@ -81,7 +81,8 @@ class FabricLoop:
                 if not checked and before != [compat.passes_of(each) for each in compat.fabric_loaders()]:
                     raise Unsupported(
                         f"this {type(given).__name__} reads from a loader that Fabric has set up, whose passes a "
-                        "newcomer cannot count then: give job.steps() the loader itself, and leave the pass with break"
+                        "replacement cannot count then: give job.steps() the loader itself, and leave the pass with "
+                        "break"
                     )
                 checked = True  # what the script reads inside the pass is its own
                 yield step
@@ -103,7 +104,7 @@ class FabricLoop:
         return self._loaders
 
     def _early(self) -> None:
-        """In a newcomer, before the epoch of its predecessor begins: it runs the epoch from its start."""
+        """In a replacement, before the epoch of its predecessor begins: it runs the epoch from its start."""
         assert self.loop.job is not None
         published: Mapping[str, Any] | None = self.loop.job.peek(_PASSES)
         if published is not None and published["call"] == self._call:

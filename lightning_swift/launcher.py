@@ -26,7 +26,7 @@ _DATA = {
 
 
 class SwiftLauncher(compat.Launcher):
-    """Calls the entry function in this process, unless the predecessor of a newcomer has finished it already."""
+    """Calls the entry function in this process, unless the predecessor of a replacement has finished it already."""
 
     def __init__(self, strategy: RecoveringStrategy) -> None:
         self._strategy = strategy

@@ -1,6 +1,6 @@
 """Log files after the loss of rank 0: the same version, every row once.
 
-A newcomer reuses the version its predecessor chose (noted on disk when it was chosen), writes nothing before it
+A replacement reuses the version its predecessor chose (noted on disk when it was chosen), writes nothing before it
 joins, and at the join cuts each file to the length it had at the batch top; the batch it runs again then writes its
 rows again.
 """
@@ -80,7 +80,7 @@ def _noted(kind: type, choose: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 class SwiftExperimentWriter(csv_logs.ExperimentWriter):
-    """``metrics.csv`` whose header is exchanged atomically, that is left alone before a newcomer joins, and counts
+    """``metrics.csv`` whose header is exchanged atomically, that is left alone before a replacement joins, and counts
     its rows.
     """
 
@@ -210,7 +210,7 @@ class Loggers:
         self._services: Services | None = None
 
     def prepare(self, job: Job, state: Any) -> None:
-        """Before anything is logged: see that loggers of services write each row once. In a newcomer, take up runs
+        """Before anything is logged: see that loggers of services write each row once. In a replacement, take up runs
         that a service knows by name, and the versions of a run that was started before.
         """
         if self._trainer.is_global_zero:
@@ -267,7 +267,8 @@ class Loggers:
 
 
 class Missed:
-    """What rank 0 would have logged while it is away (``on_failure="reroute"``). The others keep it for its newcomer.
+    """What rank 0 would have logged while it is away (``on_failure="reroute"``). The others keep it for its
+    replacement.
 
     Args:
         job: of this worker.
@@ -300,7 +301,7 @@ class Missed:
         return {"top": self._job.position.tops, "rows": list(self._rows)}
 
     def _restore(self, data: Mapping[str, Any]) -> None:
-        """Of a peer: in a newcomer of rank 0, go on where its predecessor had published its logs."""
+        """Of a peer: in a replacement of rank 0, go on where its predecessor had published its logs."""
         if self._job.rank != 0:
             self._rows = list(data["rows"])
             return

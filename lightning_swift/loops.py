@@ -58,7 +58,7 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
                 ) from stop
             if not self.done and not compat.validates_next(self, data_fetcher):
                 return
-            # What follows talks to all workers. A newcomer is let in at a batch top, so this is one.
+            # What follows talks to all workers. A replacement is let in at a batch top, so this is one.
             sharing.behind = True
             strategy.batch_top(accumulating=compat.accumulates(self))
         sharing.wait_for_all()
@@ -81,13 +81,13 @@ class SwiftAutomaticOptimization(compat.AutomaticOptimization):
 
 
 class SwiftFitLoop(compat.FitLoop):
-    """Notes the random state before the user's hooks make loaders, which a newcomer may have to do again in a later
+    """Notes the random state before the user's hooks make loaders, which a replacement may have to do again in a later
     epoch.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        # A newcomer gets its predecessor's place at the batch top. The file may be newer than that (ckpt_path="last"),
-        # even of the end, and then no batch top would follow.
+        # A replacement gets its predecessor's place at the batch top. The file may be newer than that
+        # (ckpt_path="last"), even of the end, and then no batch top would follow.
         if not _strategy(self.trainer).joining:
             super().load_state_dict(state_dict, prefix)
 
@@ -102,7 +102,7 @@ class SwiftFitLoop(compat.FitLoop):
 
 
 class SwiftEvaluationLoop(compat.EvaluationLoop):
-    """A stand-alone evaluation starts at a recovery point; a newcomer does not repeat the sanity check."""
+    """A stand-alone evaluation starts at a recovery point; a replacement does not repeat the sanity check."""
 
     def run(self) -> Any:
         strategy = _strategy(self.trainer)

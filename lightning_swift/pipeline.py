@@ -236,7 +236,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
         self._waiting, self._shapes = [], None
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """As usual; but a newcomer that skips a finished fit has no layers yet, and no optimizer."""
+        """As usual; but a replacement that skips a finished fit has no layers yet, and no optimizer."""
         if hasattr(self.lightning_module, STAGE):
             super().setup_optimizers(trainer)
 

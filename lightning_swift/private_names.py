@@ -94,7 +94,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("lightning.pytorch.strategies:ModelParallelStrategy._configure_launcher(self)", "where the launcher is chosen"),
     ("lightning.pytorch.strategies:ModelParallelStrategy._data_parallel_size", "chosen: all workers"),
     ("lightning.pytorch.strategies:ModelParallelStrategy._tensor_parallel_size", "refused where there is any"),
-    ("lightning.fabric.utilities.load:_METADATA_FILENAME", "a newcomer reads no shard of a checkpoint, only this"),
+    ("lightning.fabric.utilities.load:_METADATA_FILENAME", "a replacement reads no shard of a checkpoint, only this"),
     ("lightning.pytorch:Trainer._accelerator_connector", "a trainer under construction has it when it has a strategy"),
     ("lightning.pytorch:Trainer._data_connector", "an entry call that is skipped attaches its data, for the next ones"),
     (f"{_TRAINER}.connectors.data_connector:_DataConnector.attach_data", "the same"),
@@ -113,7 +113,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("lightning.pytorch:Trainer._logger_connector", "its plain attributes are published"),
     (f"{_TRAINER}.setup:_init_debugging_flags", "sets _val_check_time_interval, which is refused under reroute"),
     # -- what self.log gathers
-    (f"{_RESULT}:_Metadata.sync", "entries that a newcomer has not logged yet are created again"),
+    (f"{_RESULT}:_Metadata.sync", "entries that a replacement has not logged yet are created again"),
     (f"{_RESULT}:_ResultCollection.log", "a collection stands for another while a share is computed"),
     (f"{_RESULT}:_ResultMetric.has_reset", "values are published"),
     (f"{_RESULT}:_ResultMetric._forward_cache", "the same"),
@@ -138,12 +138,12 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_LOGGERS}:MLFlowLogger._initialized", "the same"),
     (f"{_LOGGERS}:MLFlowLogger._run_id", "the same"),
     (f"{_LOGGERS}:MLFlowLogger._prefix", "what it puts before the names of metrics"),
-    ("torch.utils.tensorboard:SummaryWriter._get_file_writer(self)", "opens the files of a newcomer"),
+    ("torch.utils.tensorboard:SummaryWriter._get_file_writer(self)", "opens the files of a replacement"),
     (f"{_EVENTS}:EventFileWriter._file_name", "files are cut to what the predecessor had published"),
     (f"{_EVENTS}:EventFileWriter._general_file_writer", "and continued"),
     (f"{_LOGGERS}.csv_logs:ExperimentWriter._check_log_dir_exists(self)", "the folder is the predecessor's"),
     ("lightning.fabric.loggers.csv_logs:_ExperimentWriter._rewrite_with_new_header(self, fieldnames)", "made atomic"),
-    # -- patches: a newcomer must reuse what its predecessor chose, in loggers that the script has made itself
+    # -- patches: a replacement must reuse what its predecessor chose, in loggers that the script has made itself
     (f"{_LOGGERS}.csv_logs:ExperimentWriter", "replaced: CSVLogger makes its writer by this name; no hook"),
     ("lightning.fabric.loggers.csv_logs:CSVLogger._get_next_version(self)", "wrapped: the predecessor's version"),
     ("lightning.fabric.loggers.tensorboard:TensorBoardLogger._get_next_version(self)", "the same"),

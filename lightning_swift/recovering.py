@@ -41,7 +41,7 @@ class RecoveringStrategy(CollectiveStrategy):
     averages = True
     #: Whether all workers give their metrics the same values.
     metrics_alike = False
-    #: In a newcomer that skips an entry call, :meth:`after_skip` puts back what was trained.
+    #: In a replacement that skips an entry call, :meth:`after_skip` puts back what was trained.
     builds_late = False
 
     def _begin(self, job: Job | None) -> None:
@@ -145,7 +145,7 @@ class RecoveringStrategy(CollectiveStrategy):
         self.run_state.averages.load(ended["averages"])
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
-        """A newcomer has skipped an entry call: make what its predecessor made in it with collectives.
+        """A replacement has skipped an entry call: make what its predecessor made in it with collectives.
 
         Args:
             trainer: its trainer.
@@ -160,7 +160,7 @@ class RecoveringStrategy(CollectiveStrategy):
 
     @property
     def joining(self) -> bool:
-        """Whether this is a newcomer that has not reached its predecessor's place yet."""
+        """Whether this is a replacement that has not reached its predecessor's place yet."""
         return self.job is not None and self.job.joining
 
     @property
@@ -193,7 +193,7 @@ class RecoveringStrategy(CollectiveStrategy):
     # -- batch tops ---------------------------------------------------------------------------------------------------
 
     def batch_top(self, accumulating: bool) -> None:
-        """The top of a training batch; a newcomer takes its predecessor's place in here."""
+        """The top of a training batch; a replacement takes its predecessor's place in here."""
         if self.job is not None:
             # Hooks up to here, and the last batch.
             if self.run_state.averages.made(begun=self._begun):

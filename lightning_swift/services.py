@@ -70,7 +70,7 @@ class Services:
             compat.take_up_run(logger, run)
 
     def opened(self) -> None:
-        """Runs are open: note them, for newcomers."""
+        """Runs are open: note them, for replacements."""
         if self._opened or not self._loggers:
             return
         self._opened = True

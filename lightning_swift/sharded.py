@@ -114,7 +114,7 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """As in ``ModelParallelStrategy``; but a newcomer whose place is further on leaves it out: the others take
+        """As in ``ModelParallelStrategy``; but a replacement whose place is further on leaves it out: the others take
         no part any more, and its predecessor has taken it.
         """
         if self.joining:
@@ -123,8 +123,8 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """As in ``ModelParallelStrategy``; but a newcomer whose place is further on reads no weights: the others take
-        no part any more, and it takes its predecessor's shard.
+        """As in ``ModelParallelStrategy``; but a replacement whose place is further on reads no weights: the others
+        take no part any more, and it takes its predecessor's shard.
         """
         if not self.joining:
             return super().load_checkpoint(checkpoint_path, weights_only)

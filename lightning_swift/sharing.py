@@ -2,7 +2,7 @@
 
 Each worker computes its share of a step (its batches, with random numbers of their place), and those of lost ranks
 that it hosts; gradients are summed over those who are there. What ``training_step`` logs is averaged over all logical
-ranks in the same way, so every worker has the same values, and a newcomer that copies a peer has the right ones.
+ranks in the same way, so every worker has the same values, and a replacement that copies a peer has the right ones.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Sharing:
         self._steps.settle(self.number)
 
     def wait_for_all(self) -> None:
-        """Wait until newcomers have taken the places of all lost workers. At a batch top, before its step."""
+        """Wait until replacements have taken the places of all lost workers. At a batch top, before its step."""
         self._steps.wait_for_all(self.number)
 
     def begin_batch(self) -> None:
@@ -394,7 +394,7 @@ def check_sharing(trainer: pl.Trainer) -> None:
         ),
         (
             bool(getattr(trainer, "reload_dataloaders_every_n_epochs", 0)),
-            "reload_dataloaders_every_n_epochs: a newcomer could not read what the others have read. Leave it out",
+            "reload_dataloaders_every_n_epochs: a replacement could not read what the others have read. Leave it out",
         ),
         (
             compat.validates_by_time(trainer),

@@ -28,8 +28,8 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
 
     Args:
         standbys: processes kept ready to replace a lost worker, when this strategy starts ``swiftrun`` itself.
-        on_failure: ``replace`` a lost worker, ``reroute``: have the others compute its batches too until a newcomer is
-            there, ``shrink``: go on with fewer, or ``restart`` all from the newest checkpoint.
+        on_failure: ``replace`` a lost worker, ``reroute``: have the others compute its batches too until a replacement
+            is there, ``shrink``: go on with fewer, or ``restart`` all from the newest checkpoint.
         data: ``restore``, ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         checkpoint_dir: where checkpoints for ``restart`` are written.
         checkpoint_every_steps: batch tops between two of them; 0 writes none.

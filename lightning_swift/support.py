@@ -90,7 +90,7 @@ def check_overlapped_update(trainer: pl.Trainer) -> None:
 def check_ddp_options(
     comm_state: object | None, comm_hook: Any, comm_wrapper: Any, averaging: int | None, options: dict[str, Any]
 ) -> None:
-    """Refuse options of ``DDPStrategy`` whose state cannot be rebuilt in a newcomer.
+    """Refuse options of ``DDPStrategy`` whose state cannot be rebuilt in a replacement.
 
     Raises:
         ConfigError: for an option that neither the strategy nor ``DistributedDataParallel`` has.

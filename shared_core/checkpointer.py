@@ -190,8 +190,8 @@ class _Ranks:
         return self.said(key, f"to say its {key}")
 
 
-class _NoNewcomers:
-    """What a training loop says for newcomers, where no worker has to find the place of another."""
+class _NoReplacements:
+    """What a training loop says for replacements, where no worker has to find the place of another."""
 
     def note_reachable(self, reachable: bool) -> None:
         """Of no meaning here."""
@@ -203,12 +203,12 @@ class _NoNewcomers:
         """The same."""
 
     @property
-    def entries(self) -> _NoNewcomers:
+    def entries(self) -> _NoReplacements:
         """Itself."""
         return self
 
 
-class Alone(_NoNewcomers):
+class Alone(_NoReplacements):
     """What a training loop needs of a job where nobody replaces lost workers: batch tops with checkpoints.
 
     Args:

@@ -68,7 +68,7 @@ class RunInUse(Unsupported):
 
 
 class UnsupportedOptimizer(Unsupported):
-    """An update of this optimizer cannot be undone, or its state cannot be moved to a newcomer.
+    """An update of this optimizer cannot be undone, or its state cannot be moved to a replacement.
 
     Use the optimizer or the setting that the message suggests, or turn the option off that needs it. Which optimizers
     can be undone: docs/undo.md.
@@ -76,12 +76,13 @@ class UnsupportedOptimizer(Unsupported):
 
 
 class ReplayDivergence(SwiftError, RuntimeError):
-    """The script did something else when a newcomer ran its batch again. The job ends rather than train on other bits.
+    """The script did something else when a replacement ran its batch again. The job ends rather than train on other
+    bits.
 
-    A newcomer must make the same calls, with the same inputs, as the worker that it replaces. Usual causes: a random
+    A replacement must make the same calls, with the same inputs, as the worker that it replaces. Usual causes: a random
     generator that nobody seeds or that is not published, a branch on the time or on a file that the run itself writes,
     a counter that is not registered (``job.register``, ``plugin.register``). The message names the operation at which
-    the two differ. What a newcomer gets back: docs/what_survives.md.
+    the two differ. What a replacement gets back: docs/what_survives.md.
     """
 
 
@@ -115,7 +116,7 @@ class ReplicaMismatch(SwiftError, RuntimeError):
 
 
 class RecoveryFailed(SwiftError, RuntimeError):
-    """No worker can give a newcomer the state or the messages that it needs.
+    """No worker can give a replacement the state or the messages that it needs.
 
     All workers start again from the newest checkpoint, or from the beginning if there is none. The message says what is
     missing. Set ``checkpoint.dir`` so that little is lost: docs/modes.md#checkpoints-where-they-pay.

@@ -25,8 +25,8 @@ KINDS = (
     "lost",
     "generation",
     "survivor_ready",
-    "newcomer_start",
-    "newcomer_ready",
+    "replacement_start",
+    "replacement_ready",
     "recovered",
     "resumed",
     "lane",
@@ -57,7 +57,7 @@ RUN = "SWIFT_RECOVERY_RUN"
 JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 #: Kinds whose fields reports calculate with, and which fields: durations and times, whole numbers, and lists of ranks.
 _CALCULATED = frozenset(
-    {"lost", "generation", "survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed", "let_in"}
+    {"lost", "generation", "survivor_ready", "replacement_start", "replacement_ready", "recovered", "resumed", "let_in"}
 )
 _SECONDS = ("detected", "ready_s", "start_s", "joined_s", "exchange_s", "stall_s")
 _WHOLE = ("bytes_moved", "served_operations", "recomputed_steps")

@@ -1,6 +1,6 @@
 """The one face adapters use: attach what is trained, mark the batch tops, register what only this rank has.
 
-A newcomer runs the user's script from the start like its predecessor did; in its first :meth:`Job.batch_top` of the
+A replacement runs the user's script from the start like its predecessor did; in its first :meth:`Job.batch_top` of the
 right entry call it joins: it gets the replicated state from a survivor and the rank-local state that its predecessor
 had published, and from there on it runs the predecessor's batch again with logged results until it is level with the
 others.
@@ -35,7 +35,7 @@ class Job:
         world_size: number of logical ranks.
         position: how far the program of this worker is.
         entries: its entry calls (fit, validate, test, predict).
-        notes: what is kept for newcomers of this rank, beside what is registered.
+        notes: what is kept for replacements of this rank, beside what is registered.
         parts: what is registered.
         variables: of the script.
         trained: what is attached.
@@ -43,7 +43,7 @@ class Job:
         checkpoints: of the job.
         options: those that the script gives.
         lanes: by which the others go on without a lost rank.
-        replays: for pipelines whose newcomers run on from a checkpoint.
+        replays: for pipelines whose replacements run on from a checkpoint.
         news: events and recoveries.
         runtime: the process groups.
     """
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def joining(self) -> bool:
-        """Whether this is a newcomer (or a worker restarted from a checkpoint) that has not joined yet."""
+        """Whether this is a replacement (or a worker restarted from a checkpoint) that has not joined yet."""
         return self._worker.joining.pending
 
     @property
@@ -129,9 +129,9 @@ class Job:
 
     def keep_images(self) -> None:
         """The script may use parameters anywhere in a batch, not only by the output of ``DistributedDataParallel``:
-        keep them as they are before each update, so that a newcomer has those of its own place and never newer ones.
+        keep them as they are before each update, so that a replacement has those of its own place and never newer ones.
         """
-        if not self.reroutes:  # there newcomers are copies of others
+        if not self.reroutes:  # there replacements are copies of others
             self.updates.keep_images(at_once=True)
 
     def register(

@@ -1,7 +1,7 @@
-"""Epochs and batches of a training loop that the user writes: where a newcomer takes its predecessor's place.
+"""Epochs and batches of a training loop that the user writes: where a replacement takes its predecessor's place.
 
-A newcomer runs the script from its start. :meth:`TrainingLoop.epochs` begins with the predecessor's epoch, and the
-first batch that the newcomer asks a training loader for is the predecessor's: there it joins.
+A replacement runs the script from its start. :meth:`TrainingLoop.epochs` begins with the predecessor's epoch, and the
+first batch that the replacement asks a training loader for is the predecessor's: there it joins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shared_core.worker.sharded.own import Owner
 from shared_core.worker.variables.around import Walks, is_bare
 from shared_core.worker.variables.variables import Variables
 
-#: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
+#: Passes of an epoch that a replacement may skip with the random generators that its predecessor had after each.
 _ANCHORS = 8
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
 
@@ -68,12 +68,14 @@ _SECOND_PASS = (
 )
 
 _GRADIENTS_OFF = (
-    "job.steps(loader) is used with gradients off, as for an evaluation: if a worker is lost in it, its newcomer skips "
+    "job.steps(loader) is used with gradients off, as for an evaluation: if a worker is lost in it, its replacement "
+    "skips "
     "the batches that are done, and sums over them that are not registered are wrong. Evaluate with "
     "'for batch in loader:', without job.steps"
 )
 _INFERENCE = (
-    "job.steps(loader) is used under torch.inference_mode(), where a newcomer cannot be given its state: evaluate with "
+    "job.steps(loader) is used under torch.inference_mode(), where a replacement cannot be given its state: evaluate "
+    "with "
     "'for batch in loader:', without job.steps"
 )
 
@@ -86,7 +88,7 @@ _GIVE = (
 
 
 class _Warnings:
-    """Warns, once of each, of loops that a newcomer cannot go on with as the script expects.
+    """Warns, once of each, of loops that a replacement cannot go on with as the script expects.
 
     Args:
         unmarked: what to say of an epoch that makes updates in batches that nothing marks.
@@ -221,10 +223,10 @@ class TrainingLoop:
     # -- what the user calls ------------------------------------------------------------------------------------------
 
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
-        """Numbers from ``start`` up to ``count``; a newcomer begins with its predecessor's.
+        """Numbers from ``start`` up to ``count``; a replacement begins with its predecessor's.
 
-        Code between the start of an epoch and its training loader is run by a newcomer with the random generators and
-        registered values that its predecessor had there, but before it has the model's state: write no files there.
+        Code between the start of an epoch and its training loader is run by a replacement with the random generators
+        and registered values that its predecessor had there, but before it has the model's state: write no files there.
 
         Args:
             count: end of the range.
@@ -325,15 +327,15 @@ class TrainingLoop:
         """Steps of which any worker can compute any rank's share; the only loop for ``on_failure="reroute"``.
 
         With it the workers go on at once when one is lost: its peers compute its share of each global batch, and a
-        newcomer is let in later. Without a loss, with other options and without ``swiftrun`` it is a data-parallel loop
-        as well::
+        replacement is let in later. Without a loss, with other options and without ``swiftrun`` it is a data-parallel
+        loop as well::
 
             job = shared_core.attach(model, optimizer)        # no DistributedDataParallel around the model
             for step in job.shared_steps(loader, epochs=3):
                 losses = step.backward(lambda batch: criterion(model(batch[0]), batch[1]))
                 optimizer.step()
 
-        What the loop registers must be the same at all workers: a newcomer gets a copy of a peer's.
+        What the loop registers must be the same at all workers: a replacement gets a copy of a peer's.
 
         Args:
             loader: a ``DataLoader`` over a map-style data set, with a ``DistributedSampler`` if there are several
@@ -352,14 +354,14 @@ class TrainingLoop:
         return shared_steps(sharing, epochs, self, self.batch_top if self.job is not None else lambda: None)
 
     def wait_for_all(self) -> None:
-        """After :meth:`shared_steps`: wait until newcomers have taken the places of all lost workers. Call it before
+        """After :meth:`shared_steps`: wait until replacements have taken the places of all lost workers. Call it before
         collectives of the script's own, which need all workers.
         """
         if self._sharing is not None:
             self._sharing.wait_for_all(self.total_steps)
 
     def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
-        """Have state of the script follow a newcomer: what the loop counts, averages or remembers.
+        """Have state of the script follow a replacement: what the loop counts, averages or remembers.
 
         Args:
             objects: with ``state_dict`` and ``load_state_dict``, or any object whose attributes are plain data.
@@ -397,7 +399,7 @@ class TrainingLoop:
         Args:
             job: of this worker.
             config: the options.
-            replays: newcomers run the whole script, and so count and draw all that their predecessors did.
+            replays: replacements run the whole script, and so count and draw all that their predecessors did.
         """
         self.job, self._config, self._replays = job, config, replays
         self._loaders = self._anchors.loaders = Loaders(job, config)
@@ -412,7 +414,7 @@ class TrainingLoop:
 
     @property
     def joining(self) -> bool:
-        """Whether this is a newcomer that has not reached its predecessor's place yet."""
+        """Whether this is a replacement that has not reached its predecessor's place yet."""
         return self.job is not None and self.job.joining
 
     @property
@@ -439,7 +441,7 @@ class TrainingLoop:
             raise Unsupported(_SHARED_STEPS_ONLY.format(_SHARED_STEPS[self._name]))
 
     def begin_round(self) -> bool:
-        """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""
+        """A training loader is about to be iterated. False in a replacement whose predecessor had finished with it."""
         assert self.job is not None
         self._round += 1
         self._warnings.begins(self.job)
@@ -487,14 +489,14 @@ class TrainingLoop:
         return self.job.variables.held()
 
     def batch_top(self) -> bool:
-        """A batch begins; True if this newcomer has just joined."""
+        """A batch begins; True if this replacement has just joined."""
         assert self.job is not None
         return self.job.batch_top()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _target(self) -> dict[str, Any] | None:
-        """The predecessor's place, in a newcomer that has not joined."""
+        """The predecessor's place, in a replacement that has not joined."""
         if self.job is None or not self.joining:
             return None
         found: dict[str, Any] | None = self.job.peek(_PLACE)
@@ -505,7 +507,7 @@ class TrainingLoop:
         self._begin_part()
 
     def _begin_part(self) -> None:
-        """What the script does from here to its next batch top a newcomer does again, with the same results."""
+        """What the script does from here to its next batch top a replacement does again, with the same results."""
         if self.job is not None and not sys.is_finalizing():
             self.job.entries.between(self._phase, self.epoch, self._round)
 
@@ -544,7 +546,7 @@ class TrainingLoop:
         return found
 
     def _go_on(self, epochs: Any, given: int, target: Mapping[str, Any] | None) -> None:
-        """``epochs`` gives the next number, in a newcomer that of its predecessor's epoch."""
+        """``epochs`` gives the next number, in a replacement that of its predecessor's epoch."""
         if target is None:
             self._walks.look(epochs)
         else:

@@ -2,7 +2,7 @@
 
 Each logical rank's share of a step is a function of the parameters, the step and the rank: its data come from
 :class:`~shared_core.loaders.shards.Shards`, its random numbers from a seed. So no state of a loader is published, and
-a newcomer that is let in has only to know the number of the step.
+a replacement that is let in has only to know the number of the step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SharedStep:
         return self._sharing.backward(self.number, loss)
 
     def wait_for_all(self) -> None:
-        """Wait until newcomers have taken the places of all lost workers. Call it before collectives of the script's
+        """Wait until replacements have taken the places of all lost workers. Call it before collectives of the script's
         own, which need all workers (an evaluation), and before :meth:`backward`.
 
         Raises:
@@ -138,7 +138,8 @@ class StepSharing:
             return
         if self._next != number:
             raise ConfigError(
-                f"wait_for_all() was called after backward() of step {number}: newcomers are let in between steps, so "
+                f"wait_for_all() was called after backward() of step {number}: replacements are let in between "
+                "steps, so "
                 "call it before"
             )
         self._steps.wait_for_all(number)
@@ -196,8 +197,8 @@ def shared_steps(sharing: StepSharing, epochs: int, position: Any, top: Callable
     Args:
         sharing: computes them.
         epochs: how many.
-        position: its attribute ``total_steps`` is the number of the next step; it is restored in a newcomer.
-        top: marks the batch tops; a newcomer takes its predecessor's place in one.
+        position: its attribute ``total_steps`` is the number of the next step; it is restored in a replacement.
+        top: marks the batch tops; a replacement takes its predecessor's place in one.
     """
     while True:
         sharing.clear()

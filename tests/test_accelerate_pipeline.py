@@ -37,11 +37,11 @@ CASES: dict[str, list[Fault]] = {
     ],
     "first_batch": [Fault(0, 1, "pipe.send_activation", "SIGKILL", nth=2)],
     "a_whole_pipeline": [Fault(0, 4, "pipe.load", "SIGKILL", nth=2), Fault(2, 4, "pipe.load", "SIGKILL", nth=3)],
-    "newcomer": [Fault(3, 5, "pipe.recv_activation", "SIGKILL"), Fault(3, 5, "pipe.step", "SIGKILL", incarnation=1)],
+    "replacement": [Fault(3, 5, "pipe.recv_activation", "SIGKILL"), Fault(3, 5, "pipe.step", "SIGKILL", incarnation=1)],
 }
 
 
-@pytest.mark.parametrize("name", most(CASES, "first_batch", "a_whole_pipeline", "newcomer"))
+@pytest.mark.parametrize("name", most(CASES, "first_batch", "a_whole_pipeline", "replacement"))
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("acc_pipe.py", nproc=4, faults=CASES[name], args=ALL)
 

@@ -297,7 +297,7 @@ def test_a_short_real_run_of_pipeline_recovery(tmp_path: Path) -> None:
     case = pipeline_recovery.Case(2, 1, "replay", ((1,),))
     outcome = pipeline_recovery.run(case, 1, tmp_path, 4, 2)
     (kill,) = outcome.kills
-    assert kill.survivors == 0 and kill.newcomers >= kill.replayed * pipeline_recovery.MICRO_BATCHES > 0
+    assert kill.survivors == 0 and kill.replacements >= kill.replayed * pipeline_recovery.MICRO_BATCHES > 0
     assert kill.joined_s is not None and kill.replay_s is not None and kill.logged > 0
     assert 0 < kill.joined_s + kill.replay_s < kill.regained_s
     named = {row.metric: row for row in pipeline_recovery.rows_of(outcome)}

@@ -54,7 +54,7 @@ def test_killed_at_many_random_moments(jobs: Jobs, tmp_path: Path, seed: int) ->
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
-def test_a_newcomer_makes_checkpoints_of_the_run_that_the_others_went_on_with(
+def test_a_replacement_makes_checkpoints_of_the_run_that_the_others_went_on_with(
     jobs: Jobs, tmp_path: Path, rank: int
 ) -> None:
     """It has not read the checkpoint from which they began."""

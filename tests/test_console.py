@@ -105,8 +105,8 @@ def test_no_wait_is_silent() -> None:
     story.lost(1, "killed by SIGKILL", now[0], 8)
     assert looks_at(103) == []
     [line] = looks_at(104.5)
-    assert line.endswith("rank 1 is lost (pid 8: killed by SIGKILL), and its newcomer is not started yet")
-    story.newcomer(1, 9)
+    assert line.endswith("rank 1 is lost (pid 8: killed by SIGKILL), and its replacement is not started yet")
+    story.replacement(1, 9)
     assert looks_at(150) == []
     [line] = looks_at(165)
     assert line.startswith("waiting for 66 s now: ") and line.endswith(
@@ -125,11 +125,11 @@ def test_losses_that_follow_each_other_are_one_line() -> None:
     said: list[str] = []
     story = Story(said.append, 1010.0, lambda: 1010.0)
     story.lost(1, "killed by SIGKILL", 1001.0, 8)
-    story.newcomer(1, 18)
+    story.replacement(1, 18)
     story.lost(0, "exited with code 3", 1002.0, 7)
-    story.lost(1, "killed by SIGSEGV", 1003.0, 18)  # the newcomer, too
+    story.lost(1, "killed by SIGSEGV", 1003.0, 18)  # the replacement, too
     for rank in (0, 1):
-        story.newcomer(rank, 20 + rank)
+        story.replacement(rank, 20 + rank)
     story.report({"rank": 1, "pid": 18, "time": 1002.9})  # heard late
     story.report({"rank": 1, "pid": 21, "time": 1004.0})
     assert said == []

@@ -28,7 +28,7 @@ def one_loss(generation: int = 1, when: float = 5.0) -> list[Event]:
     return [
         at(when, "lost", 2, g, cause="killed by SIGKILL", detected=START + when - 0.002),
         at(when + 0.001, "generation", generation=g, lost=[2]),
-        at(when + 0.003, "newcomer_start", 2, g),
+        at(when + 0.003, "replacement_start", 2, g),
         at(when + 0.010, "survivor_ready", 0, g, detected=START + when, ready_s=0.011),
         at(when + 0.012, "survivor_ready", 1, g, detected=START + when, ready_s=0.014),
         at(
@@ -41,7 +41,7 @@ def one_loss(generation: int = 1, when: float = 5.0) -> list[Event]:
             resolution="replica",
             bytes_moved=500_000,
         ),
-        at(when + 0.310, "newcomer_ready", 2, g, joined_s=0.1, bytes_moved=2_000_000, served_operations=4, top=17),
+        at(when + 0.310, "replacement_ready", 2, g, joined_s=0.1, bytes_moved=2_000_000, served_operations=4, top=17),
         at(when + 0.310, "recovered", 1, g, stall_s=0.304, recomputed_steps=0, resolution="replica", bytes_moved=0),
         at(when + 0.41, "resumed", 0, g, stall_s=0.42),
         at(when + 0.41, "resumed", 1, g, stall_s=0.43),
@@ -105,8 +105,8 @@ def test_one_recovery() -> None:
     assert one.detected == pytest.approx(START + 4.998)
     assert one.survivor_ready_s == {0: 0.011, 1: 0.014}
     assert one.slowest_survivor_ready_s == 0.014
-    assert one.newcomer_start_s[2] == pytest.approx(0.005)
-    assert one.newcomer_ready_s == {2: pytest.approx(0.312)}
+    assert one.replacement_start_s[2] == pytest.approx(0.005)
+    assert one.replacement_ready_s == {2: pytest.approx(0.312)}
     assert one.user_start_s == {2: pytest.approx(0.207)}
     assert one.stall_s == {0: 0.42, 1: 0.43}
     assert one.longest_stall_s == 0.43
@@ -261,7 +261,7 @@ def test_what_a_worker_says_does_not_control_the_terminal(tmp_path: Path, capsys
     log.emit("lost", rank=1, cause=cause)
     log.emit("generation", generation=1)
     assert swiftctl.main(["events", str(path)]) == 0
-    console(f"rank 1 is lost ({cause}): a newcomer takes its place")
+    console(f"rank 1 is lost ({cause}): a replacement takes its place")
     shown = capsys.readouterr()
     for text in (shown.out, shown.err):
         assert "\\x1b[2J\\x1b]0;title\\x07 \\x9b31m ü\\r" in text

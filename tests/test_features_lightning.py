@@ -16,7 +16,7 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "last_batch_of_an_epoch": ("epochs", [Fault(0, 6, "update.after", "SIGKILL")]),
     "first_batch": ("epochs", [Fault(1, 1, "forward", "SIGKILL")]),
     "startup": ("epochs", [Fault(1, 0, "startup", "SIGKILL")]),
-    "newcomer": ("epochs", [Fault(0, 8, "bucket", "SIGKILL"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
+    "replacement": ("epochs", [Fault(0, 8, "bucket", "SIGKILL"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
     "workers": ("workers", [Fault(1, 3, "bucket", "SIGKILL")]),
     "persistent_workers": ("persistent_workers", [Fault(0, 6, "collective.before", "SIGKILL")]),
     "uneven": ("uneven", [Fault(0, 5, "update.before", "segfault")]),
@@ -129,11 +129,11 @@ def test_feature_with_a_loss(name: str, jobs: Jobs) -> None:
         assert result.reports[rank]["extra"] == reference.reports[rank]["extra"]
 
 
-def test_a_newcomer_leaves_out_the_start_banner(jobs: Jobs) -> None:
+def test_a_replacement_leaves_out_the_start_banner(jobs: Jobs) -> None:
     """And says what comes after it has taken its place."""
     args = ["--feature", "epochs"]
     plain, lost = (jobs.run("lit.py", faults=faults, args=args) for faults in ([], [Fault(0, 5, "bucket", "SIGKILL")]))
-    assert lost.kinds("newcomer_ready"), lost.tail()
+    assert lost.kinds("replacement_ready"), lost.tail()
     for said in ("GPU available", "Initializing distributed", "distributed_backend", "`Trainer.fit` stopped"):
         assert lost.stderr.count(said) == plain.stderr.count(said) > 0, f"{said}\n{lost.tail()}"
 

@@ -1,4 +1,4 @@
-"""``on_failure="reroute"``: the others go on without a lost rank, and let its newcomer in at a batch top."""
+"""``on_failure="reroute"``: the others go on without a lost rank, and let its replacement in at a batch top."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_without_a_loss(jobs: Jobs) -> None:
     assert [event.fields["ranks"] for event in result.kinds("lane")] == [[0, 1, 2, 3]], result.tail()
 
 
-#: Faults, and from which step on the others wait for newcomers (of 12).
+#: Faults, and from which step on the others wait for replacements (of 12).
 CASES: dict[str, tuple[list[Fault], int]] = {
     "in_a_step": ([Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], 7),
     "rank_0": ([Fault(0, 4, "lane.wait", "SIGKILL", nth=3)], 7),
@@ -54,18 +54,18 @@ CASES: dict[str, tuple[list[Fault], int]] = {
         [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(1, 9, "lane.wait", "SIGKILL", nth=3)],
         6,
     ),
-    "the_newcomer_before_it_knocks": (
+    "the_replacement_before_it_knocks": (
         [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(2, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
         6,
     ),
-    "the_newcomer_while_let_in": (
+    "the_replacement_while_let_in": (
         [
             Fault(2, 3, "lane.wait", "SIGKILL", nth=3),
             Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1),
         ],
         6,
     ),
-    "the_newcomer_when_let_in": (
+    "the_replacement_when_let_in": (
         [
             Fault(2, 3, "lane.wait", "SIGKILL", nth=3),
             Fault(2, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1),
@@ -92,7 +92,7 @@ CASES: dict[str, tuple[list[Fault], int]] = {
         [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(1, ANY_STEP, "lane.agreed", "SIGKILL")],
         6,
     ),
-    "the_newcomer_when_agreed": (
+    "the_replacement_when_agreed": (
         [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(2, ANY_STEP, "lane.agreed", "SIGKILL", incarnation=1)],
         6,
     ),
@@ -113,7 +113,7 @@ def test_a_loss(name: str, jobs: Jobs) -> None:
 
 
 def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
-    """The others make steps, and write no checkpoint; the newcomer is a copy of a replica."""
+    """The others make steps, and write no checkpoint; the replacement is a copy of a replica."""
     env = options(tmp_path, every=2, checkpoint_background=False)
     result = run(jobs, [Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], "--let-in-at", "7", **env)
     compare(result, jobs.reference("lane.py", nproc=4))
@@ -127,25 +127,25 @@ def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     assert extra[2]["plan"] == {"who": 0} and extra[3]["plan"] == {"who": 3}
 
 
-#: Two are lost in step 4, and the newcomer of rank 3 waits until another one is in. What is lost meanwhile.
+#: Two are lost in step 4, and the replacement of rank 3 waits until another one is in. What is lost meanwhile.
 TURNS: dict[str, list[Fault]] = {
     "nobody": [],
-    "the_newcomer_while_let_in": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
-    "the_newcomer_when_agreed": [Fault(1, ANY_STEP, "lane.agreed", "SIGKILL", incarnation=1)],
-    "the_newcomer_when_let_in": [Fault(1, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "the_replacement_while_let_in": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
+    "the_replacement_when_agreed": [Fault(1, ANY_STEP, "lane.agreed", "SIGKILL", incarnation=1)],
+    "the_replacement_when_let_in": [Fault(1, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
     "a_survivor_before_letting_in": [Fault(2, ANY_STEP, "lane.let_in", "SIGKILL")],
     "the_one_that_decides": [Fault(0, ANY_STEP, "lane.let_in", "SIGKILL")],
     "the_donor_while_letting_in": [Fault(0, ANY_STEP, "recovery.connected", "SIGKILL")],
     "a_survivor_when_agreed": [Fault(2, ANY_STEP, "lane.agreed", "SIGKILL")],
     "a_survivor_that_has_let_in": [Fault(2, ANY_STEP, "recovery.installed", "SIGKILL")],
     "the_one_that_waits": [Fault(3, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
-    "the_newcomer_later": [Fault(1, 9, "lane.wait", "SIGKILL", nth=3, incarnation=1)],
+    "the_replacement_later": [Fault(1, 9, "lane.wait", "SIGKILL", nth=3, incarnation=1)],
 }
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TURNS)
-def test_newcomers_are_let_in_one_by_one(name: str, jobs: Jobs) -> None:
+def test_replacements_are_let_in_one_by_one(name: str, jobs: Jobs) -> None:
     """The others train on with the first while the second is still starting."""
     lost = [Fault(rank, 4, "lane.wait", "SIGKILL", nth=3) for rank in (1, 3)]
     args = ["--let-in-at", "7", "--last-at", "10", "--wait-for", "one", "--hold", "3"]
@@ -162,18 +162,18 @@ def test_newcomers_are_let_in_one_by_one(name: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_the_newcomer_may_be_started_later(jobs: Jobs) -> None:
+def test_the_replacement_may_be_started_later(jobs: Jobs) -> None:
     """The others wait longer for it than they wait for a connection."""
     fault = Fault(2, 4, "lane.wait", "SIGKILL", nth=3)
     result = run(jobs, [fault], "--let-in-at", "7", SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S="7")
     compare(result, jobs.reference("lane.py", nproc=4))
-    (lost,), (started,) = result.kinds("lost"), result.kinds("newcomer_start")
+    (lost,), (started,) = result.kinds("lost"), result.kinds("replacement_start")
     assert started.time - lost.fields["detected"] >= 7, result.tail()
 
 
 @pytest.mark.nightly
 def test_replicas_are_compared_after_the_let_in(jobs: Jobs) -> None:
-    """The damaged newcomer is in the minority, and is replaced by another."""
+    """The damaged replacement is in the minority, and is replaced by another."""
     result = run(jobs, [Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], "--let-in-at", "6", "--steps", "20", "--damage")
     assert [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("lost")] == [
         (2, False),

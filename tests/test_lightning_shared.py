@@ -44,7 +44,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "two_in_turn": ([], [Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(1, 4, "lane.wait", "SIGKILL")]),
     "all_in_turn": (["--epochs", "3"], [Fault(r, 3 + 8 * r, "reroute.backward", "SIGKILL") for r in range(3)]),
     "frozen": ([], [Fault(1, 3, "reroute.reduce", "SIGSTOP")]),
-    "newcomer": (
+    "replacement": (
         [],
         [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
     ),
@@ -74,7 +74,7 @@ def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["startup", "lane.connect"])
-def test_a_loss_before_the_first_step_is_answered_by_a_newcomer(point: str, jobs: Jobs) -> None:
+def test_a_loss_before_the_first_step_is_answered_by_a_replacement(point: str, jobs: Jobs) -> None:
     """Nobody has anything to go on with yet."""
     reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")
     result = jobs.run(SCRIPT, nproc=3, env=ORDERED, faults=[Fault(0, ANY_STEP, point, "SIGKILL")])
@@ -122,8 +122,8 @@ def test_a_loss_in_the_validation_goes_back_to_the_checkpoint(jobs: Jobs, tmp_pa
     assert result.kinds("restart"), result.tail()
 
 
-def test_others_train_on_until_the_newcomer_is_there(jobs: Jobs) -> None:
-    """The next step is committed before the newcomer is started, and it is let in between two others."""
+def test_others_train_on_until_the_replacement_is_there(jobs: Jobs) -> None:
+    """The next step is committed before the replacement is started, and it is let in between two others."""
     args, faults = ["--epochs", "1", "--size", "600"], [Fault(1, 3, "reroute.forward", "SIGKILL")]
     result = jobs.run(SCRIPT, nproc=3, args=args, env=ORDERED, faults=faults)
     assert result.status == 0, result.tail()

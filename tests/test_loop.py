@@ -27,7 +27,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "evaluation": ([], [Fault(1, 14, "collective.before", "SIGKILL")]),
     "startup": ([], [Fault(1, 0, "startup", "SIGKILL")]),
     "others_have_made_the_update": ([], [Fault(1, 10, "update.before", "SIGKILL")]),
-    "newcomer": ([], [Fault(0, 9, "bucket", "os._exit"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
+    "replacement": ([], [Fault(0, 9, "bucket", "os._exit"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
     "accumulate": (["--accumulate", "4"], [Fault(1, 6, "forward", "SIGKILL"), Fault(0, 15, "bucket", "SIGKILL")]),
     "workers": (["--workers", "1"], [Fault(1, 10, "bucket", "SIGKILL")]),
     "left_early": (["--break-at", "4"], [Fault(0, 6, "update.after", "SIGKILL")]),
@@ -95,7 +95,7 @@ def test_batches_that_nothing_marks_are_computed_again_and_the_user_is_told_once
     assert result.stderr.count(UNMARKED) == 1, result.tail()
     [warning] = [each for each in result.kinds("warning") if each.fields["message"] == UNMARKED]
     assert warning.rank == 0
-    [ready] = result.kinds("newcomer_ready")
+    [ready] = result.kinds("replacement_ready")
     assert ready.fields["top"] == 0
     [back] = re.findall(r"rank 1 is back after ([\d.]+) s", result.stderr)
     stalls = [each.fields["stall_s"] for each in result.kinds("resumed") if each.rank == 0]
@@ -119,7 +119,7 @@ def test_an_evaluation_in_steps_is_noticed(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("mode", ["w", pytest.param("a", marks=pytest.mark.nightly)])
-def test_a_newcomer_that_cuts_off_a_log_says_so(mode: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_replacement_that_cuts_off_a_log_says_so(mode: str, jobs: Jobs, tmp_path: Path) -> None:
     """Not of a file that all workers write before the loop, with the same content."""
     env = {"TMPDIR": str(tmp_path)}
     result = jobs.check("loop.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--log", mode], env=env)

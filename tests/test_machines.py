@@ -94,7 +94,7 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
 
 
 @pytest.mark.nightly
-def test_a_newcomer_on_another_machine_that_cuts_off_a_log_says_so(site: Site, tmp_path: Path) -> None:
+def test_a_replacement_on_another_machine_that_cuts_off_a_log_says_so(site: Site, tmp_path: Path) -> None:
     """The machines share the folder of the log, and that of the events, which say since when the job has trained."""
     env = {"TMPDIR": str(tmp_path)}
     cluster = site.start(site.machines, ["--epochs", "250", "--log", "w"], "loop.py", env=env)
@@ -109,8 +109,8 @@ def test_a_newcomer_on_another_machine_that_cuts_off_a_log_says_so(site: Site, t
     result, _ = cluster.finish(timeout_s=80.0)
     assert result.status == 0, result.tail()
     said = re.findall(r"^\[swift\] rank (\d): the script opens .* and cuts it off", result.stderr, re.M)
-    newcomers = [event.rank for event in result.kinds("newcomer_start") if event.fields["how"] != "prepared"]
-    assert sorted(map(int, said)) == sorted(newcomers) and {2, 3} <= set(newcomers), result.tail()
+    replacements = [event.rank for event in result.kinds("replacement_start") if event.fields["how"] != "prepared"]
+    assert sorted(map(int, said)) == sorted(replacements) and {2, 3} <= set(replacements), result.tail()
 
 
 def test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site: Site, tmp_path: Path) -> None:

@@ -27,11 +27,11 @@ FAULTS: dict[str, list[Fault]] = {
         Fault(1, 4, "bucket", "SIGKILL", nth=4),
         Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL"),
     ],
-    "the_newcomer_is_torn": [
+    "the_replacement_is_torn": [
         Fault(1, 4, "bucket", "SIGKILL", nth=3),
         Fault(1, 4, "bucket", "SIGKILL", nth=4, incarnation=1),
     ],
-    "the_newcomer_amid_its_update": [
+    "the_replacement_amid_its_update": [
         Fault(1, 4, "bucket", "SIGKILL", nth=4),
         Fault(1, 4, "update.during", "SIGKILL", nth=25, incarnation=1),
     ],
@@ -87,7 +87,10 @@ LIGHTNING = {
     "torn": [Fault(1, 6, "bucket", "SIGKILL", nth=3)],
     "rank_0": [Fault(0, 9, "update.during", "SIGKILL", nth=12)],
     "two": [Fault(0, 6, "bucket", "SIGKILL", nth=2), Fault(1, 11, "bucket", "SIGKILL", nth=3)],
-    "the_newcomer": [Fault(0, 6, "bucket", "SIGKILL", nth=2), Fault(0, 6, "bucket", "SIGKILL", nth=3, incarnation=1)],
+    "the_replacement": [
+        Fault(0, 6, "bucket", "SIGKILL", nth=2),
+        Fault(0, 6, "bucket", "SIGKILL", nth=3, incarnation=1),
+    ],
 }
 
 

@@ -22,7 +22,7 @@ CASES: dict[str, list[Fault]] = {
     "exception": [Fault(2, 3, "batch_top", "exception")],
     "two_at_once": [Fault(0, 4, "bucket", "SIGKILL"), Fault(3, 4, "bucket", "SIGKILL")],
     "all_but_one": [Fault(rank, 4, "collective.before", "SIGKILL") for rank in (0, 1, 2)],
-    "the_newcomer": [Fault(1, 4, "bucket", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
+    "the_replacement": [Fault(1, 4, "bucket", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
     "a_survivor_in_the_recovery": [
         Fault(1, 4, "bucket", "SIGKILL"),
         Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL"),
@@ -32,14 +32,14 @@ CASES: dict[str, list[Fault]] = {
 }
 
 
-#: Buckets are reduced in place, and are what a newcomer is given until the next backward overwrites them. Without
+#: Buckets are reduced in place, and are what a replacement is given until the next backward overwrites them. Without
 #: BatchNorm nothing in a forward waits for other ranks, so that survivors get as far as to overwrite them.
 IN_PLACE: dict[str, list[Fault]] = {
     "others_are_a_top_ahead": [Fault(1, 5, "batch_top", "SIGKILL")],
     "it_stops_and_others_are_a_top_ahead": [Fault(2, 5, "batch_top", "SIGSTOP")],
     "reductions_are_cut_off": [Fault(3, 4, "bucket", "SIGKILL", nth=2), Fault(0, 6, "bucket", "SIGKILL")],
     "of_three": [Fault(1, 4, "bucket", "SIGKILL", nth=2), Fault(0, 5, "batch_top", "SIGKILL")],
-    "the_newcomer_in_the_same_batch": [
+    "the_replacement_in_the_same_batch": [
         Fault(1, 5, "batch_top", "SIGKILL"),
         Fault(1, 5, "collective.after", "SIGKILL", nth=2, incarnation=1),
     ],
@@ -83,7 +83,7 @@ def test_the_reference_is_what_torchrun_gives(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", most(IN_PLACE, "of_three", "it_stops_and_others_are_a_top_ahead", "the_newcomer_in_the_same_batch")
+    "name", most(IN_PLACE, "of_three", "it_stops_and_others_are_a_top_ahead", "the_replacement_in_the_same_batch")
 )
 def test_buckets_that_are_the_log(name: str, jobs: Jobs) -> None:
     result = jobs.check("plain_ddp.py", nproc=4, faults=IN_PLACE[name])

@@ -35,7 +35,7 @@ def run(
     nproc: int = 2,
     args: Sequence[str] = PLAIN,
 ) -> list[tuple[int, str]]:
-    """Rank of each newcomer, and where its process came from; the result is that of the run without a loss.
+    """Rank of each replacement, and where its process came from; the result is that of the run without a loss.
 
     Args:
         awaited: by number of a forward pass: prepared standbys that workers wait for there, and how many were lost
@@ -56,17 +56,17 @@ def run(
     said = [line for line in result.stderr.splitlines() if "the prepared standby of rank" in line]
     assert len(said) == len(lost_spares), result.tail()
     _check_output(result)
-    return [(event.rank, event.fields["how"]) for event in result.kinds("newcomer_start")]
+    return [(event.rank, event.fields["how"]) for event in result.kinds("replacement_start")]
 
 
 def _check_output(result: JobResult) -> None:
-    """What a standby writes is shown once it is a newcomer."""
-    newcomers = result.kinds("newcomer_start")
+    """What a standby writes is shown once it is a replacement."""
+    replacements = result.kinds("replacement_start")
     # Two workers share a pipe: their lines may be joined.
     shown = re.findall(r"rank \d is ready", result.stdout)
     if shown:
         first = len(result.reports)
-        assert len(shown) == first + len(newcomers), result.tail()
+        assert len(shown) == first + len(replacements), result.tail()
 
 
 def test_one_rank_is_lost_twice(jobs: Jobs) -> None:
@@ -90,8 +90,8 @@ def test_a_standby_is_lost_while_it_prepares(jobs: Jobs) -> None:
 @pytest.mark.nightly
 def test_two_ranks_are_lost_and_one_has_a_standby(jobs: Jobs) -> None:
     faults = [Fault(3, 5, "bucket", "SIGKILL"), Fault(2, 5, "bucket", "SIGKILL")]
-    newcomers = run(jobs, "plain_ddp.py", faults, AT_4, nproc=4)
-    assert sorted(newcomers) == [(2, "standby"), (3, "prepared")]
+    replacements = run(jobs, "plain_ddp.py", faults, AT_4, nproc=4)
+    assert sorted(replacements) == [(2, "standby"), (3, "prepared")]
 
 
 @pytest.mark.nightly
@@ -127,18 +127,18 @@ def test_frameworks(name: str, jobs: Jobs) -> None:
 def test_a_standby_of_a_finished_call_does_not_serve_in_the_next(jobs: Jobs) -> None:
     """The first fit has 12 batches. Its standby is given up when it ends, and others are prepared."""
     faults = [Fault(1, 20, "bucket", "SIGKILL")]
-    newcomers = run(jobs, "lit.py", faults, {5: (1, 0), 26: (2, 0)}, args=["--feature", "fit_test_fit"])
-    assert [rank for rank, _ in newcomers] == [1]
+    replacements = run(jobs, "lit.py", faults, {5: (1, 0), 26: (2, 0)}, args=["--feature", "fit_test_fit"])
+    assert [rank for rank, _ in replacements] == [1]
 
 
 @pytest.mark.nightly
 def test_a_stage_without_a_replica_has_no_standby(jobs: Jobs) -> None:
-    """Its newcomer runs on from a checkpoint, or from the beginning."""
+    """Its replacement runs on from a checkpoint, or from the beginning."""
     env = {"SWIFT_RECOVERY_STANDBY_PREPARED": "1"}
     fault = Fault(1, 4, "pipe.backward", "SIGKILL")
     result = jobs.run("pipe.py", faults=[fault], env=env)
     compare(result, jobs.reference("pipe.py"))
-    assert [event.fields["how"] for event in result.kinds("newcomer_start")] == ["standby"], result.tail()
+    assert [event.fields["how"] for event in result.kinds("replacement_start")] == ["standby"], result.tail()
     assert not result.kinds("prepared")
 
 

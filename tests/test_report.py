@@ -54,9 +54,9 @@ def one_loss(when: float, generation: int = 1, cause: str = "killed by SIGKILL",
         at(when + 0.01, "lost", 2, g, cause=cause, detected=detected, tops=tops),
         at(when + 0.01, "generation", generation=g, lost=[2]),
         *(at(when + 0.02, "survivor_ready", rank, g, detected=detected, ready_s=0.02) for rank in survivors),
-        at(when + 0.03, "newcomer_start", 2, g, how="standby"),
+        at(when + 0.03, "replacement_start", 2, g, how="standby"),
         *(at(when + 0.4, "recovered", rank, g, stall_s=0.4, exchange_s=0.1, bytes_moved=9) for rank in survivors),
-        at(when + 0.41, "newcomer_ready", 2, g, joined_s=0.21, top=tops),
+        at(when + 0.41, "replacement_ready", 2, g, joined_s=0.21, top=tops),
         *(at(when + 0.5, "resumed", rank, g, stall_s=0.5) for rank in survivors),
     ]
 
@@ -127,9 +127,9 @@ def test_a_job_that_goes_on_without_the_lost_worker() -> None:
         at(5.05, "resumed", 0, 0, stall_s=0.05),
         at(5.06, "lost", 1, 1, cause="killed by SIGKILL", detected=START + 5, tops=3),
         at(5.06, "generation", generation=1, lost=[1], absent=[1]),
-        at(5.1, "newcomer_start", 1, 1),
+        at(5.1, "replacement_start", 1, 1),
         at(6.0, "let_in", 1, 1, top=9, stall_s=0.2),
-        at(6.01, "newcomer_ready", 1, 1, top=9),
+        at(6.01, "replacement_ready", 1, 1, top=9),
         at(8, "end", result="succeeded"),
     ]
     found = history_of(events)
@@ -210,7 +210,7 @@ def test_what_was_saved() -> None:
 
 
 def test_an_outage_of_two_losses_is_one() -> None:
-    first = [event for event in one_loss(10) if event.kind not in ("recovered", "resumed", "newcomer_ready")]
+    first = [event for event in one_loss(10) if event.kind not in ("recovered", "resumed", "replacement_ready")]
     second = [
         at(10.3, "lost", 1, 2, cause="killed by SIGSEGV", detected=START + 10.3, tops=4),
         at(10.3, "generation", generation=2, lost=[1]),
@@ -380,7 +380,7 @@ def test_curves(tmp_path: Path) -> None:
 
 
 def test_a_trace_keeps_recoveries_that_overlap_apart() -> None:
-    """One newcomer is let in long after another loss was answered."""
+    """One replacement is let in long after another loss was answered."""
     found = history_of([start(), *one_loss(10), at(20, "end")])
     (one,) = found.answers
     other = replace(one, at=one.at + 0.2)

@@ -163,14 +163,14 @@ def test_accelerate_four_three_two_four(jobs: Jobs) -> None:
 
 
 def test_nobody_takes_the_place_in_time(jobs: Jobs) -> None:
-    """The newcomer hangs on its way to the training loop."""
+    """The replacement hangs on its way to the training loop."""
     env = {"SWIFT_RECOVERY_RESIZE_REPLACE_TIMEOUT_S": "0.3"}
-    result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--newcomers-hang", options=[], **env)
+    result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--replacements-hang", options=[], **env)
     check_exact(result, 2)
     assert "nobody has taken the place of rank 1 within 0.3 s" in result.stderr
 
 
-def test_a_newcomer_in_time_takes_the_place(jobs: Jobs) -> None:
+def test_a_replacement_in_time_takes_the_place(jobs: Jobs) -> None:
     env = {"SWIFT_RECOVERY_RESIZE_REPLACE_TIMEOUT_S": "40"}
     result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], options=[], **env)
     check_exact(result, 3)
@@ -194,7 +194,7 @@ def test_a_restart_in_a_pass_that_was_dealt_out(jobs: Jobs, tmp_path: Path) -> N
 
 @pytest.mark.nightly
 def test_a_loss_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
-    """The newcomer goes on in the middle of the pass, where the checkpoint was."""
+    """The replacement goes on in the middle of the pass, where the checkpoint was."""
     at_8, at_9 = (
         Fault(1, 8, "bucket", "SIGKILL"),
         [Fault(rank, 9, "bucket", "SIGKILL", incarnation=rank) for rank in (0, 1)],
@@ -216,7 +216,7 @@ def test_a_stream_is_refused_unless_it_may_be_dropped(jobs: Jobs) -> None:
 def test_a_worker_lost_after_others_have_finished_is_replaced(jobs: Jobs) -> None:
     """What the others did at their end must not be done twice."""
     result = run(jobs, [], "--last", "1")
-    assert not result.kinds("resize") and result.kinds("newcomer_start"), result.tail()
+    assert not result.kinds("resize") and result.kinds("replacement_start"), result.tail()
     check_exact(result, 3)
 
 
@@ -225,7 +225,7 @@ def test_between_two_calls_of_the_trainer_a_lost_worker_is_replaced(jobs: Jobs) 
     result = run(jobs, [], "--devices", "3", "--lost-after", "1", script="lit_resize.py")
     check_exact(result, 3)
     assert "the number of workers cannot change now" in result.stderr, result.tail()
-    assert not result.kinds("resize") and result.kinds("newcomer_start"), result.tail()
+    assert not result.kinds("resize") and result.kinds("replacement_start"), result.tail()
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_publications_that_do_not_fit_into_memory_lie_on_disk(
         board.publish_top(top(number), each)
         board.records.add(RecordKey(0, "b", "", number), [torch.full((3_000,), float(number))])
         board.drop_before(number - 1)
-    after = Board(memory, disk=Overflow(disk))  # a newcomer's
+    after = Board(memory, disk=Overflow(disk))  # a replacement's
     assert [each.index for each in after.tops()] == [6, 7]
     assert all(torch.equal(after.read_top(number)["state"], parts[number]["state"]) for number in (6, 7))
     assert [key[1:4] for key, _ in after.records.read()] == [("a", "", 0), *(("b", "", number) for number in range(8))]

@@ -21,7 +21,7 @@ def check(jobs: Jobs, script: str, faults: list[Fault], args: list[str], nproc: 
     reference = jobs.reference(script, nproc=nproc, args=args, env=ORDERED, launcher="swiftrun")
     result = jobs.run(script, nproc=nproc, args=args, env=ORDERED, faults=faults)
     assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
-    away = {fault.rank for fault in faults} - result.reports.keys()  # the others may end before a newcomer comes
+    away = {fault.rank for fault in faults} - result.reports.keys()  # the others may end before a replacement comes
     kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
     compare(result, replace(reference, reports=kept))
     assert result.kinds("rerouted") and not result.kinds("restart"), result.tail()
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "let_in": (["--evaluate"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "rank_0_let_in": (["--evaluate"], [Fault(0, 3, "lane.wait", "SIGKILL")]),
     "all_in_turn": (["--evaluate"], [Fault(r, 3 + 6 * r, "reroute.backward", "SIGKILL") for r in range(3)]),
-    "newcomer": (
+    "replacement": (
         ["--evaluate"],
         [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
     ),
@@ -72,11 +72,11 @@ COPIES: dict[str, tuple[list[Fault], str]] = {
     "rank_0": ([Fault(0, 3, "reroute.forward", "SIGKILL")], "10:1"),
     "two": ([Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(1, 3, "reroute.forward", "SIGKILL")], "10:2"),
     "the_donor": ([Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "copy.give", "SIGKILL")], "10:2"),
-    "the_newcomer": (
+    "the_replacement": (
         [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "copy.take", "SIGKILL", incarnation=1)],
         "10:2",
     ),
-    "the_newcomer_frozen": (
+    "the_replacement_frozen": (
         [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "copy.take", "SIGSTOP", incarnation=1)],
         "10:2",
     ),
@@ -92,7 +92,7 @@ COPIES: dict[str, tuple[list[Fault], str]] = {
 
 
 @pytest.mark.parametrize("name", most(COPIES, *COPIES.keys() - {"copied", "the_donor"}))
-def test_newcomers_copy_the_state_while_the_others_train(name: str, jobs: Jobs) -> None:
+def test_replacements_copy_the_state_while_the_others_train(name: str, jobs: Jobs) -> None:
     faults, copies = COPIES[name]
     result = check(jobs, "shared_steps.py", faults, ["--epochs", "45", "--copies", copies])
     assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
@@ -100,18 +100,18 @@ def test_newcomers_copy_the_state_while_the_others_train(name: str, jobs: Jobs) 
     assert {*copied} == {fault.rank for fault in faults}, result.tail()
 
 
-#: The newcomer of rank 2 waits until another one is in; who is lost besides.
+#: The replacement of rank 2 waits until another one is in; who is lost besides.
 HELD: dict[str, list[Fault]] = {
     "nobody": [],
-    "the_newcomer_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
-    "the_newcomer_before_its_last_updates": [Fault(0, ANY_STEP, "lane.connect", "SIGKILL", incarnation=1)],
+    "the_replacement_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "the_replacement_before_its_last_updates": [Fault(0, ANY_STEP, "lane.connect", "SIGKILL", incarnation=1)],
     "the_donor": [Fault(1, ANY_STEP, "lane.agreed", "SIGKILL")],
     "a_survivor": [Fault(3, ANY_STEP, "recovery.exchanged", "SIGKILL")],
 }
 
 
 @pytest.mark.parametrize("name", most(HELD, *HELD.keys() - {"nobody"}))
-def test_a_newcomer_does_not_wait_for_another(name: str, jobs: Jobs) -> None:
+def test_a_replacement_does_not_wait_for_another(name: str, jobs: Jobs) -> None:
     """The others copy their state to the first, let it in, and train on while the second is still starting."""
     lost = [Fault(rank, 3, "reroute.forward", "SIGKILL") for rank in (0, 2)]
     args = ["--epochs", "45", "--copies", "10:2:1", "--hold", "2"]
@@ -180,7 +180,7 @@ def test_a_loss_in_the_scripts_own_collective_goes_back_to_the_checkpoint(jobs: 
 
 
 @pytest.mark.nightly
-def test_a_newcomer_with_faulty_memory_is_replaced(jobs: Jobs) -> None:
+def test_a_replacement_with_faulty_memory_is_replaced(jobs: Jobs) -> None:
     faults = [Fault(1, 3, "reroute.forward", "SIGKILL")]
     args = ["--evaluate", "--damage", "--epochs", "6"]
     result = jobs.run("shared_steps.py", nproc=3, env=ORDERED, args=args, faults=faults)

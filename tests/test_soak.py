@@ -47,7 +47,7 @@ def test_many_random_faults(how: str) -> None:
 
 def test_losses_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
     """What is lost: both ends of a pipeline, two workers of a stage, a machine; when: in a step, in a copy, while
-    newcomers are let in, while workers move.
+    replacements are let in, while workers move.
     """
     kinds = Counter[str]()
     for model, world in draws.REROUTED.items():

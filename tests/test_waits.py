@@ -11,7 +11,7 @@ from shared_core.faults import Fault
 from shared_core.testing.runner import ROOT, JobResult
 
 LOSS = [Fault(1, 3, "collective.after", "SIGKILL")]
-#: What the newcomer does instead of the collective its peers are in, and where the others are told that it is.
+#: What the replacement does instead of the collective its peers are in, and where the others are told that it is.
 ELSEWHERE = {
     "group": r"rank 1 waits for rank 0 in barrier\(\) \(#0 of group '.+' of ranks 0, 1\)",
     "message": r"rank 1 waits for rank 0 in recv \(message 0 from rank 0 in the default group\)",
@@ -29,7 +29,7 @@ def _said(result: JobResult, words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", most(ELSEWHERE, "message", "ends"))
-def test_a_newcomer_in_another_collective_ends_the_job(how: str, jobs: Jobs) -> None:
+def test_a_replacement_in_another_collective_ends_the_job(how: str, jobs: Jobs) -> None:
     """Its peers have a time-out of half an hour, which would be as good as a hang."""
     result = _run(jobs, how, wait_s=4)
     assert result.status == 1, result.tail()
@@ -51,19 +51,21 @@ def test_a_newcomer_in_another_collective_ends_the_job(how: str, jobs: Jobs) -> 
 
 
 def test_who_is_late_is_named_once(jobs: Jobs) -> None:
-    """Rank 0 computes until the others have said that they wait for it, and rank 1's newcomer likewise."""
+    """Rank 0 computes until the others have said that they wait for it, and rank 1's replacement likewise."""
     result = _run(jobs, "slow", wait_s=6)
     assert result.status == 0, result.tail()
     late = (
         r"rank [12] waits for rank 0 in all_reduce\(float32\[4, 3\]\) \(#1 of the default group\): rank 0 is not in a"
     )
     assert len(_said(result, late)) == 1, result.tail()
-    start = r"rank 0 waits for rank 1 to create the process group \(rank 1 was lost, its newcomer runs the script up to"
+    start = (
+        r"rank 0 waits for rank 1 to create the process group \(rank 1 was lost, its replacement runs the script up to"
+    )
     assert len(_said(result, start)) == 1, result.tail()
     assert len([line for line in result.stderr.splitlines() if " waits for " in line and "rank 2" in line[:20]]) <= 1
 
 
-def test_a_newcomer_that_hangs_in_its_start_up_ends_the_job(jobs: Jobs) -> None:
+def test_a_replacement_that_hangs_in_its_start_up_ends_the_job(jobs: Jobs) -> None:
     result = _run(jobs, "hangs", wait_s=2)
     assert result.status == 1, result.tail()
     why = r"rank [02] waited 2 s \(detection.wait_timeout_s\) for rank 1 to create the process group \(rank 1 was lost"
@@ -81,7 +83,7 @@ def test_torchs_time_out_holds_and_says_who_was_late(jobs: Jobs) -> None:
     )
     assert re.search(why, result.stderr), result.tail()
     assert "waits for rank 0 in all_reduce" in result.stderr, result.tail()
-    assert "waited in vain, and so would a newcomer" in result.stderr, result.tail()
+    assert "waited in vain, and so would a replacement" in result.stderr, result.tail()
 
 
 @pytest.mark.nightly

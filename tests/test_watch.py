@@ -100,9 +100,9 @@ def test_a_loss_is_seen_everywhere(jobs: Jobs, capsys: pytest.CaptureFixture[str
             lambda: f"the loss is not seen: {status(job, capsys)}",
         )
         (loss,) = after["losses"]
-        newcomer = after["workers"][1]["pid"]
-        assert (loss["rank"], loss["pid"], loss["newcomer"], loss["kind"]) == (1, lost, newcomer, "SIGKILL")
-        assert newcomer != lost and Path(f"/proc/{newcomer}").exists() and loss["stall_s"] > 0
+        replacement = after["workers"][1]["pid"]
+        assert (loss["rank"], loss["pid"], loss["replacement"], loss["kind"]) == (1, lost, replacement, "SIGKILL")
+        assert replacement != lost and Path(f"/proc/{replacement}").exists() and loss["stall_s"] > 0
         assert (after["state"], after["present"], after["generation"]) == ("running", 2, 1)
         assert {span["what"] for span in after["spans"]} == {"lost", "joining", "stalled", "checkpoint"}
         samples = until(  # the agent reads the events by itself
@@ -116,7 +116,7 @@ def test_a_loss_is_seen_everywhere(jobs: Jobs, capsys: pytest.CaptureFixture[str
 
         assert swiftctl.main(["status", after["run"][:6]]) == 0
         text = capsys.readouterr().out
-        assert f"{lost}" in text and f"{newcomer}" in text and "killed by SIGKILL" in text and "\x1b" not in text
+        assert f"{lost}" in text and f"{replacement}" in text and "killed by SIGKILL" in text and "\x1b" not in text
         (job.out / "enough").touch()
         finished(job)
     assert swiftctl.main(["status", str(job.out / "events.jsonl")]) == 0
@@ -224,8 +224,10 @@ def test_the_page_in_a_browser(jobs: Jobs, capsys: pytest.CaptureFixture[str], t
             browser.execute_script("window.opened = 'once'")
             lost = kill(job, capsys)
             until(lambda: str(lost) in text("losses"), lambda: text("losses"))
-            newcomer = until(lambda: status(job, capsys)["losses"][0]["newcomer"], lambda: "there is no newcomer")
-            until(lambda: str(newcomer) in text("workers"), lambda: text("workers"))
+            replacement = until(
+                lambda: status(job, capsys)["losses"][0]["replacement"], lambda: "there is no replacement"
+            )
+            until(lambda: str(replacement) in text("workers"), lambda: text("workers"))
             count = "return document.querySelectorAll('#timeline rect.' + arguments[0]).length"
             until(lambda: browser.execute_script(count, "stalled") == 1, lambda: "no stall is drawn")
             assert browser.execute_script(count, "lost") == browser.execute_script(count, "joining") == 1

@@ -31,10 +31,10 @@ LOSS = [
     at(3.0, "checkpoint", 0, top=40, version=40, seconds=0.2, bytes=1000),
     at(5.0, "lost", 1, cause="killed by SIGKILL", detected=BEGUN + 5.0, pid=101),
     at(5.0, "generation", generation=1, lost=[1]),
-    at(5.1, "newcomer_start", 1, 1, pid=201, agent=10, host="node1"),
+    at(5.1, "replacement_start", 1, 1, pid=201, agent=10, host="node1"),
     at(5.4, "recovered", 0, 1, stall_s=0.4),
     at(5.4, "recovered", 2, 1, stall_s=0.4),
-    at(5.5, "newcomer_ready", 1, 1),
+    at(5.5, "replacement_ready", 1, 1),
     at(5.6, "resumed", 0, 1, stall_s=0.6),
     at(5.6, "resumed", 2, 1, stall_s=0.5),
 ]
@@ -77,7 +77,7 @@ def test_all_of_a_view() -> None:
     assert (view.stall_s, view.losses_by_kind, view.recoveries) == (0.6, {"SIGKILL": 1}, {"replace": 1})
     assert view.checkpoint is not None and (view.checkpoint.step, view.checkpoint.age_s) == (40, 6.0)
     (loss,) = view.losses
-    assert (loss.rank, loss.pid, loss.newcomer, loss.back_s, loss.stall_s) == (1, 101, 201, 0.5, 0.6)
+    assert (loss.rank, loss.pid, loss.replacement, loss.back_s, loss.stall_s) == (1, 101, 201, 0.5, 0.6)
     assert [(one.rank, one.what, one.begin - BEGUN, (one.end or 0) - BEGUN) for one in view.spans] == [
         (-1, "checkpoint", 3.0, 3.0),
         (0, "stalled", 5.0, pytest.approx(5.6)),

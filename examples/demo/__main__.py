@@ -173,7 +173,7 @@ def describe(event: Event) -> str | None:
     """One line for the events that the demo tells while it runs."""
     if event.kind == "lost":
         return f"rank {event.rank} is lost: {event.fields.get('cause', 'unknown cause')}"[:100]
-    if event.kind == "newcomer_ready":
+    if event.kind == "replacement_ready":
         return f"rank {event.rank} has a new worker, which goes on at batch top {event.fields.get('top')}"
     return None
 

@@ -44,7 +44,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         prog="swiftrun",
         allow_abbrev=False,  # options of the script may begin like one of ours
         description="Starts a distributed training job with torchrun's flags. A worker that is lost is replaced by a "
-        "newcomer, which takes its place bit for bit; the other workers go on.",
+        "replacement, which takes its place bit for bit; the other workers go on.",
         parents=[_torchrun_parser()],
         add_help=False,  # torchrun's has it
     )
@@ -72,7 +72,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     flag(
         "standbys",
         "Standby processes that have imported what the job imports and from which workers are forked. "
-        "0: every worker is a fresh interpreter, and a newcomer waits for its imports. Default: 1.",
+        "0: every worker is a fresh interpreter, and a replacement waits for its imports. Default: 1.",
         type=arguments.whole(),
         default=1,
     )

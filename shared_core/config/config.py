@@ -62,12 +62,12 @@ class SwiftConfig(Section):
 
     Attributes:
         on_failure: the answer to the loss of a worker.
-        data: how a newcomer regains its place in the data.
+        data: how a replacement regains its place in the data.
         seed: of all that is ``seeded``.
         checkpoint: checkpoints for a restart.
         resize: a number of workers that changes.
         reroute: the others compute a lost worker's share.
-        replay: newcomers of pipelines without replicas.
+        replay: replacements of pipelines without replicas.
         log: the message log.
         detection: when a worker counts as lost.
         state: what is kept and compared of the training state.
@@ -79,8 +79,8 @@ class SwiftConfig(Section):
     on_failure: str = option(
         "replace",
         Choice(("replace", "reroute", "shrink", "restart")),
-        "`replace`: a newcomer takes the lost rank's place. `reroute`: the others compute its share of each step at "
-        "once, and let a newcomer in at a later batch top; data-parallel loops need `shared_steps` "
+        "`replace`: a replacement takes the lost rank's place. `reroute`: the others compute its share of each step at "
+        "once, and let a replacement in at a later batch top; data-parallel loops need `shared_steps` "
         "([rerouting.md](rerouting.md#data-parallel)) or Lightning's `swift_ddp` "
         "([there](rerouting.md#lightning)), others are refused. `shrink`: the others go on without it "
         "([resizing.md](resizing.md)). `restart`: all workers start again from the newest checkpoint",
@@ -88,7 +88,7 @@ class SwiftConfig(Section):
     data: str = option(
         "restore",
         Choice(("restore", "refetch", "seeded")),
-        "how a newcomer regains its place in the data ([loops.md](loops.md#what-is-read-again)). `restore`: what "
+        "how a replacement regains its place in the data ([loops.md](loops.md#what-is-read-again)). `restore`: what "
         "reading items had changed is put back; what cannot be put back is read again. `refetch`: all that was read of "
         "the pass is read again, cost in proportion. `seeded`: an item's randomness is a function of seed, rank, epoch "
         "and batch; random augmentations differ from those of a run without it",

@@ -130,7 +130,8 @@ class RerouteOptions(Section):
     rejoin_after_s: float = option(
         0.0,
         _SECONDS,
-        "seconds between a loss and the start of the newcomer. Each one that is let in costs the others a short stall",
+        "seconds between a loss and the start of the replacement. Each one that is let in costs the others a short "
+        "stall",
         formerly="rejoin_after_s",
     )
     reduction: str = option(
@@ -169,14 +170,14 @@ class RerouteOptions(Section):
 
 @dataclass(frozen=True)
 class ReplayOptions(Section):
-    """Pipelines without replicas: a newcomer runs on from a checkpoint with logged messages."""
+    """Pipelines without replicas: a replacement runs on from a checkpoint with logged messages."""
 
     section: ClassVar[str] = "replay"
 
     parallel: str = option(
         "auto",
         _USE,
-        "survivors compute a part of what a newcomer replays: `auto` where it pays, `always`, `never`. Needs "
+        "survivors compute a part of what a replacement replays: `auto` where it pays, `always`, `never`. Needs "
         '`randomness: "seeded"`',
         formerly="parallel_replay",
     )
@@ -199,7 +200,7 @@ class ReplayOptions(Section):
 
 @dataclass(frozen=True)
 class LogOptions(Section):
-    """The message log, from which newcomers and those that are behind are served."""
+    """The message log, from which replacements and those that are behind are served."""
 
     section: ClassVar[str] = "log"
 
@@ -259,7 +260,7 @@ class DetectionOptions(Section):
     wait_timeout_s: float = option(
         300.0,
         _ABOVE,
-        "longest wait for a peer or newcomer in a recovery; after it the job ends and says whom it waited for "
+        "longest wait for a peer or replacement in a recovery; after it the job ends and says whom it waited for "
         "([how_it_works.md](how_it_works.md#waits))",
         formerly="wait_timeout_s",
     )
@@ -283,7 +284,7 @@ class StateOptions(Section):
     preimages: str = option(
         "auto",
         _USE,
-        "what a worker keeps so that a newcomer can compute exactly. `auto`: parameters before each update; "
+        "what a worker keeps so that a replacement can compute exactly. `auto`: parameters before each update; "
         "parameters and optimizer state at batch tops once the script [changes them outside "
         "updates](how_it_works.md#what-a-script-changes-by-itself). `always`: from the start. `never`",
         formerly="preimages",

@@ -78,7 +78,7 @@ def _matrix_in(value: Any) -> bool:
 
 
 def encode_state(state: Any) -> Any:
-    """A ``state_dict`` encoded without what is no plain data (functions), which the newcomer has of its own.
+    """A ``state_dict`` encoded without what is no plain data (functions), which the replacement has of its own.
 
     Raises:
         NotPlain: if ``state`` is no plain data at all.

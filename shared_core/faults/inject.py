@@ -194,7 +194,7 @@ def _comes_from(launcher: str) -> bool:
 
 
 def set_step(tops: int) -> None:
-    """Set the rank's batch tops, the one of the present batch included; called by a newcomer when it joins."""
+    """Set the rank's batch tops, the one of the present batch included; called by a replacement when it joins."""
     injector = _resolve() if _active else _injector
     if injector is not None:
         with injector.lock:

@@ -57,18 +57,18 @@ POINTS: tuple[str, ...] = (
     # Others know where this worker listens, and connect to it.
     "recovery.connecting",
     "recovery.connected",
-    # A newcomer has said which part of its state this worker gives it; others give theirs.
+    # A replacement has said which part of its state this worker gives it; others give theirs.
     "recovery.giving",
     "recovery.exchanged",
     "recovery.installed",
-    # A survivor has sent one more message from its log on disk to a newcomer that replays.
+    # A survivor has sent one more message from its log on disk to a replacement that replays.
     "recovery.streamed",
     # A survivor has computed its share of a step that others replay, and hands it back.
     "replay.helped",
     "resize.severed",
     "resize.cut",
-    # on_failure="reroute": before a lane is connected, before a wait in it, before survivors and newcomers meet, after
-    # they have agreed that newcomers are in, and a newcomer that asks to be let in.
+    # on_failure="reroute": before a lane is connected, before a wait in it, before survivors and replacements meet,
+    # after they have agreed that replacements are in, and a replacement that asks to be let in.
     "lane.connect",
     "lane.send",
     "lane.wait",
@@ -76,7 +76,7 @@ POINTS: tuple[str, ...] = (
     "lane.agreed",
     "lane.knock",
     # A copy of the state that is made while the others train: before each message, in the worker that gives it, and
-    # behind each in the newcomer.
+    # behind each in the replacement.
     "copy.give",
     "copy.take",
     # Before a thread is started that peers depend on, a device of gloo is opened, a publication is written, the log in
@@ -250,7 +250,7 @@ def random_faults(
 
     No rank is struck twice within neighbouring steps, at least one rank is left unstruck there, and a rank struck
     again later is struck in its next incarnation. Faults in a recovery match any step and are drawn only beside a fault
-    that causes one: ``recovery.*`` strikes a survivor, ``join`` and ``startup`` the newcomer.
+    that causes one: ``recovery.*`` strikes a survivor, ``join`` and ``startup`` the replacement.
 
     Args:
         seed: anything :class:`random.Random` takes.
@@ -321,7 +321,7 @@ def _second(cause: Fault, drawn: Sequence[Fault], rank: int, point: str, kind: s
 def _fits(fault: Fault, drawn: Sequence[Fault], world_size: int) -> bool:
     """Whether every rank is struck once at most, and not all are, around each step."""
     if fault.incarnation:
-        return True  # the newcomer of a rank that is lost already
+        return True  # the replacement of a rank that is lost already
     anytime = [f for f in drawn if f.step == ANY_STEP and not f.incarnation]
     if fault.step == ANY_STEP:
         return len({f.rank for f in drawn} | {fault.rank}) < world_size

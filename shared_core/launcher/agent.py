@@ -230,8 +230,8 @@ class Agent:
             self._check_signals()
             if self._machines is not None:
                 self._machines.check()
-            for newcomer in fleet.started():
-                attempts.announce(newcomer)
+            for replacement in fleet.started():
+                attempts.announce(replacement)
             dead = fleet.reap()
             if dead:
                 self._losses.bury(dead)

@@ -198,9 +198,9 @@ class Attempts:
     def announce(self, one: LiveWorker) -> None:
         """The process of a worker exists."""
         self.roster.arrived(one)
-        self._telling.story.newcomer(one.rank, one.pid)
+        self._telling.story.replacement(one.rank, one.pid)
         if one.incarnation:
-            self._telling.newcomer(one)
+            self._telling.replacement(one)
         elif not self.roster.missing:
             self.tell_start()
         if self.phase is Phase.ENDING and one.cause == CANCELLED:
@@ -211,7 +211,7 @@ class Attempts:
         self._telling.start(self._fleet.live.values(), self._starter.config)
 
     def start_due(self) -> None:
-        """Start newcomers whose time has come."""
+        """Start replacements whose time has come."""
         for local_rank in self.roster.take_due():
             self._start(local_rank)
 

@@ -31,10 +31,10 @@ class Away:
         cause: how its worker ended, in words.
         detected: when that was noticed, in seconds since the epoch.
         pid: of the worker; 0 if it ran on another machine.
-        newcomer: pid of the worker that takes its place; 0 before there is one.
+        replacement: pid of the worker that takes its place; 0 before there is one.
         begun: when that one was started, in seconds since the epoch.
-        behind: the newcomer computes again what the others have done since the beginning of the job.
-        back: the newcomer trains.
+        behind: the replacement computes again what the others have done since the beginning of the job.
+        back: the replacement trains.
         told: the user knows of the loss.
     """
 
@@ -42,7 +42,7 @@ class Away:
     cause: str
     detected: float
     pid: int = 0
-    newcomer: int = 0
+    replacement: int = 0
     begun: float = 0.0
     behind: bool = False
     back: bool = False
@@ -148,7 +148,7 @@ class Story:
             cause: how it ended, in words.
             detected: when that was noticed, in seconds since the epoch.
             pid: of the worker; 0 if it ran on another machine.
-            goes_on: the others do not wait for its newcomer.
+            goes_on: the others do not wait for its replacement.
         """
         self._losses += bool(pid)
         before = self._away.get(rank)
@@ -161,11 +161,11 @@ class Story:
         if len(self._away) == 1:
             self._next = 0.0
 
-    def newcomer(self, rank: int, pid: int) -> None:
+    def replacement(self, rank: int, pid: int) -> None:
         """The process exists that takes a rank's place."""
         self._pids[rank] = pid
         if rank in self._away:
-            self._away[rank].newcomer, self._away[rank].begun = pid, self._clock()
+            self._away[rank].replacement, self._away[rank].begun = pid, self._clock()
 
     def forget(self, absent: Iterable[int]) -> None:
         """These ranks are not needed any more."""
@@ -203,7 +203,7 @@ class Story:
         rank, when, whence = int(said["rank"]), float(said["time"]), str(said.get("whence", ""))
         done = None
         if said.get("behind"):
-            if rank in self._away and said.get("pid") == self._away[rank].newcomer:
+            if rank in self._away and said.get("pid") == self._away[rank].replacement:
                 self._away[rank].behind = True
             return None
         if rank == 0 and (change := self._change) is not None:
@@ -224,7 +224,7 @@ class Story:
             self._say(f"the job continues from {whence}")
         if rank in self._away and said.get("pid") in (
             None,
-            self._away[rank].newcomer,
+            self._away[rank].replacement,
         ):  # not of one that was lost since
             self._away[rank].back = True
             if all(away.back for away in self._away.values()):
@@ -236,7 +236,9 @@ class Story:
         self._away.clear()
         stall = when - min(away.detected for away in back)
         each = [
-            "; ".join(["" if away.told else away.who, f"now pid {away.newcomer}" if away.newcomer else ""]).strip("; ")
+            "; ".join(["" if away.told else away.who, f"now pid {away.replacement}" if away.replacement else ""]).strip(
+                "; "
+            )
             for away in back
         ]
         if len(back) > 1:
@@ -270,13 +272,13 @@ class Story:
         return None
 
     def _whereabouts(self, one: Away) -> str:
-        lost = f"rank {one.rank} is lost ({one.who}), and its newcomer"
-        if not one.newcomer:
+        lost = f"rank {one.rank} is lost ({one.who}), and its replacement"
+        if not one.replacement:
             return f"{lost} is not started yet"
         if one.behind:
-            return f"{lost} (pid {one.newcomer}) computes all batches since the beginning of the job again"
+            return f"{lost} (pid {one.replacement}) computes all batches since the beginning of the job again"
         runs = f"has been running the script up to the training loop for {self._clock() - one.begun:.0f} s"
-        return f"{lost} (pid {one.newcomer}) {runs}"
+        return f"{lost} (pid {one.replacement}) {runs}"
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -57,7 +57,7 @@ def environment_of(
         "ROLE_WORLD_SIZE": str(member.role_world_size),
         "MASTER_ADDR": attempt.host,
         "MASTER_PORT": str(attempt.port),
-        # A newcomer must see what its predecessor saw, so replacements are not counted here.
+        # A replacement must see what its predecessor saw, so replacements are not counted here.
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),

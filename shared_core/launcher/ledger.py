@@ -34,7 +34,7 @@ class Ledger:
         detected: when the loss was noticed that the newest generation answers; 0 before there is one.
         change: the newest generation, while the number of workers changes; else None.
         absent: ranks that were lost and without which the others went on, as of the newest generation; None where every
-            loss is answered by forming a generation with its newcomer.
+            loss is answered by forming a generation with its replacement.
 
     Args:
         store: a client of the store; any object with ``check``, ``get`` and ``compare_set``.
@@ -128,8 +128,8 @@ class Ledger:
     def _absent_after(self, lost: Sequence[int]) -> frozenset[int] | None:
         """``absent`` of the generation that follows these losses.
 
-        Once every worker uses lanes, the others go on without a lost rank. Newcomers that are being let in are in, or
-        they are not: this settles it.
+        Once every worker uses lanes, the others go on without a lost rank. Replacements that are being let in are in,
+        or they are not: this settles it.
         """
         if self.absent is None:
             keys = [self._prefix + lane_key(rank, n) for rank, n in enumerate(self.incarnations)]

@@ -51,13 +51,13 @@ class Losses:
         self._wakeup, self._telling, self._book, self._resizing = wakeup, telling, book, resizing
 
     def bury(self, dead: list[tuple[LiveWorker, int]]) -> None:
-        """Workers died, with these exit codes: write the next generation, then see to newcomers."""
+        """Workers died, with these exit codes: write the next generation, then see to replacements."""
         detected, attempts = time.time(), self._attempts
         if attempts.phase is Phase.ENDING:
             _note_late(dead)
             return
         lost = [(one, self._death(one, code, detected)) for one, code in dead]
-        if attempts.phase is Phase.RESIZING:  # a newcomer that was too late has no part in what follows
+        if attempts.phase is Phase.RESIZING:  # a replacement that was too late has no part in what follows
             lost = [(one, death) for one, death in lost if death.rank in self._resizing.stay]
         if not lost:
             return
@@ -107,7 +107,7 @@ class Losses:
             attempts.step(Event.CHANGE)
             return False
         if len(entry.absent or ()) == len(entry.incarnations):
-            return True  # nobody is left who could let a newcomer in
+            return True  # nobody is left who could let a replacement in
         resizing.expect([death.rank for _, death in lost], time.monotonic())
         delay = self._config.reroute.rejoin_after_s if entry.absent is not None else 0.0
         for (one, _), verdict in zip(lost, verdicts, strict=True):

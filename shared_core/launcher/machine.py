@@ -176,7 +176,7 @@ class Crew:
             attempt: the present one.
             nproc: workers of each machine.
             resizing: the number of workers.
-            restart: all workers start again then, instead of newcomers taking over.
+            restart: all workers start again then, instead of replacements taking over.
 
         Returns:
             The ledger's entry; None if there is nothing to do, or another agent was first.

@@ -56,7 +56,7 @@ class Resizes:
         self._begin(here, resizing.full)
 
     def shrink_late(self) -> None:
-        """Go on without ranks whose newcomers have not joined in time."""
+        """Go on without ranks whose replacements have not joined in time."""
         attempts, resizing = self._attempts, self._resizing
         if not self._alone:
             return

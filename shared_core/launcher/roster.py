@@ -1,4 +1,4 @@
-"""Which ranks of one machine are held by a worker, and whose newcomers are to be started when."""
+"""Which ranks of one machine are held by a worker, and whose replacements are to be started when."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class Roster:
 
     @property
     def due(self) -> list[tuple[float, int]]:
-        """When newcomers are to be started, as ``time.monotonic()`` says it, with their places on this machine."""
+        """When replacements are to be started, as ``time.monotonic()`` says it, with their places on this machine."""
         return list(self._due)
 
     def replace_in(self, delay_s: float, local_rank: int) -> None:
-        """A newcomer is to be started after so many seconds."""
+        """A replacement is to be started after so many seconds."""
         self._due.append((time.monotonic() + delay_s, local_rank))
 
     def replace_all(self, places: Mapping[int, int]) -> None:
-        """Newcomers of all lost ranks are to be started now, where that is not settled yet.
+        """Replacements of all lost ranks are to be started now, where that is not settled yet.
 
         Args:
             places: on this machine, by rank.
@@ -59,12 +59,12 @@ class Roster:
                 self.replace_in(0.0, places[rank])
 
     def take_due(self) -> list[int]:
-        """Places of newcomers whose time has come."""
+        """Places of replacements whose time has come."""
         now = time.monotonic()
         taken = [entry for entry in self._due if entry[0] <= now]
         self._due = [entry for entry in self._due if entry not in taken]
         return [place for _, place in taken]
 
     def forget_due(self) -> None:
-        """No newcomer is to be started."""
+        """No replacement is to be started."""
         self._due.clear()

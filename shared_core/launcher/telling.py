@@ -109,11 +109,11 @@ class Telling:
             imports=list(self._program.preload if self._options.standbys else ()),
         )
 
-    def newcomer(self, one: LiveWorker) -> None:
+    def replacement(self, one: LiveWorker) -> None:
         """A worker's process exists that takes over from another."""
         spawn_s = time.time() - one.started
         self.emit(
-            "newcomer_start",
+            "replacement_start",
             rank=one.rank,
             pid=one.pid,
             incarnation=one.incarnation,

@@ -274,7 +274,7 @@ class Fleet:
             self._warned_threads = True
             self._say(_THREADS.format(threads))
         for module, error in standby.report.get("failed", {}).items():
-            self._say(f"the standby could not import {module} ({error}); newcomers import it themselves")
+            self._say(f"the standby could not import {module} ({error}); replacements import it themselves")
 
     # -- deaths -------------------------------------------------------------------------------------------------------
 
@@ -351,7 +351,9 @@ class Fleet:
             self._asked.pop(token, None)
         more = self._failed_standbys - GIVE_UP_AFTER
         if more >= 0 and not by_signal:
-            self._say("standbys die while they import; continuing without them: newcomers start in fresh interpreters")
+            self._say(
+                "standbys die while they import; continuing without them: replacements start in fresh interpreters"
+            )
             self._wanted_standbys = 0
         else:
             if more < 0:
@@ -360,7 +362,8 @@ class Fleet:
                 self._next_standby = time.monotonic() + min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(more, 10))
             if more == 0:
                 self._say(
-                    "standbys are killed while they import: newcomers start in fresh interpreters until one is ready; "
+                    "standbys are killed while they import: replacements start in fresh interpreters until one is "
+                    "ready; "
                     "others are started"
                 )
             self.fill_standbys()

@@ -66,7 +66,7 @@ class _Notary:
 
 
 class Kind(enum.Enum):
-    """What a newcomer does about the items that its predecessor had been given."""
+    """What a replacement does about the items that its predecessor had been given."""
 
     REREAD = "they are read again"
     RESTORE = "what reading them changed is put back"
@@ -366,7 +366,7 @@ class Engine:
             kind = type(self.loader).__name__
             console_once(
                 f"data-{kind}",
-                f"if a worker is lost, its newcomer reads again all that was read of this pass over a {kind}, which "
+                f"if a worker is lost, its replacement reads again all that was read of this pass over a {kind}, which "
                 f"takes longer the later that is: {why} (docs/loops.md)",
             )
 

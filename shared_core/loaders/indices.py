@@ -43,7 +43,7 @@ _KNOWN_SAMPLERS = (
 
 @dataclass(frozen=True)
 class Follow:
-    """What a newcomer's sampler is to do, instead of drawing one index after the other.
+    """What a replacement's sampler is to do, instead of drawing one index after the other.
 
     Attributes:
         way: which indices are given to be read.

@@ -1,4 +1,4 @@
-"""A newcomer reaches its predecessor's place in a pass."""
+"""A replacement reaches its predecessor's place in a pass."""
 
 from __future__ import annotations
 

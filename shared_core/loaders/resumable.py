@@ -37,7 +37,7 @@ class ResumableLoader:
         first_epoch: number of the first iteration, enters the seed.
         ahead: how many items the caller fetches before it uses them; that many can be had again after a restore
             (:attr:`Position.last_items`).
-        lazy: build iterators (and worker processes) at the first fetch: a newcomer restores before that.
+        lazy: build iterators (and worker processes) at the first fetch: a replacement restores before that.
         orders: where the order of each pass is published, so that its rest can be dealt out to another number of
             workers; None where that will not be asked for.
         copied: workers may be given the state of a peer, which reads another part of the data; see :meth:`restore`

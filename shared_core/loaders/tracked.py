@@ -1,4 +1,4 @@
-"""The loaders of a training loop: which there are, and where a newcomer puts each of them.
+"""The loaders of a training loop: which there are, and where a replacement puts each of them.
 
 An object has no identity that another process knows. A loader that exists before the loop is known by the variable that
 holds it; a pass that is in progress by its place: the n-th of its epoch, and inside another pass by the order in which
@@ -206,7 +206,7 @@ class Loaders:
 
         Args:
             loader: any iterable.
-            key: plain data that identifies the loader; equal in a worker and its newcomer.
+            key: plain data that identifies the loader; equal in a worker and its replacement.
             ahead: items that are fetched before they are used.
         """
         return self._publish(key, TrackedLoader(loader, self._worker, self._config, ahead))
@@ -281,7 +281,7 @@ class Loaders:
             variable = shared[0].split(".", 1)[-1]
             raise Unsupported(
                 f"rank {self._worker.rank}: this {type(loader).__name__} reads from {variable!r}, an iterator that was "
-                "made before the loop and is used by several passes. A newcomer cannot find its place in "
+                "made before the loop and is used by several passes. A replacement cannot find its place in "
                 "it: pass the iterator itself to steps() and leave the pass with break, or make it inside the epoch"
             )
         return TrackedLoader(loader, self._worker, self._config, epoch=epoch, beside=self._beside)
@@ -297,7 +297,7 @@ class Loaders:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def enter(self, begun: Pass) -> None:
-        """A pass is in progress from here on; a newcomer's goes on where its predecessor's was."""
+        """A pass is in progress from here on; a replacement's goes on where its predecessor's was."""
         self._passes.append(begun)
         place = next((each for each in self._places if each["key"] == begun.key), None)
         if place is not None:

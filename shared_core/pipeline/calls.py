@@ -1,6 +1,6 @@
 """Calls of a pipeline engine by a script that knows nothing of recoveries.
 
-A newcomer runs the script from its start. The calls that its predecessor had finished return at once what they
+A replacement runs the script from its start. The calls that its predecessor had finished return at once what they
 returned then, and take from the data what they took, so the script comes to the predecessor's place with everything
 it computed from losses as it was. Random numbers that the script or its data draw between batches are drawn again
 from where the generators were; collectives between calls give again what they gave, where that is small.
@@ -40,7 +40,7 @@ class Calls:
         self._recorded: dict[str, dict[str, Any]] = {}
         self._begins = False
 
-    # -- in a newcomer -----------------------------------------------------------------------------
+    # -- in a replacement -----------------------------------------------------------------------------
 
     def finished(self) -> bool:
         """Whether the next call has been finished by the predecessor, or by others without it, and is skipped."""
@@ -53,7 +53,7 @@ class Calls:
         return self.count < self._target
 
     def let_in(self, count: int, draws: int) -> bool:
-        """This newcomer is a copy of a replica that has finished more calls than its predecessor had.
+        """This replacement is a copy of a replica that has finished more calls than its predecessor had.
 
         Args:
             count: calls that it has finished itself.
@@ -74,8 +74,8 @@ class Calls:
         return self._target is not None and self.count < self._target
 
     def comes_in(self) -> bool:
-        """Whether this is the first call of a newcomer after those that others had finished, whose top it has passed;
-        true once.
+        """Whether this is the first call of a replacement after those that others had finished, whose top it has
+        passed; true once.
         """
         if not self._begins or self.count != self._target:
             return False

@@ -132,12 +132,12 @@ class SwiftPipelineEngine(InstrumentedEngine):
 
     @property
     def catching_up(self) -> bool:
-        """Whether this is a newcomer whose script is still at calls that others have finished."""
+        """Whether this is a replacement whose script is still at calls that others have finished."""
         return self._calls is not None and (self._calls.behind or (self._job is not None and self._job.joining))
 
     def wait_for_all(self) -> None:
-        """Let newcomers in until no worker is away (``on_failure="reroute"``). Called by all workers at the same place,
-        between two steps; a collective of all workers does so by itself.
+        """Let replacements in until no worker is away (``on_failure="reroute"``). Called by all workers at the same
+        place, between two steps; a collective of all workers does so by itself.
         """
         if self._rerouting is not None:
             self._rerouting.wait_for_all()

@@ -1,9 +1,9 @@
-"""Replay shared with survivors (Swift's parallel recovery, TPDS 2024): while they wait for newcomers they compute
+"""Replay shared with survivors (Swift's parallel recovery, TPDS 2024): while they wait for replacements they compute
 micro-batches of their stages.
 
-Newcomers of neighbouring stages that start at the same place are a line. Its first draws the data or reads logged
+Replacements of neighbouring stages that start at the same place are a line. Its first draws the data or reads logged
 activations, its last reads logged gradients; each hands its part of a micro-batch to a helper, which computes all
-stages of the line and gives each newcomer what its stage makes of it. The line computes its own share as a pipeline.
+stages of the line and gives each replacement what its stage makes of it. The line computes its own share as a pipeline.
 All of this is apart from the program's own messages, so where somebody is lost on the way, the step is made without.
 """
 
@@ -36,13 +36,13 @@ Line = tuple[int, ...]
 
 
 def lines(replaying: Replaying, stage_of: Callable[[int], int]) -> list[Line]:
-    """The lines of newcomers.
+    """The lines of replacements.
 
     Args:
         replaying: who replays.
         stage_of: stage of a rank.
     """
-    tops = dict(zip(replaying.newcomers, replaying.tops, strict=True))
+    tops = dict(zip(replaying.replacements, replaying.tops, strict=True))
     found: list[list[int]] = []
     for rank in sorted(tops, key=stage_of):
         last = found[-1][-1] if found else None
@@ -75,7 +75,7 @@ def _shaped(layout: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
     ]
 
 
-def help_newcomers(
+def help_replacements(
     replays: Replays, replaying: Replaying, to_help: Sequence[Line], stage_of: Callable[[int], Stage], threads: int
 ) -> None:
     """In a survivor: compute for each line what it hands out, until it says that it is level. Returns at once.
@@ -95,7 +95,7 @@ def help_newcomers(
             inner = meet(replays, replaying, line)
             _serve(replays, inner, [partial(stage_of, rank) for rank in line])
         except (RuntimeError, SwiftError):
-            return  # another loss, or the newcomers need no help any more
+            return  # another loss, or the replacements need no help any more
         finally:
             if inner is not None:
                 replays.drop_side(inner)
@@ -134,7 +134,7 @@ def _serve(replays: Replays, inner: InnerGroup, makes: Sequence[Callable[[], Sta
 
 
 def _handed(stage: Stage, head: dict[str, Any], tensors: list[torch.Tensor]) -> list[Work]:
-    """What a newcomer has handed out: parameters of its stage, which are set, and its part of each micro-batch."""
+    """What a replacement has handed out: parameters of its stage, which are set, and its part of each micro-batch."""
     for parameter in stage.parameters:
         parameter.data.copy_(tensors.pop(0))
     return [Work(number, *_shaped(layout, tensors)) for number, layout in head["works"]]
@@ -163,7 +163,7 @@ def _sum_up(done: Sequence[Computed]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a newcomer says of its stage.
+    """What a replacement says of its stage.
 
     Attributes:
         micro_s: measured seconds of a micro-batch's forward and backward; 0 if not measured.
@@ -180,7 +180,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be shared, and how; the same at all newcomers of a line.
+    """What is to be shared, and how; the same at all replacements of a line.
 
     Attributes:
         micro_batches: of a step.
@@ -195,12 +195,12 @@ class Wish:
 
 @dataclass(frozen=True)
 class Helpers:
-    """The survivors, as a newcomer sees them.
+    """The survivors, as a replacement sees them.
 
     Attributes:
         replays: of this worker.
-        inner: a group of the newcomers of a line and the survivors.
-        line: number of newcomers.
+        inner: a group of the replacements of a line and the survivors.
+        line: number of replacements.
         sizes: micro-batches of a step that the line computes itself, then those of each helper.
         ordered: gradients come back by micro-batch.
         expected: seconds of a step by the line alone, and with its helpers; 0 if not measured.
@@ -219,18 +219,18 @@ class Helpers:
         return len(self.sizes[1:])
 
     def compute(self, stage: Stage, works: list[Work]) -> list[Computed]:
-        """Compute the micro-batches of one step, here and at the helpers. Called by all newcomers of the line. The
+        """Compute the micro-batches of one step, here and at the helpers. Called by all replacements of the line. The
         global generators are as before afterwards.
 
         Args:
-            stage: of this newcomer.
+            stage: of this replacement.
             works: with what comes from outside the line.
 
         Returns:
-            What this newcomer's stage makes of them.
+            What this replacement's stage makes of them.
 
         Raises:
-            RuntimeError: a helper or a newcomer was lost; nothing was changed.
+            RuntimeError: a helper or a replacement was lost; nothing was changed.
             WaitTimeout: one does not answer.
         """
         before = RawRandom()
@@ -290,7 +290,7 @@ class Helpers:
 
 
 def agree(replays: Replays, replaying: Replaying, line: Line, mine: Part, wish: Wish) -> Helpers:
-    """In each newcomer of a line at the same step: meet the survivors and settle how many of them compute.
+    """In each replacement of a line at the same step: meet the survivors and settle how many of them compute.
 
     Raises:
         RuntimeError: a worker was lost.
@@ -314,7 +314,7 @@ def agree(replays: Replays, replaying: Replaying, line: Line, mine: Part, wish: 
 
 
 def _settle(inner: InnerGroup, parts: Sequence[Part], wish: Wish) -> dict[str, Any]:
-    """In the first newcomer of a line, for all of it."""
+    """In the first replacement of a line, for all of it."""
     if not all(part.able for part in parts):
         return {"sizes": [wish.micro_batches], "expected": [0.0, 0.0]}
     measured = all(part.micro_s for part in parts)

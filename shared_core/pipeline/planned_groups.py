@@ -1,8 +1,8 @@
 """``log.groups="plan"``: the pipeline is measured while it trains, and who starts again together follows from that.
 
 At each checkpoint's batch top all ranks tell each other what they have measured since the last, and plan alike: from
-that and from the plan before, which a newcomer finds in its checkpoint. A grouping holds from a batch top on at which a
-checkpoint is written, so that what is logged since that checkpoint was logged for it.
+that and from the plan before, which a replacement finds in its checkpoint. A grouping holds from a batch top on at
+which a checkpoint is written, so that what is logged since that checkpoint was logged for it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PlannedGroups:
         row = [(engine.compute_s - compute_s) / made if made else 0.0, float(engine.bytes_to_next()), float(wanted)]
         mine = torch.tensor(row, dtype=torch.float64)
         all_rows = [torch.zeros_like(mine) for _ in range(self._job.world_size)]
-        with self._job.runtime.unchecked():  # a newcomer measures something else, and is served what was said
+        with self._job.runtime.unchecked():  # a replacement measures something else, and is served what was said
             dist.all_gather(all_rows, mine)
         self._plan([each.tolist() for each in all_rows])
 

@@ -40,7 +40,7 @@ from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.recovery.lanes import Patience
 from shared_core.worker.state.undo import Undo
 
-#: Kind under which the result of the last step is kept for newcomers that pass it by.
+#: Kind under which the result of the last step is kept for replacements that pass it by.
 _RESULT = "pipeline step"
 #: The same of the evaluations since the batch top.
 _EVALUATIONS = "pipeline evaluations"
@@ -97,7 +97,7 @@ class Rerouting:
         self.result: StepResult | None = None
         self._newest: StepResult | None = None
         self._closed = False
-        # Others may need this worker until all have finished. A newcomer has made no step with the engine before.
+        # Others may need this worker until all have finished. A replacement has made no step with the engine before.
         before = job.lanes.close_at_end(self.close)
         if before is not None and not job.joining:
             before()
@@ -118,8 +118,8 @@ class Rerouting:
                 console(drift_line(facts))
 
     def at_top(self) -> None:
-        """Before each step and evaluation: let newcomers in, if the last step has said so. They begin at batch tops, so
-        an evaluation in the batch of a step, as Lightning's validations are, lets nobody in.
+        """Before each step and evaluation: let replacements in, if the last step has said so. They begin at batch tops,
+        so an evaluation in the batch of a step, as Lightning's validations are, lets nobody in.
         """
         executor, job, result = self._executor, self._job, self.result
         executor.move_to(int(self._engine.global_steps))
@@ -133,19 +133,19 @@ class Rerouting:
             self._let_in(Patience.NOT_AT_ALL)
 
     def wait_for_all(self) -> None:
-        """Let newcomers in until nobody is away. Called by all workers at the same place, at a batch top or after the
-        step that followed: newcomers begin at that top, and pass by that step.
+        """Let replacements in until nobody is away. Called by all workers at the same place, at a batch top or after
+        the step that followed: replacements begin at that top, and pass by that step.
         """
         while self._job.lanes.absent and not self._job.joining:
             self._wait(Patience.FOR_ALL)
 
     def _wait(self, patience: Patience) -> None:
-        """Let newcomers in that are waited for. If somebody is lost meanwhile, nobody may be in."""
+        """Let replacements in that are waited for. If somebody is lost meanwhile, nobody may be in."""
         self._settle()
         self._let_in(patience)
 
     def _let_in(self, patience: Patience) -> None:
-        """Let newcomers in that are ready, as one worker sees them. All have come from :meth:`_settle`."""
+        """Let replacements in that are ready, as one worker sees them. All have come from :meth:`_settle`."""
         executor, job = self._executor, self._job
         lane = executor.lane
         try:
@@ -227,7 +227,7 @@ class Rerouting:
         return mean / len(sums) if len(sums) > 1 else mean
 
     def _pass_by(self) -> None:
-        """The others had made this step when they let this newcomer in: count it, and take its data."""
+        """The others had made this step when they let this replacement in: count it, and take its data."""
         engine = self._engine
         if engine.is_first_stage() or engine.is_last_stage():
             self._layers.items()

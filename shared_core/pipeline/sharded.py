@@ -3,8 +3,9 @@
 Each rank keeps the master weights in fp32 and the moments of its part of the stage, which no replica holds. So they
 are rank-local state: published with every batch top, to the machine's shared memory and, where there are several, to
 another machine. That is what the recovery of such a stage costs: 12 bytes a parameter with Adam, divided by the
-data-parallel degree, are copied at each step, and kept up to three times. A newcomer therefore runs each update of its
-predecessor's batch, with reduced gradients and gathered parameters from the log, and has the newest parameters after.
+data-parallel degree, are copied at each step, and kept up to three times. A replacement therefore runs each update of
+its predecessor's batch, with reduced gradients and gathered parameters from the log, and has the newest parameters
+after.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A newcomer's steps between the checkpoint and its predecessor's place, computed together with the survivors.
+"""A replacement's steps between the checkpoint and its predecessor's place, computed together with the survivors.
 
 Only steps that all survivors have made are shared: every message of theirs is in a log. What remains is replayed by
-the schedule, as always. Newcomers of neighbouring stages (a line, see :mod:`shared_core.pipeline.lending`) still send
-each other every message, in the order of the schedule: so each can go on by itself where a helper is lost, whatever the
-others of the line have noticed.
+the schedule, as always. Replacements of neighbouring stages (a line, see :mod:`shared_core.pipeline.lending`) still
+send each other every message, in the order of the schedule: so each can go on by itself where a helper is lost,
+whatever the others of the line have noticed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SharedReplay:
         )
 
     def offer(self) -> None:
-        """Help newcomers from now on."""
+        """Help replacements from now on."""
         engine, job, threads = self._engine, self._job, torch.get_num_threads()
 
         def stage_of(rank: int) -> Stage:
@@ -65,11 +65,11 @@ class SharedReplay:
 
         def help_them(replaying: Replaying) -> None:
             to_help = lending.lines(replaying, lambda rank: compat.stage_of(engine, rank))
-            lending.help_newcomers(job.replays, replaying, to_help, stage_of, threads)
+            lending.help_replacements(job.replays, replaying, to_help, stage_of, threads)
 
         job.replays.help(help_them)
 
-    # -- in the newcomer ---------------------------------------------------------------------------
+    # -- in the replacement ---------------------------------------------------------------------------
 
     def takes(self, micro_s: float) -> bool:
         """Whether the next step is shared.
@@ -90,7 +90,7 @@ class SharedReplay:
 
     def _has_trained(self) -> bool:
         """Whether a step has been made, here or by the predecessor, in which the shapes of messages became known; the
-        same at all newcomers of a line.
+        same at all replacements of a line.
         """
         engine = self._engine
         first, last = engine.is_first_stage(), engine.is_last_stage()

@@ -1,8 +1,8 @@
-"""How newcomers take their places beside survivors that have gone on without them, as a pure function.
+"""How replacements take their places beside survivors that have gone on without them, as a pure function.
 
 All survivors stand at the same place after the same batch top: at the top itself, or with nothing but the step made
-since. Nothing is under way. So nothing is replayed: a newcomer is a copy of a replica, as it was at the top, with the
-newest state; of each group and channel it takes over what its peers have counted.
+since. Nothing is under way. So nothing is replayed: a replacement is a copy of a replica, as it was at the top, with
+the newest state; of each group and channel it takes over what its peers have counted.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shared_core.protocol.plan import Plan, totals
 
 
 def let_in(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Plan:
-    """The plan by which newcomers join at the batch top at which all survivors stand.
+    """The plan by which replacements join at the batch top at which all survivors stand.
 
     Args:
         frontiers: of survivors and of those that are let in; who stays away has none. A survivor's ``tops`` ends with
             the batch top that it has passed last.
-        late: ranks that were absent when the generation began. The others may have copied their state to newcomers
+        late: ranks that were absent when the generation began. The others may have copied their state to replacements
             since, so they give it.
 
     Raises:
         RecoveryFailed: if survivors stand at different places, an operation is under way or was made since the top, or
-            a newcomer has no replica.
+            a replacement has no replica.
     """
-    survivors = {rank: front for rank, front in sorted(frontiers.items()) if not front.newcomer}
-    newcomers = sorted(rank for rank, front in frontiers.items() if front.newcomer)
+    survivors = {rank: front for rank, front in sorted(frontiers.items()) if not front.replacement}
+    replacements = sorted(rank for rank, front in frontiers.items() if front.replacement)
     if not survivors:
         raise RecoveryFailed("no survivor is left")
     places = {rank: _place(front) for rank, front in survivors.items()}
@@ -42,8 +42,8 @@ def let_in(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Pla
         _check_unused(name, here, survivors)
     donors: dict[int, int] = {}
     tops: dict[int, Top | None] = {}
-    for rank in newcomers:
-        able = [donor for donor, front in survivors.items() if rank in (front.tops[-1].replicas or newcomers)]
+    for rank in replacements:
+        able = [donor for donor, front in survivors.items() if rank in (front.tops[-1].replicas or replacements)]
         if not able:
             raise RecoveryFailed(f"rank {rank} has no replica left that it could copy")
         donors[rank] = min(able, key=lambda donor: (donor in late, donor))
@@ -70,7 +70,7 @@ def let_in(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Pla
 
 def _place(front: Frontier) -> tuple[int, int, int, str, int]:
     if not front.tops or front.version not in (front.tops[-1].version, front.tops[-1].version + 1):
-        raise RecoveryFailed(f"rank {front.rank} lets newcomers in more than a step after a batch top")
+        raise RecoveryFailed(f"rank {front.rank} lets replacements in more than a step after a batch top")
     top = front.tops[-1]
     return top.index, top.version, top.entry, top.kind, front.version
 
@@ -94,18 +94,19 @@ def _check_quiet(name: str, here: Mapping[int, GroupFrontier]) -> None:
     open_at = [rank for rank, group in here.items() if not Done.from_json(group.done).covers(group.next)]
     if len(set(issued.values())) != 1 or open_at:
         raise RecoveryFailed(
-            f"a collective of group {name!r} is under way while a newcomer is let in (issued: {issued}, unfinished at "
+            f"a collective of group {name!r} is under way while a replacement is let in (issued: {issued}, "
+            "unfinished at "
             f"ranks {open_at}): wait for what was called with async_op=True before the next batch"
         )
 
 
 def _check_unused(name: str, here: Mapping[int, GroupFrontier], survivors: Mapping[int, Frontier]) -> None:
-    """A newcomer goes on from the top, alone. Raises RecoveryFailed if the others have used the group since."""
+    """A replacement goes on from the top, alone. Raises RecoveryFailed if the others have used the group since."""
     for rank, group in here.items():
         top = survivors[rank].tops[-1]
         if group.next != top.groups.get(name, 0):
             raise RecoveryFailed(
-                f"since the last batch top, where a newcomer begins, rank {rank} has made "
+                f"since the last batch top, where a replacement begins, rank {rank} has made "
                 f"{group.next - top.groups.get(name, 0)} collectives in group {name!r}, which need all ranks"
             )
 

@@ -61,7 +61,7 @@ class Action(Enum):
 
     #: Start the workers of this machine.
     START = auto()
-    #: Start newcomers for ranks that were lost during a change that is given up.
+    #: Start replacements for ranks that were lost during a change that is given up.
     REPLACE = auto()
     #: Say that all workers start again, and why.
     TELL = auto()

@@ -22,7 +22,7 @@ class Offer(Record):
         rank: its logical rank.
         slot: place of its machine.
         tops: index, version and kind of each batch top it has published, oldest first.
-        version: optimizer steps its state contains; None if it is a newcomer that has no state yet.
+        version: optimizer steps its state contains; None if it is a replacement that has no state yet.
     """
 
     rank: Count

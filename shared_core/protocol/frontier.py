@@ -67,7 +67,7 @@ def channel_key(channel: Channel) -> str:
 
 @dataclass(frozen=True)
 class Top:
-    """A published batch top: where a newcomer can start.
+    """A published batch top: where a replacement can start.
 
     Attributes:
         index: number of the top in the life of the logical rank, from 1.
@@ -131,10 +131,10 @@ class Frontier(Record):
     Attributes:
         rank: logical rank.
         incarnation: which worker holds it.
-        newcomer: whether it has yet to take over its predecessor's place.
+        replacement: whether it has yet to take over its predecessor's place.
         version: optimizer steps its state contains.
-        tops: batch tops it has published (a newcomer: its predecessor's, newest last).
-        groups: its groups by name (empty for a newcomer).
+        tops: batch tops it has published (a replacement: its predecessor's, newest last).
+        groups: its groups by name (empty for a replacement).
         together: ranks that start again together, this one among them: messages between them are not on disk.
         top: number of the newest batch top that this survivor has published.
         kept: batch tops whose parameters and optimizer state it can give as they were there.
@@ -143,7 +143,7 @@ class Frontier(Record):
 
     rank: Count
     incarnation: Count
-    newcomer: bool
+    replacement: bool
     version: Count
     tops: tuple[Top, ...]
     groups: dict[str, GroupFrontier] = field(default_factory=dict)

@@ -31,7 +31,7 @@ def plan_key(generation: int) -> str:
 
 
 def go_key(generation: int) -> str:
-    """Set when all newcomers of a generation have come to where they join; or :data:`GIVEN_UP`."""
+    """Set when all replacements of a generation have come to where they join; or :data:`GIVEN_UP`."""
     return f"gen/{generation}/go"
 
 
@@ -41,12 +41,12 @@ def lane_key(rank: int, incarnation: int) -> str:
 
 
 def knock_key(generation: int, rank: int) -> str:
-    """Set by the newcomer of an absent rank that asks to be let in: the number of its entry call."""
+    """Set by the replacement of an absent rank that asks to be let in: the number of its entry call."""
     return f"gen/{generation}/knock/{rank}"
 
 
 def copy_key(generation: int, rank: int) -> str:
-    """Set by the newcomer of an absent rank that asks for its state while the others train."""
+    """Set by the replacement of an absent rank that asks for its state while the others train."""
     return f"gen/{generation}/copy/{rank}"
 
 
@@ -58,9 +58,9 @@ def still_key(generation: int) -> str:
 class Kind(Enum):
     """What happens with an entry."""
 
-    #: All ranks form the generation, the newcomers of lost ones among them.
+    #: All ranks form the generation, the replacements of lost ones among them.
     FORM = "form"
-    #: The others go on at once without the absent ranks, and let their newcomers in later.
+    #: The others go on at once without the absent ranks, and let their replacements in later.
     GO_ON = "go on"
     #: The number of workers changes: those that stay hand their state on, and nothing is formed.
     HAND_ON = "hand on"

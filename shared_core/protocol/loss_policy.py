@@ -15,12 +15,12 @@ from shared_core.resources import advice_on
 LOOP_LIMIT = 3
 #: Seconds to wait before the n-th start in a row of a rank that makes no progress.
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0)
-#: Exceptions that a newcomer would raise too: mistakes in the program or its options, not accidents.
+#: Exceptions that a replacement would raise too: mistakes in the program or its options, not accidents.
 MISTAKES = frozenset(
     kind.__name__ for kind in (errors.ConfigError, errors.MissingExtra, errors.Unsupported, errors.UnsupportedOptimizer)
 )
 #: The end of the reason of a job that such an exception has ended; it says all that there is to say.
-AS_ANY = ", as any newcomer would"
+AS_ANY = ", as any replacement would"
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in .*$', re.MULTILINE)
 _OURS = ("/shared_core/", "/lightning_swift/", "/accelerate_swift/")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", *_OURS, "<frozen ", "<string>")
@@ -94,7 +94,7 @@ class Verdict:
 
     Attributes:
         action: ``replace`` the worker or ``end`` the job.
-        delay_s: seconds to wait before the newcomer is started.
+        delay_s: seconds to wait before the replacement is started.
         reason: why the job ends.
         first: the death to show to the user when it ends.
     """
@@ -130,7 +130,7 @@ class LossBook:
             said = f"{' '.join(death.error.summary.split())} (at {death.error.place})"
             return Verdict("end", reason=f"rank {death.rank} raised {said}{AS_ANY}", first=death)
         if death.error is not None and death.error.kind == "CollectiveTimeout":
-            reason = f"rank {death.rank} waited in vain, and so would a newcomer: {death.error.summary}"
+            reason = f"rank {death.rank} waited in vain, and so would a replacement: {death.error.summary}"
             return Verdict("end", reason=reason, first=death)
         if death.error is not None and death.error.kind == "OutOfResources":
             return Verdict("end", reason=f"rank {death.rank}: {death.error.summary}", first=death)

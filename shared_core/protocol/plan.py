@@ -25,14 +25,15 @@ class Plan:
     """What all ranks do in one generation.
 
     Attributes:
-        tops: the top each newcomer starts from; None: from the beginning of the script, with every operation replayed.
-        donors: the survivor whose replicated state each newcomer copies; none where a checkpoint holds it, or what
+        tops: the top each replacement starts from; None: from the beginning of the script, with every operation
+            replayed.
+        donors: the survivor whose replicated state each replacement copies; none where a checkpoint holds it, or what
             was published at the batch top (of shards) or at the end of an entry call.
         transfers: logged results to move, in the order in which they are moved.
         redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
         received: per group and channel, how many messages the receiver has; the sender sends those above again.
-        leave: survivors that have to start again together with a newcomer; if there are any, nothing else is done.
-        copies: newcomers have their donors' rank-local state too.
+        leave: survivors that have to start again together with a replacement; if there are any, nothing else is done.
+        copies: replacements have their donors' rank-local state too.
         newest: optimizer steps of the survivor that has made most; 0 where there is none.
         oldest: those of the one that has made fewest.
         logged: survivors keep their messages on disk.
@@ -50,7 +51,7 @@ class Plan:
     logged: bool = False
 
     @property
-    def newcomers(self) -> tuple[int, ...]:
+    def replacements(self) -> tuple[int, ...]:
         """Ranks that join in this generation."""
         return tuple(sorted(self.tops))
 
@@ -81,11 +82,11 @@ class _Group:
         self.finished = logged.difference(*self.exclusive.values())
 
     def base(self, top: Top | None) -> int:
-        """First collective that a newcomer issues when it starts from ``top``."""
+        """First collective that a replacement issues when it starts from ``top``."""
         return 0 if top is None else top.groups.get(self.name, 0)
 
     def run(self, tops: Mapping[int, Top | None]) -> Iterator[tuple[int, dict[int, int]]]:
-        """Collectives without a result in any log that some member needs, with the newcomers' first collectives."""
+        """Collectives without a result in any log that some member needs, with the replacements' first collectives."""
         bases = {rank: self.base(tops[rank]) for rank in self.ranks if rank in tops}
         low = min([*bases.values(), *(done.upto for done in self.done.values())], default=0)
         for seq in range(low, max([*bases.values(), *(g.next for g in self.here.values())], default=0)):
@@ -113,23 +114,23 @@ class _Group:
 
 
 def decide(frontiers: Mapping[int, Frontier]) -> Plan:
-    """The plan for a generation with these frontiers (every rank's, newcomers included).
+    """The plan for a generation with these frontiers (every rank's, replacements included).
 
-    Each newcomer starts from the newest of its batch tops, published or in a checkpoint, from which all that anybody
+    Each replacement starts from the newest of its batch tops, published or in a checkpoint, from which all that anybody
     still needs is to be had: every collective's result is in some log, or all members can run it again; every message
     is at its sender or at its receiver. A start that is too late for what others need stays so when others start
     earlier, so lowering one at a time finds the newest starts.
 
     Raises:
-        RecoveryFailed: if a newcomer cannot be served by anybody.
+        RecoveryFailed: if a replacement cannot be served by anybody.
     """
-    survivors = {rank: f for rank, f in frontiers.items() if not f.newcomer}
-    newcomers = {rank: f for rank, f in frontiers.items() if f.newcomer}
-    if newcomers and not survivors:
+    survivors = {rank: f for rank, f in frontiers.items() if not f.replacement}
+    replacements = {rank: f for rank, f in frontiers.items() if f.replacement}
+    if replacements and not survivors:
         raise RecoveryFailed("no survivor is left")
     groups = _groups(frontiers, survivors)
     # From the beginning of the script is the oldest start, while logs reach back so far.
-    starts: dict[int, list[Top | None]] = {rank: [None, *f.tops] for rank, f in sorted(newcomers.items())}
+    starts: dict[int, list[Top | None]] = {rank: [None, *f.tops] for rank, f in sorted(replacements.items())}
     donors: dict[int, int] = {}
     while True:
         tops = {rank: left[-1] for rank, left in starts.items()}
@@ -142,7 +143,8 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
         if not starts[too_late]:
             raise RecoveryFailed(
                 f"rank {too_late} cannot be rebuilt: others need what it did before each of its "
-                f"{len(newcomers[too_late].tops)} published batch tops, and that was lost with it. All workers start "
+                f"{len(replacements[too_late].tops)} published batch tops, and that was lost with it. All workers "
+                "start "
                 "again"
             )
     redo: dict[str, set[int]] = {}
@@ -191,7 +193,7 @@ def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]
 def _without_donor(
     tops: Mapping[int, Top | None], survivors: Mapping[int, Frontier], donors: dict[int, int]
 ) -> int | None:
-    """Find a donor for every newcomer; a newcomer whose top no survivor reaches by itself, or None."""
+    """Find a donor for every replacement; a replacement whose top no survivor reaches by itself, or None."""
     # Whoever exchanges messages may have to wait for one before its next update, which no frontier shows.
     messages = any(top.sent or top.received for top in tops.values() if top is not None)
     messages = messages or any(group.sent or group.received for f in survivors.values() for group in f.groups.values())
@@ -216,7 +218,7 @@ def _replica(donor: int, top: Top) -> bool:
 
 
 def _serves(survivor: Frontier, top: Top, messages: bool) -> bool:
-    """Whether the survivor can give the state for a newcomer that starts at this top."""
+    """Whether the survivor can give the state for a replacement that starts at this top."""
     if top.index in survivor.kept:
         return True
     if survivor.outside:  # it keeps the state at a top when it gets there
@@ -236,7 +238,7 @@ def _reaches(survivor: Frontier, top: Top, messages: bool) -> bool:
 
 
 def _passes(survivor: Frontier, top: Top) -> bool:
-    # In a group that the newcomer is not in, it may have to wait as well.
+    # In a group that the replacement is not in, it may have to wait as well.
     return all(
         group.over or (name in top.groups and Done.from_json(group.done).covers(top.groups[name]))
         for name, group in survivor.groups.items()
@@ -244,7 +246,7 @@ def _passes(survivor: Frontier, top: Top) -> bool:
 
 
 def _too_late(group: _Group, tops: Mapping[int, Top | None]) -> int | None:
-    """A newcomer that starts after something that others need from it, or None."""
+    """A replacement that starts after something that others need from it, or None."""
     for seq, bases in group.run(tops):
         for rank, base in bases.items():
             if base > seq:
@@ -259,7 +261,7 @@ def _too_late(group: _Group, tops: Mapping[int, Top | None]) -> int | None:
 def _without_messages(
     group: _Group, tops: Mapping[int, Top | None], survivors: Mapping[int, Frontier]
 ) -> Iterator[int]:
-    """Survivors that a newcomer needs messages from which they do not keep, because both start again together.
+    """Survivors that a replacement needs messages from which they do not keep, because both start again together.
 
     Raises:
         RecoveryFailed: if they do not start again together.

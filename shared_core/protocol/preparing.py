@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from shared_core.protocol.codec import Count
 
-#: ``auto`` prepares from this start-up on, in seconds: below it a newcomer is not much later than the recovery itself.
+#: ``auto`` prepares from this start-up on, in seconds: below it a replacement is not much later than the recovery
+#: itself.
 LEAST_STARTUP_S = 2.0
 #: ``auto`` leaves this share of the machine's memory free, and at least so many bytes.
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 1 << 30
 #: Seconds from a failure of a prepared standby to the next try, by failures in a row; after the last none follows.
 RETRY_S = (1.0, 5.0, 25.0)
-#: Exit code of a standby that cannot serve: its rank has no replica, so a newcomer runs on from a checkpoint.
+#: Exit code of a standby that cannot serve: its rank has no replica, so a replacement runs on from a checkpoint.
 EXIT_UNFIT = 76
 _GIB = 1 << 30
 
@@ -105,7 +106,7 @@ def decide(wanted: int | str, ranks: Sequence[int], measured: Measured, on_failu
         number = min(int(wanted), len(ranks))
         return Decision(number, f"{_standbys(number)} prepared, as asked for: {takes}; {memory}")
     if on_failure == "reroute":
-        return Decision(0, "no standby is prepared: with on_failure='reroute' the others do not wait for a newcomer")
+        return Decision(0, "no standby is prepared: with on_failure='reroute' the others do not wait for a replacement")
     if measured.startup_s < LEAST_STARTUP_S:
         return Decision(0, f"no standby is prepared: {takes}, less than {LEAST_STARTUP_S:g} s")
     others = len([rank for rank in ranks if rank != 0])

@@ -21,7 +21,7 @@ class Resizing:
         stay: ranks that hand over in the change under way; empty while there is none.
         target: number of workers after it.
         grow_at: ``time.monotonic()`` when empty places are filled again; None if not at all.
-        due: until when the newcomer of a rank has to have joined.
+        due: until when the replacement of a rank has to have joined.
         line: what the present workers went on from, when their number last changed.
         least: machines that are enough.
         most: machines that there may be.
@@ -127,15 +127,15 @@ class Resizing:
         return bool(self.stay) or (self.config.on_failure == "shrink" and not goodbyes)
 
     def expect(self, ranks: Sequence[int], now: float) -> None:
-        """Newcomers of these ranks are started."""
+        """Replacements of these ranks are started."""
         if self.config.on_failure == "replace" and self.config.resize.replace_timeout_s:
             self.due.update(dict.fromkeys(ranks, now + self.config.resize.replace_timeout_s))
 
     def joined(self, ranks: Iterable[int]) -> None:
-        """Newcomers of these ranks have joined."""
+        """Replacements of these ranks have joined."""
         for rank in ranks:
             self.due.pop(rank, None)
 
     def late(self, now: float) -> list[int]:
-        """Ranks whose newcomers have not joined in time."""
+        """Ranks whose replacements have not joined in time."""
         return sorted(rank for rank, when in self.due.items() if when <= now)

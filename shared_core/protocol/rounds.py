@@ -1,4 +1,4 @@
-"""Newcomers are let in while others go on without them: some in one round, more in the next, within one generation.
+"""Replacements are let in while others go on without them: some in one round, more in the next, within one generation.
 
 A round is known by how many ranks are absent before it, so its number falls from round to round. Of each round one word
 counts, whatever was said first: who is in. An agent that has seen another loss says "nobody", and no round follows.
@@ -13,7 +13,7 @@ from typing import TypedDict
 
 from shared_core.protocol.codec import Count, damaged, decode
 
-#: No newcomer is in, and none will be in this generation.
+#: No replacement is in, and none will be in this generation.
 NOBODY = "[]"
 
 
@@ -28,13 +28,13 @@ def let_in_key(generation: int, absent: int) -> str:
 
 
 def letting_key(generation: int, rank: int) -> str:
-    """Set when the newcomer of an absent rank is let in: the round, as :meth:`Round.to_json` writes it."""
+    """Set when the replacement of an absent rank is let in: the round, as :meth:`Round.to_json` writes it."""
     return f"gen/{generation}/letting/{rank}"
 
 
 @dataclass(frozen=True)
 class Round:
-    """Newcomers that are let in together.
+    """Replacements that are let in together.
 
     Attributes:
         generation: in which.
@@ -67,7 +67,7 @@ class Round:
         return json.dumps(sorted(self.ranks))
 
     def members(self, world_size: int) -> tuple[int, ...]:
-        """Ranks that take part: those that are there, and the newcomers."""
+        """Ranks that take part: those that are there, and the replacements."""
         return tuple(rank for rank in range(world_size) if rank not in self.away)
 
     def to_json(self) -> str:
@@ -81,7 +81,7 @@ class Round:
         Args:
             raw: what the store holds.
             generation: in which.
-            rank: of the newcomer that is let in.
+            rank: of the replacement that is let in.
             world_size: number of ranks.
 
         Raises:

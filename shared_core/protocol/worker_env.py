@@ -35,7 +35,7 @@ SPARE = "SWIFT_RECOVERY_SPARE"
 #: Set where a script was started by itself and has become ``swiftrun``: its user gives no flags.
 HANDED_OVER = "SWIFT_RECOVERY_HANDED_OVER"
 
-#: File in a rank's folder: variables of the environment for its newcomers.
+#: File in a rank's folder: variables of the environment for its replacements.
 _LEFT = "environment.json"
 
 
@@ -159,7 +159,7 @@ def _parsed(source: Mapping[str, str]) -> WorkerEnv:
 
 
 def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) -> None:
-    """Have the newcomers of a rank find ``variables`` in their environment, where the user has not set them."""
+    """Have the replacements of a rank find ``variables`` in their environment, where the user has not set them."""
     new = job_dir / f"rank{rank}" / (_LEFT + ".new")
     new.write_text(json.dumps(dict(variables)))
     new.replace(new.with_name(_LEFT))

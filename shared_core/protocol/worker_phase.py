@@ -14,11 +14,11 @@ from shared_core.protocol.generation import Entry, Kind
 class Phase(Enum):
     """Where a worker is in its life."""
 
-    #: The script runs up to its default process group; a newcomer does not know its place yet.
+    #: The script runs up to its default process group; a replacement does not know its place yet.
     STARTING = "starting"
-    #: A newcomer whose predecessor has passed no batch top runs the script as the first workers did.
+    #: A replacement whose predecessor has passed no batch top runs the script as the first workers did.
     FROM_START = "from the start"
-    #: A newcomer runs the script up to its predecessor's batch top; collectives are answered from records.
+    #: A replacement runs the script up to its predecessor's batch top; collectives are answered from records.
     BEHIND = "behind"
     #: The same, but the others go on without it: at its first batch top it asks to be let in.
     KNOCKING = "knocking"
@@ -56,9 +56,9 @@ class Event(Enum):
     OVER = "over"
     #: An entry: another worker holds this one's rank, so its machine was taken for lost.
     REPLACED = "replaced"
-    #: A newcomer finds that its place is a batch top.
+    #: A replacement finds that its place is a batch top.
     TOP_FOUND = "top found"
-    #: A newcomer finds that its place is the beginning of the script.
+    #: A replacement finds that its place is the beginning of the script.
     NO_TOP = "no top"
     #: The program has come to the place where it joins.
     ARRIVED = "arrived"
@@ -83,7 +83,7 @@ class Action(Enum):
     HAND_ON = auto()
     #: Nobody leaves: what was held for handing on is free again.
     WITHDRAW = auto()
-    #: Say in the new generation where this newcomer starts: the others need to know before it joins.
+    #: Say in the new generation where this replacement starts: the others need to know before it joins.
     POST_FRONT = auto()
     #: No entry follows.
     STOP_WATCHING = auto()
@@ -102,7 +102,7 @@ _NOT_JOINED = (Phase.STARTING, Phase.FROM_START, Phase.BEHIND, Phase.KNOCKING, P
 
 #: The phase that follows and what is to be done, for each event that can happen in a phase.
 TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
-    # A newcomer's place: what its own entry says, then what all have agreed on.
+    # A replacement's place: what its own entry says, then what all have agreed on.
     (Phase.STARTING, Event.GO_ON): (Phase.KNOCKING, ()),
     (Phase.STARTING, Event.TOP_FOUND): (Phase.BEHIND, ()),
     (Phase.STARTING, Event.NO_TOP): (Phase.FROM_START, ()),
@@ -126,7 +126,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
     (Phase.RECOVERING, Event.INSTALLED): (Phase.LIVE, ()),
     (Phase.WITHOUT, Event.LET_IN): (Phase.LIVE, ()),
     (Phase.WITHOUT, Event.LET_IN_SOME): (Phase.WITHOUT, ()),
-    # A loss while newcomers were let in: what is to be done about it has begun.
+    # A loss while replacements were let in: what is to be done about it has begun.
     (Phase.RECOVERING, Event.LET_IN_LATE): (Phase.RECOVERING, ()),
     (Phase.WITHOUT, Event.LET_IN_LATE): (Phase.WITHOUT, ()),
     (Phase.HANDING_ON, Event.LET_IN_LATE): (Phase.HANDING_ON, ()),
@@ -140,7 +140,7 @@ for _phase in _NOT_JOINED:
     TRANSITIONS[_phase, Event.HAND_ON] = _phase, (Action.HAND_ON,)
 for _phase in (*_NOT_JOINED, Phase.LIVE, Phase.RECOVERING):
     if _phase is not Phase.KNOCKING:
-        TRANSITIONS[_phase, Event.LEFT_OUT] = _phase, ()  # a newcomer that came too late: the launcher ends it
+        TRANSITIONS[_phase, Event.LEFT_OUT] = _phase, ()  # a replacement that came too late: the launcher ends it
 
 
 def transition(phase: Phase, event: Event) -> Outcome:

@@ -113,10 +113,10 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
             yield from (_Change(at, each, Doing.STARTING if each < stay else None, note) for each in ranks)
         elif event.kind == "lost":
             yield _Change(float(said.get("detected", at)), rank, Doing.LOST, str(said.get("cause", "")))
-        elif event.kind == "newcomer_start":
-            yield _Change(at, rank, Doing.STARTING, "newcomer")
-        elif event.kind == "newcomer_ready":
-            yield _Change(at, rank, Doing.CATCHING_UP, "newcomer", (Doing.STARTING, Doing.LOST))
+        elif event.kind == "replacement_start":
+            yield _Change(at, rank, Doing.STARTING, "replacement")
+        elif event.kind == "replacement_ready":
+            yield _Change(at, rank, Doing.CATCHING_UP, "replacement", (Doing.STARTING, Doing.LOST))
         elif event.kind == "survivor_ready":
             training = (Doing.TRAINING, Doing.CATCHING_UP)
             yield _Change(float(said.get("detected", at)), rank, Doing.WAITING, "", training)
@@ -129,17 +129,17 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
         elif event.kind == "let_in":
             since = at - float(said.get("stall_s", 0.0))
             yield from (
-                _Change(since, each, Doing.WAITING, "a newcomer is let in", (Doing.TRAINING,)) for each in ranks
+                _Change(since, each, Doing.WAITING, "a replacement is let in", (Doing.TRAINING,)) for each in ranks
             )
             yield from (_Change(at, each, Doing.TRAINING, "", (Doing.WAITING,)) for each in ranks)
             yield _Change(at, rank, Doing.TRAINING)
 
 
 def _ends_of(found: Iterable[Recovery]) -> Iterator[_Change]:
-    """Newcomers say when they have joined; when they train is when the others do."""
+    """Replacements say when they have joined; when they train is when the others do."""
     for one in found:
         stall_s = one.longest_stall_s
-        for rank, ready_s in one.newcomer_ready_s.items():
+        for rank, ready_s in one.replacement_ready_s.items():
             if one.answer == "reroute":
                 yield _Change(one.detected + ready_s, rank, Doing.TRAINING, "", _HELD_UP)
             elif stall_s is not None:

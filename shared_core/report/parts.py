@@ -18,7 +18,7 @@ class PartKind(Enum):
     AGREEMENT = "agreement"
     STATE = "state and logs"
     BATCH = "batch again"
-    LETTING_IN = "newcomer let in"
+    LETTING_IN = "replacement let in"
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Part:
 
 def parts(one: Recovery, limit_s: float | None = None) -> list[Part]:
     """The parts of a recovery in order, as far as events say where they end. Each begins where the one before ends, but
-    for the letting in of newcomers, for which those that went on stand still once more.
+    for the letting in of replacements, for which those that went on stand still once more.
 
     Args:
         one: the recovery.
@@ -78,20 +78,22 @@ def _ends(one: Recovery) -> list[tuple[PartKind, float | None]]:
             (PartKind.SCRIPT, one.began_s),
             (PartKind.BATCH, last),
         ]
-    if one.answer == "reroute":  # nobody waits for the newcomer
+    if one.answer == "reroute":  # nobody waits for the replacement
         return [
             (PartKind.DETECTION, detected),
             (PartKind.AGREEMENT, one.slowest_survivor_ready_s),
             (PartKind.BATCH, last),
         ]
-    joins = [start + one.user_start_s[rank] for rank, start in one.newcomer_start_s.items() if rank in one.user_start_s]
+    joins = [
+        start + one.user_start_s[rank] for rank, start in one.replacement_start_s.items() if rank in one.user_start_s
+    ]
     formed = max(one.formed_s.values(), default=None)
     moved = [one.formed_s[rank] - took for rank, took in one.exchange_s.items() if rank in one.formed_s]
     return [
         (PartKind.DETECTION, detected),
-        (PartKind.PROCESS, max(one.newcomer_start_s.values(), default=None)),
+        (PartKind.PROCESS, max(one.replacement_start_s.values(), default=None)),
         (PartKind.SCRIPT, max(joins, default=None)),
         (PartKind.AGREEMENT, max(moved, default=None)),
-        (PartKind.STATE, max([*one.newcomer_ready_s.values(), *([] if formed is None else [formed])], default=None)),
+        (PartKind.STATE, max([*one.replacement_ready_s.values(), *([] if formed is None else [formed])], default=None)),
         (PartKind.BATCH, last),
     ]

@@ -18,7 +18,7 @@ class Saving:
     Attributes:
         lost: ranks.
         at: when the first was noticed, in seconds since the run began.
-        took_s: until all went on, and what a newcomer's entry cost the others later.
+        took_s: until all went on, and what a replacement's entry cost the others later.
         steps: that a restart would have repeated: batch tops since the last checkpoint; None if unknown.
         restart_s: what a restart would have taken, by the assumptions; None if unknown.
     """

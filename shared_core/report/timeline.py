@@ -17,7 +17,9 @@ NO_ID = "none"
 #: So many other runs of a file are named.
 _NAMED = 10
 #: Kinds that say something about one generation's recovery.
-_OF_A_RECOVERY = frozenset({"survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed", "let_in"})
+_OF_A_RECOVERY = frozenset(
+    {"survivor_ready", "replacement_start", "replacement_ready", "recovered", "resumed", "let_in"}
+)
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,22 @@ class Recovery:
         losses: workers whose loss made it necessary.
         detected: when the first of them was noticed, in seconds since the epoch.
         survivor_ready_s: by rank, until a survivor was out of its blocked call and ready to take part.
-        newcomer_start_s: by rank, until the newcomer's process was started.
-        newcomer_ready_s: by rank, until the newcomer had joined.
-        user_start_s: by rank, how much of that was the newcomer's start and the user's code before the training loop.
+        replacement_start_s: by rank, until the replacement's process was started.
+        replacement_ready_s: by rank, until the replacement had joined.
+        user_start_s: by rank, how much of that was the replacement's start and the user's code before the training
+            loop.
         exchange_s: by rank, how long a survivor took to connect and to exchange state and logs.
         formed_s: by rank, until a survivor had exchanged them.
         ended_s: until all workers were told to end, where they are started again; ``None`` elsewhere.
         started_s: until the processes of the next workers ran, where all are started again; ``None`` elsewhere.
         began_s: until the next workers came to their first batch, where all are started again; ``None`` elsewhere.
-        let_in_s: by rank, until a newcomer was let in by those that went on without it.
+        let_in_s: by rank, until a replacement was let in by those that went on without it.
         let_in_stall_s: by rank, how long the others stood still for it then.
         stall_s: by rank, until it went on with its batch.
         bytes_moved: state and logs that crossed the network.
         served_operations: finished operations handed from logs to whoever lacked them.
         recomputed_steps: optimizer steps that a survivor computed again.
-        top: batch top the newcomer started from; ``None`` if it was not said.
+        top: batch top the replacement started from; ``None`` if it was not said.
         resolution: how differing survivors were brought to the same state, in words.
         superseded_by: number of the generation that took over because another worker was lost meanwhile.
         answer: ``replace``, ``reroute``, ``restart``, or ``4 to 3`` where the number of workers changed.
@@ -75,8 +78,8 @@ class Recovery:
     losses: list[Loss] = field(default_factory=list)
     detected: float = 0.0
     survivor_ready_s: dict[int, float] = field(default_factory=dict)
-    newcomer_start_s: dict[int, float] = field(default_factory=dict)
-    newcomer_ready_s: dict[int, float] = field(default_factory=dict)
+    replacement_start_s: dict[int, float] = field(default_factory=dict)
+    replacement_ready_s: dict[int, float] = field(default_factory=dict)
     user_start_s: dict[int, float] = field(default_factory=dict)
     exchange_s: dict[int, float] = field(default_factory=dict)
     formed_s: dict[int, float] = field(default_factory=dict)
@@ -228,12 +231,12 @@ def _add(recovery: Recovery, event: Event) -> None:
     said = event.fields
     if event.kind == "survivor_ready":
         recovery.survivor_ready_s[event.rank] = float(said.get("ready_s", event.time - recovery.detected))
-    elif event.kind == "newcomer_start":
-        recovery.newcomer_start_s[event.rank] = event.time - recovery.detected
-    elif event.kind == "newcomer_ready":
+    elif event.kind == "replacement_start":
+        recovery.replacement_start_s[event.rank] = event.time - recovery.detected
+    elif event.kind == "replacement_ready":
         ready = event.time - recovery.detected
-        recovery.newcomer_ready_s[event.rank] = ready
-        started = recovery.newcomer_start_s.get(event.rank, 0.0)
+        recovery.replacement_ready_s[event.rank] = ready
+        started = recovery.replacement_start_s.get(event.rank, 0.0)
         recovery.user_start_s[event.rank] = float(said.get("start_s", ready - started - said.get("joined_s", 0.0)))
     elif event.kind in ("recovered", "resumed") and "stall_s" in said:
         # A survivor may report both: ready to go on, and past its next optimizer step.
@@ -264,7 +267,7 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
         "answer",
         "detected",
         "survivors ready",
-        "newcomer ready",
+        "replacement ready",
         "stall",
         "moved",
         "redone",
@@ -282,7 +285,7 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
                 one.answer,
                 f"+{one.detected - start:.2f} s",
                 in_seconds(one.slowest_survivor_ready_s),
-                in_seconds(max(one.newcomer_ready_s.values(), default=None)),
+                in_seconds(max(one.replacement_ready_s.values(), default=None)),
                 stall,
                 in_bytes(one.bytes_moved),
                 f"{one.recomputed_steps} steps",
@@ -385,7 +388,7 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "lost": _lost,
     "generation": _generation,
     "survivor_ready": _ready,
-    "newcomer_ready": _joined,
+    "replacement_ready": _joined,
     "recovered": _recovered,
     "resumed": _recovered,
 }

@@ -85,7 +85,7 @@ class DataParallelSteps:
         compute: forward and backward of a logical rank's share of a step: ``compute(rank, step)`` leaves gradients in
             ``.grad``. All that comes of it depends on its arguments and the parameters alone.
         connect: makes the lane of the newest generation; blocks until all workers that are there have come.
-        knocking: lost ranks whose newcomers wait to be let in; blocks until all of them do if its argument is true.
+        knocking: lost ranks whose replacements wait to be let in; blocks until all of them do if its argument is true.
         let_in: lets those in that it is given; called by all, at the same batch top.
         ordered: shares are added by ascending logical rank, whoever has computed them. Otherwise a worker first adds
             those that it has computed.
@@ -151,7 +151,7 @@ class DataParallelSteps:
         return found.outcomes()
 
     def wait_for_all(self, step: int) -> None:
-        """Let newcomers in until all ranks are there. Call it before :meth:`run` of this step, at all ranks."""
+        """Let replacements in until all ranks are there. Call it before :meth:`run` of this step, at all ranks."""
         self._step = step
 
         def attempt() -> None:
@@ -161,8 +161,8 @@ class DataParallelSteps:
         through_losses(attempt, self._leave)
 
     def come(self) -> None:
-        """This newcomer is let in, but lacks the last updates: be there for the others in the step that they begin, in
-        which they compute its share.
+        """This replacement is let in, but lacks the last updates: be there for the others in the step that they begin,
+        in which they compute its share.
         """
         try:
             if self._agree(idle=True):
@@ -234,7 +234,7 @@ class DataParallelSteps:
         self._waits = any(view["waits"] for view in views.values())
         closed = any(view["closed"] for view in views.values()) or (self._waits and not away)
         if closed:
-            # What follows the waiting has begun somewhere: a newcomer would begin it alone.
+            # What follows the waiting has begun somewhere: a replacement would begin it alone.
             self._closed, self._waits = self._step, False
         elif not self._idle and (knocking := views[lane.ranks[0]]["knocking"]):
             self._let_in(knocking)

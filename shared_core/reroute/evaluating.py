@@ -88,7 +88,7 @@ class Evaluating:
         return [self._results[when] for when in sorted(self._results) if when.top == top]
 
     def adopt(self, top: int, results: Sequence[Losses]) -> None:
-        """Others had made these evaluations since a batch top when they let this newcomer in."""
+        """Others had made these evaluations since a batch top when they let this replacement in."""
         self._results.update({When(top, index): losses for index, losses in enumerate(results)})
 
     def view(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Executor:
         places: where all are.
         model: its stage.
         connect: makes the lane of the newest generation; blocks until all workers that are there have come.
-        knocking: whether a newcomer waits to be let in; asked at one worker only.
+        knocking: whether a replacement waits to be let in; asked at one worker only.
         planner: makes the plans.
         options: see :class:`Options`.
         noted: called with the kind of what has happened, and plain facts: ``rerouted`` after each change of plan,
@@ -108,7 +108,7 @@ class Executor:
 
         Raises:
             RecoveryFailed: nobody can compute what was lost.
-            DataAway: newcomers have to be let in first, before the step; then call it again.
+            DataAway: replacements have to be let in first, before the step; then call it again.
         """
         through_losses(self._move, self.leave)
         self._roles.now.measuring.begin(self.step)
@@ -159,7 +159,7 @@ class Executor:
 
         Raises:
             RecoveryFailed: nobody can compute what was lost.
-            DataAway: newcomers have to be let in first; then call it again.
+            DataAway: replacements have to be let in first; then call it again.
         """
 
         def attempt() -> Losses:
@@ -198,7 +198,7 @@ class Executor:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a lane; a newcomer that has just been let in has none."""
+        """Whether there is a lane; a replacement that has just been let in has none."""
         return self._channel is not None
 
     @property
@@ -214,7 +214,7 @@ class Executor:
         return None if last is None else last.home if self._roles.away else last.reduced
 
     def leave(self) -> None:
-        """The lane is of no more use: newcomers are let in now."""
+        """The lane is of no more use: replacements are let in now."""
         self._channel = None
 
     # -- losses ------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Executor:
         started = time.perf_counter()
         missed = {entry["number"]: entry for view in views.values() for entry in view["entries"]}
         for _, entry in sorted(missed.items()):
-            # A newcomer has nothing to do with changes in steps before its own.
+            # A replacement has nothing to do with changes in steps before its own.
             older = self._history.number < 0 and any(at[0] < self.step for at in entry["at"].values())
             if entry["number"] > self._history.number and not older:
                 self._apply(entry)
@@ -352,6 +352,6 @@ def _bytes_in(told: Mapping[int, Any]) -> int:
 def _refuse(topology: Topology, gone: frozenset[Worker]) -> None:
     """Raises RecoveryFailed where a stage has lost all workers that belong to it."""
     try:
-        survivors(topology, gone)  # newcomers get no state from who has moved there
+        survivors(topology, gone)  # replacements get no state from who has moved there
     except ConfigError as error:
         raise RecoveryFailed(str(error)) from error

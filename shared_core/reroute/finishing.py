@@ -32,7 +32,7 @@ class Finishing:
         former: its parameters before the last update.
         history: who is there, and the plans.
         steps: those under way and the one before, by number; the caller's own, as it is.
-        knocking: whether a newcomer waits to be let in; asked at one worker only.
+        knocking: whether a replacement waits to be let in; asked at one worker only.
         reports: has a word to tell with the losses.
 
     Attributes:

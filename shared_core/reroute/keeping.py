@@ -27,7 +27,7 @@ NOTHING: Item = (None, None)
 
 
 class DataAway(Exception):
-    """The data of a step went with both ends of a pipeline before anybody else had them: a newcomer draws them."""
+    """The data of a step went with both ends of a pipeline before anybody else had them: a replacement draws them."""
 
 
 class Part(NamedTuple):
@@ -61,7 +61,7 @@ def keepers(topology: Topology, lost: Collection[Worker], pipeline: int, stage: 
 def first_without_data(
     topology: Topology, lost: Collection[Worker], held: Mapping[int, Collection[tuple[int, int]]], first: int
 ) -> int | None:
-    """The first step that cannot be made without a newcomer of either end of a pipeline; None if all can be made.
+    """The first step that cannot be made without a replacement of either end of a pipeline; None if all can be made.
 
     Args:
         topology: shape of the job.

@@ -212,7 +212,7 @@ class StepResult:
 
     Attributes:
         losses: of each pipeline's micro-batches.
-        let_in: newcomers are let in before the next step, if the lane still has this number; -1 for not.
+        let_in: replacements are let in before the next step, if the lane still has this number; -1 for not.
         loss_type: type of the losses, in which they are added.
     """
 

@@ -78,7 +78,7 @@ def normalise(
         times: durations.
         variant: of the plan that will be run.
         moving: time to copy the state of each stage; a single entry holds for all.
-        iterations: how many will be run until newcomers come. The total time is that of these iterations and of the
+        iterations: how many will be run until replacements come. The total time is that of these iterations and of the
             moves; infinite: the fastest iteration, and among those the cheapest moves.
         ordered: all micro-batches of a lost worker go to one peer.
         able: who may move; None for everybody.

@@ -30,7 +30,7 @@ def survivors(topology: Topology, lost: Collection[Worker]) -> list[list[int]]:
         if not pipelines:
             raise ConfigError(
                 f"all {topology.pipelines} workers of stage {stage} are lost: nobody holds its parameters; wait for a "
-                "newcomer or restart from a checkpoint"
+                "replacement or restart from a checkpoint"
             )
     return alive
 

@@ -62,7 +62,7 @@ class Bamboo:
         return LossCost((self.rendezvous_s if self._meets(after) else 0.0) + self.layout.step_s / 2)
 
     def join(self, before: Pattern, after: Pattern) -> LossCost:
-        """A meeting once there is one pipeline more; else newcomers wait. They meet between steps."""
+        """A meeting once there is one pipeline more; else replacements wait. They meet between steps."""
         more = after.live // self.layout.stages > before.live // self.layout.stages
         return LossCost(self.rendezvous_s if more and not self.shared_batch else 0.0)
 

@@ -84,5 +84,5 @@ class TorchFT:
         return LossCost(self.quorum_s)
 
     def join(self, before: Pattern, after: Pattern) -> LossCost:
-        """A newcomer is healed beside the others, which take no notice."""
+        """A replacement is healed beside the others, which take no notice."""
         return LossCost()

@@ -117,11 +117,11 @@ class ThisSystem:
     - ``reroute``: peers compute what the lost worker would (staggered optimizer). In the step of the loss what it had
       accumulated is computed again by its peers: on average half of its micro-batches. Where losses are better spread
       over the stages, survivors move when so much time is lost as that costs: copies of state, and a step. If a stage
-      has nobody left, all go back to the checkpoint and wait for a newcomer. If a pipeline has lost both its ends, the
-      step goes on, and the next one waits for a newcomer of either, which draws its data. Newcomers are let in one by
-      one.
-    - ``replace``: all wait until the place is filled; then the newcomer runs its part of the step, on average half.
-    - ``replay``: the same without a replica: the newcomer runs all steps since the checkpoint with logged messages,
+      has nobody left, all go back to the checkpoint and wait for a replacement. If a pipeline has lost both its ends,
+      the step goes on, and the next one waits for a replacement of either, which draws its data. Replacements are let
+      in one by one.
+    - ``replace``: all wait until the place is filled; then the replacement runs its part of the step, on average half.
+    - ``replay``: the same without a replica: the replacement runs all steps since the checkpoint with logged messages,
       alone and so without bubbles, in ``m / (m + S - 1)`` of their time (Swift, arXiv 2302.06173).
 
     Attributes:
@@ -158,7 +158,7 @@ class ThisSystem:
         lost = count_stages(self.layout, pattern.vacant)
         stay = period(self.layout, lost)
         move = period(self.layout, spread(self.layout, len(pattern.vacant)))
-        # Who has moved has no state for newcomers, so a stage that has lost all its own workers is lost.
+        # Who has moved has no state for replacements, so a stage that has lost all its own workers is lost.
         pays = max(lost) < self.layout.pipelines and stay - move > LEAST_GAIN * stay
         return stay, move if pays else stay
 
@@ -188,13 +188,13 @@ class ThisSystem:
         return LossCost(self.measured.reroute_s + again_s + moving_s + (self.measured.admit_s if event.joined else 0.0))
 
     def join(self, before: Pattern, after: Pattern) -> LossCost:
-        """A newcomer is let in; where all wait for it, that is its replacement."""
+        """A replacement is let in; where all wait for it, that is what a failure costs."""
         if self.on_failure == "reroute":
             return LossCost(self.measured.admit_s)
         return LossCost() if after.vacant else self._replacement()
 
     def _must_go_back(self, before: Pattern, event: TraceEvent) -> bool:
-        """Whether state that a newcomer would need, or data of the step, are gone."""
+        """Whether state that a replacement would need, or data of the step, are gone."""
         now = before.after(event.lost, ())
         gone = any(lost >= self.layout.pipelines for lost in count_stages(self.layout, now.vacant))
         if self.on_failure != "reroute":

@@ -34,7 +34,7 @@ STEPS = 14
 LAST_STRUCK = STEPS - 2
 #: Batch tops of the pipelines' job that train (each fourth evaluates), and those with a checkpoint.
 PIPE_TOPS, CHECKPOINTS = (1, 2, 3, 5, 6, 7, 9, 10, 11, 13), 3
-#: Share of the runs of re-routed pipelines with a loss while a newcomer copies the state, and while one is let in.
+#: Share of the runs of re-routed pipelines with a loss while a replacement copies the state, and while one is let in.
 COPIED, LET_IN = 0.25, 0.2
 
 _COMMON = (
@@ -109,7 +109,7 @@ _REROUTED_TRAINS: dict[str, int] = {
     "update.after": 1,
 }
 _REROUTED_EVALUATES: dict[str, int] = {"batch_top": 1, "reroute.evaluate": 4, "reroute.evaluated": 1}
-#: Points at which a survivor, and a newcomer, passes when newcomers are let in.
+#: Points at which a survivor, and a replacement, passes when replacements are let in.
 _LETS_IN = ("lane.let_in", "recovery.connected", "recovery.exchanged", "recovery.installed")
 _COMES_IN = ("lane.knock", "recovery.connected", "recovery.exchanged", "recovery.installed")
 
@@ -136,7 +136,7 @@ class Run:
     """One run of the soak: which model, and what happens in it.
 
     Attributes:
-        copies: where workers wait until newcomers have begun to copy the state; see ``testing.copies``.
+        copies: where workers wait until replacements have begun to copy the state; see ``testing.copies``.
         cut: a machine that is lost besides.
     """
 
@@ -165,7 +165,7 @@ def plan(
         return _machine_lost(rng, number, model, kinds)
     if model == "moved-3x2":
         return Run(number, model, _moves(rng, model, kinds))
-    if model == "shared-3x2":  # nobody waits for newcomers
+    if model == "shared-3x2":  # nobody waits for replacements
         return Run(number, model, _rerouted(rng, model, kinds))
     if model in REROUTED:
         what = rng.random()
@@ -195,7 +195,7 @@ def _points(model: str) -> tuple[str, ...]:
     """Points that the job of a model meets."""
     if model == "plain":  # plain loops have neither
         return tuple(name for name in _COMMON if name != "validation")
-    if model in SHARDED:  # nobody gives a newcomer its shard
+    if model in SHARDED:  # nobody gives a replacement its shard
         return tuple(name for name in _COMMON if name not in ("validation", "bucket", "recovery.giving"))
     if model in OUTSIDE:
         return (*(name for name in _COMMON if name != "validation"), "outside", "outside", "outside")
@@ -227,7 +227,7 @@ def _pipeline(rng: random.Random, model: str, world_size: int, kinds: Sequence[s
         start = rng.randrange(world_size - count + 1)
         return tuple(draw(each, step) for each in range(start, start + count))
     if how == "replay":
-        # A newcomer from a checkpoint passes earlier batches again, any other one only the batch of the loss.
+        # A replacement from a checkpoint passes earlier batches again, any other one only the batch of the loss.
         earliest = step // CHECKPOINTS * CHECKPOINTS if PIPELINES[model] == world_size else step
         again = [top for top in PIPE_TOPS if max(1, earliest) <= top <= step]
         return first, draw(rank, rng.choice(again), 1)
@@ -269,14 +269,14 @@ def _rerouted(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fau
 
 
 def _in_a_copy(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tuple[Fault, ...], str]:
-    """A loss, and another one while its newcomer copies the state and the others train: of the newcomer, of the worker
-    that gives it the state, or of another one. The others wait at a later step for the copy to begin.
+    """A loss, and another one while its replacement copies the state and the others train: of the replacement, of the
+    worker that gives it the state, or of another one. The others wait at a later step for the copy to begin.
     """
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
-    rank, place = rng.randrange(world), rng.randrange(1, 5)  # before the first batch newcomers are waited for
+    rank, place = rng.randrange(world), rng.randrange(1, 5)  # before the first batch replacements are waited for
     peers = [each for each in range(world) if each // pipelines == rank // pipelines and each != rank]
     others = [each for each in range(world) if each != rank and (pipelines > 2 or each not in peers)]
-    whose = rng.choice(("newcomer", "giver", "other") if pipelines > 2 else ("newcomer", "other"))
+    whose = rng.choice(("replacement", "giver", "other") if pipelines > 2 else ("replacement", "other"))
     first = _in_a_batch(rng, rank, PIPE_TOPS[place], kinds)
     kind = _of_no_code(rng, kinds)
     if whose == "other":
@@ -286,12 +286,12 @@ def _in_a_copy(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tu
     else:
         # At the first message: more come only if the others still train, and they may wait by then.
         second = Fault(rank, ANY_STEP, "copy.take", kind, incarnation=1)
-    return (first, second), f"{place + 2}:{2 if whose == 'newcomer' else 1}"
+    return (first, second), f"{place + 2}:{2 if whose == 'replacement' else 1}"
 
 
 def _when_let_in(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
-    """Both ends of a pipeline are lost, so that the others wait for a newcomer; and one more when newcomers are let in:
-    one of these, or of the others.
+    """Both ends of a pipeline are lost, so that the others wait for a replacement; and one more when replacements are
+    let in: one of these, or of the others.
     """
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
     home, step = rng.randrange(pipelines), rng.choice(PIPE_TOPS[1:-3])

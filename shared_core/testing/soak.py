@@ -88,7 +88,7 @@ def judge(result: JobResult, reference: JobResult, cut: Collection[int] = ()) ->
     """
     restarts = len(result.kinds("restart"))
     rerouted = "--rerouted" in result.command
-    if rerouted:  # the others may end before a newcomer comes
+    if rerouted:  # the others may end before a replacement comes
         away = {*cut, *(fault.rank for fault in result.faults)} - result.reports.keys()
         kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
         reference = replace(reference, reports=kept)
@@ -242,7 +242,7 @@ def _execute(
         }
     if run.model in REROUTED:
         env |= _REROUTE
-    if run.model == "moved-3x2":  # newcomers come when workers have moved
+    if run.model == "moved-3x2":  # replacements come when workers have moved
         env["SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S"] = "2"
     if run.cut is not None:
         assert warm is not None

@@ -1,5 +1,5 @@
-"""Rows of one tracker. A newcomer runs the script, or a batch of it, again: what the service has is not written twice,
-and what the service lost with its buffer is.
+"""Rows of one tracker. A replacement runs the script, or a batch of it, again: what the service has is not written
+twice, and what the service lost with its buffer is.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Service:
         return None
 
     def restore(self, state: Any) -> None:
-        """In a newcomer: be where the predecessor was."""
+        """In a replacement: be where the predecessor was."""
 
 
 def has_predecessor(job: Job) -> bool:
@@ -64,7 +64,7 @@ class Rows:
 
     Args:
         job: of this worker, which holds rank 0.
-        name: unique, and the same in a newcomer.
+        name: unique, and the same in a replacement.
         service: what takes the rows.
         write: how.
     """
@@ -100,14 +100,14 @@ class Rows:
         self._written.value = self._count
 
     def state(self) -> Any:
-        """What a newcomer must know, as plain data."""
+        """What a replacement must know, as plain data."""
         oldest = time.time() - self._service.buffer_s
         while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()
         return {"count": self._count, "recent": [row for _, row in self._recent], "service": self._service.state()}
 
     def restore(self, state: Any) -> None:
-        """In a newcomer: go on from its predecessor's :meth:`state`, and write what the service has lost."""
+        """In a replacement: go on from its predecessor's :meth:`state`, and write what the service has lost."""
         self._service.restore(state["service"])
         self._recent.clear()
         for packed in state["recent"]:

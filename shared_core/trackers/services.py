@@ -35,7 +35,7 @@ def of_wandb(job: Job, run: Callable[[], Any], *, numbered: bool) -> Service:
 
 
 class Wandb(Service):
-    """A run of Weights & Biases. Its rows have numbers, which go on in the newcomer's part of the run.
+    """A run of Weights & Biases. Its rows have numbers, which go on in the replacement's part of the run.
 
     Args:
         run: gives the run.

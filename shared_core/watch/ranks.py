@@ -11,9 +11,9 @@ from shared_core.events import Event
 
 
 class Phase(StrEnum):
-    """What a worker does. ``waiting``: it has been in one collective for long; ``stalled``: it waits for a newcomer;
-    ``joining``: it is the newcomer; ``gone``: it has ended, and its launcher has not said so; ``elsewhere``: it runs on
-    another machine, and what it does is not seen here.
+    """What a worker does. ``waiting``: it has been in one collective for long; ``stalled``: it waits for a replacement;
+    ``joining``: it is the replacement; ``gone``: it has ended, and its launcher has not said so; ``elsewhere``: it runs
+    on another machine, and what it does is not seen here.
     """
 
     STARTING = "starting"
@@ -82,10 +82,10 @@ class Ranks:
             return
         elif event.kind == "lost":
             one.phase, one.pid, one.losses = Phase.LOST, None, one.losses + 1
-        elif event.kind == "newcomer_start":
+        elif event.kind == "replacement_start":
             one.phase, one.pid = Phase.JOINING, _pid(said.get("pid"))
             one.host, one.agent = _word(said.get("host")), _pid(said.get("agent")) or one.agent
-        elif event.kind in ("newcomer_ready", "recovered", "resumed") and one.phase is not Phase.LOST:
+        elif event.kind in ("replacement_ready", "recovered", "resumed") and one.phase is not Phase.LOST:
             one.phase = Phase.TRAINING
 
     def _start(self, said: dict[str, Any]) -> None:
@@ -107,17 +107,17 @@ class Lost:
         detected: when it was noticed.
         cause: in words.
         pid: of the worker.
-        newcomer: pid of the one that took its place.
+        replacement: pid of the one that took its place.
         started: when that one began.
         joined: when that one had joined.
-        closed: when it was over otherwise: the newcomer was lost too, or the number of workers changed.
+        closed: when it was over otherwise: the replacement was lost too, or the number of workers changed.
     """
 
     rank: int
     detected: float
     cause: str
     pid: int | None
-    newcomer: int | None = None
+    replacement: int | None = None
     started: float | None = None
     joined: float | None = None
     closed: float | None = None
@@ -147,9 +147,9 @@ class Losses:
             for each, pid in _pids(said).items():
                 self._started(each, pid, event.time)
                 self._joined(each, event.time)
-        elif event.kind == "newcomer_start":
+        elif event.kind == "replacement_start":
             self._started(rank, said.get("pid"), event.time)
-        elif event.kind == "newcomer_ready":
+        elif event.kind == "replacement_ready":
             self._joined(rank, event.time)
         elif event.kind == "resize":  # ranks are others now
             for other in list(self._open):
@@ -157,7 +157,7 @@ class Losses:
 
     def _started(self, rank: int, pid: Any, when: float) -> None:
         if rank in self._open:
-            self._open[rank].newcomer, self._open[rank].started = _pid(pid), when
+            self._open[rank].replacement, self._open[rank].started = _pid(pid), when
 
     def _joined(self, rank: int, when: float) -> None:
         if rank in self._open:

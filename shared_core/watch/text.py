@@ -13,7 +13,7 @@ from shared_core.watch.view import JobView, LossView, WorkerView
 #: Most losses that are shown.
 SHOWN = 8
 WORKER_COLUMNS = ("rank", "phase", "step", "steps/s", "pid", "machine", "log", "lost")
-LOSS_COLUMNS = ("when", "rank", "cause", "pid", "newcomer", "joined after", "stall")
+LOSS_COLUMNS = ("when", "rank", "cause", "pid", "replacement", "joined after", "stall")
 
 
 def format_view(view: JobView) -> str:
@@ -87,7 +87,7 @@ def loss_cells(one: LossView, begun: float) -> tuple[str, ...]:
         str(one.rank),
         cause if len(cause) <= 48 else f"{cause[:45]}...",
         "-" if one.pid is None else str(one.pid),
-        "-" if one.newcomer is None else str(one.newcomer),
+        "-" if one.replacement is None else str(one.replacement),
         in_seconds(one.back_s),
         in_seconds(one.stall_s),
     )

@@ -90,8 +90,8 @@ class LossView:
         kind: of the cause, one of few words: a signal's name, ``exit``, ``exception``, ``machine``, ``stopped``,
             ``no progress``, ``other``.
         pid: of the lost worker; None if it was not said.
-        newcomer: pid of the worker that took its place; None if there is none yet.
-        back_s: seconds until the newcomer had joined; None if it has not.
+        replacement: pid of the worker that took its place; None if there is none yet.
+        back_s: seconds until the replacement had joined; None if it has not.
         stall_s: longest stall of another worker for it, in seconds; None while it lasts.
     """
 
@@ -100,7 +100,7 @@ class LossView:
     cause: str
     kind: str
     pid: int | None = None
-    newcomer: int | None = None
+    replacement: int | None = None
     back_s: float | None = None
     stall_s: float | None = None
 
@@ -352,7 +352,7 @@ def _losses(losses: Losses, found: Sequence[Recovery]) -> list[LossView]:
             cause=one.cause,
             kind=kind_of(one.cause),
             pid=one.pid,
-            newcomer=one.newcomer,
+            replacement=one.replacement,
             back_s=None if one.joined is None else one.joined - one.detected,
             stall_s=stalls.get((one.rank, one.detected)),
         )
@@ -381,7 +381,7 @@ def _spans(
         started = over if one.started is None else one.started
         spans.append(Span(one.rank, "lost", one.detected, started, f"lost: {one.cause}"))
         if one.started is not None:
-            spans.append(Span(one.rank, "joining", one.started, over, f"pid {one.newcomer} takes the place"))
+            spans.append(Span(one.rank, "joining", one.started, over, f"pid {one.replacement} takes the place"))
     for each in reversed(found):
         if len(spans) > MOST_SPANS:
             break

@@ -15,7 +15,7 @@ from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.start import standing_by
 
-#: Exit code of a newcomer whose place, or state, a further loss made useless; the agent starts another.
+#: Exit code of a replacement whose place, or state, a further loss made useless; the agent starts another.
 EXIT_STALE = 75
 #: How long the launcher may take to end a worker that has ended the job, in seconds.
 _END_S = 60.0
@@ -28,7 +28,7 @@ class Endings:
         self._runtime, self._store = runtime, store
 
     def fall_back(self, reason: str) -> NoReturn:
-        """Nobody can serve a newcomer: all workers start again. Does not return."""
+        """Nobody can serve a replacement: all workers start again. Does not return."""
         _end_spare(reason)
         self._store.tell("restart", reason)
         with self._runtime.lock:

@@ -303,7 +303,7 @@ class _StateRelay(_Relay):
         return self._worker.runtime.stable
 
     def rolled_back(self) -> None:
-        """Newcomers have gone back to a checkpoint."""
+        """Replacements have gone back to a checkpoint."""
         self._worker.start.checkpoints.rolled_back()
 
     def newest_top(self) -> int:

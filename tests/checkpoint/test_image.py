@@ -251,7 +251,7 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
 
 
 def test_a_worker_killed_at_every_operation_of_a_snapshot(tmp_path: Path) -> None:
-    """The snapshot before is whole in memory; a newcomer takes the one under way again, whatever was left."""
+    """The snapshot before is whole in memory; a replacement takes the one under way again, whatever was left."""
     weights = {step: torch.full((300,), float(step)) for step in (10, 20)}
 
     def take(spool: Spool, step: int) -> None:

@@ -205,7 +205,7 @@ def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_who_is_absent() -> None:
-    """Nobody is until all workers use lanes; then whoever is lost, until it is said first that newcomers are in."""
+    """Nobody is until all workers use lanes; then whoever is lost, until it is said first that replacements are in."""
     store = MemoryStore()
     one, other = Ledger(store, "p/", 3), Ledger(store, "p/", 3)
     lose = lambda ledger, *lost: ledger.append(lambda: losing(*lost))  # noqa: E731
@@ -214,12 +214,12 @@ def test_who_is_absent() -> None:
     store.delete_key("p/" + lane_key(2, 0))
     assert lose(one, 1).absent is None
     store.set("p/" + lane_key(2, 0), "1")
-    assert lose(other, 2).absent is None, "the newcomer of rank 1 does not use lanes yet"
+    assert lose(other, 2).absent is None, "the replacement of rank 1 does not use lanes yet"
     for rank in (1, 2):
         store.set("p/" + lane_key(rank, 1), "1")
     assert lose(one, 1).absent == {1} and one.present() == [0, 2]
     assert lose(other, 2).absent == {1, 2} and other.present() == [0]
-    assert store.compare_set("p/" + let_in_key(3, 1), "", "[1]") == b"[]", "too late for newcomers to be let in"
+    assert store.compare_set("p/" + let_in_key(3, 1), "", "[1]") == b"[]", "too late for replacements to be let in"
     assert store.compare_set("p/" + let_in_key(4, 2), "", "[2]") == b"[2]" and other.present() == [0, 2]
     assert lose(one, 0).absent == {0, 1}, "rank 2 is in, and rank 1 is not"
     assert store.compare_set("p/" + let_in_key(4, 1), "", "[1]") == b"[]", "the next round came too late"

@@ -64,12 +64,12 @@ def test_a_change_that_is_done() -> None:
     assert resizing.grow_at is None
 
 
-def test_newcomers_have_so_much_time() -> None:
+def test_replacements_have_so_much_time() -> None:
     resizing = Resizing(LATE, 4)
     resizing.expect([2], 10.0)
     resizing.expect([1], 12.0)
     assert [resizing.late(now) for now in (10.0, 14.9, 15.0, 17.0)] == [[], [], [2], [1, 2]]
-    resizing.expect([2], 16.0)  # its newcomer was lost, too
+    resizing.expect([2], 16.0)  # its replacement was lost, too
     assert resizing.late(17.0) == [1]
     resizing.begin([0, 3], 2)
     assert resizing.late(100.0) == [], "the others go on"

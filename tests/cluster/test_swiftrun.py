@@ -130,7 +130,7 @@ if me.rank == 0:
     os.kill(int(found), signal.SIGKILL)
     show(gen=generation(1), told_s=time.time() - killed)
     await_("up1", 1)
-    show(newcomer_s=time.time() - killed)
+    show(replacement_s=time.time() - killed)
     gone = lambda: not os.path.exists(f"/proc/{child}")
     poll(gone, lambda: False, Wait("the test", "the child of the lost worker to end", 20.0))
     reach("exit")
@@ -157,7 +157,7 @@ show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
     job = run(tmp_path, "import subprocess" + script, "--lr", "0.1", nproc=3)
     assert job.code == 0, job.stderr
     said = shown(job)
-    for name, value in ((name, one[name]) for one in said for name in ("told_s", "newcomer_s") if name in one):
+    for name, value in ((name, one[name]) for one in said for name in ("told_s", "replacement_s") if name in one):
         record_property(name, value)
         print(f"{name}: {1e3 * value:.1f} ms")
     [titles] = [one for one in said if "found" in one]
@@ -178,9 +178,9 @@ show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
     assert ends == [(0, 0, 0), (1, 2, 2), (2, 2, 4)]
     assert [event.rank for event in job.of("lost")] == [1, 1, 2, 2]
     assert [event.generation for event in job.of("generation")] == [1, 2, 3, 4]
-    newcomers = job.of("newcomer_start")
-    assert [event.fields["incarnation"] for event in newcomers] == [1, 2, 1, 2]
-    assert all(event.fields["how"] == "standby" for event in newcomers)
+    replacements = job.of("replacement_start")
+    assert [event.fields["incarnation"] for event in replacements] == [1, 2, 1, 2]
+    assert all(event.fields["how"] == "standby" for event in replacements)
     assert job.of("end")[0].fields.items() >= {"result": "succeeded", "replaced": 4}.items()
     assert "ranks 1 and 2 are back after" in job.stderr and "killed by SIGTERM; now pid" in job.stderr, job.stderr
 
@@ -263,7 +263,7 @@ show(rank=me.rank, name=__name__, path=sys.path[0], group=os.getpgid(0) == os.ge
     )
     job = run(tmp_path, script, "a b", options=["--standbys", "0", "-r", "3", "--log-dir", str(tmp_path / "logs")])
     assert job.code == 0, job.stderr
-    assert [event.fields["how"] for event in job.of("newcomer_start")] == ["respawn"]
+    assert [event.fields["how"] for event in job.of("replacement_start")] == ["respawn"]
     for rank in (0, 1):
         (file,) = tmp_path.glob(f"logs/*/attempt_0/{rank}/stdout.log")
         expected = {"rank": rank, "name": "__main__", "path": str(tmp_path), "group": True, "argv": ["a b"]}

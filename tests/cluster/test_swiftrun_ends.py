@@ -240,4 +240,4 @@ elif me.incarnation == 0:
     job = run(tmp_path, script)
     assert job.code == 0, job.stderr
     assert "a standby died" in job.stderr
-    assert [event.fields["how"] for event in job.of("newcomer_start")] == ["standby"]
+    assert [event.fields["how"] for event in job.of("replacement_start")] == ["standby"]

@@ -36,7 +36,7 @@ CLASSES: dict[str, tuple[str, list[Fault]]] = {
         "sub_groups,messages",
         [Fault(0, 2, "collective.before", "SIGKILL", nth=3), Fault(2, 4, "collective.before", "SIGKILL", nth=2)],
     ),
-    "second_newcomer": (
+    "second_replacement": (
         SPECIFIC,
         [
             Fault(1, 3, "collective.before", "SIGKILL", nth=6),
@@ -57,14 +57,14 @@ def test_all_operations_with_losses(name: str, jobs: Jobs) -> None:
     jobs.check(SCRIPT, nproc=3, faults=CASES[name])
 
 
-@pytest.mark.parametrize("name", most(CLASSES, "broadcast_root_ahead", "second_newcomer", "messages", "sub_groups"))
+@pytest.mark.parametrize("name", most(CLASSES, "broadcast_root_ahead", "second_replacement", "messages", "sub_groups"))
 def test_a_loss_in_the_middle_of(name: str, jobs: Jobs) -> None:
     only, faults = CLASSES[name]
     jobs.check(SCRIPT, nproc=3, faults=faults, args=["--only", only, "--steps", "6"])
 
 
 def test_results_are_served_from_disk(jobs: Jobs) -> None:
-    """Memory for logs is so small that nearly all results are spilled before the newcomer needs them."""
+    """Memory for logs is so small that nearly all results are spilled before the replacement needs them."""
     fault = [Fault(1, 3, "collective.after", "SIGKILL", nth=25)]
     result = jobs.check(SCRIPT, nproc=3, faults=fault, env={"SWIFT_RECOVERY_LOG_SPILL_BYTES": "256"})
     assert all(report["extra"]["spilled"] > 1_000_000 for report in result.reports.values())
@@ -80,8 +80,8 @@ def test_a_loss_at_every_place(kind: str, nth: int, jobs: Jobs) -> None:
     jobs.check(SCRIPT, nproc=3, faults=[Fault(nth % 3, 2 + nth % 2, kind, "SIGKILL", nth=nth)])
 
 
-def test_the_last_holder_of_a_result_is_lost_while_a_newcomer_copies_it(jobs: Jobs) -> None:
-    """Only the first newcomer still has the result. It gives it to the second."""
+def test_the_last_holder_of_a_result_is_lost_while_a_replacement_copies_it(jobs: Jobs) -> None:
+    """Only the first replacement still has the result. It gives it to the second."""
     script = str(Path(__file__).parent / "scripts" / "while_served.py")
     result = jobs.run(script, faults=[Fault(0, 2, "collective.before", "SIGKILL", nth=2)])
     assert result.status == 0 and result.struck, result.tail()

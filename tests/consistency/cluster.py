@@ -100,9 +100,9 @@ class Job:
             self.restart("all workers are lost")
         elif written.kind is not Kind.HAND_ON:
             for worker in lost:
-                self.newcomer(worker.rank)
+                self.replacement(worker.rank)
 
-    def newcomer(self, rank: int) -> None:
+    def replacement(self, rank: int) -> None:
         self.live.append(Worker(self, rank, self.ledger.incarnations[rank], self.ledger.generation))
 
     def exit(self, worker: Worker) -> None:
@@ -120,10 +120,10 @@ class Job:
             self.append(Entry(kind=Kind.RESIZE, workers=len(self.ledger.change.stay), reason=f"from batch top {top}"))
 
     def change(self) -> None:
-        """The number of workers is to change: a further machine has come, or a newcomer is late."""
+        """The number of workers is to change: a further machine has come, or a replacement is late."""
         assert self.rng is not None
-        newcomers = [worker for worker in self.workers.values() if worker.incarnation]
-        late = self.rng.choice(newcomers) if self.on_failure == "replace" and newcomers else None
+        replacements = [worker for worker in self.workers.values() if worker.incarnation]
+        late = self.rng.choice(replacements) if self.on_failure == "replace" and replacements else None
         self.doomed = [late] if late is not None else []
         stay = [rank for rank in self.workers if late is None or rank != late.rank]
         self.append(Entry(detected=1.0).while_changing(sorted(stay), None))
@@ -134,7 +134,7 @@ class Job:
             self.end_late()
             self.append(Entry(detected=1.0, reason=reason))
             for rank in sorted(set(self.ranks) - set(self.workers)):
-                self.newcomer(rank)
+                self.replacement(rank)
 
     # -- what the ranks share ----------------------------------------------------------------------
 

@@ -89,11 +89,11 @@ class Worker:
         self.absent = frozenset[int]()
         self.acting = self.offering = False
         self.target: Top | None = None
-        #: Generations in which it has said where it stands; what was agreed on; where all newcomers are there.
+        #: Generations in which it has said where it stands; what was agreed on; where all replacements are there.
         self.said: set[int] = set()
         self.agreed: dict[int, Agreed] = {}
         self.gone: set[int] = set()
-        #: What it has published; a newcomer: its predecessor.
+        #: What it has published; a replacement: its predecessor.
         self.board = list(job.boards[rank])
         #: Optimizer steps.
         self.version = 0
@@ -400,7 +400,7 @@ class Worker:
     # -- on_failure="reroute" ----------------------------------------------------------------------
 
     def train_over_lane(self) -> Iterator[Pause]:
-        """One step of those that are present; then newcomers that have knocked are let in."""
+        """One step of those that are present; then replacements that have knocked are let in."""
         job = self.job
         job.store.set(lane_key(self.rank, self.incarnation), "1")
         yield "lane"

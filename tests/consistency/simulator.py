@@ -119,8 +119,8 @@ class Group:
 class Worker:
     """One incarnation of a rank."""
 
-    def __init__(self, rank: int, program: Program, newcomer: bool) -> None:
-        self.rank, self.steps, self.newcomer = rank, program.steps[rank], newcomer
+    def __init__(self, rank: int, program: Program, replacement: bool) -> None:
+        self.rank, self.steps, self.replacement = rank, program.steps[rank], replacement
         self.place = 0
         self.top = self.tops = self.stable = self.version = 0
         self.groups = {name: Group() for name, members in program.groups.items() if rank in members}
@@ -311,7 +311,7 @@ class Job:
             self._check_donors(plan)
             if self.rng.random() < 0.15 and self.losses < 3 * self.world:
                 more = self.rng.sample(range(self.world), self.rng.randint(1, self.world - 1))
-                if all(self.workers[r].newcomer or r in more for r in range(self.world)):
+                if all(self.workers[r].replacement or r in more for r in range(self.world)):
                     break  # nobody would be left
                 self.losses += len(more)
                 self.originals -= set(more)
@@ -324,7 +324,7 @@ class Job:
 
     def _frontier(self, rank: int) -> Frontier:
         worker = self.workers[rank]
-        if worker.newcomer:
+        if worker.replacement:
             return Frontier(rank, 1, True, 0, tuple(top for top, _ in self.boards[rank]))
         groups = {}
         for name, group in worker.groups.items():
@@ -343,7 +343,7 @@ class Job:
 
     def _check(self, plan: Plan) -> None:
         """What must hold of any plan, whatever the program."""
-        assert plan.newcomers == tuple(rank for rank, worker in enumerate(self.workers) if worker.newcomer)
+        assert plan.replacements == tuple(rank for rank, worker in enumerate(self.workers) if worker.replacement)
         for rank, top in plan.tops.items():
             assert top is None or top in [published for published, _ in self.boards[rank]]
             assert plan.donors[rank] not in plan.tops
@@ -359,19 +359,19 @@ class Job:
     def _drift(self) -> None:
         """Survivors' programs go on while the recovery runs, as far as they can."""
         for worker in self.workers:
-            if not worker.newcomer:
+            if not worker.replacement:
                 for _ in range(self.rng.choice((0, 0, 1, 5))):
                     if worker.finished or not self._can_step(worker):
                         break
                     self.do(worker, ("step", "", 0))
 
     def _check_donors(self, plan: Plan) -> None:
-        for newcomer, donor in plan.donors.items():
-            top, worker = plan.tops[newcomer], self.workers[donor]
+        for replacement, donor in plan.donors.items():
+            top, worker = plan.tops[replacement], self.workers[donor]
             while top is not None and worker.version < top.version:
                 if worker.finished or not self._can_step(worker):
                     raise Stuck(
-                        f"rank {donor} cannot reach version {top.version}, which it is to give to rank {newcomer}"
+                        f"rank {donor} cannot reach version {top.version}, which it is to give to rank {replacement}"
                     )
                 self.do(worker, ("step", "", 0))
 
@@ -379,7 +379,7 @@ class Job:
         self._fresh()
         for rank, top in plan.tops.items():
             worker = self.workers[rank]
-            worker.newcomer = False
+            worker.replacement = False
             if top is None:
                 continue
             worker.place = next(place for published, place in self.boards[rank] if published == top)

@@ -28,7 +28,7 @@ def cut_of(*offers: Offer) -> Cut:
 
 @st.composite
 def survivors(draw: st.DrawFn) -> list[Offer]:
-    """Workers of one job: tops have the same version everywhere, the newest few are kept, and some are newcomers."""
+    """Workers of one job: tops have the same version everywhere, the newest few are kept, and some are replacements."""
     steps = draw(st.lists(st.integers(0, 2), min_size=8, max_size=8))  # updates of each batch
     versions = [sum(steps[:index]) for index in range(9)]
     found = []
@@ -102,7 +102,7 @@ def test_before_the_first_top_all_start_over() -> None:
         ([offer(0, 4, version=2)], "no worker that stays has the state"),
         ([offer(0, 7, kind="end"), offer(1, 7, kind="end")], "just finished a call of the trainer"),
     ],
-    ids=["one_has_none", "too_far_apart", "a_newcomer_behind", "a_donor_that_is_behind", "between_two_calls"],
+    ids=["one_has_none", "too_far_apart", "a_replacement_behind", "a_donor_that_is_behind", "between_two_calls"],
 )
 def test_where_nobody_can_serve(offers: list[Offer], words: str) -> None:
     with pytest.raises(RecoveryFailed) as raised:

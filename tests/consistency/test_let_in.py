@@ -1,4 +1,4 @@
-"""How newcomers join survivors that have gone on without them, for frontiers written down by hand."""
+"""How replacements join survivors that have gone on without them, for frontiers written down by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def survivor(rank: int, *, index: int = 7, version: int = 6, top: int = 6, **gro
     return Frontier(rank, 0, False, version, (at,), groups=groups)
 
 
-def newcomer(rank: int) -> Frontier:
+def replacement(rank: int) -> Frontier:
     return Frontier(rank, 1, True, 0, ())
 
 
@@ -39,16 +39,16 @@ def plan(*fronts: Frontier) -> Plan:
     return found
 
 
-def test_a_newcomer_is_a_copy_of_a_replica_at_the_others_top() -> None:
-    found = plan(survivor(0), newcomer(1), survivor(2), survivor(3))
+def test_a_replacement_is_a_copy_of_a_replica_at_the_others_top() -> None:
+    found = plan(survivor(0), replacement(1), survivor(2), survivor(3))
     top = found.tops[1]
     assert top is not None and (top.index, top.version, top.groups, top.replicas) == (7, 6, {"w": 5}, [1, 3])
     assert found.donors == {1: 3} and found.copies and not found.transfers
 
 
 def test_the_step_after_the_top_may_have_been_made() -> None:
-    """The newcomer begins at the top, where its donor's parameters are newer."""
-    found = plan(survivor(0, version=7), newcomer(1), survivor(2, version=7), survivor(3, version=7))
+    """The replacement begins at the top, where its donor's parameters are newer."""
+    found = plan(survivor(0, version=7), replacement(1), survivor(2, version=7), survivor(3, version=7))
     top = found.tops[1]
     assert top is not None and (top.index, top.version) == (7, 6)
 
@@ -59,7 +59,7 @@ def test_it_counts_only_in_its_own_groups() -> None:
     other = GroupFrontier("0,2", 4, [4], [], [])
     found = plan(
         survivor(0, w=world(), other=other),
-        newcomer(1),
+        replacement(1),
         survivor(2, w=world(), other=other),
         survivor(3, w=world(), pair=pair),
     )
@@ -71,7 +71,7 @@ def test_channels_go_on_where_the_peers_are() -> None:
     """What was sent to its predecessor is not sent again, what the predecessor sent is not awaited again."""
     found = plan(
         survivor(0, w=world(sent={"0,1,0": 8, "0,2,0": 3}, received={"1,0,0": 6})),
-        newcomer(1),
+        replacement(1),
         survivor(2, w=world(received={"0,2,0": 2})),
         survivor(3),
     )
@@ -80,30 +80,33 @@ def test_channels_go_on_where_the_peers_are() -> None:
     assert found.received["w"] == {"0,1,0": 8, "0,2,0": 2, "1,0,0": 6}
 
 
-def test_two_newcomers_have_donors_of_their_own() -> None:
-    assert plan(newcomer(0), newcomer(1), survivor(2), survivor(3)).donors == {0: 2, 1: 3}
+def test_two_replacements_have_donors_of_their_own() -> None:
+    assert plan(replacement(0), replacement(1), survivor(2), survivor(3)).donors == {0: 2, 1: 3}
 
 
 @pytest.mark.parametrize(
     ("fronts", "message"),
     [
-        ([newcomer(0), survivor(1), newcomer(2), survivor(3)], "rank 0 has no replica left"),
-        ([survivor(0), newcomer(1), survivor(2), survivor(3, index=8)], "survivors stand at different places"),
-        ([survivor(0), newcomer(1), survivor(2), survivor(3, version=7)], "survivors stand at different places"),
-        ([survivor(0), newcomer(1), survivor(2), survivor(3, version=8)], "rank 3 lets newcomers in more than a step"),
+        ([replacement(0), survivor(1), replacement(2), survivor(3)], "rank 0 has no replica left"),
+        ([survivor(0), replacement(1), survivor(2), survivor(3, index=8)], "survivors stand at different places"),
+        ([survivor(0), replacement(1), survivor(2), survivor(3, version=7)], "survivors stand at different places"),
+        (
+            [survivor(0), replacement(1), survivor(2), survivor(3, version=8)],
+            "rank 3 lets replacements in more than a step",
+        ),
         (
             [
-                replace(front, groups={"w": world(7)}) if not front.newcomer else front
-                for front in (survivor(0), newcomer(1), survivor(2), survivor(3))
+                replace(front, groups={"w": world(7)}) if not front.replacement else front
+                for front in (survivor(0), replacement(1), survivor(2), survivor(3))
             ],
-            "since the last batch top, where a newcomer begins, rank 0 has made 2 collectives in group 'w'",
+            "since the last batch top, where a replacement begins, rank 0 has made 2 collectives in group 'w'",
         ),
-        ([survivor(0), newcomer(1), survivor(2), survivor(3, w=world(6))], "a collective of group 'w' is under way"),
+        ([survivor(0), replacement(1), survivor(2), survivor(3, w=world(6))], "a collective of group 'w' is under way"),
         (
-            [survivor(0), newcomer(1), survivor(2), survivor(3, w=replace(world(), done=[4]))],
-            r"under way while a newcomer is let in .*unfinished at ranks \[3\]",
+            [survivor(0), replacement(1), survivor(2), survivor(3, w=replace(world(), done=[4]))],
+            r"under way while a replacement is let in .*unfinished at ranks \[3\]",
         ),
-        ([newcomer(0), newcomer(1)], "no survivor is left"),
+        ([replacement(0), replacement(1)], "no survivor is left"),
     ],
 )
 def test_what_cannot_be(fronts: list[Frontier], message: str) -> None:

@@ -24,7 +24,7 @@ SCENARIOS = {
     "a crash in the recovery": Job(None, 3, 4, losses=[FIRST, Loss(0, "exchange 1")]),
     "two at once": Job(None, 4, 4, losses=[Loss(1, "step 3", also=(2,))]),
     "all replicas of a stage": Job(None, 4, 4, replicas=2, losses=[Loss(2, "step 3", also=(3,))]),
-    "the newcomer is lost": Job(None, 3, 4, losses=[FIRST, Loss(1, "script", incarnation=1)]),
+    "the replacement is lost": Job(None, 3, 4, losses=[FIRST, Loss(1, "script", incarnation=1)]),
     "the one that decides is lost": Job(None, 3, 4, losses=[FIRST, Loss(2, "deciding 1")]),
     "going on without a lost rank": Job(None, 3, 6, "reroute", losses=[FIRST]),
     "a loss while letting in": Job(None, 3, 6, "reroute", losses=[FIRST, Loss(0, "exchange 1")]),
@@ -66,14 +66,14 @@ def test_losses_in_any_phase(on_failure: str) -> None:
 
 
 def given_up(seed: int) -> Job:
-    """A change of the number of workers begins while newcomers are let in, and is given up."""
+    """A change of the number of workers begins while replacements are let in, and is given up."""
     rng = random.Random(seed)
     change = Loss(rng.choice((0, 2)), "agreed 1", how="changed")
     job = Job(rng, 3, 6, "reroute", losses=[FIRST, change])
     return finished(job, f"seed {seed}")
 
 
-def test_a_change_that_is_given_up_while_newcomers_are_let_in() -> None:
+def test_a_change_that_is_given_up_while_replacements_are_let_in() -> None:
     rows = set[tuple[Phase, Event]]().union(*(given_up(seed).rows for seed in range(100)))
     assert {(Phase.KNOCKING, Event.FORM), (Phase.RECOVERING, Event.LET_IN_LATE)} <= rows
 

@@ -165,7 +165,7 @@ def test_update_stops_between_parameters() -> None:
     assert [round(weight[0].item(), 3) for weight in weights] == [0.5, 1.0, 1.0]
 
 
-def test_a_newcomer_counts_from_where_it_joined() -> None:
+def test_a_replacement_counts_from_where_it_joined() -> None:
     inject.arm([Fault(0, 7, "bucket", "exception", incarnation=1)], rank=0, incarnation=1)
     inject.point("bucket")
     inject.set_step(7)

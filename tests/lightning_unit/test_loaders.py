@@ -138,7 +138,7 @@ def run(
     if resume is not None:
         assert stop is not None
         if ahead:
-            next(iterator)  # a framework that looks ahead fetches before the newcomer joins
+            next(iterator)  # a framework that looks ahead fetches before the replacement joins
         loader.restore(pickle.loads(resume)["loader"])
         write_random(pickle.loads(resume)["random"])
         first, start = stop
@@ -298,8 +298,8 @@ def test_stateful_loader_resumed_from_a_checkpoint() -> None:
     assert loader.state_dict() == {"at": 4}
     assert float(next(iterator)) == 5
     state = pickle.loads(pickle.dumps(loader.state()))
-    newcomer, again = start()
-    newcomer.restore(state)
+    restored, again = start()
+    restored.restore(state)
     assert [float(x) for x in again] == [float(x) for x in iterator] == [6, 7, 8, 9, 10]
 
 
@@ -335,8 +335,8 @@ def test_a_copy_of_a_peer_goes_on_in_its_own_part_of_the_data() -> None:
     for _ in range(2):
         next(position)
     state = donor.state(position)
-    newcomer = wrap_loader(loader(1), copied=True, lazy=True)
-    mine = iter(newcomer)
-    newcomer.restore(state, mine, copied=True)
-    assert newcomer.sampler.rank == 1
+    replacement = wrap_loader(loader(1), copied=True, lazy=True)
+    mine = iter(replacement)
+    replacement.restore(state, mine, copied=True)
+    assert replacement.sampler.rank == 1
     assert torch.equal(torch.stack(list(mine)), torch.stack(expected[2:]))

@@ -1,6 +1,6 @@
 """Jobs lose workers while they read loaders of each kind: the bits stay those of the stock run.
 
-A newcomer reads again only what docs/loops.md says.
+A replacement reads again only what docs/loops.md says.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Case:
         kind: of loader.
         batches: of each rank in an epoch.
         items: read by a rank in an epoch.
-        again: what a newcomer reads again: ``nothing``, the ``pass``, what was ``new`` to its predecessor in it, or
+        again: what a replacement reads again: ``nothing``, the ``pass``, what was ``new`` to its predecessor in it, or
             empty where that is not counted.
         still: the model draws no random numbers.
-        besides: most items that a newcomer reads besides: Lightning fetches a batch of a stream before the newcomer has
-            its place, and of a pass that was fetched ahead by lasting loader workers the last batch is read again.
+        besides: most items that a replacement reads besides: Lightning fetches a batch of a stream before the
+            replacement has its place, and of a pass that was fetched ahead by lasting loader workers the last batch is
+            read again.
     """
 
     framework: str
@@ -123,7 +124,7 @@ CASES = [
     Case("accelerate", "own_workers_stream", HALF, again="pass"),
 ]
 #: By name: epoch and batch at which a rank is lost, in this order; a rank that is lost twice, the second time as the
-#: newcomer of the first.
+#: replacement of the first.
 LOSSES = {
     "middles": [(1, 0, 3), (0, 1, 2), (1, 2, 4)],
     "ends": [(0, 0, -1), (1, 1, 0), (0, 2, -1)],
@@ -152,7 +153,7 @@ def test_a_loss_changes_no_bit_and_reads_nothing_again(case: Case, losses: str, 
         faults.append(case.fault(rank, epoch, batch, lost[rank]))
         lost[rank] += 1
     result = jobs.check("read.py", faults=faults, args=args)
-    for rank in {rank for rank, *_ in places}:  # newcomers that were lost again may have read ahead
+    for rank in {rank for rank, *_ in places}:  # replacements that were lost again may have read ahead
         *before, (_, epoch, batch) = [place for place in places if place[0] == rank]
         # All items had been read in epoch 0, but by an earlier process than one that began in this pass.
         new = before[-1][2] if before and before[-1][1] == epoch else batch

@@ -1,4 +1,4 @@
-"""Each kind of loader gives a newcomer what its predecessor would have been given, bit for bit."""
+"""Each kind of loader gives a replacement what its predecessor would have been given, bit for bit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_with_loader_workers(name: str, leave: int, ahead: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100))
 def test_losses_anywhere(seed: int) -> None:
-    """Several losses, each of which may be of a newcomer that has only just found its place."""
+    """Several losses, each of which may be of a replacement that has only just found its place."""
     rng = random.Random(seed)
     name, ahead, leave = rng.choice(list(KINDS)), rng.randint(0, 1), rng.choice([0, 1, 2, 5])
     epochs = 1 if name in ALL_AGAIN else EPOCHS
@@ -114,10 +114,10 @@ def test_delivered_items_are_not_read_again(
     state = worker.state()
     del worker
     monkeypatch.setenv(LOG, str(tmp_path / "reads"))
-    newcomer = Life(name, ahead, 0, state=state)
+    replacement = Life(name, ahead, 0, state=state)
     batches = 13 if "parts" in name else SIZE // ROWS  # 15 items for one loader worker and 9 for the other
-    while newcomer.number < batches - ahead:  # an item ahead would be the next epoch's
-        newcomer.next()
+    while replacement.number < batches - ahead:  # an item ahead would be the next epoch's
+        replacement.next()
     reads = (tmp_path / "reads").read_text().split()
     assert len(reads) == len(set(reads)) == SIZE - used * ROWS
 
@@ -194,8 +194,8 @@ def test_who_can_say_where_it_is_is_told(kind: Any) -> None:
         worker.next()
     state = worker.state()
     kind.reads = 0
-    newcomer = Life(name, 0, 0, state=state)
-    newcomer.next()
+    replacement = Life(name, 0, 0, state=state)
+    replacement.next()
     assert kind.reads <= ROWS
 
 

@@ -35,7 +35,7 @@ def env(folder: Path, **more: object) -> dict[str, str]:
         "remove log",
     ),
 )
-def test_the_log_that_a_newcomer_needs_is_damaged(jobs: Jobs, tmp_path: Path, kind: str) -> None:
+def test_the_log_that_a_replacement_needs_is_damaged(jobs: Jobs, tmp_path: Path, kind: str) -> None:
     result = run(jobs, [LOST], BASE, env=env(tmp_path), extra=[*DAMAGE, kind], restarts=1)
     (restart,) = result.kinds("restart")
     reason = restart.fields["reason"]
@@ -54,7 +54,9 @@ def test_the_log_is_whole_without_its_index(jobs: Jobs, tmp_path: Path) -> None:
     "kind", ["flip log", "truncate log", "truncate newest segments", "remove segments", "remove index", "remove log"]
 )
 def test_the_log_of_a_lost_stage_is_damaged(jobs: Jobs, tmp_path: Path, kind: str) -> None:
-    """Its newcomer reads the log again and fills the gaps in its replay, so it serves another newcomer afterwards."""
+    """Its replacement reads the log again and fills the gaps in its replay, so it serves another replacement
+    afterwards.
+    """
     faults = [
         Fault(1, 7, "pipe.backward", "SIGKILL", nth=2),
         Fault(2, 8, "pipe.backward", "SIGKILL", nth=2),

@@ -84,7 +84,7 @@ def test_one_after_the_other(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("again", most(["join", "pipe.forward"], "join"))
-def test_the_newcomer_is_lost_too(jobs: Jobs, again: str) -> None:
+def test_the_replacement_is_lost_too(jobs: Jobs, again: str) -> None:
     faults = [
         Fault(2, 4, "pipe.backward", "SIGKILL", nth=3),
         Fault(2, -1 if again == "join" else 4, again, "SIGKILL", incarnation=1),
@@ -93,7 +93,7 @@ def test_the_newcomer_is_lost_too(jobs: Jobs, again: str) -> None:
 
 
 def both_of_a_stage(stage: str, step: int) -> list[Fault]:
-    """One replica of a stage is lost, and the other before it can give its state to a newcomer."""
+    """One replica of a stage is lost, and the other before it can give its state to a replacement."""
     one, other = (0, 1) if stage == "first" else (2, 3)
     return [
         Fault(one, step, "pipe.backward", "SIGKILL", nth=2),

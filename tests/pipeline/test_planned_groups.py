@@ -46,9 +46,9 @@ def test_groups_that_change(jobs: Jobs, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_newcomer_that_has_measured_nothing(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_replacement_that_has_measured_nothing(jobs: Jobs, tmp_path: Path) -> None:
     """Rank 0, which has committed the checkpoint, is lost as the ranks tell each other what they have measured. The
-    newcomer has nothing to tell, and the plan stays."""
+    replacement has nothing to tell, and the plan stays."""
     lost = [Fault(0, 12, "collective.before", "SIGKILL", 2)]
     result = run(jobs, lost, BASE, nproc=3, env=logging(tmp_path, 4, **OPTIONS))
     assert starts(result) == [(0, 12)]

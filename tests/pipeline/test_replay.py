@@ -65,7 +65,7 @@ def test_several_stages_at_once(jobs: Jobs, tmp_path: Path, ranks: str) -> None:
     assert sorted(starts(result)) == [(rank, 3) for rank in lost]
 
 
-def test_the_newcomer_is_lost_in_its_replay(jobs: Jobs, tmp_path: Path) -> None:
+def test_the_replacement_is_lost_in_its_replay(jobs: Jobs, tmp_path: Path) -> None:
     faults = [
         Fault(1, 5, "pipe.backward", "SIGKILL", nth=2),
         Fault(1, 4, "pipe.forward", "SIGKILL", nth=3, incarnation=1),
@@ -103,7 +103,7 @@ def test_without_checkpoints_it_is_rebuilt_from_the_beginning(jobs: Jobs) -> Non
     assert starts(result) == [(2, 0)]
 
 
-def test_a_newcomer_that_is_slow_to_receive(jobs: Jobs) -> None:
+def test_a_replacement_that_is_slow_to_receive(jobs: Jobs) -> None:
     """Its neighbours' connections were made with a short time-out, which must not hold for what they stream."""
     result = run(jobs, [Fault(1, 5, "pipe.backward", "SIGKILL", nth=2)], BASE, extra=["--slow", "1.5"])
     assert starts(result) == [(1, 0)]

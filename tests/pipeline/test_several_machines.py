@@ -99,7 +99,7 @@ def test_machines_next_to_each_other_are_lost(jobs: Jobs, tmp_path: Path, log_gr
 
 @pytest.mark.nightly
 def test_machines_are_lost_one_after_the_other(jobs: Jobs, tmp_path: Path) -> None:
-    """What the second needs of the first is in the log that its newcomer has written again, on another machine."""
+    """What the second needs of the first is in the log that its replacement has written again, on another machine."""
     args = ["--stages", "4", "--steps", "60", "--tied", "--clip", "0.5"]
     with pipeline(jobs, tmp_path, 6, args, options={}, nnodes=4, nproc=1) as cluster:
         lose(cluster, 2)

@@ -1,4 +1,4 @@
-"""Survivors compute a part of what a newcomer replays; the result is the same, bit for bit."""
+"""Survivors compute a part of what a replacement replays; the result is the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(jobs: Jobs, tmp_path: Path, fault: list[Fault], *args: str, **options: s
 
 
 def helped(result: JobResult) -> list[int]:
-    """Steps that were shared, of each newcomer."""
+    """Steps that were shared, of each replacement."""
     return [event.fields["steps"] for event in result.events if event.kind == "help"]
 
 
@@ -76,7 +76,7 @@ def test_a_helper_that_is_lost_costs_only_its_share(jobs: Jobs, tmp_path: Path, 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", [1, 2])
-def test_a_newcomer_of_several_is_lost_again(jobs: Jobs, tmp_path: Path, rank: int) -> None:
+def test_a_replacement_of_several_is_lost_again(jobs: Jobs, tmp_path: Path, rank: int) -> None:
     """In its first shared step, with all messages of it sent: the other may be in the next step by then."""
     faults = [
         Fault(1, 7, "pipe.forward", "SIGKILL", 2),
@@ -95,7 +95,7 @@ def test_sums_by_worker_are_equal_up_to_rounding(jobs: Jobs, tmp_path: Path) -> 
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_shares_are_even_and_the_newcomer_has_the_fewest() -> None:
+def test_shares_are_even_and_the_replacement_has_the_fewest() -> None:
     for micro_batches in range(1, 20):
         for workers in range(1, micro_batches + 1):
             found = shares(micro_batches, workers)

@@ -80,14 +80,14 @@ def test_another_rank_may_say_that_it_is_the_last(entries: Any) -> None:
     assert [other.due(version) for version in (3, 4, 5)] == [(False, False), (True, True), (True, False)]
 
 
-def test_a_newcomer_finds_those_due_again_that_it_passes(entries: Any) -> None:
+def test_a_replacement_finds_those_due_again_that_it_passes(entries: Any) -> None:
     first = begun(entries())
     for version in (2, 6, 9):
         first.add(version)
-    newcomer = Decisions(entries())
-    newcomer.joined(4)  # at the batch top of the first of them
-    assert [version for version in range(5, 14) if newcomer.due(version)[0]] == [8, 11]
-    assert newcomer.pending == 11
+    replacement = Decisions(entries())
+    replacement.joined(4)  # at the batch top of the first of them
+    assert [version for version in range(5, 14) if replacement.due(version)[0]] == [8, 11]
+    assert replacement.pending == 11
 
 
 # -- what all ranks go on from ----------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_nothing(tmp_path: Path) -> None:
     assert steps(agree(tmp_path)) == [None, None]
 
 
-def test_a_newcomer_begins_with_what_the_others_have_begun_with(tmp_path: Path) -> None:
+def test_a_replacement_begins_with_what_the_others_have_begun_with(tmp_path: Path) -> None:
     store = MemoryStore()
     for rank in range(1):
         snapshot(tmp_path, 0, 4, rank, 1.0, world_size=1)

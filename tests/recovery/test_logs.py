@@ -37,7 +37,7 @@ def test_groups_are_remembered_until_their_checkpoint_goes() -> None:
         log.regroup(ranks, top)
     assert log.together == (0, 1, 2)
     log.committed(6)
-    assert log.together == (0, 1, 2), "a newcomer may start from the checkpoint before"
+    assert log.together == (0, 1, 2), "a replacement may start from the checkpoint before"
     log.archive = cast("Archive", SimpleNamespace(drop_before=lambda top: None, stats=SimpleNamespace(failed=None)))
     log.committed(9)
     assert log.together == (1, 2)

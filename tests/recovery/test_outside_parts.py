@@ -117,10 +117,10 @@ def test_groups_modes_and_buffers_are_put_back_as_the_script_left_them() -> None
     net[1].running_mean = torch.full((4,), 7.0)
     kept = attached.groups(), attached.modes(), {k: v.clone() for k, v in attached.buffers().items()}
     other, theirs, whose = made()
-    newcomer = Attached([other], whose)
-    newcomer.restore_groups(kept[0])
-    newcomer.restore_modes(kept[1])
-    newcomer.restore_buffers(kept[2])
+    replacement = Attached([other], whose)
+    replacement.restore_groups(kept[0])
+    replacement.restore_modes(kept[1])
+    replacement.restore_buffers(kept[2])
     assert [group["lr"] for group in theirs.param_groups] == [0.25, 0.5]
     assert theirs.param_groups[1]["params"][0] is other[2].weight and not other[2].weight.requires_grad
     assert not other[1].training and torch.equal(other[1].running_mean, net[1].running_mean)
@@ -162,15 +162,15 @@ def test_the_state_at_a_batch_top_is_given_whatever_was_done_since(updates: Upda
             handle.remove()
 
 
-def _front(rank: int, newcomer: bool = False, tops: tuple[Top, ...] = (), done: int = 5, **more: object) -> Frontier:
+def _front(rank: int, replacement: bool = False, tops: tuple[Top, ...] = (), done: int = 5, **more: object) -> Frontier:
     group = GroupFrontier("0-2", done, [done], list(range(done)), [])
-    groups = {} if newcomer else {"w": group}
-    return Frontier(rank, int(newcomer), newcomer, 0 if newcomer else 4, tops, groups, **more)  # type: ignore[arg-type]
+    groups = {} if replacement else {"w": group}
+    return Frontier(rank, int(replacement), replacement, 0 if replacement else 4, tops, groups, **more)  # type: ignore[arg-type]
 
 
 def test_a_donor_has_the_state_at_the_top_or_will_have_it() -> None:
     top = Top(7, 4, 0, "batch", {"w": 5})
-    lost = _front(2, newcomer=True, tops=(top,))
+    lost = _front(2, replacement=True, tops=(top,))
 
     def donor(*survivors: Frontier) -> int:
         return decide({front.rank: front for front in (*survivors, lost)}).donors[2]

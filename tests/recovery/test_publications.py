@@ -214,7 +214,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_publications(
             mid = successor.read_mid(index, 0)
             assert mid is None or digest(mid) == digest(state_of(index))
         newest = found[-1]
-        successor.publish_top(Top(newest, newest, 0, "batch", {}), state_of(newest))  # a newcomer publishes it again
+        successor.publish_top(Top(newest, newest, 0, "batch", {}), state_of(newest))  # a replacement publishes it again
         successor.publish_top(Top(newest + 1, 0, 0, "batch", {}), state_of(newest + 1))
         successor.drop_before(newest)
         assert [top.index for top in successor.tops()] == [newest, newest + 1]
@@ -251,7 +251,7 @@ def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib.Path) -> None:
-    """Every newcomer publishes the order of its pass again; one that it goes on with stays."""
+    """Every replacement publishes the order of its pass again; one that it goes on with stays."""
 
     def state(order: str) -> dict[str, Any]:
         return {"loop": [{MARK: True, "iterations": [{"order": order}]}]}
@@ -281,7 +281,7 @@ def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib
         assert files() == left | {own, dealt}
         (board.folder / "order.0123.tmp").touch()  # it is killed while it writes one
         board = Board(tmp_path / "rank0")
-        assert board.orders.read(own) == [[1, 2], [3]], "its newcomer may begin there"
+        assert board.orders.read(own) == [[1, 2], [3]], "its replacement may begin there"
         index -= 1  # it begins at the newest top, and publishes it again
 
 
@@ -370,7 +370,7 @@ def test_ends_of_entries(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_a_checkpoint_has_is_published_once(tmp_path: pathlib.Path) -> None:
-    """A newcomer may have been lost while it did that."""
+    """A replacement may have been lost while it did that."""
     records = [(RecordKey(0, "results", str(number), 3), [torch.tensor(float(number))]) for number in range(3)]
     board = Board(tmp_path / "rank0")
     board.records.add(*records[0])
@@ -388,5 +388,5 @@ def test_records_of_an_earlier_version_are_read() -> None:
     keys = [RecordKey(0, "w", "broadcast", 2, (1, 3, 0)), RecordKey(*old[1]), RecordKey(*old[2])]
     assert from_plain([(each, []) for each in old]) == [(each, []) for each in keys]
     assert from_plain(plain([(keys[0], [])])) == [(keys[0], [])]
-    with pytest.raises(CorruptFile, match="a record that was kept for newcomers is none"):
+    with pytest.raises(CorruptFile, match="a record that was kept for replacements is none"):
         from_plain([(3, [])])  # type: ignore[list-item]

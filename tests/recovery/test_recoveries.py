@@ -23,19 +23,19 @@ STAGES: dict[str, list[Fault]] = {
     "donor_exchanged": [Fault(0, 4, "recovery.exchanged", "SIGKILL")],
     "survivor_installed": [Fault(2, 4, "recovery.installed", "SIGKILL")],
     # It comes last, so it decides for all.
-    "newcomer_deciding": [Fault(1, ANY_STEP, "recovery.deciding", "SIGKILL", incarnation=1)],
-    "newcomer_join": [Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
-    "newcomer_startup": [Fault(1, ANY_STEP, "collective.before", "SIGKILL", incarnation=1)],
-    "newcomer_exchanged": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
-    "newcomer_installed": [Fault(1, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
-    "newcomer_replaying": [Fault(1, 4, "bucket", "SIGKILL", incarnation=1)],
+    "replacement_deciding": [Fault(1, ANY_STEP, "recovery.deciding", "SIGKILL", incarnation=1)],
+    "replacement_join": [Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
+    "replacement_startup": [Fault(1, ANY_STEP, "collective.before", "SIGKILL", incarnation=1)],
+    "replacement_exchanged": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
+    "replacement_installed": [Fault(1, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "replacement_replaying": [Fault(1, 4, "bucket", "SIGKILL", incarnation=1)],
     "both": [
         Fault(0, 4, "recovery.exchanged", "SIGKILL"),
         Fault(1, ANY_STEP, "recovery.connected", "SIGKILL", incarnation=1),
     ],
 }
 #: Of the many, those that are run each time.
-ALWAYS = ("newcomer_deciding", "survivor_connecting", "donor_exchanged", "newcomer_replaying")
+ALWAYS = ("replacement_deciding", "survivor_connecting", "donor_exchanged", "replacement_replaying")
 
 
 @pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.nightly) for n in STAGES])
@@ -53,7 +53,7 @@ def test_a_loss_while_a_large_state_is_given_leaves_nothing_half_installed(giver
     use."""
     faults = [FIRST, Fault(giver, ANY_STEP, "recovery.giving", "SIGKILL")]
     result = jobs.check(TRAIN, nproc=3, faults=faults, args=["--steps", "6", "--width", "2500", "--bucket-mb", "25"])
-    assert result.kinds("newcomer_ready")[0].fields["bytes_moved"] > 64 << 20, result.tail()
+    assert result.kinds("replacement_ready")[0].fields["bytes_moved"] > 64 << 20, result.tail()
 
 
 def test_the_minority_of_three_is_replaced(jobs: Jobs) -> None:

@@ -22,7 +22,7 @@ def kill(
 
 
 def alike(result: JobResult, reference: JobResult, faults: Sequence[Fault]) -> None:
-    """Equal by hash, on every rank that reports; the others may end before a newcomer comes."""
+    """Equal by hash, on every rank that reports; the others may end before a replacement comes."""
     away = {fault.rank for fault in faults} - result.reports.keys()
     kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
     compare(result, replace(reference, reports=kept))

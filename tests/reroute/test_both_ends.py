@@ -43,12 +43,12 @@ def test_both_ends_of_a_pipeline_are_lost(jobs: Jobs, name: str) -> None:
     check(jobs, CASES[name], ("--clip", "1.0"))
 
 
-#: Both ends are lost, and the newcomer of the last one waits until that of the first is in; who is lost besides.
+#: Both ends are lost, and the replacement of the last one waits until that of the first is in; who is lost besides.
 HELD: dict[str, list[Fault]] = {
     "nobody": [],
-    "the_newcomer_while_let_in": [Fault(0, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
-    "the_newcomer_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
-    "the_newcomer_in_a_step": [kill(0, 6, 3, incarnation=1)],
+    "the_replacement_while_let_in": [Fault(0, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
+    "the_replacement_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "the_replacement_in_a_step": [kill(0, 6, 3, incarnation=1)],
 }
 
 
@@ -62,7 +62,7 @@ def test_the_first_end_that_is_back_is_enough(jobs: Jobs, name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["nobody", "a_survivor", "the_donor"])
-def test_a_newcomer_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
+def test_a_replacement_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
     """Of two workers of three pipelines; the others train on while the second is still starting."""
     faults = {
         "a_survivor": [Fault(3, ANY_STEP, "lane.let_in", "SIGKILL")],
@@ -151,7 +151,7 @@ def test_an_evaluation_without_a_loss_is_deepspeed_s(jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 def test_an_evaluation_and_a_collective_after_it(jobs: Jobs) -> None:
-    """The newcomers begin at the top of the evaluation, and pass it by."""
+    """The replacements begin at the top of the evaluation, and pass it by."""
     check(jobs, EVALUATIONS["both_ends"], ("--evaluate-after", "3", "--sum-evaluated", "--steps", "5"))
 
 

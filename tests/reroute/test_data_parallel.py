@@ -1,4 +1,4 @@
-"""Data-parallel steps over a network of threads that loses some of them at any message, and lets newcomers in."""
+"""Data-parallel steps over a network of threads that loses some of them at any message, and lets replacements in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lost(BaseException):
 
 
 class Network:
-    """Workers as threads. A loss begins a new generation; newcomers wait until all others let them in.
+    """Workers as threads. A loss begins a new generation; replacements wait until all others let them in.
 
     Args:
         kills: for each incarnation of a rank, before which of its operations it is lost.
@@ -240,7 +240,7 @@ def simulate(kills: dict[tuple[int, int], int]) -> Network:
     with network.changed:
         for rank in range(WORLD):
             network.start(rank)
-    for thread in network.threads:  # newcomers are appended while it is walked
+    for thread in network.threads:  # replacements are appended while it is walked
         thread.join(2 * PATIENCE_S)
     if network.errors:
         raise AssertionError(f"kills {kills}") from network.errors[0]
@@ -258,7 +258,7 @@ def test_any_losses_change_no_bit(seeds: range) -> None:
         network = simulate(kills)
         lost, let_in = lost + network.losses, let_in + network.let_in
         some_let_in += network.some_let_in
-        if not network.results:  # all were lost before a newcomer had the state: a job starts again
+        if not network.results:  # all were lost before a replacement had the state: a job starts again
             assert {rank for rank, number in kills if not number} == {*range(WORLD)}, f"kills {kills}"
             continue
         for rank, (found, seen) in network.results.items():

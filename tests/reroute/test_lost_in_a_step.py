@@ -164,20 +164,20 @@ def test_two_losses_of_four_stages(jobs: Jobs, first: int, second: int) -> None:
     once(jobs, faults, ("--stages", "4"), 8)
 
 
-#: Steps that take long enough for a newcomer to come.
+#: Steps that take long enough for a replacement to come.
 LONG = ("--steps", "16", "--work-ms", "30", "--micro-batches", "2")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["lane.knock", "lane.agreed", "recovery.installed", "reroute.action"])
-def test_a_newcomer_is_lost_again(jobs: Jobs, point: str) -> None:
+def test_a_replacement_is_lost_again(jobs: Jobs, point: str) -> None:
     again = Fault(3, ANY_STEP, point, "SIGKILL", incarnation=1)
     assert len(once(jobs, [kill(3, 2, 3), again], LONG).struck) == 2
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["lane.let_in", "lane.agreed", "recovery.installed"])
-def test_a_survivor_is_lost_while_a_newcomer_is_let_in(jobs: Jobs, point: str) -> None:
+def test_a_survivor_is_lost_while_a_replacement_is_let_in(jobs: Jobs, point: str) -> None:
     once(jobs, [kill(3, 2, 3), Fault(0, ANY_STEP, point, "SIGKILL")], LONG)
 
 

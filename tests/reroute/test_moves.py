@@ -14,7 +14,7 @@ from shared_core.testing.runner import JobResult
 
 pytest.importorskip("deepspeed")
 
-#: Newcomers are withheld.
+#: Replacements are withheld.
 WITHHELD = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}
 LONG = ("--steps", "14", "--work-ms", "10")
 
@@ -22,7 +22,7 @@ LONG = ("--steps", "14", "--work-ms", "10")
 def check(
     jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = LONG, nproc: int = 6, env: dict[str, str] | None = None
 ) -> JobResult:
-    """As ``go_on``, by default with three pipelines and without newcomers."""
+    """As ``go_on``, by default with three pipelines and without replacements."""
     return go_on(jobs, faults, args, nproc, WITHHELD if env is None else env)
 
 
@@ -48,7 +48,7 @@ def test_a_stage_loses_two_at_once(jobs: Jobs, name: str) -> None:
     assert {rank for (rank, _), _ in moved} <= result.reports.keys(), result.tail()  # of the first stage
 
 
-def test_losses_one_after_the_other_and_all_are_home_when_newcomers_come(jobs: Jobs) -> None:
+def test_losses_one_after_the_other_and_all_are_home_when_replacements_come(jobs: Jobs) -> None:
     """A sum over all workers waits for them."""
     env = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "3"}
     result = check(jobs, [kill(3, 3), kill(4, 5)], (*LONG, "--sum-after", "13"), env=env)
@@ -101,7 +101,7 @@ def test_who_has_moved_gets_slow(jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 def test_the_last_worker_that_belongs_to_the_stage_is_lost(jobs: Jobs) -> None:
-    """Who has moved there could go on, and give its state to no newcomer: all go back to the beginning."""
+    """Who has moved there could go on, and give its state to no replacement: all go back to the beginning."""
     result = go(jobs, [kill(3, 4), kill(4, 4, 6), kill(5, 12)], LONG, 6, WITHHELD)
     assert len(moves(result)) >= 1 and result.kinds("restart"), result.tail()
 

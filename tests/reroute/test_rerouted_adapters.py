@@ -1,4 +1,6 @@
-"""Pipelines of Lightning's and Accelerate's go on without a lost worker, and let a newcomer in where all are needed."""
+"""Pipelines of Lightning's and Accelerate's go on without a lost worker, and let a replacement in
+where all are needed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         [],
         [Fault(1, 2, "reroute.action", "SIGKILL", nth=3), Fault(3, 6, "reroute.action", "SIGKILL", nth=4)],
     ),
-    # The step before a validation hears that the newcomer waits; the validation lets it in, after that step.
+    # The step before a validation hears that the replacement waits; the validation lets it in, after that step.
     "waits_at_the_validation": (
         ["--wait"],
         [Fault(1, 2, "reroute.action", "SIGKILL", nth=3), Fault(3, 5, "reroute.action", "SIGKILL", nth=4)],
@@ -99,7 +101,7 @@ LOOPS: dict[str, tuple[list[str], list[Fault]]] = {
         [Fault(0, 2, "update.during", "SIGKILL"), Fault(1, 5, "reroute.action", "SIGKILL", nth=3)],
     ),
 }
-#: Not the generators: a newcomer has those of the peer that it is a copy of.
+#: Not the generators: a replacement has those of the peer that it is a copy of.
 COMPARED = ("parameters", "buffers", "optimizers", "schedulers", "losses", "trained")
 
 

@@ -58,7 +58,7 @@ PLACES = {
     "in the update": (1, "update.during"),
     "after the update": (1, "update.after"),
 }
-#: Both clip, and decay the learning rate: a newcomer has the scheduler's.
+#: Both clip, and decay the learning rate: a replacement has the scheduler's.
 CLIPPED = ("--clip", "0.05", "--decay", "0.1")
 
 
@@ -72,8 +72,8 @@ def test_a_worker_is_lost(jobs: Jobs, mode: str, rank: int, place: str) -> None:
 
 
 @pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"both"})))
-def test_newcomers_are_let_in(jobs: Jobs, mode: str) -> None:
-    """Whose peers are then lost: what the newcomers have of the optimizer is all that there is."""
+def test_replacements_are_let_in(jobs: Jobs, mode: str) -> None:
+    """Whose peers are then lost: what the replacements have of the optimizer is all that there is."""
     faults = [kill(1, 2, 1, "reroute.backward"), kill(0, 4, 1, "update.during"), kill(3, 4, 1, "reroute.forward")]
     result = once(jobs, faults, (*MODES[mode], *CLIPPED, "--sum-after", "2", "3", "5"))
     assert [event.rank for event in result.kinds("let_in")][0] == 1, result.tail()
@@ -93,7 +93,7 @@ ODD = ("--odd", "9", "--odd-value", "nan", "--decay", "0.1", "--dropout", "0")
 
 @pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"both"})))
 def test_an_update_is_left_out(jobs: Jobs, mode: str) -> None:
-    """In the step in which a worker is lost, and which its newcomer passes by."""
+    """In the step in which a worker is lost, and which its replacement passes by."""
     args = (*MODES[mode], *ODD, "--sum-after", "3")
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
     result = jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED, faults=[kill(2, 2, 1, "reroute.reduce")])
@@ -124,7 +124,7 @@ def test_every_place(jobs: Jobs, mode: str, rank: int, place: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
 def test_losses_at_random_places(jobs: Jobs, mode: str) -> None:
-    """Two of three pipelines and two stages, a newcomer again among them; but no pipeline loses both ends."""
+    """Two of three pipelines and two stages, a replacement again among them; but no pipeline loses both ends."""
     for seed in range(4):
         draw = random.Random(f"{mode} {seed}")
         first, second = draw.sample((0, 1, 3), 2) if seed % 2 else draw.sample((1, 2, 4, 3), 2)
@@ -145,7 +145,7 @@ def test_four_stages(jobs: Jobs, mode: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
-def test_a_newcomer_is_lost_again(jobs: Jobs, mode: str) -> None:
+def test_a_replacement_is_lost_again(jobs: Jobs, mode: str) -> None:
     long = ("--steps", "16", "--work-ms", "30", "--micro-batches", "2")
     again = Fault(3, ANY_STEP, "update.during", "SIGKILL", incarnation=1)
     result = once(jobs, [kill(3, 2, 1, "reroute.backward"), again], (*MODES[mode], *CLIPPED, *long))

@@ -1,4 +1,6 @@
-"""Pipelines that go on without a lost worker: its peers compute its micro-batches, and a newcomer is let in later."""
+"""Pipelines that go on without a lost worker: its peers compute its micro-batches, and a
+replacement is let in later.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: str) -> None:
 
 
 @pytest.mark.parametrize("rank", most("0123", "1", "2"))
-def test_a_newcomer_is_let_in(jobs: Jobs, rank: str) -> None:
+def test_a_replacement_is_let_in(jobs: Jobs, rank: str) -> None:
     result = go_on(
         jobs, [Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3)], ["--evaluate-after", "4", "--sum-evaluated"]
     )
@@ -69,7 +71,7 @@ COPIES: dict[str, tuple[list[Fault], tuple[str, ...], str]] = {
         (),
         "5:1",
     ),
-    "the_newcomer": (
+    "the_replacement": (
         [
             Fault(3, 2, "reroute.action", "SIGKILL", nth=3),
             Fault(3, ANY_STEP, "copy.take", "SIGKILL", incarnation=1),
@@ -86,7 +88,7 @@ COPIES: dict[str, tuple[list[Fault], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", most(COPIES, *COPIES.keys() - {"clipped"}))
-def test_newcomers_copy_the_state_while_the_others_train(jobs: Jobs, name: str) -> None:
+def test_replacements_copy_the_state_while_the_others_train(jobs: Jobs, name: str) -> None:
     faults, args, copies = COPIES[name]
     run = go if name == "the_donor" else go_on  # who has lost both workers of a stage goes back to the checkpoint
     result = run(jobs, faults, ["--steps", "40", "--copies", copies, *args])
@@ -98,7 +100,7 @@ def test_newcomers_copy_the_state_while_the_others_train(jobs: Jobs, name: str) 
 
 @pytest.mark.parametrize("rank", most("0123", "0", "1", "2"))
 def test_a_collective_waits_for_all(jobs: Jobs, rank: str) -> None:
-    """One newcomer passes by the step in which its predecessor was lost, the other several."""
+    """One replacement passes by the step in which its predecessor was lost, the other several."""
     faults = [
         Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3),
         Fault(int(rank) ^ 2, 4, "reroute.step", "SIGKILL"),
@@ -117,7 +119,7 @@ def test_what_no_plan_allows_is_refused(jobs: Jobs, option: str) -> None:
 
 
 def test_plans_go_by_measured_times(jobs: Jobs) -> None:
-    withheld = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}  # a newcomer that is quick has plans made again
+    withheld = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}  # a replacement that is quick has plans made again
     result = go_on(jobs, [Fault(3, 5, "reroute.action", "SIGKILL", nth=5)], env=withheld)
     before, after = [event.fields for event in result.kinds("planned")]
     assert before["lost"] == [] and after["lost"] == [[1, 1]], result.tail()

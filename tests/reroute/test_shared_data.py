@@ -1,4 +1,6 @@
-"""Both ends of a pipeline are lost, whose data any worker can read: nobody waits for a newcomer, and no bit differs."""
+"""Both ends of a pipeline are lost, whose data any worker can read: nobody waits for a replacement,
+and no bit differs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from shared_core.faults import Fault
 
 pytest.importorskip("deepspeed")
 
-#: Newcomers are withheld.
+#: Replacements are withheld.
 WITHHELD = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}
 
 
@@ -52,7 +54,7 @@ def test_nobody_waits_for_the_ends_of_a_pipeline(jobs: Jobs, name: str) -> None:
     assert not result.kinds("restart") and not result.kinds("let_in"), result.tail()
 
 
-def test_newcomers_of_the_ends_come_later(jobs: Jobs) -> None:
+def test_replacements_of_the_ends_come_later(jobs: Jobs) -> None:
     args = ("--shared", "--steps", "12", "--sum-after", "11")
     result = go(jobs, [kill(0, 3, 2), kill(2, 3, 2)], args)
     assert {event.rank for event in result.kinds("let_in")} == {0, 2} and len(result.reports) == 4, result.tail()

@@ -142,12 +142,14 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--let-in-at", type=int, default=8, help="from this step on others wait for newcomers")
+    parser.add_argument("--let-in-at", type=int, default=8, help="from this step on others wait for replacements")
     parser.add_argument("--last-at", type=int, default=0, help="the same, where only one is absent")
-    parser.add_argument("--hold", type=int, default=-1, help="a rank: its newcomers wait for another one to be let in")
+    parser.add_argument(
+        "--hold", type=int, default=-1, help="a rank: its replacements wait for another one to be let in"
+    )
     parser.add_argument("--wait-for", default="all", help="all that are absent, or one")
     parser.add_argument("--collective-at", type=int, default=-1, help="a step with a collective of all ranks")
-    parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
+    parser.add_argument("--damage", action="store_true", help="memory of the first replacement is faulty")
     args = parser.parse_args()
     report = Report()
     job = begin()
@@ -155,7 +157,7 @@ def main() -> None:
     if job is not None:
         job.attach([trainer.net], [trainer.optimizer], replicas=range(job.world_size))
         job.register("loop", lambda: dict(trainer.loop), trainer.loop.update)
-        dist.barrier()  # a newcomer's is answered
+        dist.barrier()  # a replacement's is answered
         if not job.joining:
             job.notes.keep("plan", "who", job.rank)
     hold(args.hold)

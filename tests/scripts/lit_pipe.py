@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--autocast", action="store_true", help="DeepSpeed's torch_autocast, to bf16")
     parser.add_argument("--change-gradients", action="store_true", help="in a hook")
     parser.add_argument("--reroute", action="store_true", help="said by the script alone")
-    parser.add_argument("--wait", action="store_true", help="for newcomers, before an epoch's last step")
+    parser.add_argument("--wait", action="store_true", help="for replacements, before an epoch's last step")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--refuse", choices=sorted(REFUSED))
     parser.add_argument("--by-hand", action="store_true")

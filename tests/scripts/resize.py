@@ -112,9 +112,9 @@ def main() -> None:
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--one-optimizer", action="store_true")
     parser.add_argument("--sharded", type=int, default=0, help="replicas of each shard; 0 for DDP")
-    parser.add_argument("--newcomers-hang", action="store_true", help="before the loop, for ever")
+    parser.add_argument("--replacements-hang", action="store_true", help="before the loop, for ever")
     args = parser.parse_args()
-    if args.newcomers_hang and worker_env.env().incarnation:
+    if args.replacements_hang and worker_env.env().incarnation:
         threading.Event().wait()
     report = Report()
     shared_core.install()

@@ -8,7 +8,7 @@ from shared_core.faults import ANY_STEP, Fault
 EVERYWHERE: dict[str, tuple[int, list[Fault]]] = {
     "all_but_one": (4, [Fault(rank, 4, "update.before", "SIGKILL") for rank in (0, 1, 2)]),
     "one_rank_again": (2, [Fault(1, step, "forward", "SIGKILL", incarnation=n) for n, step in enumerate((3, 4, 10))]),
-    "the_newcomer": (
+    "the_replacement": (
         4,
         [Fault(1, 4, "update.before", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
     ),

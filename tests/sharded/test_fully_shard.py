@@ -20,7 +20,7 @@ FSDP: dict[str, tuple[int, list[Fault]]] = {
     "while_it_sums_the_norm": (4, [Fault(3, 5, "collective.before", "SIGKILL", nth=12)]),
     "in_the_first_batch": (2, [Fault(0, 1, "collective.after", "SIGKILL", nth=6)]),
     "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=9), Fault(3, 4, "forward", "SIGKILL")]),
-    "the_newcomer_in_the_same_batch": (
+    "the_replacement_in_the_same_batch": (
         2,
         [
             Fault(1, 5, "update.during", "SIGKILL", nth=9),

@@ -23,7 +23,7 @@ FIT: dict[str, tuple[int, list[Fault]]] = {
     "in_the_first_batch": (2, [Fault(0, 1, "collective.after", "SIGKILL", nth=6)]),
     "before_the_first_batch": (2, [Fault(1, 0, "startup", "SIGKILL")]),
     "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=9), Fault(3, 4, "forward", "SIGKILL")]),
-    "the_newcomer": (
+    "the_replacement": (
         2,
         [Fault(1, 4, "update.before", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
     ),
@@ -90,7 +90,7 @@ def test_whole_files_of_lightning(jobs: Jobs) -> None:
 
 
 def check_with_earlier_ends(jobs: Jobs, args: list[str], faults: list[Fault]) -> None:
-    """A newcomer in a later call returns from finished ones at once: their ends are those of survivors."""
+    """A replacement in a later call returns from finished ones at once: their ends are those of survivors."""
     result = jobs.check("lit_sharded.py", args=args, faults=faults)
     reference = jobs.reference("lit_sharded.py", args=args)
     for rank in reference.reports.keys() - result.struck_ranks():

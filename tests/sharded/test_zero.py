@@ -24,7 +24,7 @@ LOSSES: dict[str, tuple[int, list[Fault]]] = {
     "before_the_update": (2, [Fault(0, 3, "update.before", "SIGKILL")]),
     "in_the_first_batch": (2, [Fault(1, 1, "collective.after", "SIGKILL", nth=6)]),
     "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=5), Fault(3, 4, "forward", "SIGKILL")]),
-    "the_newcomer_in_the_same_batch": (
+    "the_replacement_in_the_same_batch": (
         2,
         [
             Fault(1, 5, "update.during", "SIGKILL", nth=9),

@@ -227,7 +227,7 @@ def test_survivors_move() -> None:
     assert system.loss(all_but_one, all_but_one.after((21,), ()), last) == system.checkpoints.cost
 
 
-def test_newcomers_are_let_in_one_by_one() -> None:
+def test_replacements_are_let_in_one_by_one() -> None:
     """Each counts from when it comes, and ends a wait for the data of its pipeline."""
     layout = Layout(2, 2)
     events = [(1, (0,), ()), (2, (1,), ()), (3, (), (0,)), (5, (), (1,))]

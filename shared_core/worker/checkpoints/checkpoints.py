@@ -111,7 +111,7 @@ class Checkpoints:
         return self._job_store.below()
 
     def look_at_predecessor(self) -> None:
-        """A newcomer passes batch tops again: only beyond its predecessor's it may decide again."""
+        """A replacement passes batch tops again: only beyond its predecessor's it may decide again."""
         env = self._env
         progress = progress_file.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
@@ -227,7 +227,7 @@ class Checkpoints:
             if rank == min(top.replicas, default=0):
                 with self._updates.given.frozen(top.version, 60.0, top.index) as (description, tensors):
                     if not self._updates.exact or description.get("version", top.version) != top.version:
-                        return False  # a newcomer that is still behind: the parameters of this top are gone
+                        return False  # a replacement that is still behind: the parameters of this top are gone
                 for place in self._updates.outside.local:  # the script may change them while they are being read
                     tensors[place] = tensors[place].clone()
                 images[recovery_line.replicated_part(top)] = named(self._updates.replicated, description, tensors)

@@ -4,7 +4,7 @@ At a batch top with ``v`` updates rank 0 writes down "at the first batch top wit
 contributes to any collective of that batch. Nobody gets there without an update that needed rank 0 after that, so
 whoever looks at such a top finds the entry. No collective is added, nobody waits, and no clock but rank 0's decides.
 Where every update needs every rank (data parallel), any rank may so say that the next checkpoint is the last.
-Entries are kept, so that a newcomer that passes tops again finds the same ones due.
+Entries are kept, so that a replacement that passes tops again finds the same ones due.
 """
 
 from __future__ import annotations

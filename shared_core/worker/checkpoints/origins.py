@@ -78,7 +78,7 @@ class Origins:
         return loaded
 
     def adopted(self, line: Line) -> str:
-        """What is said of a checkpoint that was adopted; empty in all ranks but the first, and for newcomers."""
+        """What is said of a checkpoint that was adopted; empty in all ranks but the first, and for replacements."""
         if not line.adopts or self._env.rank or self._env.incarnation:
             return ""
         return f"begins with step {line.step} at {line.adopts}, of '{lineage.command_of(line.meta).short}'"
@@ -95,7 +95,7 @@ class Origins:
         return lineage.left_behind(self._where, env.command.key, how, goes_on=env.config.continues, again=again)
 
     def _hold(self, run: str) -> None:
-        """Keep other jobs from going on with a run; nothing in all ranks but the first, and in newcomers.
+        """Keep other jobs from going on with a run; nothing in all ranks but the first, and in replacements.
 
         Raises:
             RunInUse: another job holds it.

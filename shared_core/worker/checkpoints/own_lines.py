@@ -1,4 +1,4 @@
-"""Checkpoints that the present attempt has made: recovery lines of its newcomers."""
+"""Checkpoints that the present attempt has made: recovery lines of its replacements."""
 
 from __future__ import annotations
 

@@ -217,10 +217,10 @@ class Pricing:
         """The run has ended: ``completed``, or ``stopped`` early with its state saved."""
         self._tell(time.monotonic(), end)
 
-    # -- for newcomers and restarts ----------------------------------------------------------------
+    # -- for replacements and restarts ----------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """Plain data for a newcomer."""
+        """Plain data for a replacement."""
         return {
             "top": self._top,
             "useful_s": self._useful_s,

@@ -281,7 +281,7 @@ def agree(
 ) -> Loaded | None:
     """The newest checkpoint that all ranks have and can read; None if there is none.
 
-    All ranks of the attempt call this; a newcomer that comes later gets the same answer.
+    All ranks of the attempt call this; a replacement that comes later gets the same answer.
 
     Args:
         env: of this worker.

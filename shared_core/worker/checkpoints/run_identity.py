@@ -15,7 +15,7 @@ from shared_core.transport.store import Store
 from shared_core.worker.checkpoints.recovery_line import Line
 from shared_core.worker.endings import Endings
 
-#: Key in the store: the run of this attempt and what it had adopted, for newcomers that do not read its checkpoint.
+#: Key in the store: the run of this attempt and what it had adopted, for replacements that do not read its checkpoint.
 _RUN = "run"
 
 
@@ -61,7 +61,7 @@ class RunIdentity:
         return lineage.folder_of(where, self._env.command, self.run)
 
     def take_up(self, line: Line, told: str) -> None:
-        """This attempt begins with a checkpoint; say so to newcomers.
+        """This attempt begins with a checkpoint; say so to replacements.
 
         Args:
             line: the checkpoint.
@@ -73,7 +73,7 @@ class RunIdentity:
         self._store().set(_RUN, json.dumps([self._run, self._adopted]))
 
     def hear(self) -> None:
-        """In a newcomer: what :meth:`take_up` has said, if this attempt began with a checkpoint."""
+        """In a replacement: what :meth:`take_up` has said, if this attempt began with a checkpoint."""
         if self._run or not self._store().check([_RUN]):
             return
         try:

@@ -200,8 +200,8 @@ class SwiftProcessGroup(GroupIdentity):
         )
         ddp = agreeing_on_buckets()
         if ddp is not None:
-            # DDP agrees on the order of its buckets once, after the first backward; a newcomer needs this whenever it
-            # joins.
+            # DDP agrees on the order of its buckets once, after the first backward; a replacement needs this whenever
+            # it joins.
             self._runtime.listener.bucket_order(ddp, op)
         return self._run(op, tensors if root else ())
 

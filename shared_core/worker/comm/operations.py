@@ -71,7 +71,7 @@ class Operations:
         """Issue, serve or queue an operation. Returns at once.
 
         Raises:
-            ReplayDivergence: if a newcomer's operation is not the one its predecessor ran.
+            ReplayDivergence: if a replacement's operation is not the one its predecessor ran.
             PlaceMismatch: if it is served with what others have called from another place of the program.
             RuntimeError: if gloo refuses the arguments.
         """

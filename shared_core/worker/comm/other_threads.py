@@ -1,7 +1,7 @@
 """Collectives and receives that another thread than the program's calls, as ``async_save`` of
 ``torch.distributed.checkpoint`` does.
 
-A newcomer begins at a batch top, and what a thread of its predecessor was doing there nobody does again. So when a
+A replacement begins at a batch top, and what a thread of its predecessor was doing there nobody does again. So when a
 worker is lost while such a call reaches across a batch top, the others would wait for ever.
 """
 
@@ -27,7 +27,7 @@ class _Call:
 
 
 class OtherThreads:
-    """Finds calls that no newcomer can take part in. Callers hold the lock."""
+    """Finds calls that no replacement can take part in. Callers hold the lock."""
 
     def __init__(self, state: SharedState) -> None:
         self._state = state
@@ -72,11 +72,11 @@ class OtherThreads:
         self._check()
 
     def at_loss(self) -> None:
-        """A worker is lost: calls from before are not made again by its newcomer."""
+        """A worker is lost: calls from before are not made again by its replacement."""
         self._at_loss = frozenset(threading.enumerate())
 
     def recovered(self) -> None:
-        """What others had finished is served; the newcomer takes part in the rest."""
+        """What others had finished is served; the replacement takes part in the rest."""
         self._check()
 
     def _check(self) -> None:
@@ -85,7 +85,8 @@ class OtherThreads:
             if call.across and call.thread in self._at_loss and not call.done():
                 state.listener.unrepeatable(
                     f"rank {state.rank}: thread {call.thread.name!r} of the script is in {call.what}, and what it does "
-                    "began before the last batch top. A worker was lost meanwhile, and its newcomer, which begins at "
+                    "began before the last batch top. A worker was lost meanwhile, and its replacement, which begins "
+                    "at "
                     "a batch top, does not do this again. Wait for such work in the batch in which it begins "
                     "(async_save(...).result()), or have checkpoints made by checkpoint.dir"
                 )

@@ -159,7 +159,7 @@ class Channels:
         """Receive into ``tensor``.
 
         Raises:
-            Unsupported: in a newcomer, if its predecessor's message was too large to be kept.
+            Unsupported: in a replacement, if its predecessor's message was too large to be kept.
         """
         channel = (src, self._group.rank, tag)
         with self._state.lock:
@@ -171,7 +171,7 @@ class Channels:
                 return self._finished(work)
             self._check_present("recv")
             self._others.called(lambda: f"recv of group {self._group.name!r}", work.is_completed)
-            # The sender does not send it again to a newcomer, which begins at a later place.
+            # The sender does not send it again to a replacement, which begins at a later place.
             work.keep = self._startup.keeper(key, [tensor]) if key is not None else None
             self._posted[channel] = work.index + 1
             work.place = self._state.place.packed()

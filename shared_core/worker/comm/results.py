@@ -1,4 +1,4 @@
-"""What operations gave, kept until no newcomer and no survivor that is behind can need it."""
+"""What operations gave, kept until no replacement and no survivor that is behind can need it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Results:
         peak_bytes: what a group's log took of memory at most.
         inputs: of operations that can run again.
         sharded: parameters are divided over the ranks, and gathered: their shards are kept, not what they gave.
-        padded: inputs of reduce-scatter have places that nobody has written, so no newcomer has the same there.
+        padded: inputs of reduce-scatter have places that nobody has written, so no replacement has the same there.
         lent: in here nobody overwrites the inputs of operations.
     """
 

@@ -19,7 +19,7 @@ from shared_core.worker.comm.places import ProgramPlace
 
 @dataclass
 class Held:
-    """Results that newcomers may never ask for.
+    """Results that replacements may never ask for.
 
     Attributes:
         entries: keys and results.
@@ -41,12 +41,12 @@ class SharedState:
         broken: a loss is known and the next generation is not yet live.
         absent: ranks that were lost and without which the others go on (``on_failure="reroute"``).
         ended: why the job cannot go on; None while it can.
-        starting: a newcomer before its join: operations are answered from its predecessor's records.
-        in_startup: results are recorded for later newcomers, which start as this worker does.
+        starting: a replacement before its join: operations are answered from its predecessor's records.
+        in_startup: results are recorded for later replacements, which start as this worker does.
         entry: number of the entry call; -1 before the first, and -2 - e between call e and the next.
-        part: which part of the program, that newcomers run again, starts up; empty for the first.
+        part: which part of the program, that replacements run again, starts up; empty for the first.
         keeps_small: only small results are recorded: the part repeats itself.
-        held: what is recorded in this part, which newcomers may never ask for; None where it is kept at once.
+        held: what is recorded in this part, which replacements may never ask for; None where it is kept at once.
         records: what a predecessor has recorded.
         expected: checksums of the predecessor's inputs, by group and sequence number.
         sources: from whom a failed worker has received its messages from any source, by group and number.
@@ -140,11 +140,11 @@ class SharedState:
             self.place.enter_call(entry)
 
     def start_up_again(self, part: Part = (), *, hold: bool = False) -> None:
-        """What the program does up to the next batch top a newcomer does again.
+        """What the program does up to the next batch top a replacement does again.
 
         Args:
             part: what begins here; empty to go on with the same part.
-            hold: a newcomer does it again only if another batch top follows before the next part: see
+            hold: a replacement does it again only if another batch top follows before the next part: see
                 :meth:`keep_held`.
         """
         with self.lock:
@@ -152,7 +152,7 @@ class SharedState:
             self.held = Held() if hold else None
 
     def keep_held(self) -> None:
-        """Another batch top follows in this part: newcomers need what it has recorded."""
+        """Another batch top follows in this part: replacements need what it has recorded."""
         with self.lock:
             held, self.held = self.held, None
         for key, results in held.entries if held is not None else ():

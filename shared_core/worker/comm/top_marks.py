@@ -13,8 +13,8 @@ _MARK = struct.Struct("<Q")
 class TopMarks:
     """The newest published batch top of every rank of a machine that has all ranks.
 
-    A mark outlives its worker, as the publication does. A newcomer that starts before its predecessor's newest top sets
-    the mark back, before it takes part in any operation.
+    A mark outlives its worker, as the publication does. A replacement that starts before its predecessor's newest top
+    sets the mark back, before it takes part in any operation.
 
     Args:
         path: of the file, the same for all ranks.

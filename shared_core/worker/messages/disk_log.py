@@ -1,6 +1,6 @@
 """The log on disk of one rank, for peers that are rebuilt from a checkpoint (Swift, TPDS 2024, section 3).
 
-Where a rank's parameters have no replica, its newcomer starts from the newest checkpoint and runs on from there with
+Where a rank's parameters have no replica, its replacement starts from the newest checkpoint and runs on from there with
 the messages and results that the others have logged since. Logs are dropped in two phases: a checkpoint is committed,
 every rank is told so by a collective that each batch has anyway, and what lies before the checkpoint *before* it goes.
 """
@@ -69,7 +69,8 @@ class DiskLog:
         self._groups: list[tuple[int, frozenset[int]]] = []  # from a batch top on: who starts again together
 
     def open(self, top: int) -> bool:
-        """Log to disk from batch top ``top`` on. A newcomer goes on with what its predecessor has left on this machine.
+        """Log to disk from batch top ``top`` on. A replacement goes on with what its predecessor has left on this
+        machine.
 
         Returns:
             False if the log was open already.
@@ -105,7 +106,7 @@ class DiskLog:
 
     @property
     def together(self) -> tuple[int, ...]:
-        """Ranks that have been in one group with this one since the checkpoint from which a newcomer may start: of
+        """Ranks that have been in one group with this one since the checkpoint from which a replacement may start: of
         what was sent to them not everything is logged. Without a log none.
         """
         return tuple(sorted(frozenset[int]().union(*(ranks for _, ranks in self._groups))))

@@ -1,4 +1,4 @@
-"""The log of one group: results and inputs a newcomer or a survivor that is behind may still need."""
+"""The log of one group: results and inputs a replacement or a survivor that is behind may still need."""
 
 from __future__ import annotations
 

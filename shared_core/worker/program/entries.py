@@ -1,4 +1,4 @@
-"""Entry calls of the program (fit, validate, test, predict): numbered, and skipped by newcomers where finished."""
+"""Entry calls of the program (fit, validate, test, predict): numbered, and skipped by replacements where finished."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Entries:
         return EntryDecision(True, result)
 
     def skipped(self) -> None:
-        """Call after a skipped entry call, when all that it makes has been made: a newcomer joins here whose
+        """Call after a skipped entry call, when all that it makes has been made: a replacement joins here whose
         predecessor was between this call and the next.
         """
         skip_groups(self._groups)  # hooks of the call may have made some that are not made here
@@ -101,7 +101,7 @@ class Entries:
         what is trained too: peers go on, and could not give it later.
 
         Args:
-            result: plain data; what a newcomer that finds the entry finished returns for it.
+            result: plain data; what a replacement that finds the entry finished returns for it.
         """
         if self._joining.pending:
             return
@@ -117,7 +117,7 @@ class Entries:
         return self._tops.evaluation()
 
     def between(self, phase: int = 0, epoch: int | None = None, pass_: int = 0) -> None:
-        """What the script does from here to the next batch top a newcomer does again, whose place is further on.
+        """What the script does from here to the next batch top a replacement does again, whose place is further on.
         Results of collectives are kept for it.
 
         Args:

@@ -1,4 +1,4 @@
-"""A newcomer takes its predecessor's place, at the batch top where that was."""
+"""A replacement takes its predecessor's place, at the batch top where that was."""
 
 from __future__ import annotations
 

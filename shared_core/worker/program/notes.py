@@ -1,4 +1,4 @@
-"""Plain data and numbers that are kept for newcomers of this rank, beside what batch tops publish."""
+"""Plain data and numbers that are kept for replacements of this rank, beside what batch tops publish."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared_core.worker.state.publications import Board, Tally
 
 
 class Notes:
-    """What is kept for newcomers of this rank, for the whole job.
+    """What is kept for replacements of this rank, for the whole job.
 
     Args:
         start: has what predecessors have kept.
@@ -30,7 +30,7 @@ class Notes:
         return self._start.beginning.remembered(kind)
 
     def tally(self, name: str) -> Tally:
-        """A number that a newcomer finds as its predecessor left it: how often something was done that must not be
+        """A number that a replacement finds as its predecessor left it: how often something was done that must not be
         done twice.
         """
         return self._board.tally(name)

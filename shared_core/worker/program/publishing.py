@@ -25,7 +25,7 @@ class Publishing:
     Args:
         made_groups: groups that the program has made.
         board: takes the publications.
-        donor: gives newcomers what is published.
+        donor: gives replacements what is published.
         lanes: of the ranks that are present.
         replicas: are compared.
         checkpoints: are made of what is published.
@@ -53,7 +53,7 @@ class Publishing:
         self._donor, self._lanes, self._replicas, self._checkpoints = donor, lanes, replicas, checkpoints
 
     def at_top(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
-        """The program is at a batch top; no newcomer is given a state in between.
+        """The program is at a batch top; no replacement is given a state in between.
 
         Args:
             kind: of the batch top.
@@ -115,12 +115,12 @@ class Publishing:
         return self._runtime.stable if self._trained.shard is None else self._runtime.results.settle_marked()
 
     def _passed(self, top: Top) -> None:
-        """Drop what is kept for earlier tops than any newcomer of this rank begins at."""
+        """Drop what is kept for earlier tops than any replacement of this rank begins at."""
         self._runtime.passed_top(top.index)
         self._runtime.results.mark(top.index)
         stable = self._settled()
         if self._lanes.formed:
-            stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
+            stable = top.index  # a replacement is a copy of a replica as it is at its newest top
             self._runtime.results.settle(stable)
         self._board.drop_before(stable)
         self._updates.at_top(top.index, stable)

@@ -123,8 +123,8 @@ class Trained:
         replicated = Replicated(modules, optimizers)
         alike = replicas is None and not sharded
         self._loose = Loose(replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()})
-        # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own; a
-        # shard is published with all that was changed.
+        # What a re-routed step changes outside updates is in a replacement's copy; pipelines keep images of their own;
+        # a shard is published with all that was changed.
         loose = self._loose if alike and not self._config.reroutes and not divided else None
         self._updates.attach(
             replicated,

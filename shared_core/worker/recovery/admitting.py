@@ -1,6 +1,6 @@
-"""Newcomers that have knocked are let in, those that are ready in one round; others stay absent meanwhile.
+"""Replacements that have knocked are let in, those that are ready in one round; others stay absent meanwhile.
 
-Survivors and these newcomers say where they stand, and the last to do so computes the plan for all
+Survivors and these replacements say where they stand, and the last to do so computes the plan for all
 (:mod:`shared_core.protocol.admission`). They connect, move what the plan says, and meet at a barrier; then the first
 word counts, of one of them or of an agent that has seen another loss. While others are absent they connect for this
 alone, and go on without the default group. In the round of the last of them the generation goes live.
@@ -28,7 +28,7 @@ from shared_core.worker.state.publications import Board
 
 
 class Admitting:
-    """Lets newcomers in, on the program's thread of all members of a round.
+    """Lets replacements in, on the program's thread of all members of a round.
 
     Args:
         fronts: where this rank stands.
@@ -41,10 +41,10 @@ class Admitting:
         self._board, self._fronts, self._forming = board, fronts, forming
 
     def let_in(self, turn: Round) -> Received:
-        """Let the newcomers of a round in; all survivors stand at the same batch top.
+        """Let the replacements of a round in; all survivors stand at the same batch top.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile, and the newcomers are not in.
+            GenerationAbandoned: if somebody was lost meanwhile, and the replacements are not in.
             RecoveryFailed: if they cannot be let in.
             WaitTimeout: if a rank does not take part in time.
             DamagedRecord: what another rank has said is no frontier, or no plan.
@@ -89,8 +89,8 @@ class Admitting:
             return Agreed(None, str(error))
 
     def _agree(self, turn: Round, plan: Plan, store: Store) -> InnerGroup | None:
-        """Connect, move, and settle whether the newcomers are in. A group, or None if another loss has ended the
-        generation with the newcomers in.
+        """Connect, move, and settle whether the replacements are in. A group, or None if another loss has ended the
+        generation with the replacements in.
 
         Raises:
             GenerationAbandoned: if it has ended without them.
@@ -98,7 +98,7 @@ class Admitting:
         inner = None
         try:
             inner = self._forming.connect_round(turn, plan)
-            # Whoever is first says whether the newcomers are in: one of us, or an agent that has seen another loss.
+            # Whoever is first says whether the replacements are in: one of us, or an agent that has seen another loss.
             said = store.compare_set(turn.key, "", turn.word)
             inject.point("lane.agreed")
         except GenerationAbandoned:

@@ -74,13 +74,13 @@ class Agreement:
         except RecoveryFailed as error:
             return Agreed(None, str(error))
 
-    def say_ready(self, store: Store, generation: int, newcomers: Sequence[int]) -> None:
-        """This newcomer has come to where it joins. The last of them lets all others connect."""
+    def say_ready(self, store: Store, generation: int, replacements: Sequence[int]) -> None:
+        """This replacement has come to where it joins. The last of them lets all others connect."""
         if not self._first(f"ready/{generation}"):
             return
         key = generation_key(generation)
         store.set(f"{key}/ready/{self._env.rank}", "1")
-        if store.add(f"{key}/readies", 1) == len(newcomers):
+        if store.add(f"{key}/readies", 1) == len(replacements):
             store.compare_set(go_key(generation), "", "1")
 
     def _first(self, what: str) -> bool:
@@ -115,7 +115,7 @@ class Agreement:
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.
-            RecoveryFailed: if nobody can serve a newcomer.
+            RecoveryFailed: if nobody can serve a replacement.
             WaitTimeout: if a rank does not say where it stands.
         """
         what = self._lifecycle.why("create the process group", generation)
@@ -129,21 +129,21 @@ class Agreement:
         agreed = self._wait(lambda: self._plans.get(generation), ranks, come, generation, what, speaks)
         return agreed.plan_or_fail()
 
-    def go(self, store: Store, generation: int, newcomers: Sequence[int]) -> None:
-        """Wait until all newcomers have come to where they join.
+    def go(self, store: Store, generation: int, replacements: Sequence[int]) -> None:
+        """Wait until all replacements have come to where they join.
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.
             WaitTimeout: if one does not come.
         """
         what = self._lifecycle.why("reach the training loop", generation)
-        name, others = f"{generation_key(generation)}/ready", set(range(self._env.world_size)) - set(newcomers)
+        name, others = f"{generation_key(generation)}/ready", set(range(self._env.world_size)) - set(replacements)
 
         def come(rank: int) -> bool:
             return bool(store.check([f"{name}/{rank}"]))
 
         speaks = lambda: self._env.rank == min(others, default=0)  # noqa: E731
-        self._wait(lambda: generation == self._gone or None, newcomers, come, generation, what, speaks)
+        self._wait(lambda: generation == self._gone or None, replacements, come, generation, what, speaks)
 
     def _wait(
         self,

@@ -55,7 +55,7 @@ class Commits:
             if self._budget:
                 self._share(values[1 : 1 + self._world_size], values[1 + self._world_size :], top)
         newest = torch.tensor([self._newest_top(), *self._report()])
-        with self._runtime.unchecked():  # a newcomer may know of a newer one, and has logged something else
+        with self._runtime.unchecked():  # a replacement may know of a newer one, and has logged something else
             work = dist.all_reduce(newest, op=dist.ReduceOp.MAX, async_op=True)
         self._mark = work, newest, self._runtime.top
 

@@ -1,8 +1,8 @@
-"""``on_failure="reroute"``: a newcomer is given its state while the others train, so that none of them waits for it.
+"""``on_failure="reroute"``: a replacement is given its state while the others train, so that none of them waits for it.
 
-The newcomer asks the lowest of its replicas, which copies its state and logs the updates that it goes on making
-(:mod:`shared_core.worker.state.following`). When the newcomer lacks the newest update only, it knocks. If the copy
-cannot be made or used, or everybody waits for the newcomer, it gets its state when all stand still.
+The replacement asks the lowest of its replicas, which copies its state and logs the updates that it goes on making
+(:mod:`shared_core.worker.state.following`). When the replacement lacks the newest update only, it knocks. If the copy
+cannot be made or used, or everybody waits for the replacement, it gets its state when all stand still.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class _Given:
-    """A copy that this worker makes for a newcomer."""
+    """A copy that this worker makes for a replacement."""
 
     generation: int
     following: Following
 
 
 class Copies:
-    """Copies of replicated state that are made while training goes on, as giver and as newcomer.
+    """Copies of replicated state that are made while training goes on, as giver and as replacement.
 
     Args:
         replicas: ranks that train the same as this one, where not all do.
@@ -67,21 +67,21 @@ class Copies:
         """Who gives an absent rank that trains what this one does its state."""
         return min({*(self._replicas() or range(self._env.world_size))} - absent, default=None)
 
-    def _connect(self, newcomer: int, donor: int, generation: int) -> InnerGroup:
+    def _connect(self, replacement: int, donor: int, generation: int) -> InnerGroup:
         for attempt in range(MAX_ATTEMPTS):
             try:
-                name = f"copy{newcomer}.{attempt}"
+                name = f"copy{replacement}.{attempt}"
                 return self._runtime.connections.side_group(
-                    name, sorted((newcomer, donor)), generation, attempt=attempt
+                    name, sorted((replacement, donor)), generation, attempt=attempt
                 )
             except NotConnected:
                 continue
-        raise NotConnected(f"ranks {newcomer} and {donor} do not reach each other")
+        raise NotConnected(f"ranks {replacement} and {donor} do not reach each other")
 
-    # -- giving: a thread for each newcomer --------------------------------------------------------
+    # -- giving: a thread for each replacement --------------------------------------------------------
 
     def offer(self) -> None:
-        """A loss is announced, and this worker goes on: be ready to give the newcomers their state."""
+        """A loss is announced, and this worker goes on: be ready to give the replacements their state."""
         with self._runtime.lock:
             generation, absent = self._runtime.latest, self._runtime.absent
         mine = absent.intersection(self._replicas() or range(self._env.world_size))
@@ -128,7 +128,7 @@ class Copies:
         which are sent now.
 
         Args:
-            rank: the newcomer.
+            rank: the replacement.
             top: where it begins.
             description: of the state here.
         """
@@ -140,7 +140,7 @@ class Copies:
             return False
         return given.following.close()
 
-    # -- taking: the newcomer's program ------------------------------------------------------------
+    # -- taking: the replacement's program ------------------------------------------------------------
 
     def fetch(self, generation: int) -> None:
         """Take the state while the others train. Returns when it is here but for the newest update; or when it is
@@ -158,7 +158,7 @@ class Copies:
             return
         key, me = copy_key(generation, self._env.rank), self._env.rank
         abandoned = lambda: runtime.latest > generation  # noqa: E731
-        with runtime.waiting_beside((donor,), "to copy its state to this newcomer"):
+        with runtime.waiting_beside((donor,), "to copy its state to this replacement"):
             store.set(key, "1")
             try:
                 answer, what = {donor: f"{key}/answer"}, "to say whether it copies its state"
@@ -189,7 +189,7 @@ class Copies:
 
     @property
     def pending(self) -> bool:
-        """Whether this newcomer is in, and :meth:`complete` is to be called."""
+        """Whether this replacement is in, and :meth:`complete` is to be called."""
         return self._taking is not None
 
     def complete(self) -> None:

@@ -39,12 +39,12 @@ class Sent:
         return time.monotonic() - self.began
 
 
-def give(inner: InnerGroup, newcomer: int, updates: Updates, following: Following, sent: Sent) -> None:
+def give(inner: InnerGroup, replacement: int, updates: Updates, following: Following, sent: Sent) -> None:
     """Send a copy, until it is closed.
 
     Args:
-        inner: the newcomer and this worker.
-        newcomer: its place in the group.
+        inner: the replacement and this worker.
+        replacement: its place in the group.
         updates: the replicated state.
         following: the copy.
         sent: is counted on.
@@ -52,12 +52,12 @@ def give(inner: InnerGroup, newcomer: int, updates: Updates, following: Followin
     Raises:
         RuntimeError: if the connection breaks.
         GenerationAbandoned: if the group was cut.
-        WaitTimeout: if the newcomer does not take part in time.
+        WaitTimeout: if the replacement does not take part in time.
     """
 
     def say(head: dict[str, Any], tensors: Any = ()) -> None:
         inject.point("copy.give")
-        send(inner, newcomer, head, tensors)
+        send(inner, replacement, head, tensors)
         sent.nbytes += nbytes(tensors)
 
     for item in following.next_items(updates.gate.held, lambda: updates.state_version):
@@ -71,11 +71,11 @@ def give(inner: InnerGroup, newcomer: int, updates: Updates, following: Followin
         else:
             say({"what": "level"})
     say({"what": "end", "failed": following.failed})
-    receive(inner, newcomer, "to say that it has its copy")  # before the connection is cut
+    receive(inner, replacement, "to say that it has its copy")  # before the connection is cut
 
 
 class Taking:
-    """A newcomer's side. The program's thread waits meanwhile.
+    """A replacement's side. The program's thread waits meanwhile.
 
     Args:
         inner: the donor and this worker.

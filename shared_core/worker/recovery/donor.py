@@ -1,5 +1,5 @@
-"""What a worker gives to others: its replicated state to a newcomer, and, when the number of workers changes, to those
-that follow; in between it stands still.
+"""What a worker gives to others: its replicated state to a replacement, and, when the number of workers changes, to
+those that follow; in between it stands still.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Donor:
             yield exported
 
     def places(self, count: int) -> list[torch.Tensor]:
-        """A newcomer's parameters, into which those of its donor are received: it has no state of its own yet. None
+        """A replacement's parameters, into which those of its donor are received: it has no state of its own yet. None
         where the donor has not as many.
         """
         state = self._updates.replicated
@@ -75,7 +75,7 @@ class Donor:
         self._leaving.enter_context(self._updates.gate.held())
         self._board.sync()
         tops = tuple((top.index, top.version, top.kind) for top in self._board.tops())
-        # A newcomer that is still behind has parameters that no batch top knows.
+        # A replacement that is still behind has parameters that no batch top knows.
         has_state = not self._joining() and self._updates.exact
         return Offer(self._env.rank, self._env.slot, tops, self._updates.state_version if has_state else None)
 

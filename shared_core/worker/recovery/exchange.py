@@ -1,4 +1,4 @@
-"""How ranks that form a generation meet: they connect, and move logged results and state for newcomers."""
+"""How ranks that form a generation meet: they connect, and move logged results and state for replacements."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
 
 @dataclass(frozen=True)
 class Replaying:
-    """Newcomers without a replica run on from a checkpoint, or from the beginning.
+    """Replacements without a replica run on from a checkpoint, or from the beginning.
 
     Attributes:
         generation: in which they joined.
-        newcomers: their ranks.
+        replacements: their ranks.
         survivors: ranks that wait for them.
         complete: optimizer steps that all survivors have made: messages of earlier ones are all in logs.
-        tops: batch tops at which the newcomers start, in their order; 0 is the beginning.
+        tops: batch tops at which the replacements start, in their order; 0 is the beginning.
     """
 
     generation: int
-    newcomers: tuple[int, ...]
+    replacements: tuple[int, ...]
     survivors: tuple[int, ...]
     complete: int
     tops: tuple[int, ...]
@@ -53,15 +53,15 @@ class Received:
     """What a rank got, staged until the generation is agreed.
 
     Attributes:
-        top: where a newcomer starts.
-        description: of the replicated state; None for the one that the newcomer begins with.
+        top: where a replacement starts.
+        description: of the replicated state; None for the one that the replacement begins with.
         tensors: of the replicated state.
         generation: in which this was moved.
         nbytes: that this rank has sent and received.
         replayed: logged operations that it was given.
         replay: their results.
-        replaying: newcomers that run on from a checkpoint.
-        local: the donor's rank-local state, of which this newcomer becomes a copy.
+        replaying: replacements that run on from a checkpoint.
+        local: the donor's rank-local state, of which this replacement becomes a copy.
         seconds: that connecting and moving took.
     """
 
@@ -188,24 +188,24 @@ class Exchange:
     def _move(self, inner: InnerGroup, plan: Plan, received: Received) -> None:
         """Logs and state, in an order all ranks share."""
         self._move_logs(inner, plan, received)
-        for newcomer, donor in sorted(plan.donors.items()):
-            top = plan.tops[newcomer]
+        for replacement, donor in sorted(plan.donors.items()):
+            top = plan.tops[replacement]
             if top is None:
                 continue  # starts from the beginning: computes its state itself
-            others = self._giving.others(plan, newcomer, top, inner.members)
+            others = self._giving.others(plan, replacement, top, inner.members)
             if self._rank == donor:
-                received.nbytes += self._giving.give(inner, newcomer, top)
+                received.nbytes += self._giving.give(inner, replacement, top)
                 if plan.copies:
                     packed = pack(self._board, top.index, self._runtime.groups)
                     send(
                         inner,
-                        inner.members.index(newcomer),
+                        inner.members.index(replacement),
                         {},
                         [torch.frombuffer(bytearray(packed), dtype=torch.uint8)],
                     )
             elif self._rank in others:
-                received.nbytes += self._giving.help(inner, newcomer, top)
-            elif self._rank == newcomer:
+                received.nbytes += self._giving.help(inner, replacement, top)
+            elif self._rank == replacement:
                 received.description, received.tensors = self._giving.take(inner, donor, others)
                 received.nbytes += nbytes(received.tensors)
                 if plan.copies:

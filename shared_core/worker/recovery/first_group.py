@@ -23,9 +23,9 @@ def on_first_group(
     patience: Patience,
     place_reports: PlaceReports,
 ) -> None:
-    """Form the first generation. A newcomer with a batch top to reach does so there; another one joins here."""
+    """Form the first generation. A replacement with a batch top to reach does so there; another one joins here."""
     place_reports.begin()
-    if beginning.spare.waits:  # it goes the way of a newcomer, and says nothing to the others before it has a place
+    if beginning.spare.waits:  # it goes the way of a replacement, and says nothing to the others before it has a place
         runtime.answer_from(dict(recovery.board.records.read()))
         beginning.spare.then(patience.begin)
         inject.point("spare.prepares")
@@ -34,12 +34,12 @@ def on_first_group(
     beginning.prepare()
     if runtime.starting:
         return
-    if recovery.newcomer:
+    if recovery.replacement:
         updates.begin_install()
         updates.load(0, None, ())
     inject.point("startup")
     received = recovery.join()
-    if recovery.newcomer:
+    if recovery.replacement:
         replays.begin(received.replaying)
         beginning.from_scratch()
         news.joined(None)

@@ -55,7 +55,7 @@ class Forming:
         exchange: connects and moves.
 
     Attributes:
-        target: the batch top that a newcomer has prepared for; None for the beginning of the script.
+        target: the batch top that a replacement has prepared for; None for the beginning of the script.
         comparison: of replicas, that is due; None before a generation was formed.
     """
 
@@ -71,7 +71,7 @@ class Forming:
         self._top: Top | None = None
 
     def prepare(self, generation: int) -> Top | None:
-        """Newcomer: the batch top where it starts, as all ranks see it; None for the beginning of the script.
+        """Replacement: the batch top where it starts, as all ranks see it; None for the beginning of the script.
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile.
@@ -91,7 +91,7 @@ class Forming:
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile; nothing is installed then.
-            RecoveryFailed: if nobody can serve a newcomer.
+            RecoveryFailed: if nobody can serve a replacement.
             WaitTimeout: if a rank does not take part in time.
         """
         store, agreement, joins = self._store.below(), self._agreement, self._lifecycle.joins
@@ -107,8 +107,8 @@ class Forming:
                 message = "batch top no longer reachable, starting over"
                 self._events.emit("warning", rank=self._env.rank, generation=generation, message=message)
                 os._exit(EXIT_STALE)
-            agreement.say_ready(store, generation, plan.newcomers)
-        agreement.go(store, generation, plan.newcomers)
+            agreement.say_ready(store, generation, plan.replacements)
+        agreement.go(store, generation, plan.replacements)
         began = time.monotonic()
         inner = self._connect(plan, generation)
         received = self._exchange.take()
@@ -134,13 +134,13 @@ class Forming:
         return self._connect(plan, turn.generation, members)
 
     def install_round(self, turn: Round, plan: Plan, inner: InnerGroup | None) -> Received:
-        """The newcomers of a round are in: take over what was moved. While others are absent, or if another loss has
+        """The replacements of a round are in: take over what was moved. While others are absent, or if another loss has
         ended the generation, it does not go live.
 
         Args:
             turn: the round.
             plan: what was agreed.
-            inner: what :meth:`connect_round` gave; None if it was abandoned with the newcomers in.
+            inner: what :meth:`connect_round` gave; None if it was abandoned with the replacements in.
         """
         runtime, lifecycle, joins = self._runtime, self._lifecycle, self._lifecycle.joins
         with runtime.lock:
@@ -171,19 +171,22 @@ class Forming:
             os._exit(EXIT_STALE)
 
     def _start_together(self, plan: Plan, generation: int) -> NoReturn:
-        """A newcomer needs messages that are not on disk: their senders begin again with it (selective logging).
+        """A replacement needs messages that are not on disk: their senders begin again with it (selective logging).
 
         Raises:
             GenerationAbandoned: in all others, when that is known.
         """
         if self._env.rank in plan.leave:
-            self._events.emit("together", rank=self._env.rank, generation=generation, newcomers=list(plan.newcomers))
+            self._events.emit(
+                "together", rank=self._env.rank, generation=generation, replacements=list(plan.replacements)
+            )
             console(
-                f"rank {self._env.rank} starts again together with {ranks_text(plan.newcomers)}: they share a group of "
+                f"rank {self._env.rank} starts again together with {ranks_text(plan.replacements)}: they share a "
+                "group of "
                 "log.groups"
             )
             os._exit(EXIT_STALE)
-        whom = f"{ranks_text(plan.leave)} to end, which start again together with {ranks_text(plan.newcomers)}"
+        whom = f"{ranks_text(plan.leave)} to end, which start again together with {ranks_text(plan.replacements)}"
         first = min(set(range(self._env.world_size)) - set(plan.leave), default=0)
         with self._runtime.lock:
             given_up = lambda: self._lifecycle.ended(generation)  # noqa: E731
@@ -198,7 +201,7 @@ class Forming:
             inner: the default group's.
             generation: which one.
             replay: results to serve.
-            joins: this worker is a newcomer.
+            joins: this worker is a replacement.
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile.
@@ -222,7 +225,7 @@ class Forming:
         runtime.generations.go_live(generation, inner, plan.redo, plan.received)
 
     def _take_place(self, plan: Plan) -> None:
-        """This newcomer stands where its predecessor stood at the batch top."""
+        """This replacement stands where its predecessor stood at the batch top."""
         runtime, top = self._runtime, plan.tops[self._env.rank]
         self._top = top
         runtime.results.mark(0 if top is None else top.index)

@@ -23,7 +23,7 @@ class Fronts:
         listener: says which ranks start again together with this one.
 
     Attributes:
-        tops: a newcomer's: batch tops that its predecessor has published, or that are in a checkpoint.
+        tops: a replacement's: batch tops that its predecessor has published, or that are in a checkpoint.
     """
 
     def __init__(self, context: Context, donor: Donor, listener: RecoveryListener) -> None:
@@ -35,9 +35,9 @@ class Fronts:
         """Where this rank stands.
 
         Args:
-            tops: that this rank has passed, where newcomers are let in; None where they are not.
+            tops: that this rank has passed, where replacements are let in; None where they are not.
         """
-        front = self._of_newcomer() if self._lifecycle.joins else self._of_survivor()
+        front = self._of_replacement() if self._lifecycle.joins else self._of_survivor()
         return front if tops is None else replace(front, tops=tuple(tops))
 
     def patience(self, generation: int) -> tuple[float, str]:
@@ -68,9 +68,9 @@ class Fronts:
         wait_for(store, keys, given_up, limit_s, self._env.rank, what, bound=bound)
         return store.multi_get(list(keys.values()))
 
-    def _of_newcomer(self) -> Frontier:
+    def _of_replacement(self) -> Frontier:
         return Frontier(
-            rank=self._env.rank, incarnation=self._env.incarnation, newcomer=True, version=0, tops=self.tops
+            rank=self._env.rank, incarnation=self._env.incarnation, replacement=True, version=0, tops=self.tops
         )
 
     def _of_survivor(self) -> Frontier:
@@ -81,7 +81,7 @@ class Fronts:
         return Frontier(
             rank=self._env.rank,
             incarnation=self._env.incarnation,
-            newcomer=False,
+            replacement=False,
             version=self._donor.version,
             tops=(),
             groups=groups,

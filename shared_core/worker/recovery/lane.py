@@ -1,8 +1,8 @@
-"""``on_failure="reroute"``: the workers that are there go on without a lost one, and let a newcomer in later.
+"""``on_failure="reroute"``: the workers that are there go on without a lost one, and let a replacement in later.
 
 A *lane* connects the ranks that are present. An executor does all communication of a training step over it, so that a
 step waits for nobody who is absent; at a loss the lane breaks, and the executor asks for another. Everything else that
-communicates goes on to mean all ranks. A newcomer runs the user's script up to its first batch top and knocks there;
+communicates goes on to mean all ranks. A replacement runs the user's script up to its first batch top and knocks there;
 the others let it in when all of them stand at a batch top, as a copy of one of its replicas.
 """
 

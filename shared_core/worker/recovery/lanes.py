@@ -1,4 +1,4 @@
-"""Forms lanes, and lets newcomers in; see :mod:`shared_core.worker.recovery.lane`."""
+"""Forms lanes, and lets replacements in; see :mod:`shared_core.worker.recovery.lane`."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class Patience(Enum):
 
 
 class Lanes:
-    """Forms lanes, and lets newcomers in.
+    """Forms lanes, and lets replacements in.
 
     Args:
-        copies: give newcomers their state while the others train.
+        copies: give replacements their state while the others train.
     """
 
     def __init__(self, recovery: Recovery, copies: Copies, position: Position) -> None:
@@ -110,7 +110,7 @@ class Lanes:
             self._recovery.store.below().set(lane_key(self._env.rank, self._env.incarnation), "1")
         while True:
             with runtime.lock:
-                # A loss before all use lanes, or without a newcomer, is answered by forming the generation.
+                # A loss before all use lanes, or without a replacement, is answered by forming the generation.
                 while not runtime.absent and runtime.generation < runtime.latest:
                     runtime.raise_if_ended()
                     runtime.changed.wait(1.0)
@@ -140,7 +140,7 @@ class Lanes:
         """Raises GenerationAbandoned if the generation ends meanwhile."""
         runtime, rank = self._runtime, self._env.rank
         inject.point("lane.connect")
-        # A generation has more lanes if newcomers are let in in it: each joins more ranks than the one before.
+        # A generation has more lanes if replacements are let in in it: each joins more ranks than the one before.
         name = f"lane{len(present)}"
         store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
         store.set(f"{meeting}/{rank}", "1")
@@ -209,7 +209,7 @@ class Lanes:
         self._lets_in = call
 
     def while_completed(self, call: Callable[[], None]) -> None:
-        """Have ``call`` run in a newcomer that is in and gets the last updates of its state, before its program goes
+        """Have ``call`` run in a replacement that is in and gets the last updates of its state, before its program goes
         on: the others may need it.
         """
         self._comes = call
@@ -241,8 +241,8 @@ class Lanes:
     # -- letting in --------------------------------------------------------------------------------
 
     def knocking(self, *, wait: Patience = Patience.NOT_AT_ALL) -> tuple[int, ...]:
-        """Absent ranks whose newcomers wait to be let in. Who waits in another entry call cannot be let in here: where
-        that is waited for, all go back to the checkpoint.
+        """Absent ranks whose replacements wait to be let in. Who waits in another entry call cannot be let in here:
+        where that is waited for, all go back to the checkpoint.
 
         Ask on one rank, right after :meth:`Job.batch_top`, and tell the others: they may see it later.
 
@@ -260,7 +260,7 @@ class Lanes:
             store.set(still_key(generation), "1")
             timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
             try:
-                what = "to be let in (they were lost, and their newcomers run the script up to the training loop)"
+                what = "to be let in (they were lost, and their replacements run the script up to the training loop)"
                 bound = "reroute.rejoin_after_s and detection.wait_timeout_s"
                 those = _AnyOf(store) if wait is Patience.FOR_ONE else store
                 self._wait(those, keys, generation, timeout_s, what, bound=bound)
@@ -270,13 +270,14 @@ class Lanes:
         other = [rank for rank, entry in said.items() if entry not in (None, self._position.entry)]
         if waits and other:
             self._recovery.endings.fall_back(
-                f"the newcomer of {ranks_text(other)} is in another call of the program (fit, validate, ...) than the "
+                f"the replacement of {ranks_text(other)} is in another call of the program (fit, validate, ...) than "
+                "the "
                 "others, so it cannot be let in: all ranks must make the same calls"
             )
         return tuple(rank for rank, entry in said.items() if entry == self._position.entry)
 
     def _knocked(self, store: Store, key: str, *, waits: bool) -> int | None:
-        """In which entry call a newcomer waits; None if it does not, or what it says is damaged."""
+        """In which entry call a replacement waits; None if it does not, or what it says is damaged."""
         if not store.check([key]):
             return None
         try:
@@ -287,13 +288,13 @@ class Lanes:
                 self._recovery.endings.give_up(error)
             if key not in self._passed_over:
                 self._passed_over.add(key)
-                console(f"{error}. The newcomer that wrote it is not let in; its rank stays absent")
+                console(f"{error}. The replacement that wrote it is not let in; its rank stays absent")
             return None
 
     def let_in(self, ranks: Sequence[int]) -> bool:
-        """Let newcomers in, each as a copy of one of its replicas as it has published itself at the last batch top,
+        """Let replacements in, each as a copy of one of its replicas as it has published itself at the last batch top,
         random generators included. All members of the newest lane call this after the same batch top: right after it,
-        or after the step that followed and before anything else that communicates. Newcomers then run the batch from
+        or after the step that followed and before anything else that communicates. Replacements then run the batch from
         its top; updates that their state contains already do nothing.
 
         Args:
@@ -330,7 +331,7 @@ class Lanes:
         return True
 
     def knock(self, entry: int) -> Received:
-        """Newcomer: wait to be let in. Returns what was received."""
+        """Replacement: wait to be let in. Returns what was received."""
         runtime, recovery, rank = self._runtime, self._recovery, self._env.rank
         inject.point("lane.knock")
         store = recovery.store.below()

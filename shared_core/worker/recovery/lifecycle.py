@@ -48,7 +48,7 @@ class Lifecycle:
 
     @property
     def joins(self) -> bool:
-        """Whether this is a newcomer that has not taken its predecessor's place yet."""
+        """Whether this is a replacement that has not taken its predecessor's place yet."""
         return self._env.incarnation > 0 and self._runtime.generation < 0
 
     @property
@@ -107,6 +107,6 @@ class Lifecycle:
             return f"to {do} (their machine was lost, and no other one has taken its place yet)"
         if entry is None or not entry.lost:
             return f"to {do}"
-        its = "its newcomer runs" if len(entry.lost) == 1 else "their newcomers run"
+        its = "its replacement runs" if len(entry.lost) == 1 else "their replacements run"
         verb = "was" if len(entry.lost) == 1 else "were"
         return f"to {do} ({ranks_text(entry.lost)} {verb} lost, {its} the script up to there)"

@@ -21,7 +21,7 @@ class RecoveryListener(Protocol):
         """Recovery thread of a survivor: it goes on without a rank whose loss was noticed at this time."""
 
     def replaying(self, replaying: Replaying) -> None:
-        """Newcomers run on from a checkpoint, and this survivor waits for them."""
+        """Replacements run on from a checkpoint, and this survivor waits for them."""
 
     def saved_tops(self) -> list[Top]:
         """Batch tops of the checkpoints that this rank can begin from."""

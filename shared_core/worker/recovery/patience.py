@@ -2,9 +2,9 @@
 
 A collective of the training may wait for a peer as long as torch's own time-out allows: a healthy peer may be slow. So
 one rank says once who is waited for, then nothing for a while. A *standstill* is another matter: all that wait, wait
-for each other, as when a newcomer has taken another branch of the script than its peers. That ends within seconds where
-nothing else happens in these processes; where a thread of one of them computes, or calls collectives too, it ends when
-the wait does.
+for each other, as when a replacement has taken another branch of the script than its peers. That ends within seconds
+where nothing else happens in these processes; where a thread of one of them computes, or calls collectives too, it ends
+when the wait does.
 
 Each rank that waits reports to the store where it stands; one of them, the speaker, reads all reports. Nothing is
 reported while waits are short.
@@ -185,7 +185,7 @@ class Patience:
         if generation > 0:
             self._runtime.end(
                 ReplayDivergence(
-                    f"after the recovery in generation {generation} {why}. A newcomer makes other calls than its "
+                    f"after the recovery in generation {generation} {why}. A replacement makes other calls than its "
                     "peers: the script took another branch there. Let branches depend only on what is restored "
                     "(registered state, the loop's place), not on files, the time, or whether this process has run "
                     "before"

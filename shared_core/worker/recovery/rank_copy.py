@@ -12,7 +12,7 @@ from shared_core.worker.state.records import from_plain, plain
 
 
 def pack(board: Board, top: int, groups: Collection[str]) -> bytes:
-    """What a rank has published at a batch top, and what it keeps for its newcomers.
+    """What a rank has published at a batch top, and what it keeps for its replacements.
 
     Args:
         board: of the rank.

@@ -46,7 +46,7 @@ class Recovery:
         listener: what it tells, and asks, the rest of the worker.
 
     Attributes:
-        newcomer: whether this worker takes over from another.
+        replacement: whether this worker takes over from another.
         lifecycle: its phase.
         forming: forms generations.
     """
@@ -65,7 +65,7 @@ class Recovery:
     ) -> None:
         self.env, self.runtime, self.store, self.board, self.events = env, runtime, store, board, events
         self.endings, self._listener = endings, listener
-        self.newcomer = env.incarnation > 0
+        self.replacement = env.incarnation > 0
         self._prepared = False
         life = self.lifecycle = Lifecycle(env, runtime)
         context = Context(env, runtime, life, store)
@@ -85,13 +85,13 @@ class Recovery:
 
     @property
     def knocks(self) -> bool:
-        """Whether this is a newcomer that the others do not wait for: it asks to be let in."""
+        """Whether this is a replacement that the others do not wait for: it asks to be let in."""
         return self.lifecycle.phase is Phase.KNOCKING
 
     # -- the program's thread ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Newcomer: decide where to start, before the user's code has done anything that depends on it. First
+        """Replacement: decide where to start, before the user's code has done anything that depends on it. First
         workers: nothing.
         """
         if self._prepared:
@@ -99,7 +99,7 @@ class Recovery:
         self._prepared = True
         env, life = self.env, self.lifecycle
         self.runtime.latest = life.born
-        if not self.newcomer:
+        if not self.replacement:
             self.board.follow(env.machines)
         else:
             self._fronts.tops = (*self._listener.saved_tops(), *self.board.tops())
@@ -110,13 +110,13 @@ class Recovery:
             self.board.follow(born.machines)
             self._hear(born)
         threads.start(self._watch, name="swift-watcher")
-        if self.newcomer:
+        if self.replacement:
             self._find_place()
         if life.phase.answers:
             self.runtime.answer_from(dict(self.board.records.read()))
 
     def _find_place(self) -> None:
-        """Newcomer: agree with all others on where it starts, unless they go on without it."""
+        """Replacement: agree with all others on where it starts, unless they go on without it."""
         life = self.lifecycle
         while life.phase is Phase.STARTING:
             generation = life.newest
@@ -137,7 +137,7 @@ class Recovery:
                 self._agreement.post(self.store.below(), life.newest)
 
     def join(self) -> Received:
-        """Form a generation on this thread and take over (newcomer) or begin (first workers). Returns what was
+        """Form a generation on this thread and take over (replacement) or begin (first workers). Returns what was
         received.
         """
         life = self.lifecycle
@@ -159,10 +159,10 @@ class Recovery:
                 self.endings.give_up(error)
 
     def let_in(self, turn: Round) -> Received:
-        """Let newcomers in that have knocked; see :meth:`Admitting.let_in`.
+        """Let replacements in that have knocked; see :meth:`Admitting.let_in`.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile, and the newcomers are not in.
+            GenerationAbandoned: if somebody was lost meanwhile, and the replacements are not in.
         """
         with self.lifecycle.acting:
             try:

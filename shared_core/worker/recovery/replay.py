@@ -1,4 +1,4 @@
-"""What pipelines without replicas need: newcomers run on from a checkpoint with logged messages, and others help."""
+"""What pipelines without replicas need: replacements run on from a checkpoint with logged messages, and others help."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Replays:
 
     Attributes:
         commits: by which the ranks agree how much is kept of what is logged.
-        own: set in a newcomer that runs from a checkpoint, or from the beginning, until its replay has ended.
+        own: set in a replacement that runs from a checkpoint, or from the beginning, until its replay has ended.
     """
 
     def __init__(self, runtime: Runtime, log: DiskLog, commits: Commits) -> None:
@@ -32,11 +32,11 @@ class Replays:
         self.own: Replaying | None = None
 
     def begin(self, replaying: Replaying | None) -> None:
-        """This newcomer replays what its predecessor did; None: nothing is to be replayed."""
+        """This replacement replays what its predecessor did; None: nothing is to be replayed."""
         self.own = replaying
 
     def end(self) -> None:
-        """This newcomer has replayed what its predecessor did."""
+        """This replacement has replayed what its predecessor did."""
         self.own = None
 
     def regroup(self, together: Sequence[int]) -> None:

@@ -26,7 +26,8 @@ _WAIT_S = 60.0
 
 _APART = (
     "ranks have trained parameter {} to different values, or keep different optimizer state for it. What is attached "
-    "must be the same at all ranks, because a newcomer is given another rank's. What each trains for itself (experts, "
+    "must be the same at all ranks, because a replacement is given another rank's. What each trains for itself "
+    "(experts, "
     "parameters that are averaged now and then) goes to job.register(module, its_optimizer) in the place of attach()"
 )
 

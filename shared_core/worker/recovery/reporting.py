@@ -26,7 +26,7 @@ class News:
         events: the job's log.
         runtime: the groups.
         updates: says which steps were made again.
-        rolled_back: called when newcomers have gone back to a checkpoint.
+        rolled_back: called when replacements have gone back to a checkpoint.
         report: tells the agent something that it shows to the user.
     """
 
@@ -50,7 +50,7 @@ class News:
         self._line = (0, "")
         self._tops = 0
         self._until = -1
-        #: This newcomer computes the job again from its beginning.
+        #: This replacement computes the job again from its beginning.
         self._from_scratch = self._behind = False
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Listener] = []
@@ -76,13 +76,13 @@ class News:
                 listener(fields)
 
     def joined(self, received: Received | None, **fields: Any) -> None:
-        """This newcomer has joined; with None from the beginning."""
+        """This replacement has joined; with None from the beginning."""
         self._awaited = (self._awaited or {}) | {"rank": self._runtime.rank}
         self._tops = 1 if received else 0
         self._from_scratch = received is None
         self._until = received.replaying.complete if received and received.replaying else -1
         self.emit(
-            "newcomer_ready",
+            "replacement_ready",
             bytes_moved=received.nbytes if received else 0,
             served_operations=received.replayed if received else 0,
             top=received.top.index if received and received.top else 0,

@@ -1,7 +1,7 @@
 """The number of workers changes: all workers end at one batch top, and the new ones go on from there.
 
 Those that leave hand their state on in the agent's shared memory: publications are there anyway, and one worker of each
-machine adds parameters and optimizer state. The new ones run the script from its start, as a newcomer does, with
+machine adds parameters and optimizer state. The new ones run the script from its start, as a replacement does, with
 the new world size, so that everything that depends on it (averages, samplers, gathers) is right by itself; at the batch
 top they take the state over and deal out what is left of the pass over the data.
 """

@@ -1,7 +1,7 @@
 """A prepared standby: it runs the script while its rank's worker lives, up to where its way depends on that one.
 
-Up to there it does what any newcomer does: start-up operations are answered from the records of the worker whose place
-it may take. It says nothing to the job, and publishes nothing.
+Up to there it does what any replacement does: start-up operations are answered from the records of the worker whose
+place it may take. It says nothing to the job, and publishes nothing.
 """
 
 from __future__ import annotations

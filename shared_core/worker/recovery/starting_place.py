@@ -1,5 +1,5 @@
-"""Where a worker begins: a newcomer at its predecessor's batch top, or as the copy of a replica; after a restart at a
-checkpoint, or at what was handed on when the number of workers changed; all others at the beginning.
+"""Where a worker begins: a replacement at its predecessor's batch top, or as the copy of a replica; after a restart at
+a checkpoint, or at what was handed on when the number of workers changed; all others at the beginning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Beginning:
 
     Args:
         recovery: forms generations, and knows the predecessor's place.
-        lanes: by which a newcomer is let in.
+        lanes: by which a replacement is let in.
         spare: what this worker is until it has a place.
 
     Attributes:
@@ -50,7 +50,7 @@ class Beginning:
         self.spare = spare
         self._env, self._recovery, self._lanes, self._checkpoints = env, recovery, lanes, checkpoints
         self._board, self._updates = recovery.board, updates
-        # A newcomer whose predecessor has passed a batch top mostly starts there.
+        # A replacement whose predecessor has passed a batch top mostly starts there.
         passed = env.spare or (env.incarnation > 0 and bool(self._board.tops()))
         self._restored = None if passed else self._line()
         self._saved: Restored | None = None
@@ -80,7 +80,7 @@ class Beginning:
             self._recovery.endings.fall_back(str(error))
 
     def prepare(self) -> None:
-        """Newcomer: decide where to begin, before the user's code has done anything that depends on it."""
+        """Replacement: decide where to begin, before the user's code has done anything that depends on it."""
         if self.spare.waits:
             return
         self._recovery.prepare()
@@ -96,7 +96,7 @@ class Beginning:
                     self._recovery.endings.fall_back(str(error))
                 self._board.complete(self._saved.records, self._saved.ends)
                 self._recovery.runtime.records = dict(self._board.records.read())
-        elif self._recovery.newcomer and self._restored is None and self.joining:
+        elif self._recovery.replacement and self._restored is None and self.joining:
             self._restored = self._line()
 
     def settle(self) -> None:
@@ -127,7 +127,7 @@ class Beginning:
     # -- before the place is reached ---------------------------------------------------------------
 
     def from_scratch(self) -> None:
-        """This newcomer is in, and its predecessor had passed no batch top: it begins as the first workers did."""
+        """This replacement is in, and its predecessor had passed no batch top: it begins as the first workers did."""
         self.joining = self._restored is not None
         truncation.stop()
 
@@ -146,7 +146,7 @@ class Beginning:
             if entry not in self._restored.ends:
                 return None
             result, parts = self._restored.ends[entry]
-            self._board.publish_end(entry, result, parts)  # for newcomers of this attempt
+            self._board.publish_end(entry, result, parts)  # for replacements of this attempt
             return result, parts
         if self._recovery.knocks:
             return ends_before(self._board, entry + 1).get(entry)

@@ -1,8 +1,8 @@
 """Files that a script cuts off when it runs again from its start: what was written there is lost.
 
-A script that opens its log with ``"w"`` before the loop does so again in a newcomer, in a prepared standby, and in all
-workers when they start again. An audit hook sees each file that is opened, and costs next to nothing once the worker
-trains. It cannot be removed, so the first workers of a job have none.
+A script that opens its log with ``"w"`` before the loop does so again in a replacement, in a prepared standby, and in
+all workers when they start again. An audit hook sees each file that is opened, and costs next to nothing once the
+worker trains. It cannot be removed, so the first workers of a job have none.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def _looker(env: WorkerEnv) -> _Looker | None:
     """None where the job is computed again from its beginning, and its files with it."""
     if env.incarnation:
         now = time.time_ns()
-        # While a standby runs the script, its worker writes on. What is newer than another newcomer comes from others
-        # of its kind.
+        # While a standby runs the script, its worker writes on. What is newer than another replacement comes from
+        # others of its kind.
         return _Looker(env, math.inf if standing_by.stands_by() else now, now)
     if env.resized is None and env.config.checkpoint.dir is None:
         return None
@@ -124,7 +124,7 @@ class _Looker:
         if standing_by.stands_by():
             who, again = "standby of rank", "A prepared standby runs the script up to its loop while the worker trains"
         elif env.incarnation:
-            again = "A newcomer runs the script from its start"
+            again = "A replacement runs the script from its start"
         message = (
             f"{who} {env.rank}: the script opens {path} for writing and cuts it off, {size} bytes are lost, some of "
             f'them written since the training began. {again}: open the file with "a"'

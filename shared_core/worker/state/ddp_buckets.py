@@ -1,6 +1,6 @@
 """DDP's agreement on its gradient buckets, which it makes once, after the first backward.
 
-A newcomer learns the order by running that backward, or, later, from the record of what was agreed; in between there
+A replacement learns the order by running that backward, or, later, from the record of what was agreed; in between there
 is no recovery point.
 """
 
@@ -36,7 +36,7 @@ class Buckets:
 
     Args:
         runtime: serves what was agreed.
-        board: keeps it for newcomers.
+        board: keeps it for replacements.
         unattached: told that a module is trained and nothing is attached.
 
     Attributes:
@@ -91,7 +91,7 @@ class Buckets:
 
     def unsettled(self) -> bool:
         """Whether this batch top, which could be a recovery point, is none; call it once a top."""
-        # Until a static graph is known, a newcomer runs the iteration itself in which DDP learns it.
+        # Until a static graph is known, a replacement runs the iteration itself in which DDP learns it.
         if any(first.begun and not first.ended for first in self._first.values()):
             return True
         asked = [i for i, ddp in enumerate(self.modules) if not (ddp.find_unused_parameters or ddp.static_graph)]

@@ -162,7 +162,7 @@ class Following:
         """Nothing is changed any more. Whether what follows in :meth:`next_items` completes the copy."""
         with self._changed:
             if not self._level or self._left or self._unchecked or self._watch.counted:
-                self._fail("it was not complete when the newcomer was let in")
+                self._fail("it was not complete when the replacement was let in")
             self._over = True
             self._tick()
             return not self.failed

@@ -67,7 +67,7 @@ class GivenState:
             if not ready:
                 raise RecoveryFailed(
                     f"the state did not get to update {min_version} within {timeout_s:.0f} s (it is at update "
-                    f"{self._count.state}), so no newcomer can be given it. A step hangs, or is slow: then raise "
+                    f"{self._count.state}), so no replacement can be given it. A step hangs, or is slow: then raise "
                     "detection.wait_timeout_s"
                 )
             kept = self._outside.given(top)
@@ -95,8 +95,8 @@ class GivenState:
             self._gate.release()
 
     def _whole(self) -> None:
-        """Take back the parts of an update that cannot be completed without the newcomer. The program makes them again
-        when it has the others, or in ``optimizer.step()``.
+        """Take back the parts of an update that cannot be completed without the replacement. The program makes them
+        again when it has the others, or in ``optimizer.step()``.
         """
         if self._parts is not None and self._parts.torn:
             self._fence()
@@ -105,7 +105,7 @@ class GivenState:
                 self._outside.part_updated()
 
     def _has(self, version: int, top: int | None = None) -> bool:
-        """Whether a newcomer that starts at ``version`` can be given the state now."""
+        """Whether a replacement that starts at ``version`` can be given the state now."""
         if self._gate.installing:
             return False
         if self._outside.decided(top):
@@ -113,7 +113,7 @@ class GivenState:
         if self._outside.waits(top):
             return False
         if self._sharded and self._images.has(version):
-            return True  # also in the middle of an update, whose end may need the newcomer
+            return True  # also in the middle of an update, whose end may need the replacement
         return not self._gate.updating and self._count.state >= version
 
     def _export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Rank-local state, registered by name: captured at batch tops, and put back in a newcomer."""
+"""Rank-local state, registered by name: captured at batch tops, and put back in a replacement."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Position:
 
     @contextmanager
     def restoring(self, *, resized: bool, added: bool) -> Iterator[None]:
-        """In here a newcomer's state is put in place; see the attributes."""
+        """In here a replacement's state is put in place; see the attributes."""
         self.resized, self.added = resized, added
         try:
             yield
@@ -79,7 +79,7 @@ class Parts:
             name: unique.
             capture: returns plain data (numbers, text, containers, tensors, numpy arrays); it is serialised at
                 once, so live objects may be returned.
-            restore: puts it back in a newcomer, on the main thread, in the order of registration.
+            restore: puts it back in a replacement, on the main thread, in the order of registration.
             forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
             main: it is rank 0's alone, also where another worker becomes rank 0.
         """

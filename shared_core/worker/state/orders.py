@@ -78,7 +78,7 @@ class OrderFiles:
 
     def drop_unnamed(self, kept: Iterable[int]) -> None:
         """Remove predecessors' orders once all batch tops that are kept are this worker's own. One that these still
-        name, because its pass goes on, is left to the next newcomer.
+        name, because its pass goes on, is left to the next replacement.
         """
         kept = set(kept)
         self._named = {top: names for top, names in self._named.items() if top in kept}

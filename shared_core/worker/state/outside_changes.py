@@ -1,4 +1,4 @@
-"""What a script changes outside updates, and what is kept for newcomers because it does."""
+"""What a script changes outside updates, and what is kept for replacements because it does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Outside:
         policy: ``always``, ``never`` or ``auto``; see the option ``preimages``.
 
     Attributes:
-        active: something is changed, or will be: a newcomer is given the state of its own batch top, never a newer one.
+        active: something is changed, or will be: a replacement is given the state of its own batch top, never a newer
+            one.
         tops: what is kept.
         top: number of the newest batch top.
     """
@@ -105,7 +106,7 @@ class Outside:
         self.top = index
 
     def resume(self, index: int, version: int, active: bool, *, exact: bool, watched: int) -> None:
-        """Newcomer, at its batch top.
+        """Replacement, at its batch top.
 
         Args:
             index: number of the batch top.
@@ -126,7 +127,7 @@ class Outside:
         assert self._replicated is not None
         self.tops.keep(index, version, self._replicated.export(), self.local)
 
-    # -- for a newcomer --------------------------------------------------------------------------------
+    # -- for a replacement --------------------------------------------------------------------------------
 
     def given(self, index: int | None) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
         """Description and tensors of the state at a batch top, if it is kept."""

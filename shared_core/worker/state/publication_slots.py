@@ -70,7 +70,7 @@ class Slots:
             self._looked = True
             self._look()
         slot, path = self._clear_slot(size), f"{self._folder}/{name}"
-        taken = name in self._used or name in self._others  # a newcomer publishes its predecessor's again
+        taken = name in self._used or name in self._others  # a replacement publishes its predecessor's again
         _rename(slot, f"{path}.tmp" if taken else path)
         slot.fill(data)
         if taken:

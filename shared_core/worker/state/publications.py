@@ -1,4 +1,4 @@
-"""What a rank publishes in the agent's shared memory, and what its newcomer reads there.
+"""What a rank publishes in the agent's shared memory, and what its replacement reads there.
 
 Files in ``rank{r}/`` of the job's private folder, of which a reader never sees a half. Those that replace each other at
 each batch (``top``, ``mid``, ``loose``) stay mapped; the others are written and then renamed:
@@ -71,7 +71,7 @@ class Tally:
 
     @property
     def value(self) -> int:
-        """The number; 0 at first. In a newcomer, what its predecessor left."""
+        """The number; 0 at first. In a replacement, what its predecessor left."""
         return int(_TALLY.unpack_from(self._map)[0])
 
     @value.setter
@@ -90,7 +90,7 @@ class Board:
 
     Attributes:
         orders: of passes over the data.
-        records: results that newcomers ask for.
+        records: results that replacements ask for.
         input_checksums: of the last operations.
         sources: senders of the last messages that were received from any source.
 
@@ -160,7 +160,7 @@ class Board:
         self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
         self.orders.note(top.index, parts)
         self.put(f"top.{top.index}", dumps(vars(top)), pieces(parts))
-        if top.index in self._kept:  # a newcomer publishes its predecessor's top again
+        if top.index in self._kept:  # a replacement publishes its predecessor's top again
             self._kept.remove(top.index)
         self._kept.append(top.index)
 

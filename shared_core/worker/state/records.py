@@ -1,5 +1,5 @@
 """Results that are appended to a rank's publications: of start-up operations, what DDP agreed on, and what a job keeps
-for its newcomers.
+for its replacements.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def from_plain(stored: Sequence[tuple[Sequence[Any], list[torch.Tensor]]]) -> Re
     try:
         return [(_key(*key), results) for key, results in stored]
     except (TypeError, ValueError) as error:
-        raise CorruptFile(f"a record that was kept for newcomers is none: {error}") from error
+        raise CorruptFile(f"a record that was kept for replacements is none: {error}") from error
 
 
 def _key(entry: int, kind: str, name: str, number: int, part: Part | None = None) -> RecordKey:

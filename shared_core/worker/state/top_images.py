@@ -1,6 +1,7 @@
-"""Parameters and optimizer state as they were at batch tops, for newcomers of scripts that change them outside updates.
+"""Parameters and optimizer state as they were at batch tops, for replacements of scripts that change them outside
+updates.
 
-Such a script's newcomer cannot go on from newer state: what the script does in the batch would be in it already, or
+Such a script's replacement cannot go on from newer state: what the script does in the batch would be in it already, or
 would be done to other values. With the state of its batch top it makes the updates itself, and the changes too.
 """
 

@@ -1,4 +1,4 @@
-"""Parameters as they were before each update, for newcomers that compute what lies between two updates."""
+"""Parameters as they were before each update, for replacements that compute what lies between two updates."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class UpdateImages:
         self._several = self._several or at_once
 
     def resume(self, several: bool) -> None:
-        """Newcomer: keep what the predecessor kept."""
+        """Replacement: keep what the predecessor kept."""
         self._several = several
 
     # -- keeping -----------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class UpdateImages:
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of what no newcomer asks for. All ranks have made the gradients of the newest update, so each has
+        """Let go of what no replacement asks for. All ranks have made the gradients of the newest update, so each has
         published the batch top before it; and none begins before one that every rank has published. (Batch tops alone
         say nothing: where no collective lies between, such as at the end of a pass, one rank can be several ahead.)
         """
@@ -100,7 +100,7 @@ class UpdateImages:
             places = {place for params in dropped for place in params}
             self._spare = {place: [params[place] for params in dropped if place in params] for place in places}
 
-    # -- for a newcomer ----------------------------------------------------------------------------
+    # -- for a replacement ----------------------------------------------------------------------------
 
     def has(self, version: int) -> bool:
         """Whether the parameters before the update that follows ``version`` are kept."""
@@ -136,10 +136,10 @@ class UpdateImages:
             if kept >= version:
                 description["images"].append([kept, list(params), len(tensors)])
                 tensors += params.values()
-        for place, value in self._newest.items():  # a newcomer that is itself still behind has older parameters
+        for place, value in self._newest.items():  # a replacement that is itself still behind has older parameters
             tensors[place] = value
 
-    # -- in a newcomer -----------------------------------------------------------------------------
+    # -- in a replacement -----------------------------------------------------------------------------
 
     @property
     def behind(self) -> bool:

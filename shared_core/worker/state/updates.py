@@ -34,7 +34,7 @@ class Updates:
 
     Args:
         preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
-            has had several, so that a newcomer can compute
+            has had several, so that a replacement can compute
             what lies between two updates exactly, and state at batch tops once the script changes it outside updates.
         after: called after each update.
         fence: returns when what is being copied may be changed.
@@ -68,7 +68,9 @@ class Updates:
 
     @property
     def state_version(self) -> int:
-        """Updates the state contains: in a newcomer whose donor was ahead, more than the program has gone through."""
+        """Updates the state contains: in a replacement whose donor was ahead, more than the program
+        has gone through.
+        """
         return self._count.state
 
     @property
@@ -79,7 +81,7 @@ class Updates:
     @property
     def keeps_images(self) -> bool:
         """Whether parameters are kept before each update."""
-        return not self.outside.active and self._images.kept  # else newcomers are given no newer ones
+        return not self.outside.active and self._images.kept  # else replacements are given no newer ones
 
     def keep_images(self, *, at_once: bool = False) -> None:
         """Keep parameters before each update from the next batch top on, or at once (where the policy is ``auto``)."""
@@ -87,12 +89,12 @@ class Updates:
 
     @property
     def computes_again(self) -> bool:
-        """Whether a newcomer has, at each place, the parameters that its predecessor had there."""
+        """Whether a replacement has, at each place, the parameters that its predecessor had there."""
         return self.outside.active or self.keeps_images
 
     @property
     def exact(self) -> bool:
-        """False while a newcomer computes with parameters that are newer than its place in the program."""
+        """False while a replacement computes with parameters that are newer than its place in the program."""
         return self._count.ahead == 0 or self._images.behind
 
     def attach(
@@ -112,7 +114,7 @@ class Updates:
             loose: those of its parameters that no optimizer steps. Without it changes outside updates are not looked
                 for.
             undo: keep what updates overwrite until the next batch top, for :meth:`GivenState.at_version`.
-            sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A newcomer
+            sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A replacement
                 then runs every update that its predecessor's batch had, on its own shard, and is given the parameters
                 at its batch top, never newer ones. Updates are what is inside :meth:`UpdateSteps.update`.
             own: parameters and optimizer state are divided over the ranks: each publishes its shard, and nobody is
@@ -141,7 +143,7 @@ class Updates:
     # -- batch tops --------------------------------------------------------------------------------
 
     def resume(self, top: int, *, images: bool, outside: bool, again: bool) -> None:
-        """Newcomer, at its batch top: keep what the predecessor kept; all ranks must agree.
+        """Replacement, at its batch top: keep what the predecessor kept; all ranks must agree.
 
         Args:
             top: its number.
@@ -166,7 +168,7 @@ class Updates:
 
         Args:
             index: number of the batch top.
-            stable: batch top from which a newcomer may start at the earliest.
+            stable: batch top from which a replacement may start at the earliest.
         """
         self.steps.refuse_torn()
         if self.outside.active:
@@ -179,10 +181,10 @@ class Updates:
             self._undo.commit()
         self._images.at_top(index)
 
-    # -- a newcomer takes over a state -------------------------------------------------------------
+    # -- a replacement takes over a state -------------------------------------------------------------
 
     def begin_install(self) -> None:
-        """A newcomer is about to join: it is no donor until :meth:`load`."""
+        """A replacement is about to join: it is no donor until :meth:`load`."""
         self.gate.install(True)
 
     def load(

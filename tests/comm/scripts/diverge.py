@@ -1,4 +1,4 @@
-"""A newcomer that does not do what its predecessor did."""
+"""A replacement that does not do what its predecessor did."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ frontiers = st.builds(
     Frontier,
     rank=st.just(0),
     incarnation=counts,
-    newcomer=st.booleans(),
+    replacement=st.booleans(),
     version=counts,
     tops=st.lists(tops, max_size=2).map(tuple),
     groups=st.fixed_dictionaries(

@@ -1,4 +1,4 @@
-"""The log on disk: files of framed records, as a worker's newcomer opens them."""
+"""The log on disk: files of framed records, as a worker's replacement opens them."""
 
 from __future__ import annotations
 
