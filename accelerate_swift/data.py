@@ -1,7 +1,7 @@
-"""Loaders that Accelerate has prepared, with the batch tops marked.
+"""Loaders that Accelerate has prepared, with the step boundaries marked.
 
 Accelerate draws one batch ahead: while the training code has batch k, the fetch of batch k + 2 is what comes first in
-the next turn of the loop. That fetch is the top of batch k + 1.
+the next turn of the loop. That fetch is the step boundary of batch k + 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared_core.errors import Unsupported
 
 
 def gate(watch: Watch, prepared: Any, key: str | None = None) -> Any:
-    """Have a prepared loader mark the batch tops; returns what the script is to iterate.
+    """Have a prepared loader mark the step boundaries; returns what the script is to iterate.
 
     Args:
         watch: what is trained.
@@ -103,10 +103,10 @@ class Gate:
         watch.begin_training()
         if not loop.begin_round():
             return iter(())
-        tops = _Tops(watch, _Inner(self._tracked, self._skip))
-        loop.activate(tops)
-        loop.walk(tops)
-        return tops
+        boundaries = _Boundaries(watch, _Inner(self._tracked, self._skip))
+        loop.activate(boundaries)
+        loop.walk(boundaries)
+        return boundaries
 
 
 class _Bare(Gate):
@@ -138,7 +138,7 @@ def _itself(loader: Any) -> Any:
 
 
 class _Inner(Iterator[Any]):
-    """Iterates a loader, from a predecessor's place if it had begun this pass; no batch tops."""
+    """Iterates a loader, from a predecessor's place if it had begun this pass; no step boundaries."""
 
     def __init__(self, tracked: TrackedLoader, skip: int) -> None:
         self._tracked, self._skip = tracked, skip
@@ -159,8 +159,8 @@ class _Inner(Iterator[Any]):
         return next(self._position)
 
 
-class _Tops(Iterator[Any]):
-    """Iterates the loader of a training loop and marks the batch tops."""
+class _Boundaries(Iterator[Any]):
+    """Iterates the loader of a training loop and marks the step boundaries."""
 
     def __init__(self, watch: Watch, inner: _Inner) -> None:
         self._loop, self._inner = watch.loop, inner
@@ -177,13 +177,13 @@ class _Tops(Iterator[Any]):
         if not self._begun:
             self._begun = True
             if self._loop.joining:
-                # The batch at hand is the one that the predecessor had at its top.
+                # The batch at hand is the one that the predecessor had at its boundary.
                 with self._loop.variables_held():
-                    self._joined = self._loop.batch_top()
+                    self._joined = self._loop.step_boundary()
                     return next(self._inner)
         elif self._joined:
             self._joined = False
         else:
             with self._loop.variables_held():
-                self._loop.batch_top()
+                self._loop.step_boundary()
         return self._inner.next_here()

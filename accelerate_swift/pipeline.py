@@ -238,7 +238,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         return compat.mixed(_LoopEngine, pipeline.SwiftPipelineEngine if recovers else stock)
 
     def _take(self, engine: Any) -> None:
-        """``engine`` was made: batch tops lie where the loop draws its batches."""
+        """``engine`` was made: step boundaries lie where the loop draws its batches."""
         job = self.swift.loop.job
         if job is None:
             return

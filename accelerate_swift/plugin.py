@@ -211,7 +211,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         compat.become(accelerator, _Watched)
 
     def gate(self, prepared: Any) -> Any:
-        """Have a loader that Accelerate has prepared mark the batch tops, unless others mark them."""
+        """Have a loader that Accelerate has prepared mark the step boundaries, unless others mark them."""
         if self.watch.replays:
             return prepared
         if self.watch.fetching is None:
@@ -222,7 +222,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
 
 
 class _Watched(Accelerator):  # type: ignore[misc]
-    """An ``Accelerator`` whose loaders mark the batch tops; an existing object is turned into one."""
+    """An ``Accelerator`` whose loaders mark the step boundaries; an existing object is turned into one."""
 
     _swift_plugin: SwiftPlugin
 

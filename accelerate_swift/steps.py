@@ -24,7 +24,7 @@ class Steps:
         index = self._now[place] = 0
         try:
             begun = False
-            for batch in loader:  # the batch top, where a replacement gets what is published, lies in here
+            for batch in loader:  # the step boundary, where a replacement gets what is published, lies in here
                 if not begun:
                     begun, index = True, self._theirs.pop(place, 0)
                     self._now[place] = index

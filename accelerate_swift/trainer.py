@@ -39,7 +39,7 @@ _PLACE = "the predecessor's place"
 class SwiftTrainer(transformers.Trainer):
     """A ``Trainer`` whose workers may be lost; see :class:`accelerate_swift.SwiftPlugin`.
 
-    Import it before ``TrainingArguments`` are made. A batch top is the start of an update step: with gradient
+    Import it before ``TrainingArguments`` are made. A step boundary is the start of an update step: with gradient
     accumulation, a replacement runs all micro-batches of its step again.
 
     Args:
@@ -172,7 +172,7 @@ class SwiftTrainer(transformers.Trainer):
         super()._load_rng_state(checkpoint)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As in ``Trainer``; the batch top lies before it, where there may be a batch."""
+        """As in ``Trainer``; the step boundary lies before it, where there may be a batch."""
         watch = self._swift.watch
         job = self._swift.loop.job
         if job is None:
@@ -181,8 +181,8 @@ class SwiftTrainer(transformers.Trainer):
         if not self._swift_ended:
             watch.begin_training()
             if self.args.load_best_model_at_end and self.state.global_step + _LAST >= self.state.max_steps:
-                job.keep_tops()  # the best model takes the place of the last one
-            job.batch_top()
+                job.keep_boundaries()  # the best model takes the place of the last one
+            job.step_boundary()
         watch.fetching = True
         try:
             samples = super().get_batch_samples(epoch_iterator, num_batches, device)

@@ -1,4 +1,4 @@
-"""What is trained under an ``Accelerator``, and whether its loaders mark the batch tops."""
+"""What is trained under an ``Accelerator``, and whether its loaders mark the step boundaries."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Watch:
     Attributes:
         loop: of the core; without a job until :meth:`begin`.
         replays: a replacement runs the whole script, and its engine passes by the calls that others have finished.
-        fetching: None where loaders mark the batch tops. A ``transformers.Trainer`` marks them itself, and says here
-            whether it fetches what it trains on: its models may be in evaluation mode then.
+        fetching: None where loaders mark the step boundaries. A ``transformers.Trainer`` marks them itself, and says
+            here whether it fetches what it trains on: its models may be in evaluation mode then.
         engine: a pipeline engine, which says itself what is trained.
     """
 
@@ -106,7 +106,7 @@ class Watch:
                 job.keep_images()
             self._check_alike(job, optimizers)
             if any(holds_weights(each) for each in compat.registered(accelerator)):
-                job.keep_tops()
+                job.keep_boundaries()
 
     def _check_alike(self, job: Job, optimizers: list[Optimizer]) -> None:
         """Raises Unsupported where the workers do not train the same."""

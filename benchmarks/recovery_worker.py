@@ -186,7 +186,7 @@ def main() -> None:
     stop = options.out / "stop"
     while not (stop.exists() and counter["step"] >= int(stop.read_text() or 1 << 60)):
         if job is not None:
-            job.batch_top()
+            job.step_boundary()
         step = counter["step"]
 
         def one(model: Any, step: int = step) -> None:

@@ -338,7 +338,7 @@ def rows_of(outcome: Outcome) -> list[Row]:
         rows.append(Row(name, "the same, dropping pipelines (computed)", (pipelines - hit) / pipelines, "times"))
         rows.append(Row(name, "the same, waiting, until a replacement is there", 0.0, "times"))
         if phase.moved_s is not None:
-            rows.append(Row(name, "the move, from one batch top to the other", phase.moved_s, "s"))
+            rows.append(Row(name, "the move, from one step boundary to the other", phase.moved_s, "s"))
             continue
         metric = "first re-routed after the kill"
         # An action under way is finished first; in long slots that alone takes up to 0.2 s.

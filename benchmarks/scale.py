@@ -28,7 +28,7 @@ from benchmarks.common import ROOT, Row, arguments, at_most, finish, leave_nothi
 from shared_core.config import SwiftConfig
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.control_socket import ControlSocket
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.generation import Entry, generation_key, plan_key
 from shared_core.protocol.loss_policy import Death
 from shared_core.protocol.members import members_text
@@ -60,12 +60,12 @@ class Fronts:
         near = range(first, min(first + GROUP, env.world_size))
         self._members = {"0": members_text(range(env.world_size)), f"near{first}": members_text(near)}
 
-    def front(self, tops: Sequence[Top] | None = None) -> Frontier:
-        """Of a survivor, or of a replacement whose predecessor has passed two batch tops."""
+    def front(self, boundaries: Sequence[StepBoundary] | None = None) -> Frontier:
+        """Of a survivor, or of a replacement whose predecessor has passed two step boundaries."""
         env = self._env
         if env.incarnation:
             passed = tuple(
-                Top(
+                StepBoundary(
                     100 + at,
                     99 + at,
                     0,

@@ -1,4 +1,4 @@
-"""The rank-local state of a Lightning run: what is published at each batch top, and put back in a replacement."""
+"""The rank-local state of a Lightning run: what is published at each step boundary, and put back in a replacement."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Log files after the loss of rank 0: the same version, every row once.
 
 A replacement reuses the version its predecessor chose (noted on disk when it was chosen), writes nothing before it
-joins, and at the join cuts each file to the length it had at the batch top; the batch it runs again then writes its
+joins, and at the join cuts each file to the length it had at the step boundary; the batch it runs again then writes its
 rows again.
 """
 
@@ -278,7 +278,7 @@ class Missed:
 
     def __init__(self, job: Job, trainer: pl.Trainer, loggers: Loggers) -> None:
         self._job, self._trainer, self._loggers = job, trainer, loggers
-        #: Batch top before it, number of the logger, scalars and step of each row.
+        #: Step boundary before it, number of the logger, scalars and step of each row.
         self._rows: list[tuple[int, int, dict[str, Any], int | None]] = []
         #: In rank 0: of the worker whose place this one takes.
         self._before: tuple[Any, Any] = None, None
@@ -291,14 +291,14 @@ class Missed:
 
     def _note(self, number: int, metrics: Mapping[str, Any], step: int | None = None) -> None:
         plain = {name: v.item() if hasattr(v, "item") else v for name, v in metrics.items()}
-        self._rows.append((self._job.position.tops, number, plain, step))
+        self._rows.append((self._job.position.boundaries, number, plain, step))
 
     def _capture(self) -> Any:
         if 0 not in self._job.lanes.absent:
-            # A loss of rank 0 may not be known yet, and its newest batch top is that of an accumulation window.
-            oldest = self._job.position.tops - 2 * self._trainer.accumulate_grad_batches - 2
+            # A loss of rank 0 may not be known yet, and its newest step boundary is that of an accumulation window.
+            oldest = self._job.position.boundaries - 2 * self._trainer.accumulate_grad_batches - 2
             self._rows = [row for row in self._rows if row[0] >= oldest]
-        return {"top": self._job.position.tops, "rows": list(self._rows)}
+        return {"boundary": self._job.position.boundaries, "rows": list(self._rows)}
 
     def _restore(self, data: Mapping[str, Any]) -> None:
         """Of a peer: in a replacement of rank 0, go on where its predecessor had published its logs."""
@@ -309,8 +309,8 @@ class Missed:
         if self._job.joining or not self._job.added or place is None:
             return
         self._loggers.restore(loggers)
-        for top, number, metrics, step in data["rows"]:
-            if top >= place["top"]:
+        for boundary, number, metrics, step in data["rows"]:
+            if boundary >= place["boundary"]:
                 self._trainer.loggers[number].log_metrics(metrics, step)
                 self._trainer.loggers[number].save()
 

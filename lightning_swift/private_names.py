@@ -22,8 +22,8 @@ _FABRIC_LOADER = "lightning.fabric.wrappers:_FabricDataLoader"
 
 #: ``module:name``, with its parameters where it is overridden or called; why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
-    # -- loops that get batch tops
-    (f"{_EPOCH}.advance(self, data_fetcher)", "the batch top lies before it; there is no hook before the fetch"),
+    # -- loops that get step boundaries
+    (f"{_EPOCH}.advance(self, data_fetcher)", "the step boundary lies before it; there is no hook before the fetch"),
     (f"{_EPOCH}._broadcast_sigterm_tensor(self)", "a collective for a flag that is never set; it drops errors"),
     (f"{_EPOCH}._should_check_val_fx(self, data_fetcher)", "what follows a batch talks to all workers"),
     (f"{_EPOCH}._should_accumulate(self)", "whether a batch ends with a step"),

@@ -74,7 +74,7 @@ class RecoveringStrategy(CollectiveStrategy):
             self._attached = []
             self._attach_trained(trainer)
             if self.run_state.averages.exchanged:
-                self.job.keep_tops()
+                self.job.keep_boundaries()
             self.run_state.loggers.opened()
 
     def _attach_trained(self, trainer: pl.Trainer) -> None:
@@ -190,10 +190,11 @@ class RecoveringStrategy(CollectiveStrategy):
             reading=self.job.reading,
         )
 
-    # -- batch tops ---------------------------------------------------------------------------------------------------
+    # -- step boundaries
+    # ---------------------------------------------------------------------------------------------------
 
-    def batch_top(self, accumulating: bool) -> None:
-        """The top of a training batch; a replacement takes its predecessor's place in here."""
+    def step_boundary(self, accumulating: bool) -> None:
+        """The step boundary of a training batch; a replacement takes its predecessor's place in here."""
         if self.job is not None:
             # Hooks up to here, and the last batch.
             if self.run_state.averages.made(begun=self._begun):
@@ -206,15 +207,15 @@ class RecoveringStrategy(CollectiveStrategy):
             if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoints.near:
                 self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
             epoch = self._trainer.current_epoch if self._trainer is not None else None
-            if self.job.batch_top(accumulating=accumulating, epoch=epoch):
+            if self.job.step_boundary(accumulating=accumulating, epoch=epoch):
                 self.job.variables.check_data()
                 self._log_recovery({})
 
-    def eval_top(self) -> None:
+    def eval_boundary(self) -> None:
         """The start of a stand-alone evaluation."""
         if self.job is not None:
             self.run_state.tell()
-            self.job.entries.evaluation_top()
+            self.job.entries.evaluation_boundary()
 
     def _log_recovery(self, fields: dict[str, Any]) -> None:
         """One row of scalars for each recovery, in the user's loggers, where that is asked for."""

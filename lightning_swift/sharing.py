@@ -127,7 +127,7 @@ class Sharing:
         job: as given.
         seed: as given.
         number: of the next step.
-        behind: the present batch top is behind the batch: only what follows it (validation, the end of the epoch)
+        behind: the present step boundary is behind the batch: only what follows it (validation, the end of the epoch)
             is left.
 
     Raises:
@@ -192,11 +192,11 @@ class Sharing:
         self._steps.settle(self.number)
 
     def wait_for_all(self) -> None:
-        """Wait until replacements have taken the places of all lost workers. At a batch top, before its step."""
+        """Wait until replacements have taken the places of all lost workers. At a step boundary, before its step."""
         self._steps.wait_for_all(self.number)
 
     def begin_batch(self) -> None:
-        """At the top of a batch: wait for all if callbacks will talk to all before its end."""
+        """At the step boundary of a batch: wait for all if callbacks will talk to all before its end."""
         trainer = self._trainer
         self._shards = self._loader.shards
         self._shards.keep(self.job.lanes.absent | {self.job.rank})

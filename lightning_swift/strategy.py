@@ -32,7 +32,7 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
             is there, ``shrink``: go on with fewer, or ``restart`` all from the newest checkpoint.
         data: ``restore``, ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         checkpoint_dir: where checkpoints for ``restart`` are written.
-        checkpoint_every_steps: batch tops between two of them; 0 writes none.
+        checkpoint_every_steps: step boundaries between two of them; 0 writes none.
         seed: seed of ``data="seeded"``.
         options: further options of :class:`shared_core.SwiftConfig`, by name.
         accelerator: this and all that follow as in ``DDPStrategy``.

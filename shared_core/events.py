@@ -210,7 +210,7 @@ def _is_plain(event: Event) -> bool:
         and _is_whole(event.generation)
         and all(_is_number(said[name]) for name in _SECONDS if name in said)
         and all(_is_whole(said[name]) for name in _WHOLE if name in said)
-        and (said.get("top") is None or _is_whole(said["top"]))
+        and (said.get("boundary") is None or _is_whole(said["boundary"]))
         and all(_are_ranks(said[name]) for name in _RANKS if name in said)
     )
 

@@ -1,9 +1,9 @@
-"""The one face adapters use: attach what is trained, mark the batch tops, register what only this rank has.
+"""The one face adapters use: attach what is trained, mark the step boundaries, register what only this rank has.
 
-A replacement runs the user's script from the start like its predecessor did; in its first :meth:`Job.batch_top` of the
-right entry call it joins: it gets the replicated state from a survivor and the rank-local state that its predecessor
-had published, and from there on it runs the predecessor's batch again with logged results until it is level with the
-others.
+A replacement runs the user's script from the start like its predecessor did; in its first :meth:`Job.step_boundary` of
+the right entry call it joins: it gets the replicated state from a survivor and the rank-local state that its
+predecessor had published, and from there on it runs the predecessor's batch again with logged results until it is level
+with the others.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Job:
         sharded: bool = False,
     ) -> None:
         """Say what is trained. Parameters of ``modules`` and the state of ``optimizers`` are replicated state;
-        buffers, modes, groups of the optimizers and random generators are published at each batch top, and so are
+        buffers, modes, groups of the optimizers and random generators are published at each step boundary, and so are
         parameters that no optimizer steps. A later call replaces an earlier one.
 
         Args:
@@ -121,11 +121,11 @@ class Job:
         """
         self.trained.attach(modules, optimizers, replicas=replicas, sharded=sharded)
 
-    def keep_tops(self) -> None:
+    def keep_boundaries(self) -> None:
         """The script will change parameters or optimizer state outside updates. That is seen anyway, but only when it
         has been done for the first time; a worker that is lost in that very batch cannot be replaced then.
         """
-        self.trained.keep_tops()
+        self.trained.keep_boundaries()
 
     def keep_images(self) -> None:
         """The script may use parameters anywhere in a batch, not only by the output of ``DistributedDataParallel``:
@@ -146,8 +146,8 @@ class Job:
         """
         return self._worker.start.beginning.peek(name)
 
-    def batch_top(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
-        """Call at the very top of each batch, before anything random and any collective of it.
+    def step_boundary(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
+        """Call at the very start of each batch, before anything random and any collective of it.
 
         Args:
             accumulating: gradients of earlier micro-batches are pending, so this is no recovery point.
@@ -155,9 +155,9 @@ class Job:
 
         Returns:
             Whether this process has just joined; then everything registered was restored to the predecessor's batch
-            top.
+            boundary.
         """
-        return self._worker.tops.batch(accumulating, epoch)
+        return self._worker.boundaries.batch(accumulating, epoch)
 
     def when_unmarked(self, tell: Callable[[], None]) -> None:
         """Have ``tell`` called where the script makes updates without a step boundary between them."""

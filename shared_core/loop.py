@@ -96,7 +96,7 @@ class _Warnings:
 
     def __init__(self, unmarked: str) -> None:
         self._unmarked, self._told = unmarked, set[str]()
-        self._tops = self._updates = 0
+        self._boundaries = self._updates = 0
 
     def second_pass(self, job: Job, message: str) -> None:
         """A second pass begins outside epochs."""
@@ -122,8 +122,8 @@ class _Warnings:
         """An epoch has ended."""
         if not isinstance(job, Job):  # nobody replaces a lost worker
             return
-        before, now = (self._tops, self._updates), (job.position.tops, job.updates.version)
-        self._tops, self._updates = now
+        before, now = (self._boundaries, self._updates), (job.position.boundaries, job.updates.version)
+        self._boundaries, self._updates = now
         if now[0] == before[0] and now[1] != before[1]:
             self.unmarked(job)
 
@@ -304,7 +304,7 @@ class TrainingLoop:
                     self._loaders.enter(begun)
                     entered = True
                 with self.variables_held():
-                    if outer and self.batch_top() and not entered:
+                    if outer and self.step_boundary() and not entered:
                         self._loaders.enter(begun)
                         entered = True
                 try:
@@ -351,7 +351,7 @@ class TrainingLoop:
         if self._sharing is not None:
             raise ConfigError("shared_steps() was called before: make all steps in one loop, with as many epochs")
         sharing = self._sharing = StepSharing(self.job, self._config, modules or self._modules, loader, accumulate)
-        return shared_steps(sharing, epochs, self, self.batch_top if self.job is not None else lambda: None)
+        return shared_steps(sharing, epochs, self, self.step_boundary if self.job is not None else lambda: None)
 
     def wait_for_all(self) -> None:
         """After :meth:`shared_steps`: wait until replacements have taken the places of all lost workers. Call it before
@@ -376,7 +376,7 @@ class TrainingLoop:
         """
         counters, weigh = self._registered.add(objects, values)
         if self.job is not None and weigh:
-            self.job.keep_tops()
+            self.job.keep_boundaries()
         return counters
 
     def ignore(self, *names: str) -> None:
@@ -419,7 +419,7 @@ class TrainingLoop:
 
     @property
     def nested(self) -> bool:
-        """Whether a training loader is being iterated: others inside it are no batch tops."""
+        """Whether a training loader is being iterated: others inside it are no step boundaries."""
         return self._active() is not None
 
     def track(self, loader: Any, key: Hashable, ahead: int = 0) -> TrackedLoader:
@@ -484,14 +484,14 @@ class TrainingLoop:
         self._walks.end(thing)
 
     def variables_held(self) -> AbstractContextManager[None]:
-        """Around a batch top and the reading of what was read before it; see :meth:`Variables.held`."""
+        """Around a step boundary and the reading of what was read before it; see :meth:`Variables.held`."""
         assert self.job is not None
         return self.job.variables.held()
 
-    def batch_top(self) -> bool:
+    def step_boundary(self) -> bool:
         """A batch begins; True if this replacement has just joined."""
         assert self.job is not None
-        return self.job.batch_top()
+        return self.job.step_boundary()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -507,7 +507,7 @@ class TrainingLoop:
         self._begin_part()
 
     def _begin_part(self) -> None:
-        """What the script does from here to its next batch top a replacement does again, with the same results."""
+        """What the script does from here to its next step boundary a replacement does again, with the same results."""
         if self.job is not None and not sys.is_finalizing():
             self.job.entries.between(self._phase, self.epoch, self._round)
 

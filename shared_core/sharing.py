@@ -191,18 +191,18 @@ class StepSharing:
         return Outcome(total)
 
 
-def shared_steps(sharing: StepSharing, epochs: int, position: Any, top: Callable[[], Any]) -> Iterator[SharedStep]:
+def shared_steps(sharing: StepSharing, epochs: int, position: Any, boundary: Callable[[], Any]) -> Iterator[SharedStep]:
     """The steps of some epochs.
 
     Args:
         sharing: computes them.
         epochs: how many.
         position: its attribute ``total_steps`` is the number of the next step; it is restored in a replacement.
-        top: marks the batch tops; a replacement takes its predecessor's place in one.
+        boundary: marks the step boundaries; a replacement takes its predecessor's place in one.
     """
     while True:
         sharing.clear()
-        top()
+        boundary()
         step = sharing.step(position.total_steps)
         if position.total_steps >= epochs * sharing.per_epoch:
             return

@@ -19,7 +19,7 @@ def go_on(
     with the arguments ``between``, comes to its end before that.
     """
     with running(jobs, script, args, env={"STOP_AT": str(stop)}) as job:
-        job.until(lambda: job.tops() > stop and newest in committed(folder))
+        job.until(lambda: job.boundaries() > stop and newest in committed(folder))
         job.kill()
         job.end()
     if between:
@@ -34,7 +34,7 @@ def go_on(
     compare(result, jobs.reference(script, args=rest))
 
 
-#: Batch tops between two checkpoints; ten batches are an epoch, and the top after it has the next number.
+#: Step boundaries between two checkpoints; ten batches are an epoch, and the boundary after it has the next number.
 EVERY = {"middle of an epoch": 6, "end of an epoch": 11, "last batch of an epoch": 10}
 
 
@@ -62,7 +62,7 @@ def test_the_trainer_of_transformers(jobs: Jobs, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_the_policy_hears_every_loss(jobs: Jobs, tmp_path: Path) -> None:
     extra = jobs.run("acc.py", args=[f"--checkpoints={tmp_path}"]).reports[0]["extra"]
-    assert [top for top, _ in extra["noted"]] == list(range(21 - len(extra["noted"]), 21))
+    assert [boundary for boundary, _ in extra["noted"]] == list(range(21 - len(extra["noted"]), 21))
     assert len(extra["noted"]) > 10 and extra["noted"][-1][1] == extra["last"]
 
 

@@ -30,15 +30,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def stopped(jobs: Jobs, folder: Path, args: Sequence[str], tops: int, *launcher: str) -> tuple[JobResult, int]:
-    """Kill all of a job once it has passed so many batch tops, and has made two checkpoints; its newest one."""
+def stopped(jobs: Jobs, folder: Path, args: Sequence[str], boundaries: int, *launcher: str) -> tuple[JobResult, int]:
+    """Kill all of a job once it has passed so many step boundaries, and has made two checkpoints; its newest one."""
     words, begun = " ".join([SCRIPT, *args]), time.time()
 
     def made() -> list[int]:
         return [each.step for each in saved(folder) if each.command.words == words and each.time > begun]
 
     with running(jobs, SCRIPT, args, env=options(folder, EVERY), launcher_args=[*RESTART, *launcher]) as job:
-        job.until(lambda: job.tops() >= tops and len(made()) > 1)
+        job.until(lambda: job.boundaries() >= boundaries and len(made()) > 1)
         job.kill()
         result = job.end()
     return result, made()[-1]
@@ -145,7 +145,7 @@ def test_without_resume_the_same_command_says_that_it_starts_from_scratch(
     env, args = options(folder, EVERY), ["--norm", "--steps", "30"]
     for number in range(2):
         with running(jobs, SCRIPT, ["--norm", "--steps", "400"], env=env) as job:
-            job.until(lambda: bool(committed(folder)) and job.tops() > 40)
+            job.until(lambda: bool(committed(folder)) and job.boundaries() > 40)
             job.kill()
             result = job.end()
         assert bool(said(result)) == bool(number) and not went_on_from(result)

@@ -29,12 +29,12 @@ def killed_and_gone_on(
         folder: for all files.
         args: of the script.
         stop: the batch.
-        newest: batch top of the checkpoint.
+        newest: step boundary of the checkpoint.
         between: arguments of another command, which comes to its end before that, with checkpoints in the same folder.
     """
     full = [f"--files={folder / 'files'}", f"--checkpoints={folder / 'ours'}", *args]
     with running(jobs, SCRIPT, full, env={"STOP_AT": str(stop)}) as job:
-        job.until(lambda: job.tops() > stop and newest in committed(folder / "ours"))
+        job.until(lambda: job.boundaries() > stop and newest in committed(folder / "ours"))
         job.kill()
         job.end()
     if between:
@@ -90,7 +90,7 @@ def test_the_policy_hears_every_loss(jobs: Jobs, tmp_path: Path) -> None:
     logged = {int(row["step"]) + 1: float(row["loss"]) for row in extra["rows"] if "loss" in row}
     both = heard.keys() & logged.keys()
     assert len(heard) > 40 and len(both) > 20 and max(heard) == 60
-    assert all(heard[top] == pytest.approx(logged[top], rel=1e-6) for top in both)
+    assert all(heard[boundary] == pytest.approx(logged[boundary], rel=1e-6) for boundary in both)
 
 
 @pytest.mark.nightly
@@ -98,7 +98,7 @@ def test_a_pipeline(jobs: Jobs, tmp_path: Path) -> None:
     script, args = "lit_pipe.py", [f"--checkpoints={tmp_path / 'ours'}"]
     env = {"SWIFT_TEST_FILES": str(tmp_path)}
     with running(jobs, script, args, env=env | {"STOP_AT": "5"}) as job:
-        job.until(lambda: job.tops() > 5 and 4 in committed(tmp_path / "ours"))
+        job.until(lambda: job.boundaries() > 5 and 4 in committed(tmp_path / "ours"))
         job.kill()
         job.end()
     with running(jobs, script, args, env=env) as job:

@@ -30,12 +30,12 @@ def killed(jobs: Jobs, folder: Path, nproc: int = 1) -> list[Path]:
     return [each.checkpoint.path for each in saved(folder)]
 
 
-def started(jobs: Jobs, folder: Path, tops: int = 0, nproc: int = 1, **more: str) -> JobResult:
-    """The same command again, until it has passed so many batch tops (0: to its end)."""
+def started(jobs: Jobs, folder: Path, boundaries: int = 0, nproc: int = 1, **more: str) -> JobResult:
+    """The same command again, until it has passed so many step boundaries (0: to its end)."""
     env = options(folder, 5, **more)
     with running(jobs, SCRIPT, ARGS, env=env, launcher_args=RESTART, nproc=nproc) as job:
-        if tops:
-            job.until(lambda: job.tops() >= tops, 60)
+        if boundaries:
+            job.until(lambda: job.boundaries() >= boundaries, 60)
             job.kill()
         return job.end()
 

@@ -64,6 +64,6 @@ def test_the_second_is_refused_and_goes_on_once_the_first_is_gone(kind: str, job
             other.end()
     begun = max(each.step for each in saved(folder) if each.run != run)
     with running(jobs, SCRIPT, ARGS, env=env, launcher_args=RESTART, nproc=1) as again:
-        again.until(lambda: again.tops() > begun, 60)
+        again.until(lambda: again.boundaries() > begun, 60)
         again.kill()
         assert went_on_from(again.end()) == {begun}

@@ -37,7 +37,7 @@ def normalised(text: str, out: Path) -> str:
     text = "\n".join(lines).replace(f"{out}/", "").replace(f"{SCRIPTS}/", "")
     text = re.sub(r"\bpids? \d[\d, ]*", lambda found: re.sub(r"\d+", "PID", found[0]), text)
     text = re.sub(r"[\w.-]+ \((\d+\.)+(\d+)\)", r"HOST (ADDRESS.\2)", text)
-    text = re.sub(r"batch top \d+", "batch top N", text)
+    text = re.sub(r"step boundary \d+", "step boundary N", text)
     text = re.sub(r"(\w\.py):\d+\)", r"\1:LINE)", text)
     return re.sub(r"\d+\.\d+ s\b", "TIME s", text).strip() + "\n"
 
@@ -161,7 +161,7 @@ def test_a_machine_that_is_lost(jobs: Jobs) -> None:
     out = jobs.folder("console")
     with machines(3) as made:
         cluster = Cluster(jobs.warm, made, out, SCRIPTS / "plain_ddp.py", args=["--norm", "--steps", "150"])
-        cluster.until(lambda: cluster.tops(2) >= 20)
+        cluster.until(lambda: cluster.boundaries(2) >= 20)
         [spare] = [place for place in (1, 2) if "as a spare" in cluster.said(place)]
         made[3 - spare].kill()
         result, statuses = cluster.finish()

@@ -41,7 +41,16 @@ def one_loss(generation: int = 1, when: float = 5.0) -> list[Event]:
             resolution="replica",
             bytes_moved=500_000,
         ),
-        at(when + 0.310, "replacement_ready", 2, g, joined_s=0.1, bytes_moved=2_000_000, served_operations=4, top=17),
+        at(
+            when + 0.310,
+            "replacement_ready",
+            2,
+            g,
+            joined_s=0.1,
+            bytes_moved=2_000_000,
+            served_operations=4,
+            boundary=17,
+        ),
         at(when + 0.310, "recovered", 1, g, stall_s=0.304, recomputed_steps=0, resolution="replica", bytes_moved=0),
         at(when + 0.41, "resumed", 0, g, stall_s=0.42),
         at(when + 0.41, "resumed", 1, g, stall_s=0.43),
@@ -110,7 +119,7 @@ def test_one_recovery() -> None:
     assert one.user_start_s == {2: pytest.approx(0.207)}
     assert one.stall_s == {0: 0.42, 1: 0.43}
     assert one.longest_stall_s == 0.43
-    assert (one.bytes_moved, one.served_operations, one.recomputed_steps, one.top) == (2_500_000, 4, 0, 17)
+    assert (one.bytes_moved, one.served_operations, one.recomputed_steps, one.boundary) == (2_500_000, 4, 0, 17)
     assert one.resolution == "replica"
     assert one.complete and one.superseded_by is None
 
@@ -171,7 +180,7 @@ def test_a_restart_answers_the_losses_that_nothing_else_has_answered() -> None:
 
 
 def test_generations_before_and_after_a_resize_are_kept_apart() -> None:
-    resize = at(5.01, "resize", generation=1, workers=2, before=3, top=17, stay=[0, 1])
+    resize = at(5.01, "resize", generation=1, workers=2, before=3, boundary=17, stay=[0, 1])
     cut = [
         at(5.0, "lost", 2, 1, cause="killed by SIGKILL", detected=START + 5.0),
         at(5.0, "generation", generation=1, lost=[2], stay=[0, 1]),
@@ -186,14 +195,14 @@ def test_generations_before_and_after_a_resize_are_kept_apart() -> None:
     shrunk, _ = recoveries([*cut, resize, resumed, *one_loss(1, when=9.0)])
     assert shrunk.answer == "3 to 2" and shrunk.longest_stall_s == 0.4 and shrunk.recomputed_steps == 1
     assert "400 ms" in format_recoveries([shrunk], START)
-    assert "workers 2, before 3, top 17" in format_timeline([resize])
+    assert "workers 2, before 3, boundary 17" in format_timeline([resize])
     assert "\x1b[33mresize" in format_timeline([resize], color=True)
 
 
 def test_growing_has_a_row_of_its_own() -> None:
     grows = at(1, "generation", generation=1, lost=[], stay=[0, 1])
     assert recoveries([grows]) == []  # it was not carried out
-    resize = at(1.1, "resize", generation=1, workers=3, before=2, top=20, stay=[0, 1])
+    resize = at(1.1, "resize", generation=1, workers=3, before=2, boundary=20, stay=[0, 1])
     (one,) = recoveries([grows, resize, at(1.6, "start"), at(1.7, "resumed", 0, stall_s=0.6)])
     assert (one.lost, one.answer, one.longest_stall_s) == ([], "2 to 3", pytest.approx(0.6))
     assert "2 to 3" in format_recoveries([one], START)
@@ -249,7 +258,7 @@ def test_swiftctl_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "+4.998" not in out.splitlines()[0]
     assert "rank 2   lost            killed by SIGKILL" in out
     assert "replica, stalled 302 ms, 500.0 kB moved, 0 steps recomputed" in out
-    assert "from batch top 17, 2.0 MB moved, 4 operations served\n" in out
+    assert "from step boundary 17, 2.0 MB moved, 4 operations served\n" in out
     assert "survivors ready" in out and "\x1b[" not in out
 
 

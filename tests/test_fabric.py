@@ -13,7 +13,8 @@ from shared_core.faults import Fault
 from shared_core.testing.digest import digest
 from shared_core.testing.runner import compare
 
-#: Arguments of the script, faults. On two ranks an epoch has six batches and seven tops, the last one for its end.
+#: Arguments of the script, faults. On two ranks an epoch has six batches and seven boundaries, the last one for its
+#: end.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "middle_of_an_epoch": ([], [Fault(1, 10, "bucket", "SIGKILL"), Fault(0, 18, "update.during", "SIGKILL", nth=9)]),
     "first_epoch": ([], [Fault(0, 3, "forward", "SIGKILL")]),

@@ -12,7 +12,7 @@ from shared_core.testing.runner import check_survivors, compare, unconfirmed
 CASES: dict[str, tuple[str, list[Fault]]] = {
     "epochs": ("epochs", [Fault(1, 8, "forward", "SIGKILL")]),
     "epochs_rank_0": ("epochs", [Fault(0, 13, "bucket", "SIGKILL")]),
-    "first_batch_of_an_epoch": ("epochs", [Fault(1, 7, "batch_top", "os._exit")]),
+    "first_batch_of_an_epoch": ("epochs", [Fault(1, 7, "step_boundary", "os._exit")]),
     "last_batch_of_an_epoch": ("epochs", [Fault(0, 6, "update.after", "SIGKILL")]),
     "first_batch": ("epochs", [Fault(1, 1, "forward", "SIGKILL")]),
     "startup": ("epochs", [Fault(1, 0, "startup", "SIGKILL")]),
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "clip_value": ("clip_value", [Fault(1, 4, "clip", "exception")]),
     "bf16": ("bf16", [Fault(1, 5, "update.during", "SIGKILL", nth=5)]),
     "scheduler_step": ("scheduler_step", [Fault(0, 5, "update.after", "SIGTERM")]),
-    "scheduler_epoch": ("scheduler_epoch", [Fault(1, 7, "batch_top", "SIGKILL")]),
+    "scheduler_epoch": ("scheduler_epoch", [Fault(1, 7, "step_boundary", "SIGKILL")]),
     "scheduler_plateau": ("scheduler_plateau", [Fault(0, 9, "forward", "SIGKILL")]),
     "validation": ("validation", [Fault(1, 3, "validation", "SIGKILL")]),
     "validation_rank_0": ("validation", [Fault(0, 6, "validation", "os._exit")]),

@@ -1,4 +1,4 @@
-"""``on_failure="reroute"``: the others go on without a lost rank, and let its replacement in at a batch top."""
+"""``on_failure="reroute"``: the others go on without a lost rank, and let its replacement in at a step boundary."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_without_a_loss(jobs: Jobs) -> None:
 CASES: dict[str, tuple[list[Fault], int]] = {
     "in_a_step": ([Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], 7),
     "rank_0": ([Fault(0, 4, "lane.wait", "SIGKILL", nth=3)], 7),
-    "at_a_batch_top": ([Fault(3, 5, "batch_top", "SIGKILL")], 7),
+    "at_a_step_boundary": ([Fault(3, 5, "step_boundary", "SIGKILL")], 7),
     "in_the_update": ([Fault(1, 4, "update.during", "SIGKILL", nth=3)], 7),
     "after_the_update": ([Fault(1, 4, "update.after", "SIGKILL")], 7),
     "before_the_first_lane": ([Fault(1, 1, "lane.connect", "SIGKILL")], 7),
-    "before_the_first_batch": ([Fault(2, 1, "batch_top", "SIGKILL")], 7),
+    "before_the_first_batch": ([Fault(2, 1, "step_boundary", "SIGKILL")], 7),
     "in_the_startup": ([Fault(2, 0, "startup", "SIGKILL")], 7),
     "in_the_last_step": ([Fault(1, 12, "lane.wait", "SIGKILL", nth=3)], 99),
     "absent_at_the_end": ([Fault(1, 9, "lane.wait", "SIGKILL", nth=3)], 99),
@@ -120,8 +120,8 @@ def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     ranks = [event.fields["ranks"] for event in result.kinds("lane")]
     assert ranks == [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3]], result.tail()
     (let_in,) = result.kinds("let_in")
-    assert (let_in.rank, let_in.fields["top"]) == (2, 8), result.tail()
-    assert [event.fields["top"] for event in result.kinds("checkpoint")] == [2, 4, 10, 12], result.tail()
+    assert (let_in.rank, let_in.fields["boundary"]) == (2, 8), result.tail()
+    assert [event.fields["boundary"] for event in result.kinds("checkpoint")] == [2, 4, 10, 12], result.tail()
     extra = {rank: report["extra"] for rank, report in result.reports.items()}
     assert [extra[rank]["rejoined"] for rank in range(4)] == [False, False, True, False]
     assert extra[2]["plan"] == {"who": 0} and extra[3]["plan"] == {"who": 3}
@@ -153,10 +153,10 @@ def test_replacements_are_let_in_one_by_one(name: str, jobs: Jobs) -> None:
     compare(result, jobs.reference("lane.py", nproc=4))
     check_survivors(result)
     assert len(result.struck) == 2 + len(TURNS[name]), result.tail()
-    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
-    assert {1, 3} <= tops.keys(), result.tail()
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("let_in")}
+    assert {1, 3} <= boundaries.keys(), result.tail()
     if name == "nobody":
-        assert tops == {1: 8, 3: 11}, result.tail()
+        assert boundaries == {1: 8, 3: 11}, result.tail()
         ranks = [event.fields["ranks"] for event in result.kinds("lane")]
         assert ranks == [[0, 1, 2, 3], [0, 2], [0, 1, 2], [0, 1, 2, 3]], result.tail()
 

@@ -50,7 +50,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "between_calls_2": (["--calls"], [Fault(0, 6, "entry", "SIGKILL")]),
     "between_calls_3": (["--calls"], [Fault(3, 6, "entry", "SIGKILL", nth=2)]),
     "resumed": (["--resume"], [Fault(0, 8, "pipe.forward", "SIGKILL")]),
-    "accumulate": (["--accumulate", "3"], [Fault(3, 5, "batch_top", "SIGKILL")]),
+    "accumulate": (["--accumulate", "3"], [Fault(3, 5, "step_boundary", "SIGKILL")]),
 }
 RARE = tuple(CASES.keys() - {"first_stage", "last_stage_sends", "validation", "between_calls_2"})
 
@@ -70,7 +70,10 @@ SHARDED: dict[str, tuple[list[str], list[Fault]]] = {
     "bf16": (BF16, [Fault(0, 2, "update.during", "SIGKILL", nth=20), Fault(3, 5, "pipe.backward", "SIGKILL")]),
     "mixed": (["--precision", "bf16-mixed"], [Fault(1, 3, "pipe.forward", "SIGKILL")]),
     "zero": (ZERO, [Fault(2, 2, "update.after", "SIGKILL"), Fault(1, 5, "pipe.reduce", "SIGKILL")]),
-    "both": ([*BF16, *ZERO], [Fault(1, 2, "update.during", "SIGKILL", nth=60), Fault(3, 4, "batch_top", "SIGKILL")]),
+    "both": (
+        [*BF16, *ZERO],
+        [Fault(1, 2, "update.during", "SIGKILL", nth=60), Fault(3, 4, "step_boundary", "SIGKILL")],
+    ),
     "checkpoint": ([*BF16, *ZERO], [Fault(3, 6, "checkpoint.write", "SIGKILL")]),
     "resumed": ([*BF16, *ZERO, "--resume"], [Fault(1, 8, "pipe.forward", "SIGKILL")]),
     "resumed_zero": ([*ZERO, "--resume"], [Fault(2, 8, "pipe.step", "SIGKILL")]),

@@ -27,7 +27,7 @@ def check(jobs: Jobs, faults: list[Fault], args: list[str], nproc: int = 3) -> J
     return result
 
 
-#: Arguments, faults. On three ranks an epoch has seven batches; the place behind its last one is a batch top, too.
+#: Arguments, faults. On three ranks an epoch has seven batches; the place behind its last one is a step boundary, too.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "forward": ([], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "backward": ([], [Fault(2, 3, "reroute.backward", "SIGKILL")]),
@@ -36,9 +36,9 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "at_the_step": ([], [Fault(1, 3, "reroute.step", "SIGKILL")]),
     "clipping": (["--feature", "clip"], [Fault(1, 3, "clip", "SIGKILL")]),
     "in_the_update": ([], [Fault(1, 3, "update.during", "SIGKILL", nth=2)]),
-    "at_the_top": ([], [Fault(0, 4, "batch_top", "SIGKILL")]),
+    "at_the_boundary": ([], [Fault(0, 4, "step_boundary", "SIGKILL")]),
     "last_batch": ([], [Fault(2, 7, "reroute.backward", "SIGKILL")]),
-    "behind_the_last_batch": ([], [Fault(2, 8, "batch_top", "SIGKILL")]),
+    "behind_the_last_batch": ([], [Fault(2, 8, "step_boundary", "SIGKILL")]),
     "end": ([], [Fault(1, 15, "reroute.forward", "SIGKILL")]),
     "two_at_once": ([], [Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(2, 3, "reroute.reduce", "SIGKILL")]),
     "two_in_turn": ([], [Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(1, 4, "lane.wait", "SIGKILL")]),
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "between_fits": (["--feature", "fits"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "files": (["--feature", "files"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "files_of_rank_0": (["--feature", "files"], [Fault(0, 3, "reroute.reduce", "SIGKILL")]),
-    "files_of_rank_0_at_the_top": (["--feature", "files"], [Fault(0, 4, "batch_top", "SIGKILL")]),
+    "files_of_rank_0_at_the_boundary": (["--feature", "files"], [Fault(0, 4, "step_boundary", "SIGKILL")]),
     "files_of_rank_0_later": (["--feature", "files"], [Fault(0, 10, "reroute.forward", "SIGKILL")]),
     "workers": (["--workers", "1"], [Fault(0, 3, "reroute.forward", "SIGKILL")]),
 }
@@ -131,7 +131,7 @@ def test_others_train_on_until_the_replacement_is_there(jobs: Jobs) -> None:
     resumed = result.kinds("resumed")
     assert {event.rank for event in resumed} == {0, 2}, result.tail()
     assert max(event.time for event in resumed) < let_in.time
-    assert 3 < let_in.fields["top"], result.tail()
+    assert 3 < let_in.fields["boundary"], result.tail()
 
 
 #: What is said of each mistake.

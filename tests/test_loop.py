@@ -18,7 +18,8 @@ from shared_core.testing.report import AWAIT
 from shared_core.testing.runner import JobResult, compare
 
 UNMARKED = WARNINGS["job"]
-#: Arguments of the script, faults. On two ranks an epoch has six batches and seven tops, the last one for its end.
+#: Arguments of the script, faults. On two ranks an epoch has six batches and seven boundaries, the last one for its
+#: end.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),
     "last_epoch": ([], [Fault(0, 17, "update.during", "SIGKILL", nth=9)]),
@@ -96,7 +97,7 @@ def test_batches_that_nothing_marks_are_computed_again_and_the_user_is_told_once
     [warning] = [each for each in result.kinds("warning") if each.fields["message"] == UNMARKED]
     assert warning.rank == 0
     [ready] = result.kinds("replacement_ready")
-    assert ready.fields["top"] == 0
+    assert ready.fields["boundary"] == 0
     [back] = re.findall(r"rank 1 is back after ([\d.]+) s", result.stderr)
     stalls = [each.fields["stall_s"] for each in result.kinds("resumed") if each.rank == 0]
     assert float(back) > 0.5 * stalls[0], f"the stall of {stalls[0]:.2f} s was said to be over after {back} s"

@@ -85,7 +85,7 @@ def test_a_worker_is_replaced_by_its_own_machine(name: str, site: Site, jobs: Jo
 
 def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
     cluster = site.start(site.machines, LONG)
-    cluster.until(lambda: cluster.tops(2) >= 20)
+    cluster.until(lambda: cluster.boundaries(2) >= 20)
     lost = 3 - site.spare(cluster)
     site.machines[lost].kill()
     result, statuses = site.check(cluster, LONG)
@@ -120,7 +120,7 @@ def test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site: Site, tmp_
     )
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines[:2], LONG, options=options, name="again")
-    cluster.until(lambda: cluster.tops(2) >= 20)
+    cluster.until(lambda: cluster.boundaries(2) >= 20)
     for pid in site.machines[0].processes():
         os.kill(pid, signal.SIGKILL)
     result, statuses = cluster.finish()
@@ -129,13 +129,13 @@ def test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site: Site, tmp_
     assert not result.reports
     again = site.start(site.machines[1:], LONG, options=[*options, "--resume"], name="again")
     result, statuses = site.check(again, LONG)
-    assert statuses == [0, 0] and "continues from the checkpoint at batch top" in result.stderr
+    assert statuses == [0, 0] and "continues from the checkpoint at step boundary" in result.stderr
 
 
 @pytest.mark.nightly
 def test_without_a_spare_machine_the_job_waits_for_one_that_comes_back(site: Site) -> None:
     cluster = site.start(site.machines[:2], LONG)
-    cluster.until(lambda: cluster.tops(2) >= 10)
+    cluster.until(lambda: cluster.boundaries(2) >= 10)
     site.machines[1].cut()
     cluster.until(lambda: "is lost, and no spare one is there" in cluster.said(0))
     site.machines[1].heal()
@@ -148,7 +148,7 @@ def test_without_a_spare_machine_the_job_waits_for_one_that_comes_back(site: Sit
 def test_a_frozen_agent_loses_its_place(site: Site) -> None:
     """It cannot fence its workers, which run on; they see that others have their ranks, and go."""
     cluster = site.start(site.machines, LONG)
-    cluster.until(lambda: cluster.tops(2) >= 10)
+    cluster.until(lambda: cluster.boundaries(2) >= 10)
     spare = site.spare(cluster)
     frozen, workers = 3 - spare, cluster.workers(2, 3)
     os.kill(cluster.pids[frozen], signal.SIGSTOP)
@@ -166,11 +166,11 @@ def test_on_failure_restart_goes_on_from_the_checkpoint(site: Site, tmp_path: Pa
     )
     options = ["--on-failure=restart", f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines, LONG, options=options)
-    cluster.until(lambda: cluster.tops(2) >= 40)
+    cluster.until(lambda: cluster.boundaries(2) >= 40)
     site.machines[3 - site.spare(cluster)].kill()
     result, _ = site.check(cluster, LONG)
     assert len(result.kinds("restart")) == 1
-    assert "continues from the checkpoint at batch top" in result.stderr
+    assert "continues from the checkpoint at step boundary" in result.stderr
 
 
 def _kept_by(cluster: Cluster, rank: int) -> int:
@@ -187,7 +187,7 @@ def test_all_start_again_from_a_lost_machine_s_copy(site: Site, tmp_path: Path) 
     (tmp_path / "swift.json").write_text(json.dumps(each))
     options = [f"--swift-config={tmp_path / 'swift.json'}", "--on-failure=restart"]
     cluster = site.start(site.machines, LONG, options=options)
-    cluster.until(lambda: cluster.tops(0) >= 1)
+    cluster.until(lambda: cluster.boundaries(0) >= 1)
     if storage.exists():
         storage.rename(tmp_path / "away")
     storage.touch()  # a file: nothing can be written below it
@@ -199,8 +199,8 @@ def test_all_start_again_from_a_lost_machine_s_copy(site: Site, tmp_path: Path) 
     storage.unlink()  # whatever is left to be written at the end is
     result, statuses = site.check(cluster, LONG)
     assert statuses[lost] == -9 and len(result.kinds("restart")) == 1
-    [top] = set(re.findall(r"continues from the checkpoint at batch top (\d+) \(neighbour\)", result.stderr))
-    assert int(top) >= 40
+    [boundary] = set(re.findall(r"continues from the checkpoint at step boundary (\d+) \(neighbour\)", result.stderr))
+    assert int(boundary) >= 40
 
 
 @pytest.mark.nightly
@@ -208,7 +208,7 @@ def test_two_machines_at_once(jobs: Jobs) -> None:
     """None keeps the other's copies, so both places are taken over in place."""
     with machines(6) as six, contextlib.closing(Site(jobs, six)) as site:
         cluster = site.start(six, LONG, nnodes=4, nproc=1)
-        cluster.until(lambda: cluster.tops(3) >= 10)
+        cluster.until(lambda: cluster.boundaries(3) >= 10)
         lost = [cluster.place_of(rank) for rank in (1, 3)]
         for place in lost:
             six[place].cut()
@@ -229,7 +229,7 @@ def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd", options=options)
-        cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
+        cluster.until(lambda: cluster.boundaries(0) >= 20 and cluster.boundaries(2) >= 20)
         cut, workers = cluster.place_of(0), cluster.workers(0, 1)
         four[cut].cut()
         cluster.until(lambda: len(cluster.workers(0)) == 2)  # the others have started over
@@ -238,7 +238,7 @@ def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None
         cluster.until(lambda: "waits as a spare" in cluster.said(cut))
         result, statuses = site.check(cluster, LONG)
         assert statuses == [0, 0, 0], result.tail()
-        written = [event.fields["top"] for event in result.kinds("checkpoint")]
+        written = [event.fields["boundary"] for event in result.kinds("checkpoint")]
         assert len(written) > 20 and written == sorted(set(written)), written
 
 
@@ -248,7 +248,7 @@ def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None
 def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, tmp_path: Path) -> None:
     with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd")
-        cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
+        cluster.until(lambda: cluster.boundaries(0) >= 20 and cluster.boundaries(2) >= 20)
         lost = cluster.place_of(2 if which == "other" else 0)
         if which == "store_cut_off":
             workers = cluster.workers(0, 1)
@@ -274,9 +274,9 @@ def test_etcd_starts_again_and_a_machine_is_lost(jobs: Jobs, tmp_path: Path) -> 
     """Neither ends the job or sends it back."""
     with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd")
-        cluster.until(lambda: cluster.tops(0) >= 10 and cluster.tops(2) >= 10)
+        cluster.until(lambda: cluster.boundaries(0) >= 10 and cluster.boundaries(2) >= 10)
         one.restart()
-        cluster.until(lambda: cluster.tops(2) >= 30)
+        cluster.until(lambda: cluster.boundaries(2) >= 30)
         lost = cluster.place_of(2)
         four[lost].kill()
         one.restart()
@@ -292,9 +292,9 @@ def test_the_loss_of_etcd_s_machine_is_survived(jobs: Jobs, tmp_path: Path) -> N
     with machines(6) as six, Etcd(tmp_path, on=six[3:]) as three, contextlib.closing(Site(jobs, six)) as site:
         cluster = site.start(six[:3], LONG, endpoint=three.endpoints, backend="etcd")
         for place in range(3):
-            cluster.until(lambda place=place: cluster.tops(2) >= 20 * place + 10)  # type: ignore[misc]
+            cluster.until(lambda place=place: cluster.boundaries(2) >= 20 * place + 10)  # type: ignore[misc]
             six[3 + place].kill()
-            cluster.until(lambda place=place: cluster.tops(2) >= 20 * place + 20)  # type: ignore[misc]
+            cluster.until(lambda place=place: cluster.boundaries(2) >= 20 * place + 20)  # type: ignore[misc]
             six[3 + place].heal()
             three.restart(place)
         lost = cluster.place_of(2)
@@ -308,7 +308,7 @@ def test_the_loss_of_etcd_s_machine_is_survived(jobs: Jobs, tmp_path: Path) -> N
 def test_a_machine_that_was_cut_off_stops_and_comes_back(site: Site) -> None:
     """Only the side with the store goes on; the other comes back and takes the next lost machine's place."""
     cluster = site.start(site.machines, LONG, options=["--lease=3"])
-    cluster.until(lambda: cluster.tops(2) >= 20)
+    cluster.until(lambda: cluster.boundaries(2) >= 20)
     spare = site.spare(cluster)
     cut = 3 - spare
     site.machines[cut].cut()
@@ -376,7 +376,7 @@ def check_exact(cluster: Cluster, worlds: set[int]) -> JobResult:
 def test_fewer_machines_go_on_and_more_are_let_in(site: Site) -> None:
     """One is cut off: the other goes on alone, until the first is there again."""
     cluster = site.start(site.machines[:2], ["--epochs", "8", "--until", "4"], "resize.py", nnodes="1:2")
-    cluster.until(lambda: cluster.tops(2) >= 5)
+    cluster.until(lambda: cluster.boundaries(2) >= 5)
     site.machines[1].cut()
     cluster.until(lambda: "2 workers go on after" in cluster.said(0))
     site.machines[1].heal()
@@ -398,7 +398,7 @@ FEWER: dict[str, tuple[str, list[int], set[int]]] = {
 def test_fewer_machines_go_on(name: str, site: Site) -> None:
     nnodes, lost, worlds = FEWER[name]
     cluster = site.start(site.machines, ["--epochs", "4"], "resize.py", nnodes=nnodes)
-    cluster.until(lambda: cluster.tops(0) >= 5)
+    cluster.until(lambda: cluster.boundaries(0) >= 5)
     for place in lost:
         site.machines[place].kill()
     check_exact(cluster, worlds)
@@ -409,7 +409,7 @@ def test_a_machine_that_does_not_come_in_time_is_done_without(site: Site, tmp_pa
     (tmp_path / "swift.json").write_text(json.dumps({"resize.replace_timeout_s": 1.0}))
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines[:2], ["--epochs", "4"], "resize.py", nnodes="1:2", options=options)
-    cluster.until(lambda: cluster.tops(2) >= 5)
+    cluster.until(lambda: cluster.boundaries(2) >= 5)
     site.machines[1].kill()
     result = check_exact(cluster, {2})
     [lost, *_] = result.kinds("lost")
@@ -422,7 +422,7 @@ def test_with_fewer_machines_than_the_least_the_job_waits(site: Site) -> None:
     cluster = site.start(
         site.machines[:2], ["--epochs", "8"], "resize.py", nnodes="2:3", options=["--rdzv-conf=last_call_timeout=1"]
     )
-    cluster.until(lambda: cluster.tops(2) >= 5)
+    cluster.until(lambda: cluster.boundaries(2) >= 5)
     site.machines[1].cut()
     cluster.until(lambda: "is lost, and no spare one is there" in cluster.said(0))
     site.machines[1].heal()

@@ -39,7 +39,7 @@ def test_unseeded_random_numbers_are_found_when_they_matter(jobs: Jobs) -> None:
 
 
 def test_another_collective_than_the_predecessors_is_found(jobs: Jobs) -> None:
-    result = jobs.run("plain_ddp.py", faults=[Fault(1, 6, "batch_top", "SIGKILL")], args=["--mistake", "branch"])
+    result = jobs.run("plain_ddp.py", faults=[Fault(1, 6, "step_boundary", "SIGKILL")], args=["--mistake", "branch"])
     assert result.status == 1
     assert "ReplayDivergence" in result.stderr, result.tail()
     assert "float64" in result.stderr and "float32" in result.stderr, result.tail()

@@ -24,7 +24,7 @@ from shared_core.launcher.ledger import Ledger
 from shared_core.protocol import worker_messages as said
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_fronts
 from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, knock_key
 from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.plan import Plan, Transfer
@@ -40,13 +40,13 @@ from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.replicas import Sums
 from shared_core.worker.state.local_state import Position
 
-TOP = Top(
+BOUNDARY = StepBoundary(
     1, 0, -1, "batch", {"w": 3}, {"w": {"0,1,0": 2}}, {"w": {"0,1,-1": 2}}, {"w": "0,1"}, [0, 1], saved=True, own=True
 )
 GROUP = GroupFrontier("0,1", 7, [5, 6], [4, 5], [4], {"0,1,0": 2}, {"0,1,0": 2}, {"0,1,0": 1})
-FRONT = Frontier(1, 0, False, 3, (TOP,), {"w": GROUP}, [1], 2, [1], outside=True)
+FRONT = Frontier(1, 0, False, 3, (BOUNDARY,), {"w": GROUP}, [1], 2, [1], outside=True)
 PLAN = Plan(
-    {1: TOP, 0: None},
+    {1: BOUNDARY, 0: None},
     {1: 0},
     (Transfer(0, 1, {"0": [4, 5]}),),
     {"0": {4}},
@@ -108,7 +108,7 @@ def has(raw: bytes) -> Any:
 OPTIONAL = {
     "groups",
     "together",
-    "top",
+    "boundary",
     "kept",
     "outside",
     "received",
@@ -144,13 +144,13 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
         lambda raw: read_document(raw, "of the job"),
         {"beat", "host"},
     ),
-    "saved": ({"done": True, "top": 3}, lambda raw: said.read("saved", raw), {"done", "top"}),
-    "handed": ({"generation": 1, "top": 3}, lambda raw: said.read("handed", raw), set()),
+    "saved": ({"done": True, "boundary": 3}, lambda raw: said.read("saved", raw), {"done", "boundary"}),
+    "handed": ({"generation": 1, "boundary": 3}, lambda raw: said.read("handed", raw), set()),
     "declined": ({"generation": 1, "reason": "full"}, lambda raw: said.read("declined", raw), set()),
     "reports": (
-        {"rank": 0, "time": 1.5, "pid": 7, "top": 3, "whence": "x"},
+        {"rank": 0, "time": 1.5, "pid": 7, "boundary": 3, "whence": "x"},
         lambda raw: said.read("reports", raw),
-        {"pid", "top", "whence"},
+        {"pid", "boundary", "whence"},
     ),
     "divergent": ([1], lambda raw: said.read("divergent", raw), set()),
 }
@@ -200,7 +200,7 @@ def test_a_damaged_record_is_refused(key: str) -> None:
         for step in path:
             at = at[step]
         for wrong in WRONG[type(at)]:
-            if wrong is None and path and path[-1] in {"pid", "top", "version", "absent", "line", 0, 1}:
+            if wrong is None and path and path[-1] in {"pid", "boundary", "version", "absent", "line", 0, 1}:
                 continue  # some of these may be null
             if wrong == "3" and path == ("checkpoint.keep",):
                 continue  # options are also given as text
@@ -228,7 +228,7 @@ def test_a_damaged_record_is_refused(key: str) -> None:
         {"groups": {"w": asdict(GROUP) | {"ranks": "0-1:0"}}},
         {"groups": {"w": asdict(GROUP) | {"sent": {"0,2,0": 1}}}},
         {"groups": {"w": asdict(GROUP) | {"sent": {"0;1": 1}}}},
-        {"tops": [asdict(TOP) | {"sent": {"w": {"5,0,0": 1}}}]},
+        {"boundaries": [asdict(BOUNDARY) | {"sent": {"w": {"5,0,0": 1}}}]},
     ],
 )
 def test_a_frontier_that_would_take_for_ever_is_refused(damage: dict[str, Any]) -> None:
@@ -265,13 +265,13 @@ def test_what_no_worker_says_is_passed_over_once(capsys: pytest.CaptureFixture[s
     watcher = KeyWatcher(connects, "p/", lambda: None, ranks=[1])
     try:
         for key in ("saved", "handed", "declined", "divergent"):
-            server.set(f"p/{key}", '{"top": "x"}')
+            server.set(f"p/{key}", '{"boundary": "x"}')
         server.queue_push("p/reports/0", "[" * 100_000)
         assert watcher.look() == watcher.look() == []
         assert capsys.readouterr().err.count("cannot be read and is ignored") == 5
-        server.set("p/handed", '{"generation": 1, "top": 3}')
+        server.set("p/handed", '{"generation": 1, "boundary": 3}')
         server.set("p/divergent", "[0, 1]")
-        server.set("p/saved", '{"done": true, "top": 3}')
+        server.set("p/saved", '{"done": true, "boundary": 3}')
         server.set("p/restart", b"\xff")
         assert watcher.look() == [
             ("restart", said.Restart("\ufffd")),

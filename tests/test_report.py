@@ -42,21 +42,21 @@ def start(seconds: float = 0.0, workers: int = 3, restart: int = 0, **fields: ob
     return at(seconds, "start", world_size=workers, restart=restart, **fields)
 
 
-def began(seconds: float = 3.0, top: int = 0) -> Event:
-    return at(seconds, "began", 0, top=top, whence="step 5" if top else "")
+def began(seconds: float = 3.0, boundary: int = 0) -> Event:
+    return at(seconds, "began", 0, boundary=boundary, whence="step 5" if boundary else "")
 
 
-def one_loss(when: float, generation: int = 1, cause: str = "killed by SIGKILL", tops: int = 4) -> list[Event]:
+def one_loss(when: float, generation: int = 1, cause: str = "killed by SIGKILL", boundaries: int = 4) -> list[Event]:
     """Rank 2 of three is lost and replaced; the others wait for 0.5 s."""
     g, detected = generation, START + when
     survivors = (0, 1)
     return [
-        at(when + 0.01, "lost", 2, g, cause=cause, detected=detected, tops=tops),
+        at(when + 0.01, "lost", 2, g, cause=cause, detected=detected, boundaries=boundaries),
         at(when + 0.01, "generation", generation=g, lost=[2]),
         *(at(when + 0.02, "survivor_ready", rank, g, detected=detected, ready_s=0.02) for rank in survivors),
         at(when + 0.03, "replacement_start", 2, g, how="standby"),
         *(at(when + 0.4, "recovered", rank, g, stall_s=0.4, exchange_s=0.1, bytes_moved=9) for rank in survivors),
-        at(when + 0.41, "replacement_ready", 2, g, joined_s=0.21, top=tops),
+        at(when + 0.41, "replacement_ready", 2, g, joined_s=0.21, boundary=boundaries),
         *(at(when + 0.5, "resumed", rank, g, stall_s=0.5) for rank in survivors),
     ]
 
@@ -125,11 +125,11 @@ def test_a_job_that_goes_on_without_the_lost_worker() -> None:
         began(),
         at(5.02, "survivor_ready", 0, 1, detected=START + 5, ready_s=0.02),
         at(5.05, "resumed", 0, 0, stall_s=0.05),
-        at(5.06, "lost", 1, 1, cause="killed by SIGKILL", detected=START + 5, tops=3),
+        at(5.06, "lost", 1, 1, cause="killed by SIGKILL", detected=START + 5, boundaries=3),
         at(5.06, "generation", generation=1, lost=[1], absent=[1]),
         at(5.1, "replacement_start", 1, 1),
-        at(6.0, "let_in", 1, 1, top=9, stall_s=0.2),
-        at(6.01, "replacement_ready", 1, 1, top=9),
+        at(6.0, "let_in", 1, 1, boundary=9, stall_s=0.2),
+        at(6.01, "replacement_ready", 1, 1, boundary=9),
         at(8, "end", result="succeeded"),
     ]
     found = history_of(events)
@@ -147,14 +147,14 @@ def test_restarts_and_other_numbers_of_workers() -> None:
     events = [
         start(workers=2),
         began(),
-        at(5, "lost", 1, cause="exit code 1", detected=START + 5, tops=4),
+        at(5, "lost", 1, cause="exit code 1", detected=START + 5, boundaries=4),
         at(5.1, "restart", reason="on_failure is restart"),
         start(5.4, workers=2, restart=1),
-        began(5.8, top=2),
-        at(6, "resumed", 0, stall_s=1.0, recomputed_steps=2, top=2),
-        at(8, "resize", workers=1, before=2, top=9, stay=[0]),
+        began(5.8, boundary=2),
+        at(6, "resumed", 0, stall_s=1.0, recomputed_steps=2, boundary=2),
+        at(8, "resize", workers=1, before=2, boundary=9, stay=[0]),
         start(8.2, workers=1, restart=2),
-        at(8.5, "resumed", 0, stall_s=0.5, top=9),
+        at(8.5, "resumed", 0, stall_s=0.5, boundary=9),
         at(10, "end", result="succeeded"),
     ]
     found = history_of(events)
@@ -191,8 +191,8 @@ def test_a_job_that_still_runs_ends_with_its_last_event() -> None:
 
 def test_what_was_saved() -> None:
     """A step takes a second; a restart begins at the checkpoint, and takes as long as the first start."""
-    before = [start(), began(), at(13, "checkpoint", 0, top=8, version=8)]
-    found = history_of([*before, *one_loss(22, tops=20), at(30, "end", result="succeeded")])
+    before = [start(), began(), at(13, "checkpoint", 0, boundary=8, version=8)]
+    found = history_of([*before, *one_loss(22, boundaries=20), at(30, "end", result="succeeded")])
     assert (found.step_s, found.measured_steps) == (1.0, 19)
     result = savings(found)
     (one,) = result.each
@@ -200,11 +200,11 @@ def test_what_was_saved() -> None:
     assert one.saved_s == result.saved_s == 14.5
     assert "3.00 s" in result.assumptions[2] and "19 steps" in result.assumptions[3]
     # Without a checkpoint, from where the run began.
-    (one,) = savings(history_of([start(), began(top=5), *one_loss(22, tops=20)])).each
+    (one,) = savings(history_of([start(), began(boundary=5), *one_loss(22, boundaries=20)])).each
     assert one.steps == 15
     assert "name no checkpoint" not in result.assumptions[0]
     # What the events do not say is not guessed.
-    unknown = savings(history_of([start(), *one_loss(23, tops=20)]))
+    unknown = savings(history_of([start(), *one_loss(23, boundaries=20)]))
     assert unknown.each[0].steps == 20 and unknown.saved_s is None
     assert "name no checkpoint" in unknown.assumptions[0]
 
@@ -212,7 +212,7 @@ def test_what_was_saved() -> None:
 def test_an_outage_of_two_losses_is_one() -> None:
     first = [event for event in one_loss(10) if event.kind not in ("recovered", "resumed", "replacement_ready")]
     second = [
-        at(10.3, "lost", 1, 2, cause="killed by SIGSEGV", detected=START + 10.3, tops=4),
+        at(10.3, "lost", 1, 2, cause="killed by SIGSEGV", detected=START + 10.3, boundaries=4),
         at(10.3, "generation", generation=2, lost=[1]),
         at(11, "recovered", 0, 2, stall_s=0.7),
         at(11.1, "resumed", 0, 2, stall_s=0.8),

@@ -17,14 +17,14 @@ SHRINK = ["--on-failure=shrink"]
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "in_backward": ([], [Fault(1, 5, "bucket", "SIGKILL")]),
     "rank_0": ([], [Fault(0, 5, "bucket", "SIGKILL", nth=2)]),
-    "at_a_batch_top": ([], [Fault(2, 6, "batch_top", "SIGKILL")]),
+    "at_a_step_boundary": ([], [Fault(2, 6, "step_boundary", "SIGKILL")]),
     "in_the_update": ([], [Fault(1, 5, "update.during", "SIGKILL", nth=3)]),
     # the survivors have made the update and wait in a collective that cannot be completed: they undo it
     "after_the_update": ([], [Fault(1, 5, "update.after", "SIGKILL", nth=2)]),
     "in_the_first_batch": ([], [Fault(1, 1, "forward", "SIGKILL")]),
     "before_the_first_batch": ([], [Fault(1, 0, "startup", "SIGKILL")]),
     "in_the_last_batch": ([], [Fault(1, 20, "bucket", "SIGKILL")]),
-    "after_the_last_batch": ([], [Fault(1, 21, "batch_top", "SIGKILL")]),
+    "after_the_last_batch": ([], [Fault(1, 21, "step_boundary", "SIGKILL")]),
     "in_the_second_epoch": ([], [Fault(1, 30, "bucket", "SIGKILL")]),
     "two_at_once": ([], [Fault(1, 5, "bucket", "SIGKILL"), Fault(2, 5, "bucket", "SIGKILL")]),
     "another_meanwhile": ([], [Fault(1, 5, "bucket", "SIGKILL"), Fault(2, ANY_STEP, "resize.severed", "SIGKILL")]),
@@ -43,7 +43,7 @@ RARE = (
     "two_at_once",
     "a_frozen_worker",
     "an_odd_batch_size",
-    "at_a_batch_top",
+    "at_a_step_boundary",
 )
 
 

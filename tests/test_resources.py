@@ -14,7 +14,7 @@ from shared_core.errors import OutOfResources
 from shared_core.events import EventLog, read_events
 from shared_core.launcher.standby import Preload, Standby
 from shared_core.launcher.workers import Fleet, LiveWorker
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import LONGEST_S, Retries, map_file
 from shared_core.worker.comm.listener import RecordKey
@@ -98,8 +98,8 @@ def test_no_mapping_without_room(small_device: Path) -> None:
         map_file(small_device / "mapped", 4096)
 
 
-def top(index: int) -> Top:
-    return Top(index, index, 0, "batch", {}, {}, {}, {}, [])
+def boundary(index: int) -> StepBoundary:
+    return StepBoundary(index, index, 0, "batch", {}, {}, {}, {}, [])
 
 
 def test_publications_that_do_not_fit_into_memory_lie_on_disk(
@@ -111,22 +111,22 @@ def test_publications_that_do_not_fit_into_memory_lie_on_disk(
     parts = [{"state": torch.full((20_000,), float(number))} for number in range(8)]
     board.records.add(RecordKey(0, "a", "", 0), [torch.ones(3)])
     for number, each in enumerate(parts):
-        board.publish_top(top(number), each)
+        board.publish_boundary(boundary(number), each)
         board.records.add(RecordKey(0, "b", "", number), [torch.full((3_000,), float(number))])
         board.drop_before(number - 1)
     after = Board(memory, disk=Overflow(disk))  # a replacement's
-    assert [each.index for each in after.tops()] == [6, 7]
-    assert all(torch.equal(after.read_top(number)["state"], parts[number]["state"]) for number in (6, 7))
+    assert [each.index for each in after.boundaries()] == [6, 7]
+    assert all(torch.equal(after.read_boundary(number)["state"], parts[number]["state"]) for number in (6, 7))
     assert [key[1:4] for key, _ in after.records.read()] == [("a", "", 0), *(("b", "", number) for number in range(8))]
     assert capfd.readouterr().err.count("memory is full at") == 1
     after.drop_before(8)
-    assert len(list(disk.glob("top.*"))) <= 2, "the newest, and one whose room is used again"
+    assert len(list(disk.glob("boundary.*"))) <= 2, "the newest, and one whose room is used again"
 
 
 def test_nothing_takes_a_publication(small_device: Path) -> None:
     board = Board(small_device / "job" / "rank0" / "attempt0")
-    with pytest.raises(OutOfResources, match=r"bytes cannot be written to .*top.1 \(No space left"):
-        board.publish_top(top(1), {"state": torch.zeros(100_000)})
+    with pytest.raises(OutOfResources, match=r"bytes cannot be written to .*boundary.1 \(No space left"):
+        board.publish_boundary(boundary(1), {"state": torch.zeros(100_000)})
 
 
 def test_events_are_lost_while_the_disk_is_full(small_device: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ BATCHES = {4: 15, 3: 20, 2: 30}
 def stop_and_go_on(
     jobs: Jobs, folder: Path, script: str, workers: tuple[int, int], at: int, args: tuple[str, ...] = ()
 ) -> JobResult:
-    """Kill a job that has a checkpoint at batch top ``at``, and let it end with another number of workers.
+    """Kill a job that has a checkpoint at step boundary ``at``, and let it end with another number of workers.
 
     Each sample is to be used once an epoch, over both runs, and the second to begin with the parameters of the first.
     """
@@ -59,7 +59,7 @@ WAYS = {
     "lightning": "lit_resize.py",
     "accelerate": "acc_resize.py",
 }
-#: Workers before and after, and the batch top of the checkpoint.
+#: Workers before and after, and the step boundary of the checkpoint.
 CHANGES = {
     "4 to 2": ((4, 2), 9),
     "4 to 3": ((4, 3), 9),
@@ -82,7 +82,7 @@ OFTEN = {("plain", "4 to 3"), ("plain", "4 to 2 at the end of an epoch"), ("ligh
 )
 def test_another_number_of_workers_goes_on(way: str, change: str, jobs: Jobs, tmp_path: Path) -> None:
     workers, at = CHANGES[change]
-    # A plain loop has a batch top after its last batch.
+    # A plain loop has a step boundary after its last batch.
     at = at or BATCHES[workers[0]] + 1
     stop_and_go_on(jobs, tmp_path, WAYS[way], workers, at)
 

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "in_the_sum": ([], [Fault(0, 3, "lane.wait", "SIGKILL", nth=2)]),
     "at_the_step": ([], [Fault(1, 3, "reroute.step", "SIGKILL")]),
     "in_the_update": ([], [Fault(1, 3, "update.during", "SIGKILL", nth=2)]),
-    "at_the_top": ([], [Fault(0, 3, "batch_top", "SIGKILL")]),
+    "at_the_boundary": ([], [Fault(0, 3, "step_boundary", "SIGKILL")]),
     "first_step": ([], [Fault(0, 1, "lane.connect", "SIGKILL"), Fault(1, 6, "reroute.forward", "SIGKILL")]),
     "last_step": ([], [Fault(2, 18, "reroute.forward", "SIGKILL")]),
     "two_at_once": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(2, 4, "reroute.reduce", "SIGKILL")]),
@@ -117,10 +117,10 @@ def test_a_replacement_does_not_wait_for_another(name: str, jobs: Jobs) -> None:
     args = ["--epochs", "45", "--copies", "10:2:1", "--hold", "2"]
     result = check(jobs, "shared_steps.py", [*lost, *HELD[name]], args, nproc=4)
     assert len(result.struck) == 2 + len(HELD[name]), result.tail()
-    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
-    assert tops.keys() == {fault.rank for fault in [*lost, *HELD[name]]}, result.tail()
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("let_in")}
+    assert boundaries.keys() == {fault.rank for fault in [*lost, *HELD[name]]}, result.tail()
     if name == "nobody":
-        assert tops[0] < tops[2], result.tail()
+        assert boundaries[0] < boundaries[2], result.tail()
         copied = [event.rank for event in result.kinds("copied") if not event.fields["why"]]
         assert copied == [0, 2], result.tail()
 

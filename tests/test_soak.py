@@ -112,7 +112,7 @@ def test_a_fault_that_did_not_strike_does_not_count(jobs: Jobs) -> None:
     fault = Fault(1, 2, "bucket", "SIGKILL")
     result.faults = [fault]
     assert unconfirmed(result) == [f"{fault}: did not strike"]
-    result.struck = [{"index": 0, "fault": fault.to_dict(), "pid": 1, "time": 0.0, "tops": 2}]
+    result.struck = [{"index": 0, "fault": fault.to_dict(), "pid": 1, "time": 0.0, "boundaries": 2}]
     assert unconfirmed(result) == [f"{fault}: struck, but the loss was reported as nothing"]
 
 

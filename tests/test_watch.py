@@ -34,7 +34,7 @@ def watched(jobs: Jobs, *launcher_args: str) -> Iterator[Running]:
     """A job of two workers that train until they are told that it is enough."""
     env = options(jobs.folder("checkpoints"), every=40)
     with running(jobs, "until_told.py", env=env, launcher_args=launcher_args) as job:
-        job.until(lambda: job.tops(1) > 2)
+        job.until(lambda: job.boundaries(1) > 2)
         yield job
 
 

@@ -28,7 +28,7 @@ def at(after: float, kind: str, rank: int = -1, generation: int = 0, **fields: A
 #: Rank 1 of three is lost, and replaced.
 LOSS = [
     at(0.0, "start", **START),
-    at(3.0, "checkpoint", 0, top=40, version=40, seconds=0.2, bytes=1000),
+    at(3.0, "checkpoint", 0, boundary=40, version=40, seconds=0.2, bytes=1000),
     at(5.0, "lost", 1, cause="killed by SIGKILL", detected=BEGUN + 5.0, pid=101),
     at(5.0, "generation", generation=1, lost=[1]),
     at(5.1, "replacement_start", 1, 1, pid=201, agent=10, host="node1"),
@@ -40,10 +40,14 @@ LOSS = [
 ]
 
 
-def live(seconds: float, *, alive: bool = True, tops: int = 50, **states: str | None) -> Live:
-    """All processes run, but those that are named (``p101="T"``); all workers have passed so many batch tops."""
+def live(seconds: float, *, alive: bool = True, boundaries: int = 50, **states: str | None) -> Live:
+    """All processes run, but those that are named (``p101="T"``); all workers have passed so many step boundaries."""
     now = BEGUN + seconds
-    paces = {rank: Pace(tops, False, now, tops - 20, now - 2.0, now, 500) for rank in range(3)} if tops else {}
+    paces = (
+        {rank: Pace(boundaries, False, now, boundaries - 20, now - 2.0, now, 500) for rank in range(3)}
+        if boundaries
+        else {}
+    )
     seen = dict.fromkeys((100, 101, 102, 201), "S") | {int(name[1:]): state for name, state in states.items()}
     return Live(now, alive, CARD, paces, seen)
 
@@ -64,7 +68,7 @@ def phases(view: JobView) -> list[str]:
     ],
 )
 def test_a_loss_step_by_step(many: int, now: float, state: str, expected: str) -> None:
-    view = view_of(LOSS[:many], live(now, tops=0 if many == 1 else 50))
+    view = view_of(LOSS[:many], live(now, boundaries=0 if many == 1 else 50))
     assert (view.state, phases(view)) == (state, expected.split())
     assert view.present == 3 - expected.count("lost")
     assert view.stalled_s == pytest.approx(now - 5.0 if state == "recovering" else 0.0)
@@ -153,11 +157,11 @@ def test_the_pace_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     now = [BEGUN]
     monkeypatch.setattr("time.time", lambda: now[0])
     file = ProgressFile(tmp_path / "progress")
-    for top in range(1, 101):
-        now[0] += 0.5 if top <= 60 else 0.25
-        file.top(top, 7 * top)
+    for boundary in range(1, 101):
+        now[0] += 0.5 if boundary <= 60 else 0.25
+        file.boundary(boundary, 7 * boundary)
     pace = read_pace(tmp_path / "progress")
-    assert pace is not None and (pace.tops, pace.log_bytes) == (100, 700)
+    assert pace is not None and (pace.boundaries, pace.log_bytes) == (100, 700)
     assert pace.steps_per_s(now[0]) == pytest.approx(4.0, rel=0.5)  # over 10 to 20 s
     assert pace.steps_per_s(now[0] + 1000.0) < 0.1  # it stands still
     (tmp_path / "short").write_bytes(b"x" * 30)

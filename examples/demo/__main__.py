@@ -174,7 +174,7 @@ def describe(event: Event) -> str | None:
     if event.kind == "lost":
         return f"rank {event.rank} is lost: {event.fields.get('cause', 'unknown cause')}"[:100]
     if event.kind == "replacement_ready":
-        return f"rank {event.rank} has a new worker, which goes on at batch top {event.fields.get('top')}"
+        return f"rank {event.rank} has a new worker, which goes on at step boundary {event.fields.get('boundary')}"
     return None
 
 
@@ -199,7 +199,7 @@ class Chain:
             "recomputed_steps": max(one.recomputed_steps for one in self.parts),
             "bytes_moved": sum(one.bytes_moved for one in self.parts),
             "resolution": last.resolution,
-            "top": last.top,
+            "boundary": last.boundary,
         }
 
 

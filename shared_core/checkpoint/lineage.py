@@ -71,7 +71,7 @@ def folder_of(where: str, command: Command, run: str) -> str:
 
 
 def meta_of(
-    top: int,
+    boundary: int,
     version: int,
     *,
     session: str,
@@ -86,7 +86,7 @@ def meta_of(
     """What a checkpoint says of itself; equal on all ranks.
 
     Args:
-        top: batch tops passed.
+        boundary: step boundaries passed.
         version: updates made.
         session: a name that no other attempt has.
         run: a name that a run keeps over all restarts.
@@ -99,7 +99,7 @@ def meta_of(
     """
     who = {"attempt": attempt, "session": session, "job": job, "run": run, "adopted": adopted}
     what = {"command": command.key, "words": command.words, "continues": continues}
-    return who | what | {"world_size": world_size, "top": top, "version": version}
+    return who | what | {"world_size": world_size, "boundary": boundary, "version": version}
 
 
 def command_of(meta: Mapping[str, Any]) -> Command:
@@ -176,7 +176,7 @@ class Saved:
 
     @property
     def step(self) -> int:
-        """Batch tops passed."""
+        """Step boundaries passed."""
         return self.checkpoint.step
 
     @property

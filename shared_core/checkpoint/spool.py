@@ -69,7 +69,7 @@ class Sealed:
     """One rank's part of a snapshot.
 
     Attributes:
-        step: batch tops passed.
+        step: step boundaries passed.
         rank: logical rank.
         world_size: ranks of the job; as many parts make a checkpoint.
         local: ranks of this machine: its writer waits for all of them.

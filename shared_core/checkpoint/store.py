@@ -50,7 +50,7 @@ class Checkpoint:
 
     Attributes:
         storage: where it lies.
-        step: batch tops passed when it was taken.
+        step: step boundaries passed when it was taken.
         parts: SHA-256 (hexadecimal) of each part, by name.
         meta: plain data given to :func:`commit`, ``world_size`` among it.
         sizes: of the parts in bytes, as far as known.

@@ -321,7 +321,12 @@ class Writer:
             committed=committed, writing=-1, failed=-1, cause="", message="", seconds=seconds, bytes=nbytes, waiting=-1
         )
         if 0 in job.one.local:
-            extra = {"top": job.step, "version": found.meta.get("version", -1), "seconds": seconds, "bytes": nbytes}
+            extra = {
+                "boundary": job.step,
+                "version": found.meta.get("version", -1),
+                "seconds": seconds,
+                "bytes": nbytes,
+            }
             self._events.emit("checkpoint", rank=0, generation=int(found.meta.get("generation", 0)), **extra)
         with self._reports(job):
             keep = max(2, job.target.keep)

@@ -80,7 +80,7 @@ class SwiftConfig(Section):
         "replace",
         Choice(("replace", "reroute", "shrink", "restart")),
         "`replace`: a replacement takes the lost rank's place. `reroute`: the others compute its share of each step at "
-        "once, and let a replacement in at a later batch top; data-parallel loops need `shared_steps` "
+        "once, and let a replacement in at a later step boundary; data-parallel loops need `shared_steps` "
         "([rerouting.md](rerouting.md#data-parallel)) or Lightning's `swift_ddp` "
         "([there](rerouting.md#lightning)), others are refused. `shrink`: the others go on without it "
         "([resizing.md](resizing.md)). `restart`: all workers start again from the newest checkpoint",

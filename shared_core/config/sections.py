@@ -37,7 +37,7 @@ class CheckpointOptions(Section):
         "is set, else `value`",
         late=True,
     )
-    every_steps: int = option(0, _COUNT, "batch tops between two checkpoints, for `fixed`", late=True)
+    every_steps: int = option(0, _COUNT, "step boundaries between two checkpoints, for `fixed`", late=True)
     price: float = option(
         0.0, Number(most=1e300), "what a checkpoint costs beyond time, in units of the loss, for `value`", late=True
     )
@@ -285,7 +285,7 @@ class StateOptions(Section):
         "auto",
         _USE,
         "what a worker keeps so that a replacement can compute exactly. `auto`: parameters before each update; "
-        "parameters and optimizer state at batch tops once the script [changes them outside "
+        "parameters and optimizer state at step boundaries once the script [changes them outside "
         "updates](how_it_works.md#what-a-script-changes-by-itself). `always`: from the start. `never`",
         formerly="preimages",
     )

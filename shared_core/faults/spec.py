@@ -29,7 +29,7 @@ POINTS: tuple[str, ...] = (
     "spare.waits",
     # A call of the trainer (fit, validate, test, predict) begins.
     "entry",
-    "batch_top",
+    "step_boundary",
     "forward",
     "collective.before",
     "collective.after",
@@ -133,11 +133,11 @@ class Fault:
 
     Attributes:
         rank: logical rank that is struck.
-        step: batch tops the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
+        step: step boundaries the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
             :data:`ANY_STEP` (-1) at any time (``recovery.*``: from the first batch on).
         point: one of :data:`POINTS`.
         kind: one of :data:`KINDS` or :data:`REFUSALS`.
-        nth: which occurrence of the point since the last batch top, from 1; for ``update.during`` which tensor
+        nth: which occurrence of the point since the last step boundary, from 1; for ``update.during`` which tensor
             operation inside the optimizer update.
         incarnation: which worker of the rank: 0 the first, 1 its first replacement, and so on.
         delay_s: strike so many seconds after the point is met, wherever the worker is by then.
@@ -172,8 +172,8 @@ class Fault:
             raise ConfigError(f"fault: delay_s must be a number of seconds, not negative, got {self.delay_s!r}")
         if self.delay_s and self.kind in _NEEDS_THE_THREAD:
             raise ConfigError(f"fault: kind {self.kind!r} strikes at its point only; remove delay_s={self.delay_s}")
-        if self.point == "batch_top" and self.nth != 1:
-            raise ConfigError(f"fault: a step has one batch_top, so nth must be 1, got {self.nth}")
+        if self.point == "step_boundary" and self.nth != 1:
+            raise ConfigError(f"fault: a step has one step_boundary, so nth must be 1, got {self.nth}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, inverse of :meth:`from_dict`."""

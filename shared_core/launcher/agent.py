@@ -315,7 +315,7 @@ class Agent:
                 continue
             progress = progress_file.read_progress(self._attempts.progress_file(one.rank))
             if progress is not None:
-                tops, inside, changed = progress
+                boundaries, inside, changed = progress
                 # an entry older than the worker is its predecessor's
-                if tops and not inside and changed >= one.started and time.time() - changed > limit:
+                if boundaries and not inside and changed >= one.started and time.time() - changed > limit:
                     one.kill(f"no progress for {limit:g} s (detection.progress_timeout_s), killed by the agent")

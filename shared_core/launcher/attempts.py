@@ -40,7 +40,7 @@ class Happened:
     Attributes:
         entry: of the ledger, that ends the attempt.
         delay_s: to wait before the next one.
-        reached: batch tops that workers of this machine have passed.
+        reached: step boundaries that workers of this machine have passed.
     """
 
     entry: Entry = Entry()
@@ -123,7 +123,7 @@ class Attempts:
 
     @property
     def reached(self) -> int:
-        """Batch tops that workers of this machine have passed in this attempt."""
+        """Step boundaries that workers of this machine have passed in this attempt."""
         found = (progress_file.read_progress(self.progress_file(rank)) for rank in self.places.ranks)
         return max((progress[0] for progress in found if progress is not None), default=0)
 

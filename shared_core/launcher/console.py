@@ -63,8 +63,8 @@ class Change:
         what: the new workers, in words.
         why: what has led to it.
         whence: where they begin, if the agent knows.
-        reached: batch tops that the workers before had passed.
-        top: batch top at which they begin, if the agent knows.
+        reached: step boundaries that the workers before had passed.
+        boundary: step boundary at which they begin, if the agent knows.
         before: number of workers before, if it changes.
     """
 
@@ -73,7 +73,7 @@ class Change:
     why: str
     whence: str = ""
     reached: int = 0
-    top: int | None = None
+    boundary: int | None = None
     before: int = 0
 
 
@@ -198,7 +198,7 @@ class Story:
         """A worker says that it trains: see :class:`~shared_core.worker.recovery.reporting.News`.
 
         Returns:
-            Where this ends a :class:`Change`: the stall in seconds, steps lost, and the batch top they began at.
+            Where this ends a :class:`Change`: the stall in seconds, steps lost, and the step boundary they began at.
         """
         rank, when, whence = int(said["rank"]), float(said["time"]), str(said.get("whence", ""))
         done = None
@@ -208,8 +208,8 @@ class Story:
             return None
         if rank == 0 and (change := self._change) is not None:
             self._change = None
-            top = said.get("top", change.top)
-            lost = max(0, change.reached - max(1, int(top or 1)))
+            boundary = said.get("boundary", change.boundary)
+            lost = max(0, change.reached - max(1, int(boundary or 1)))
             if whence:
                 whence = f": the job continues from {whence}"
             elif change.whence:
@@ -219,7 +219,7 @@ class Story:
                 f"{change.what} after {when - change.detected:.2f} s{whence}; {steps(lost)} lost "
                 f"({'; '.join(filter(None, [there_were, change.why, f'now {self._named(self._pids)}']))})"
             )
-            done = (when - change.detected, lost, top)
+            done = (when - change.detected, lost, boundary)
         elif rank == 0 and whence and rank not in self._away:
             self._say(f"the job continues from {whence}")
         if rank in self._away and said.get("pid") in (

@@ -56,7 +56,7 @@ class Hearing:
             keys.SAVED: self._saved,
             keys.REPORTS: self._report,
             keys.PREPARED: lambda said: self._attempts.spares.ready(said),
-            "handed": lambda said: self._resizes.handed_on(said.generation, said.top),
+            "handed": lambda said: self._resizes.handed_on(said.generation, said.boundary),
             "declined": lambda said: self._resizes.declined(said.generation, said.reason),
             "restart": self._restart,
         }

@@ -123,8 +123,8 @@ class Losses:
         elif code == 0:
             cause = "exited with code 0 without saying goodbye"
         progress = progress_file.read_progress(self._attempts.progress_file(one.rank))
-        tops = progress[0] if progress else 0
-        return Death(one.rank, one.pid, code, cause, tops, error, path if error else "", detected, one.kind)
+        boundaries = progress[0] if progress else 0
+        return Death(one.rank, one.pid, code, cause, boundaries, error, path if error else "", detected, one.kind)
 
     def _fail(self, verdict: Verdict) -> None:
         assert verdict.first is not None

@@ -125,7 +125,7 @@ class MirrorServer:
 
 
 def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> dict[int, int]:
-    """Get the publications of ``ranks`` from the machine that has the newest batch top of each.
+    """Get the publications of ``ranks`` from the machine that has the newest step boundary of each.
 
     Args:
         machines: to ask; those that do not answer are passed over.
@@ -173,9 +173,9 @@ def _fetch_one(machines: list[str], key: bytes, rank: int, attempt: int, folder:
     newest = -1
     for machine in machines:
         found = _ask(machine, key, rank, attempt)
-        tops = [int(name[4:]) for name in found if name.startswith("top.") and name[4:].isdigit()]
-        if found and max(tops, default=0) > newest:
-            best, newest = found, max(tops, default=0)
+        boundaries = [int(name[9:]) for name in found if name.startswith("boundary.") and name[9:].isdigit()]
+        if found and max(boundaries, default=0) > newest:
+            best, newest = found, max(boundaries, default=0)
     if best:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)

@@ -87,18 +87,20 @@ class Resizes:
         started = max((one.started for one in self._fleet.live.values() if one.rank == rank), default=None)
         return started is not None and progress is not None and bool(progress[0]) and progress[2] >= started
 
-    def handed_on(self, generation: int, top: int) -> None:
+    def handed_on(self, generation: int, boundary: int) -> None:
         """The state is handed on: end this attempt and go on with another number of workers."""
         resizing, attempts, attempt = self._resizing, self._attempts, self._attempts.now
         if attempts.phase is not Phase.RESIZING or generation != attempt.generation:
             return
         before = attempts.places.world_size
-        line = Resized(attempt.number, before, resizing.stay, top) if top else resizing.line
+        line = Resized(attempt.number, before, resizing.stay, boundary) if boundary else resizing.line
         machines = () if self._alone else resizing.after
         entry = Entry(kind=Kind.RESIZE, workers=resizing.target, line=line, machines=machines)
         written = attempt.append(lambda: entry if attempt.generation == generation else None)
         if written is not None:  # else another agent was first, or has seen another loss
-            self._telling.emit("resize", workers=resizing.target, before=before, top=top, stay=list(resizing.stay))
+            self._telling.emit(
+                "resize", workers=resizing.target, before=before, boundary=boundary, stay=list(resizing.stay)
+            )
             attempts.resize(written)
 
     def declined(self, generation: int, reason: str) -> None:

@@ -133,7 +133,7 @@ class Telling:
             pid=death.pid,
             incarnation=one.incarnation,
             exit_code=death.exit_code,
-            tops=death.tops,
+            boundaries=death.boundaries,
         )
         self.story.lost(death.rank, death.cause, death.detected, death.pid, goes_on=goes_on)
 
@@ -150,8 +150,8 @@ class Telling:
     def report(self, said: Mapping[str, Any]) -> None:
         """A worker says how a recovery goes."""
         if (done := self.story.report(said)) is not None:
-            stall_s, lost, top = done
-            self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=lost, top=top)
+            stall_s, lost, boundary = done
+            self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=lost, boundary=boundary)
 
     # -- the attempt --------------------------------------------------------------------------------------------------
 
@@ -162,12 +162,12 @@ class Telling:
             entry: of the ledger.
             places: of this machine.
             config: options of the job.
-            reached: batch tops that were passed.
+            reached: step boundaries that were passed.
         """
         line = entry.line
         whence = "from the start" if config.checkpoint.dir else "from the start, as no checkpoint.dir is set"
         if line is not None:
-            whence = f"from batch top {line.top}, where their number had changed"
+            whence = f"from step boundary {line.boundary}, where their number had changed"
         many = places.world_size
         what = "the worker is back" if many == 1 else f"all {many} workers are back"
         why = "" if config.on_failure == "restart" else entry.reason
@@ -180,18 +180,18 @@ class Telling:
             before: their number so far.
             places: of this machine in the next attempt.
             line: what they go on from.
-            reached: batch tops that were passed.
+            reached: step boundaries that were passed.
         """
         workers = places.world_size
         what = f"{count(workers, 'worker')} {'goes on' if workers == 1 else 'go on'}"
-        whence = "" if line is None else f"from batch top {line.top}"
+        whence = "" if line is None else f"from step boundary {line.boundary}"
         self._change(what, "", whence, reached, line, before, tell=places.speaks)
 
     def _change(
         self, what: str, why: str, whence: str, reached: int, line: Resized | None, before: int, *, tell: bool
     ) -> None:
-        top = None if line is None else line.top
-        self.story.changes(Change(time.time(), what, why, whence, reached, top, before), tell=tell)
+        boundary = None if line is None else line.boundary
+        self.story.changes(Change(time.time(), what, why, whence, reached, boundary, before), tell=tell)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -165,12 +165,12 @@ def unpack_indices(packed: Mapping[str, Any]) -> list[Any]:
 
 
 def advance(state: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
-    """Batches used at a later top by a worker of which only an earlier one is known.
+    """Batches used at a later boundary by a worker of which only an earlier one is known.
 
     Args:
-        state: its state at the earlier top.
+        state: its state at the earlier boundary.
         before: another worker's there.
-        after: that worker's at the later top.
+        after: that worker's at the later boundary.
 
     Raises:
         RecoveryFailed: if another pass over the data has begun in between.

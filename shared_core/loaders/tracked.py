@@ -56,7 +56,7 @@ class LoaderOwner(Protocol):
 
 
 class TrackedLoader:
-    """A loader whose place in the data is published at batch tops.
+    """A loader whose place in the data is published at step boundaries.
 
     Args:
         loader: any iterable.
@@ -126,7 +126,7 @@ class TrackedLoader:
 
     def go_to(self, state: Mapping[str, Any], position: Iterator[Any]) -> None:
         """Put ``position`` where an iteration of the predecessor's was; the global generators stay as they are."""
-        random = read_random()  # of the batch top; reading items again draws from the generators
+        random = read_random()  # of the step boundary; reading items again draws from the generators
         self.loader.restore(state, position)
         write_random(random)
 
@@ -289,7 +289,7 @@ class Loaders:
     def _publish(self, key: Hashable, tracked: TrackedLoader) -> TrackedLoader:
         self._published[key] = tracked
         if key in self._unclaimed:
-            random = read_random()  # of the script, which may have gone on since the batch top
+            random = read_random()  # of the script, which may have gone on since the step boundary
             tracked.restore(self._unclaimed.pop(key))
             write_random(random)
         return tracked

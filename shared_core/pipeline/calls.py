@@ -74,7 +74,7 @@ class Calls:
         return self._target is not None and self.count < self._target
 
     def comes_in(self) -> bool:
-        """Whether this is the first call of a replacement after those that others had finished, whose top it has
+        """Whether this is the first call of a replacement after those that others had finished, whose boundary it has
         passed; true once.
         """
         if not self._begins or self.count != self._target:
@@ -101,7 +101,7 @@ class Calls:
     # -- live --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A call begins, before its batch top: if the script has drawn random numbers since the last one, remember
+        """A call begins, before its step boundary: if the script has drawn random numbers since the last one, remember
         from where."""
         if self._end is not None and self.count:
             drawn = changed(self._end, RawRandom())

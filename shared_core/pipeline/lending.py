@@ -31,7 +31,7 @@ from shared_core.worker.recovery.transfer import receive, send
 _PROBE_BYTES = 1 << 20
 #: Longest time in which a helper computes its share, and is not asked for anything.
 _HELP_S = 1800.0
-#: Ranks of neighbouring stages, in order, that start at the same batch top and make the same steps.
+#: Ranks of neighbouring stages, in order, that start at the same step boundary and make the same steps.
 Line = tuple[int, ...]
 
 
@@ -42,11 +42,11 @@ def lines(replaying: Replaying, stage_of: Callable[[int], int]) -> list[Line]:
         replaying: who replays.
         stage_of: stage of a rank.
     """
-    tops = dict(zip(replaying.replacements, replaying.tops, strict=True))
+    boundaries = dict(zip(replaying.replacements, replaying.boundaries, strict=True))
     found: list[list[int]] = []
-    for rank in sorted(tops, key=stage_of):
+    for rank in sorted(boundaries, key=stage_of):
         last = found[-1][-1] if found else None
-        if last is not None and stage_of(last) + 1 == stage_of(rank) and tops[last] == tops[rank]:
+        if last is not None and stage_of(last) + 1 == stage_of(rank) and boundaries[last] == boundaries[rank]:
             found[-1].append(rank)
         else:
             found.append([rank])

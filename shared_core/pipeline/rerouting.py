@@ -42,7 +42,7 @@ from shared_core.worker.state.undo import Undo
 
 #: Kind under which the result of the last step is kept for replacements that pass it by.
 _RESULT = "pipeline step"
-#: The same of the evaluations since the batch top.
+#: The same of the evaluations since the step boundary.
 _EVALUATIONS = "pipeline evaluations"
 _HOOKED = (
     "the script has hooks on its optimizer, which would not run in another stage: so after losses no worker moves to "
@@ -74,7 +74,7 @@ class Rerouting:
         folder = job.env.job_dir / f"plans{job.env.restart}"
         ahead, held = options.reroute.ahead, options.reroute.held_micro_batches
         self._plans = Plans(self._topology, variant, ordered, folder, ahead, held)
-        #: Batch top of the last step.
+        #: Batch step boundary of the last step.
         self._stepped_at = -1
         self._prepared: tuple[frozenset[Worker], int] = (frozenset(), -1)
         self._layers = _Layers(engine, job, whole)
@@ -117,13 +117,13 @@ class Rerouting:
             if "drifted" in facts:
                 console(drift_line(facts))
 
-    def at_top(self) -> None:
-        """Before each step and evaluation: let replacements in, if the last step has said so. They begin at batch tops,
-        so an evaluation in the batch of a step, as Lightning's validations are, lets nobody in.
+    def at_boundary(self) -> None:
+        """Before each step and evaluation: let replacements in, if the last step has said so. They begin at step
+        boundaries, so an evaluation in the batch of a step, as Lightning's validations are, lets nobody in.
         """
         executor, job, result = self._executor, self._job, self.result
         executor.move_to(int(self._engine.global_steps))
-        if job.position.tops == self._stepped_at:
+        if job.position.boundaries == self._stepped_at:
             return
         self.result = None
         knock = result.let_in if result is not None else -1
@@ -133,8 +133,8 @@ class Rerouting:
             self._let_in(Patience.NOT_AT_ALL)
 
     def wait_for_all(self) -> None:
-        """Let replacements in until nobody is away. Called by all workers at the same place, at a batch top or after
-        the step that followed: replacements begin at that top, and pass by that step.
+        """Let replacements in until nobody is away. Called by all workers at the same place, at a step boundary or
+        after the step that followed: replacements begin at that boundary, and pass by that step.
         """
         while self._job.lanes.absent and not self._job.joining:
             self._wait(Patience.FOR_ALL)
@@ -156,9 +156,9 @@ class Rerouting:
         if ranks:
             if (gradients := executor.gradients) is not None and self._newest is not None:
                 norm = compat.gradient_norm(self._engine)
-                job.notes.keep(_RESULT, "", [job.position.tops, self._newest.to_tensor(), gradients, norm])
-            top = job.position.tops
-            job.notes.keep(_EVALUATIONS, "", [top, executor.evaluations.results(top)])
+                job.notes.keep(_RESULT, "", [job.position.boundaries, self._newest.to_tensor(), gradients, norm])
+            boundary = job.position.boundaries
+            job.notes.keep(_EVALUATIONS, "", [boundary, executor.evaluations.results(boundary)])
             job.lanes.let_in(ranks)
         executor.leave()
 
@@ -179,7 +179,7 @@ class Rerouting:
         """Train on the next global batch."""
         if self._stepped_at < 0 and self._job.config.reroute.normalise and self._layers.hooked:
             console_once("hooks", _HOOKED)
-        self._stepped_at = self._job.position.tops
+        self._stepped_at = self._job.position.boundaries
         updates = self._job.updates
         if updates.state_version > updates.version:  # this one does nothing: the state contains it already
             self._pass_by()
@@ -199,7 +199,9 @@ class Rerouting:
         one, nor in bf16, in which DeepSpeed adds losses of that type. The same at all workers.
         """
         return (
-            not self._engine.bfloat16_enabled() and self._job.position.tops > 0 and int(self._engine.global_steps) > 0
+            not self._engine.bfloat16_enabled()
+            and self._job.position.boundaries > 0
+            and int(self._engine.global_steps) > 0
         )
 
     def evaluate(self, micro_batches: int) -> Tensor:
@@ -208,10 +210,10 @@ class Rerouting:
         """
         engine, job, executor = self._engine, self._job, self._executor
         items = self._layers.draw(micro_batches) if engine.is_first_stage() or engine.is_last_stage() else []
-        top, results = job.notes.kept(_EVALUATIONS).get("", (-1, []))
-        if top == job.position.tops:
-            executor.evaluations.adopt(top, results)
-        executor.begin_evaluation(job.position.tops, micro_batches, items)
+        boundary, results = job.notes.kept(_EVALUATIONS).get("", (-1, []))
+        if boundary == job.position.boundaries:
+            executor.evaluations.adopt(boundary, results)
+        executor.begin_evaluation(job.position.boundaries, micro_batches, items)
         losses = None
         while losses is None:
             try:
@@ -231,9 +233,9 @@ class Rerouting:
         engine = self._engine
         if engine.is_first_stage() or engine.is_last_stage():
             self._layers.items()
-        top, result, gradients, norm = self._job.notes.kept(_RESULT)[""]
+        boundary, result, gradients, norm = self._job.notes.kept(_RESULT)[""]
         compat.set_gradient_norm(engine, norm)
-        assert top == self._job.position.tops
+        assert boundary == self._job.position.boundaries
         self._layers.pass_by(gradients, norm)
         engine.before_step()
         compat.step(engine)

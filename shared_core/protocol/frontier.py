@@ -66,20 +66,20 @@ def channel_key(channel: Channel) -> str:
 
 
 @dataclass(frozen=True)
-class Top:
-    """A published batch top: where a replacement can start.
+class StepBoundary:
+    """A published step boundary: where a replacement can start.
 
     Attributes:
-        index: number of the top in the life of the logical rank, from 1.
+        index: number of the boundary in the life of the logical rank, from 1.
         version: optimizer steps the state contains there.
         entry: number of the entry call (fit, validate, ...) it lies in, -1 outside any.
         kind: ``batch``, ``eval`` (start of a stand-alone evaluation) or ``end`` (an entry call has ended).
         groups: next sequence number of each group, by name.
-        received: per group and channel, messages received before the top.
-        sent: per group and channel, messages sent before the top.
+        received: per group and channel, messages received before the boundary.
+        sent: per group and channel, messages sent before the boundary.
         members: of each group, as in :mod:`shared_core.protocol.members`.
         replicas: ranks that hold the same parameters and optimizer state, this one among them; empty: all.
-        saved: parameters and optimizer state at this top are in a checkpoint, so that no donor is needed.
+        saved: parameters and optimizer state at this boundary are in a checkpoint, so that no donor is needed.
         own: they are this rank's shard, and part of what it has published, so that no donor is needed.
     """
 
@@ -133,22 +133,22 @@ class Frontier(Record):
         incarnation: which worker holds it.
         replacement: whether it has yet to take over its predecessor's place.
         version: optimizer steps its state contains.
-        tops: batch tops it has published (a replacement: its predecessor's, newest last).
+        boundaries: step boundaries it has published (a replacement: its predecessor's, newest last).
         groups: its groups by name (empty for a replacement).
         together: ranks that start again together, this one among them: messages between them are not on disk.
-        top: number of the newest batch top that this survivor has published.
-        kept: batch tops whose parameters and optimizer state it can give as they were there.
-        outside: its script changes these outside updates: a newer state serves no older batch top.
+        boundary: number of the newest step boundary that this survivor has published.
+        kept: step boundaries whose parameters and optimizer state it can give as they were there.
+        outside: its script changes these outside updates: a newer state serves no older step boundary.
     """
 
     rank: Count
     incarnation: Count
     replacement: bool
     version: Count
-    tops: tuple[Top, ...]
+    boundaries: tuple[StepBoundary, ...]
     groups: dict[str, GroupFrontier] = field(default_factory=dict)
     together: list[Count] = field(default_factory=list)
-    top: Count = 0
+    boundary: Count = 0
     kept: list[Count] = field(default_factory=list)
     outside: bool = False
 
@@ -196,9 +196,9 @@ def _wrong_in(rank: int, front: Frontier, world_size: int) -> str:
         return f"its rank is {front.rank}"
     channels: list[tuple[str, Members, tuple[dict[str, int], ...]]]
     channels = [(name, group.ranks, (group.received, group.sent, group.held)) for name, group in front.groups.items()]
-    for top in front.tops:
-        for name, ranks in top.members.items():
-            channels.append((name, ranks, (top.received.get(name, {}), top.sent.get(name, {}))))
+    for boundary in front.boundaries:
+        for name, ranks in boundary.members.items():
+            channels.append((name, ranks, (boundary.received.get(name, {}), boundary.sent.get(name, {}))))
     for name, ranks, counts in channels:
         if wrong := wrong_members(ranks, world_size):
             return f"the members of group {name!r} are {wrong}"

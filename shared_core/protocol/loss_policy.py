@@ -70,7 +70,7 @@ class Death:
         pid: process id.
         exit_code: as Python's ``waitstatus_to_exitcode``: negative for a signal.
         cause: readable, for instance ``killed by SIGKILL``.
-        tops: batch tops its rank had passed.
+        boundaries: step boundaries its rank had passed.
         error: its uncaught exception, if it had one.
         error_file: where that was read from; empty if there was none.
         detected: ``time.time()`` when the agent noticed.
@@ -81,7 +81,7 @@ class Death:
     pid: int
     exit_code: int
     cause: str
-    tops: int
+    boundaries: int
     error: RaisedError | None
     error_file: str
     detected: float
@@ -123,7 +123,7 @@ class LossBook:
         """Record a death and say what follows; one replacement is taken from the budget if it is ``replace``."""
         self._history.append(death)
         streak = self._streaks[death.rank]
-        if streak and death.tops > streak[-1].tops:
+        if streak and death.boundaries > streak[-1].boundaries:
             streak.clear()  # it made progress: not a loop
         streak.append(death)
         if death.error is not None and death.error.kind in MISTAKES:

@@ -1,7 +1,7 @@
 """Which ranks have a prepared standby: pure decisions on what was measured.
 
-A prepared standby has run the script as one rank up to its first batch top. At the loss of that rank the others do not
-wait for the script's start-up; until then it takes the memory of a worker.
+A prepared standby has run the script as one rank up to its first step boundary. At the loss of that rank the others do
+not wait for the script's start-up; until then it takes the memory of a worker.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Measured:
     """What ``auto`` decides by.
 
     Attributes:
-        startup_s: longest time that the script took to its first batch top.
+        startup_s: longest time that the script took to its first step boundary.
         worker_bytes: memory that the largest worker has to itself.
         free_bytes: memory that processes can still get.
         total_bytes: of the machine, or of the container.

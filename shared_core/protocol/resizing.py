@@ -122,7 +122,7 @@ class Resizing:
         """Whether a loss is answered by going on with fewer.
 
         Args:
-            goodbyes: some worker has finished: what it did after its last batch top must not be done twice.
+            goodbyes: some worker has finished: what it did after its last step boundary must not be done twice.
         """
         return bool(self.stay) or (self.config.on_failure == "shrink" and not goodbyes)
 

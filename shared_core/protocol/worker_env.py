@@ -47,13 +47,13 @@ class Resized(Record):
         attempt: its number.
         world_size: its number of logical ranks.
         stay: those of them whose workers handed over.
-        top: the batch top from which the job continues.
+        boundary: the step boundary from which the job continues.
     """
 
     attempt: Count
     world_size: Count
     stay: tuple[Count, ...]
-    top: Count
+    boundary: Count
 
 
 @dataclass(frozen=True)

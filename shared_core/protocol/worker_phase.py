@@ -16,11 +16,11 @@ class Phase(Enum):
 
     #: The script runs up to its default process group; a replacement does not know its place yet.
     STARTING = "starting"
-    #: A replacement whose predecessor has passed no batch top runs the script as the first workers did.
+    #: A replacement whose predecessor has passed no step boundary runs the script as the first workers did.
     FROM_START = "from the start"
-    #: A replacement runs the script up to its predecessor's batch top; collectives are answered from records.
+    #: A replacement runs the script up to its predecessor's step boundary; collectives are answered from records.
     BEHIND = "behind"
-    #: The same, but the others go on without it: at its first batch top it asks to be let in.
+    #: The same, but the others go on without it: at its first step boundary it asks to be let in.
     KNOCKING = "knocking"
     #: The program's thread forms the first generation of this worker.
     JOINING = "joining"
@@ -56,10 +56,10 @@ class Event(Enum):
     OVER = "over"
     #: An entry: another worker holds this one's rank, so its machine was taken for lost.
     REPLACED = "replaced"
-    #: A replacement finds that its place is a batch top.
-    TOP_FOUND = "top found"
+    #: A replacement finds that its place is a step boundary.
+    BOUNDARY_FOUND = "boundary found"
     #: A replacement finds that its place is the beginning of the script.
-    NO_TOP = "no top"
+    NO_BOUNDARY = "no boundary"
     #: The program has come to the place where it joins.
     ARRIVED = "arrived"
     #: The generation is formed, and no later entry is known.
@@ -79,7 +79,7 @@ class Action(Enum):
     RECOVER = auto()
     #: Cut the connections to the absent ranks, and go on.
     GO_ON = auto()
-    #: Cut the connections, agree on a batch top with those that stay, and write the state there.
+    #: Cut the connections, agree on a step boundary with those that stay, and write the state there.
     HAND_ON = auto()
     #: Nobody leaves: what was held for handing on is free again.
     WITHDRAW = auto()
@@ -104,8 +104,8 @@ _NOT_JOINED = (Phase.STARTING, Phase.FROM_START, Phase.BEHIND, Phase.KNOCKING, P
 TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
     # A replacement's place: what its own entry says, then what all have agreed on.
     (Phase.STARTING, Event.GO_ON): (Phase.KNOCKING, ()),
-    (Phase.STARTING, Event.TOP_FOUND): (Phase.BEHIND, ()),
-    (Phase.STARTING, Event.NO_TOP): (Phase.FROM_START, ()),
+    (Phase.STARTING, Event.BOUNDARY_FOUND): (Phase.BEHIND, ()),
+    (Phase.STARTING, Event.NO_BOUNDARY): (Phase.FROM_START, ()),
     # Its way into the job.
     (Phase.STARTING, Event.ARRIVED): (Phase.JOINING, ()),
     (Phase.FROM_START, Event.ARRIVED): (Phase.JOINING, ()),

@@ -56,7 +56,7 @@ def timeline(found: History) -> Element:
     for mark in found.checkpoints:
         x = LEFT + mark.at * scale
         tick = add(svg, "path", d=f"M{x:.2f} {top + height} v7", class_="checkpoint")
-        add(tick, "title", f"checkpoint of batch top {mark.top}, complete after {mark.at:.2f} s")
+        add(tick, "title", f"checkpoint of step boundary {mark.boundary}, complete after {mark.at:.2f} s")
     for mark in found.turns:
         x = LEFT + mark.at * scale
         line = add(svg, "path", d=f"M{x:.2f} {top - 8} V{top + height}", class_="turn")
@@ -117,7 +117,7 @@ def curve(name: str, points: Sequence[tuple[float, float]], losses: Iterable[Mar
     Args:
         name: of the metric.
         points: (step, value), at least one, in order.
-        losses: those whose batch top is unknown are left out.
+        losses: those whose step boundary is unknown are left out.
     """
     top, height = 26, 220
     svg = _drawing(top + height + 38, f"{name} over steps")
@@ -137,10 +137,10 @@ def curve(name: str, points: Sequence[tuple[float, float]], losses: Iterable[Mar
         add(svg, "text", f"{tick:.6g}", x=x, y=top + height + 18, text_anchor="middle", class_="label")
     add(svg, "text", "step", x=WIDTH - RIGHT, y=top + height + 34, text_anchor="end", class_="label")
     for mark in losses:
-        if mark.top is None or not first <= mark.top <= last:
+        if mark.boundary is None or not first <= mark.boundary <= last:
             continue
-        x = place(mark.top, low)[0]
-        title = f"rank {mark.rank} at batch top {mark.top}: {mark.what}"
+        x = place(mark.boundary, low)[0]
+        title = f"rank {mark.rank} at step boundary {mark.boundary}: {mark.what}"
         line = add(svg, "path", d=f"M{x:.2f} {top} V{top + height}", class_="loss-line")
         add(line, "title", title)
         _cross(svg, x, top - 8.0, 5.0, title)

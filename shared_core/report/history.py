@@ -24,13 +24,13 @@ class Mark:
         at: in seconds since the run began.
         what: in words.
         rank: whom it concerns, -1 for all.
-        top: batch top; None where it is unknown or says nothing.
+        boundary: step boundary; None where it is unknown or says nothing.
     """
 
     at: float
     what: str
     rank: int = -1
-    top: int | None = None
+    boundary: int | None = None
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class History:
         losses: the workers that were lost.
         turns: restarts of all workers and changes of their number.
         checkpoints: that were completed; ``at`` is when.
-        begins: when rank 0 came to its first batch, of each start of all workers; ``top`` is the batch top that they
-            began from, ``what`` the checkpoint, if it is one.
+        begins: when rank 0 came to its first batch, of each start of all workers; ``boundary`` is the step boundary
+            that they began from, ``what`` the checkpoint, if it is one.
         warnings: of the job.
         facts: what the job ran on: pairs of a name and a text.
         startup_s: how long the first workers took, from when all of them ran to the first batch; None where it was not
@@ -120,7 +120,9 @@ def history_of(events: Sequence[Event]) -> History:
 
     def marks(kind: str, what: str) -> tuple[Mark, ...]:
         chosen = [each for each in events if each.kind == kind]
-        return tuple(Mark(e.time - began, str(e.fields.get(what, "")), e.rank, whole(e.fields, "top")) for e in chosen)
+        return tuple(
+            Mark(e.time - began, str(e.fields.get(what, "")), e.rank, whole(e.fields, "boundary")) for e in chosen
+        )
 
     return History(
         run=events[0].run,
@@ -136,12 +138,12 @@ def history_of(events: Sequence[Event]) -> History:
                 float(each.fields.get("detected", each.time)) - began,
                 str(each.fields.get("cause") or "lost"),
                 each.rank,
-                whole(each.fields, "tops"),
+                whole(each.fields, "boundaries"),
             )
             for each in lost
         ),
         turns=tuple(
-            Mark(each.time - began, _turn(each), top=whole(each.fields, "top"))
+            Mark(each.time - began, _turn(each), boundary=whole(each.fields, "boundary"))
             for each in events
             if each.kind in ("restart", "resize")
         ),
@@ -192,26 +194,26 @@ def pace(events: Sequence[Event], found: Sequence[Recovery]) -> tuple[float, int
     That after the last loss does not count: nobody says when its last step was made.
     """
     begins = [
-        (one.detected + stall, one.top + 1)
+        (one.detected + stall, one.boundary + 1)
         for one in found
-        if (stall := one.longest_stall_s) is not None and one.top is not None and one.resolution != "replay"
+        if (stall := one.longest_stall_s) is not None and one.boundary is not None and one.resolution != "replay"
         if one.answer != "reroute"
     ]
     first = next((event for event in events if event.kind == "began"), None)
-    if first is not None and (top := whole(first.fields, "top")) is not None:
+    if first is not None and (boundary := whole(first.fields, "boundary")) is not None:
         # A checkpoint's batch is under way then; from the beginning, the first one is.
-        begins.append((first.time, top if first.fields.get("whence") else top + 1))
+        begins.append((first.time, boundary if first.fields.get("whence") else boundary + 1))
     ends = [
-        (float(each.fields.get("detected", each.time)), whole(each.fields, "tops"))
+        (float(each.fields.get("detected", each.time)), whole(each.fields, "boundaries"))
         for each in events
         if each.kind == "lost"
     ] + [(each.time, None) for each in events if each.kind in ("restart", "resize")]
     ends.sort(key=lambda end: end[0])
     seconds, steps = 0.0, 0
-    for at, top in begins:
+    for at, boundary in begins:
         end = next((end for end in ends if end[0] >= at), None)
-        if end is not None and end[1] is not None and end[1] > top:
-            seconds, steps = seconds + end[0] - at, steps + end[1] - top
+        if end is not None and end[1] is not None and end[1] > boundary:
+            seconds, steps = seconds + end[0] - at, steps + end[1] - boundary
     return seconds, steps
 
 

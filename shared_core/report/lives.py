@@ -122,7 +122,7 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
             yield _Change(float(said.get("detected", at)), rank, Doing.WAITING, "", training)
         elif event.kind == "recovered":
             yield _Change(at, rank, Doing.CATCHING_UP, "", (Doing.WAITING,))
-        elif event.kind == "resumed" and "top" in said:  # the agent's: after a restart, and for all
+        elif event.kind == "resumed" and "boundary" in said:  # the agent's: after a restart, and for all
             yield from (_Change(at, each, Doing.TRAINING, "", _HELD_UP) for each in ranks)
         elif event.kind == "resumed":
             yield _Change(at, rank, Doing.TRAINING, "", _HELD_UP)

@@ -142,8 +142,8 @@ def _curve(main: Element, found: History, name: str, points: Sequence[tuple[floa
     add(section, "p", name, class_="axis-name")
     section.append(drawings.curve(name, thinned(points), found.losses))
     if found.losses:
-        words = "A cross marks the batch top that a lost worker had reached."
-        add(section, "p", f"{words} Steps and batch tops differ where gradients are accumulated.", class_="quiet")
+        words = "A cross marks the step boundary that a lost worker had reached."
+        add(section, "p", f"{words} Steps and step boundaries differ where gradients are accumulated.", class_="quiet")
 
 
 def _saved(main: Element, found: History) -> None:

@@ -19,7 +19,7 @@ class Saving:
         lost: ranks.
         at: when the first was noticed, in seconds since the run began.
         took_s: until all went on, and what a replacement's entry cost the others later.
-        steps: that a restart would have repeated: batch tops since the last checkpoint; None if unknown.
+        steps: that a restart would have repeated: step boundaries since the last checkpoint; None if unknown.
         restart_s: what a restart would have taken, by the assumptions; None if unknown.
     """
 
@@ -65,7 +65,7 @@ def savings(found: History) -> Savings:
 def _saving(found: History, outage: Sequence[Answer], start_s: float | None) -> Saving:
     at, took_s = outage[0].at, stall_s(outage)
     losses = [loss for one in outage for loss in one.recovery.losses]
-    reached = [loss.tops for loss in losses if loss.tops is not None]
+    reached = [loss.boundaries for loss in losses if loss.boundaries is not None]
     steps = max(0, max(reached) - _last_line(found, at)) if reached else None
     restart_s = None
     if start_s is not None and steps is not None and (steps == 0 or found.step_s is not None):
@@ -74,9 +74,9 @@ def _saving(found: History, outage: Sequence[Answer], start_s: float | None) -> 
 
 
 def _last_line(found: History, at: float) -> int:
-    """Batch top from which a restart at that time would have gone on."""
+    """Step boundary from which a restart at that time would have gone on."""
     lines = [mark for mark in (*found.begins, *found.checkpoints, *found.turns) if mark.at <= at]
-    known = [mark.top for mark in sorted(lines, key=lambda mark: mark.at) if mark.top is not None]
+    known = [mark.boundary for mark in sorted(lines, key=lambda mark: mark.at) if mark.boundary is not None]
     return known[-1] if known else 0
 
 

@@ -31,14 +31,14 @@ class Loss:
         cause: how it ended, in words; empty if it was not said.
         detected: when the agent noticed, in seconds since the epoch; ``None`` if it was not said.
         struck: when an injected fault struck it, in seconds since the epoch; ``None`` for other losses.
-        tops: batch tops that it had passed; ``None`` if it was not said.
+        boundaries: step boundaries that it had passed; ``None`` if it was not said.
     """
 
     rank: int
     cause: str = ""
     detected: float | None = None
     struck: float | None = None
-    tops: int | None = None
+    boundaries: int | None = None
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Recovery:
         bytes_moved: state and logs that crossed the network.
         served_operations: finished operations handed from logs to whoever lacked them.
         recomputed_steps: optimizer steps that a survivor computed again.
-        top: batch top the replacement started from; ``None`` if it was not said.
+        boundary: step boundary the replacement started from; ``None`` if it was not said.
         resolution: how differing survivors were brought to the same state, in words.
         superseded_by: number of the generation that took over because another worker was lost meanwhile.
         answer: ``replace``, ``reroute``, ``restart``, or ``4 to 3`` where the number of workers changed.
@@ -92,7 +92,7 @@ class Recovery:
     bytes_moved: int = 0
     served_operations: int = 0
     recomputed_steps: int = 0
-    top: int | None = None
+    boundary: int | None = None
     resolution: str = ""
     superseded_by: int | None = None
     answer: str = "replace"
@@ -204,9 +204,9 @@ class _Unplaced:
             if of_attempt == attempt and event.rank == rank:
                 del self._losses[at]
                 said, struck = event.fields, self._struck.pop(rank, None)
-                detected, tops = float(said.get("detected", event.time)), said.get("tops")
+                detected, boundaries = float(said.get("detected", event.time)), said.get("boundaries")
                 cause = str(said.get("cause", ""))
-                return Loss(rank, cause, detected, struck, tops if is_count(tops) else None)
+                return Loss(rank, cause, detected, struck, boundaries if is_count(boundaries) else None)
         return Loss(rank)
 
 
@@ -251,8 +251,8 @@ def _add(recovery: Recovery, event: Event) -> None:
     recovery.bytes_moved += int(said.get("bytes_moved", 0))
     recovery.served_operations += int(said.get("served_operations", 0))
     recovery.recomputed_steps = max(recovery.recomputed_steps, int(said.get("recomputed_steps", 0)))
-    if said.get("top") is not None:
-        recovery.top = int(said["top"])
+    if said.get("boundary") is not None:
+        recovery.boundary = int(said["boundary"])
     recovery.resolution = str(said.get("resolution") or recovery.resolution)
 
 
@@ -367,8 +367,8 @@ def _ready(said: dict[str, Any]) -> str:
 
 def _recovered(said: dict[str, Any]) -> str:
     parts = [str(said["resolution"])] if said.get("resolution") else []
-    if said.get("top") is not None:
-        parts.append(f"from batch top {said['top']}")
+    if said.get("boundary") is not None:
+        parts.append(f"from step boundary {said['boundary']}")
     if "stall_s" in said:
         parts.append(f"stalled {in_seconds(said['stall_s'])}")
     if said.get("bytes_moved"):

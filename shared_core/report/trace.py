@@ -24,12 +24,12 @@ def to_trace(found: History) -> dict[str, Any]:
         args: dict[str, Any] = {"note": visible(span.note)} if span.note else {}
         events.append(_slice(span.doing.value, "rank", span.begin, span.end, _RANKS, span.rank + 1, args))
     for mark in found.losses:
-        args = {"cause": visible(mark.what)} | ({} if mark.top is None else {"batch top": mark.top})
+        args = {"cause": visible(mark.what)} | ({} if mark.boundary is None else {"step boundary": mark.boundary})
         events.append(_instant(f"rank {mark.rank} is lost", "loss", mark.at, "t", _RANKS, mark.rank + 1, args))
     for mark in found.turns:
         events.append(_instant(visible(mark.what), "restart", mark.at, "g", _RANKS, 1, {}))
     for mark in found.checkpoints:
-        args = {} if mark.top is None else {"batch top": mark.top}
+        args = {} if mark.boundary is None else {"step boundary": mark.boundary}
         events.append(_instant("checkpoint", "checkpoint", mark.at, "p", _RANKS, 1, args))
     free: list[float] = []  # by track, when its last part ends
     for one in found.answers:

@@ -86,7 +86,7 @@ class DataParallelSteps:
             ``.grad``. All that comes of it depends on its arguments and the parameters alone.
         connect: makes the lane of the newest generation; blocks until all workers that are there have come.
         knocking: lost ranks whose replacements wait to be let in; blocks until all of them do if its argument is true.
-        let_in: lets those in that it is given; called by all, at the same batch top.
+        let_in: lets those in that it is given; called by all, at the same step boundary.
         ordered: shares are added by ascending logical rank, whoever has computed them. Otherwise a worker first adds
             those that it has computed.
         noted: called after a loss with the ranks that are gone and the number of the step.
@@ -144,7 +144,7 @@ class DataParallelSteps:
 
         found = through_losses(attempt, self._leave)
         self._pool.give(self._taken)
-        self._pool.next_top()
+        self._pool.next_boundary()
         self._taken = []
         inject.point("reroute.step")
         set_mean_gradients(found.flat, self._parameters, self._world)

@@ -32,11 +32,11 @@ class When(NamedTuple):
     """Which evaluation.
 
     Attributes:
-        top: number of the batch top before it.
-        number: of the evaluation after that top, from 0.
+        boundary: number of the step boundary before it.
+        number: of the evaluation after that boundary, from 0.
     """
 
-    top: int
+    boundary: int
     number: int
 
 
@@ -64,18 +64,18 @@ class Evaluating:
         self._held: dict[tuple[int, int], set[int]] = {}
         self._reader: Reader | None = None
 
-    def begin(self, top: int, micro_batches: int, items: Sequence[Item], reader: Reader | None) -> None:
+    def begin(self, boundary: int, micro_batches: int, items: Sequence[Item], reader: Reader | None) -> None:
         """The next evaluation.
 
         Args:
-            top: number of the last batch top.
+            boundary: number of the last step boundary.
             micro_batches: of each pipeline.
             items: of this worker's pipeline, at its ends.
             reader: of those of other pipelines, if this worker can read them.
         """
         self._reader = reader
-        self._now = When(top, self._now.number + 1 if self._now.top == top else 0)
-        self._results = {when: losses for when, losses in self._results.items() if when.top >= top}
+        self._now = When(boundary, self._now.number + 1 if self._now.boundary == boundary else 0)
+        self._results = {when: losses for when, losses in self._results.items() if when.boundary >= boundary}
         self._count, self._held = micro_batches, {}
         self._items = {(self._me.pipeline, j): item for j, item in enumerate(items)}
 
@@ -83,13 +83,13 @@ class Evaluating:
         """Of the evaluation that was begun, if others have made it."""
         return self._results.get(self._now)
 
-    def results(self, top: int) -> list[Losses]:
-        """Of the evaluations since a batch top, in order."""
-        return [self._results[when] for when in sorted(self._results) if when.top == top]
+    def results(self, boundary: int) -> list[Losses]:
+        """Of the evaluations since a step boundary, in order."""
+        return [self._results[when] for when in sorted(self._results) if when.boundary == boundary]
 
-    def adopt(self, top: int, results: Sequence[Losses]) -> None:
-        """Others had made these evaluations since a batch top when they let this replacement in."""
-        self._results.update({When(top, index): losses for index, losses in enumerate(results)})
+    def adopt(self, boundary: int, results: Sequence[Losses]) -> None:
+        """Others had made these evaluations since a step boundary when they let this replacement in."""
+        self._results.update({When(boundary, index): losses for index, losses in enumerate(results)})
 
     def view(self) -> dict[str, Any]:
         """What others are told after a loss; plain data."""
@@ -104,8 +104,8 @@ class Evaluating:
         """There is a new lane; ``views`` is what all workers have told, by rank."""
         self._held = {}
         for rank, view in views.items():
-            for top, index, rows in view["results"]:
-                self._results.setdefault(When(top, index), [list(map(float.fromhex, row)) for row in rows])
+            for boundary, index, rows in view["results"]:
+                self._results.setdefault(When(boundary, index), [list(map(float.fromhex, row)) for row in rows])
             if When(*view["now"]) == self._now:
                 for d, kind in view["data"]:
                     self._held.setdefault((d, kind), set()).add(rank)

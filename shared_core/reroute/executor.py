@@ -150,9 +150,9 @@ class Executor:
         self._sent_bytes = max((sum(t.nbytes for t in tensors) for tensors in activations), default=0)
         role.measuring.agree(self._channel, step.number, activations)
 
-    def begin_evaluation(self, top: int, micro_batches: int, items: Sequence[Item]) -> None:
+    def begin_evaluation(self, boundary: int, micro_batches: int, items: Sequence[Item]) -> None:
         """See :meth:`Evaluating.begin`."""
-        self._evaluating.begin(top, micro_batches, items, self._model.reader if items else None)
+        self._evaluating.begin(boundary, micro_batches, items, self._model.reader if items else None)
 
     def evaluate(self) -> Losses:
         """Make the evaluation that was begun, through losses.

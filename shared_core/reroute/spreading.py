@@ -46,8 +46,8 @@ def due(
     """Which change of who computes where is to be made, and when; a pure function of what all survivors have told.
 
     It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the losses
-    last. It costs the copies, and a step's time, because all stand at the same batch top. Who moves makes two updates
-    in each step.
+    last. It costs the copies, and a step's time, because all stand at the same step boundary. Who moves makes two
+    updates in each step.
 
     Args:
         topology: shape of the job.

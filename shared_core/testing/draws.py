@@ -32,13 +32,13 @@ ON_MACHINES = {"machines-3x2": 3}
 STEPS = 14
 #: Faults are drawn for these steps, so that the last ones end without.
 LAST_STRUCK = STEPS - 2
-#: Batch tops of the pipelines' job that train (each fourth evaluates), and those with a checkpoint.
-PIPE_TOPS, CHECKPOINTS = (1, 2, 3, 5, 6, 7, 9, 10, 11, 13), 3
+#: Step boundaries of the pipelines' job that train (each fourth evaluates), and those with a checkpoint.
+PIPE_BOUNDARIES, CHECKPOINTS = (1, 2, 3, 5, 6, 7, 9, 10, 11, 13), 3
 #: Share of the runs of re-routed pipelines with a loss while a replacement copies the state, and while one is let in.
 COPIED, LET_IN = 0.25, 0.2
 
 _COMMON = (
-    "batch_top",
+    "step_boundary",
     "forward",
     "collective.before",
     "collective.after",
@@ -83,7 +83,7 @@ _VALIDATED = {"accelerate": (7,)}
 _VALIDATED_BY_LIGHTNING = (3, 6, 10, 13)
 #: Points of a pipeline, with their highest occurrence in one batch at every stage.
 _PIPE: dict[str, int] = {
-    "batch_top": 1,
+    "step_boundary": 1,
     "pipe.instruction": 15,
     "pipe.forward": 4,
     "pipe.backward": 4,
@@ -99,7 +99,7 @@ _PIPE: dict[str, int] = {
 _PIPE_RECOVERY = tuple(name for name in _COMMON if name.startswith("recovery.")) + ("recovery.streamed",)
 #: Points of a re-routed pipeline, with their highest occurrence in one batch that trains, or evaluates.
 _REROUTED_TRAINS: dict[str, int] = {
-    "batch_top": 1,
+    "step_boundary": 1,
     "reroute.action": 8,
     "lane.send": 8,
     "reroute.reduce": 1,
@@ -108,7 +108,7 @@ _REROUTED_TRAINS: dict[str, int] = {
     "update.during": 20,
     "update.after": 1,
 }
-_REROUTED_EVALUATES: dict[str, int] = {"batch_top": 1, "reroute.evaluate": 4, "reroute.evaluated": 1}
+_REROUTED_EVALUATES: dict[str, int] = {"step_boundary": 1, "reroute.evaluate": 4, "reroute.evaluated": 1}
 #: Points at which a survivor, and a replacement, passes when replacements are let in.
 _LETS_IN = ("lane.let_in", "recovery.connected", "recovery.exchanged", "recovery.installed")
 _COMES_IN = ("lane.knock", "recovery.connected", "recovery.exchanged", "recovery.installed")
@@ -119,16 +119,19 @@ class Cut(NamedTuple):
 
     Attributes:
         ranks: of its workers.
-        top: when rank 0 has passed so many batch tops.
+        boundary: when rank 0 has passed so many step boundaries.
         later_s: and so many seconds have gone by.
     """
 
     ranks: tuple[int, ...]
-    top: int
+    boundary: int
     later_s: float
 
     def __str__(self) -> str:
-        return f"the machine of ranks {' and '.join(map(str, self.ranks))}, {self.later_s:.2f} s after top {self.top}"
+        return (
+            f"the machine of ranks {' and '.join(map(str, self.ranks))}, {self.later_s:.2f} s after boundary "
+            f"{self.boundary}"
+        )
 
 
 @dataclass(frozen=True)
@@ -215,12 +218,12 @@ def _pipeline(rng: random.Random, model: str, world_size: int, kinds: Sequence[s
         kind = rng.choice([each for each in kinds if not incarnation or each != "exception"])
         return Fault(rank, step, point, kind, rng.randint(1, points[point]), incarnation)
 
-    rank, place = rng.randrange(world_size), rng.randrange(len(PIPE_TOPS))
-    step = PIPE_TOPS[place]
+    rank, place = rng.randrange(world_size), rng.randrange(len(PIPE_BOUNDARIES))
+    step = PIPE_BOUNDARIES[place]
     first = draw(rank, step)
     if how == "apart":
         # Ranks are a batch apart at most, so these are two recoveries.
-        other, later = rng.randrange(world_size), PIPE_TOPS[min(place + 3, len(PIPE_TOPS) - 1)]
+        other, later = rng.randrange(world_size), PIPE_BOUNDARIES[min(place + 3, len(PIPE_BOUNDARIES) - 1)]
         return (first,) if later - step < 3 else (first, draw(other, later, int(other == rank)))
     if how == "at once":
         count = rng.choice((2, 2, 3))
@@ -229,7 +232,7 @@ def _pipeline(rng: random.Random, model: str, world_size: int, kinds: Sequence[s
     if how == "replay":
         # A replacement from a checkpoint passes earlier batches again, any other one only the batch of the loss.
         earliest = step // CHECKPOINTS * CHECKPOINTS if PIPELINES[model] == world_size else step
-        again = [top for top in PIPE_TOPS if max(1, earliest) <= top <= step]
+        again = [boundary for boundary in PIPE_BOUNDARIES if max(1, earliest) <= boundary <= step]
         return first, draw(rank, rng.choice(again), 1)
     if how == "recovery":
         other = rng.choice([each for each in range(world_size) if each != rank])
@@ -247,7 +250,7 @@ def _of_no_code(rng: random.Random, kinds: Sequence[str]) -> str:
 
 
 def _in_a_batch(rng: random.Random, rank: int, step: int, kinds: Sequence[str]) -> Fault:
-    points = _REROUTED_TRAINS if step in PIPE_TOPS else _REROUTED_EVALUATES
+    points = _REROUTED_TRAINS if step in PIPE_BOUNDARIES else _REROUTED_EVALUATES
     point = rng.choice(sorted(points))
     return Fault(rank, step, point, rng.choice(list(kinds)), rng.randint(1, points[point]))
 
@@ -277,10 +280,10 @@ def _in_a_copy(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tu
     peers = [each for each in range(world) if each // pipelines == rank // pipelines and each != rank]
     others = [each for each in range(world) if each != rank and (pipelines > 2 or each not in peers)]
     whose = rng.choice(("replacement", "giver", "other") if pipelines > 2 else ("replacement", "other"))
-    first = _in_a_batch(rng, rank, PIPE_TOPS[place], kinds)
+    first = _in_a_batch(rng, rank, PIPE_BOUNDARIES[place], kinds)
     kind = _of_no_code(rng, kinds)
     if whose == "other":
-        second = _in_a_batch(rng, rng.choice(others), PIPE_TOPS[place + 2], kinds)
+        second = _in_a_batch(rng, rng.choice(others), PIPE_BOUNDARIES[place + 2], kinds)
     elif whose == "giver":
         second = Fault(min(peers), ANY_STEP, "copy.give", kind)
     else:
@@ -294,7 +297,7 @@ def _when_let_in(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[
     let in: one of these, or of the others.
     """
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
-    home, step = rng.randrange(pipelines), rng.choice(PIPE_TOPS[1:-3])
+    home, step = rng.randrange(pipelines), rng.choice(PIPE_BOUNDARIES[1:-3])
     ends = [home, world - pipelines + home]
     others = [rank for rank in range(world) if rank not in ends] if pipelines > 2 else []
     if others and rng.random() < 0.5:

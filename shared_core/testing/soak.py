@@ -107,7 +107,7 @@ def judge(result: JobResult, reference: JobResult, cut: Collection[int] = ()) ->
     missed += [
         f"{Fault.from_dict(record['fault'])}: struck in the last step"
         for record in result.struck
-        if record["tops"] >= STEPS
+        if record["boundaries"] >= STEPS
     ]
     missed += [f"rank {rank} outlived its machine" for rank in set(cut) - {each.rank for each in result.kinds("lost")}]
     if missed:
@@ -269,14 +269,14 @@ def _on_machines(
 ) -> JobResult:
     """Run the job on machines, of which one is lost."""
     assert run.cut is not None
-    count, (ranks, top, later_s) = ON_MACHINES[run.model], run.cut
+    count, (ranks, boundary, later_s) = ON_MACHINES[run.model], run.cut
     out.mkdir(parents=True, exist_ok=True)
     with machines(count) as made:
         cluster = Cluster(
             warm, made, out, script, nnodes=count, nproc=len(ranks), faults=run.faults, args=words, env=env
         )
         try:
-            cluster.until(lambda: cluster.tops(0) >= top, TIMEOUT_S)
+            cluster.until(lambda: cluster.boundaries(0) >= boundary, TIMEOUT_S)
             time.sleep(later_s)
             made[cluster.place_of(ranks[0])].kill()
             return cluster.finish(TIMEOUT_S)[0]

@@ -103,7 +103,9 @@ def metrics_of(view: JobView) -> Iterator[Metric]:
     yield CounterMetricFamily("swift_resizes", "How often the number of workers has changed.", value=view.resizes)
     yield CounterMetricFamily("swift_checkpoints", "Checkpoints that were committed.", value=view.checkpoints)
     yield gauge("swift_checkpoint_age_seconds", "Since the newest checkpoint.", newest.age_s if newest else None)
-    yield gauge("swift_checkpoint_step", "Batch top of the newest checkpoint.", newest.step if newest else None)
+    yield gauge(
+        "swift_checkpoint_step", "Batch step boundary of the newest checkpoint.", newest.step if newest else None
+    )
     yield gauge("swift_checkpoint_bytes", "Size of the newest checkpoint.", newest.nbytes if newest else None)
     logs = {"memory": float(view.log_bytes), "disk": float(view.disk_bytes)}
     yield by(GaugeMetricFamily, "swift_log_bytes", "Message logs of this machine.", "where", logs)

@@ -129,7 +129,7 @@ class CheckpointView:
     """The newest checkpoint.
 
     Attributes:
-        step: batch top.
+        step: step boundary.
         time: when it was committed, in seconds since the epoch.
         age_s: seconds since then.
         seconds: that it took to be written.
@@ -290,7 +290,7 @@ def _worker(rank: int, held: Held, live: Live, ended: bool) -> WorkerView:
         pid=held.pid,
         host=held.host,
         here=here,
-        step=pace.tops if pace is not None and pace.tops else None,
+        step=pace.boundaries if pace is not None and pace.boundaries else None,
         steps_per_s=pace.steps_per_s(live.now) if pace is not None and trains else None,
         log_bytes=pace.log_bytes if pace is not None else None,
         losses=held.losses,
@@ -312,7 +312,7 @@ def _phase(held: Held, here: bool, pace: Pace | None, live: Live, ended: bool) -
         return Phase.GONE
     if process == "T":
         return Phase.STOPPED
-    if held.phase not in (Phase.STARTING, Phase.TRAINING) or pace is None or not pace.tops:
+    if held.phase not in (Phase.STARTING, Phase.TRAINING) or pace is None or not pace.boundaries:
         return held.phase
     return Phase.WAITING if pace.inside and live.now - pace.changed > WAITS_S else Phase.TRAINING
 
@@ -374,7 +374,7 @@ def _spans(
     losses: Losses, found: Sequence[Recovery], made: Sequence[Event], ranks: set[int], end: Event | None
 ) -> tuple[Span, ...]:
     ended = None if end is None else end.time
-    marks = ((event.time, f"checkpoint at step {_whole(event.fields.get('top'))}") for event in made)
+    marks = ((event.time, f"checkpoint at step {_whole(event.fields.get('boundary'))}") for event in made)
     spans = [Span(-1, "checkpoint", when, when, text) for when, text in marks]
     for one in losses.all[-MOST_LOSSES:]:
         over = next((when for when in (one.joined, one.closed, ended) if when is not None), None)
@@ -399,7 +399,7 @@ def _spans(
 def _checkpoint(event: Event, now: float) -> CheckpointView:
     said = event.fields
     return CheckpointView(
-        step=_whole(said.get("top")),
+        step=_whole(said.get("boundary")),
         time=event.time,
         age_s=max(0.0, now - event.time),
         seconds=_number(said.get("seconds")),

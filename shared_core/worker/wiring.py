@@ -14,27 +14,27 @@ from torch.nn.parallel import DistributedDataParallel
 from shared_core.errors import RecoveryFailed, SwiftError
 from shared_core.events import EventLog
 from shared_core.protocol import progress_file
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.transport.store import Store
 from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.boundary_marks import BoundaryMarks
 from shared_core.worker.comm.listener import BucketInput, RecordKey
 from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.comm.op import Op
-from shared_core.worker.comm.top_marks import TopMarks
 from shared_core.worker.endings import Endings
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.mirror import Mirror
-from shared_core.worker.program.batch_tops import BatchTops
 from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.notes import Notes
 from shared_core.worker.program.options import Options
 from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.commits import Commits
@@ -95,7 +95,7 @@ class Worker:
         buckets = self.buckets = Buckets(runtime, board, position, unmarked.trains_unattached)
         passes = self.passes = Passes(runtime, board, updates, parts, joining, position)
         news = self.news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
-        commits = Commits(runtime, log, state_relay.newest_top, state_relay.due_top, config.log.budget_bytes)
+        commits = Commits(runtime, log, state_relay.newest_boundary, state_relay.due_boundary, config.log.budget_bytes)
         replays = self.replays = Replays(runtime, log, commits)
         spare = Spare(env, store, board)
         start = self.start = Start(
@@ -143,7 +143,7 @@ class Worker:
             news,
             publishing,
         )
-        self.tops = BatchTops(
+        self.boundaries = StepBoundaries(
             position,
             trained,
             buckets,
@@ -156,7 +156,7 @@ class Worker:
             config.resizes,
             runtime.groups.log_bytes,
         )
-        self.entries = Entries(start, position, runtime, board, parts, news, self.tops, publishing, self.joining)
+        self.entries = Entries(start, position, runtime, board, parts, news, self.boundaries, publishing, self.joining)
         start.begin(env)
 
 
@@ -186,7 +186,7 @@ class _GroupsRelay(_Relay):
             it.place_reports,
         )
 
-    def made_again(self, group: str) -> tuple[Top | None, Mapping[int, Logged]]:
+    def made_again(self, group: str) -> tuple[StepBoundary | None, Mapping[int, Logged]]:
         return self._worker.recovery.forming.made_again(group)
 
     def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
@@ -255,8 +255,8 @@ class _RecoveryRelay(_Relay):
     def replaying(self, replaying: Replaying) -> None:
         self._worker.replays.begun(replaying)
 
-    def saved_tops(self) -> list[Top]:
-        return self._worker.start.checkpoints.own.tops()
+    def saved_boundaries(self) -> list[StepBoundary]:
+        return self._worker.start.checkpoints.own.boundaries()
 
     def together(self) -> tuple[int, ...]:
         return self._worker.log.together
@@ -299,31 +299,31 @@ class _StateRelay(_Relay):
         self._worker.start.checkpoints.fence()
 
     def stable(self) -> int:
-        """The newest batch top that every rank is known to have published."""
+        """The newest step boundary that every rank is known to have published."""
         return self._worker.runtime.stable
 
     def rolled_back(self) -> None:
         """Replacements have gone back to a checkpoint."""
         self._worker.start.checkpoints.rolled_back()
 
-    def newest_top(self) -> int:
-        """Batch top of the newest checkpoint that this rank knows to be committed; 0 for none."""
-        return self._worker.start.checkpoints.newest_top
+    def newest_boundary(self) -> int:
+        """Batch step boundary of the newest checkpoint that this rank knows to be committed; 0 for none."""
+        return self._worker.start.checkpoints.newest_boundary
 
-    def due_top(self) -> int:
-        """The newest batch top at which a checkpoint was due; 0 for none."""
-        return self._worker.start.checkpoints.due_top
+    def due_boundary(self) -> int:
+        """The newest step boundary at which a checkpoint was due; 0 for none."""
+        return self._worker.start.checkpoints.due_boundary
 
     def presses(self) -> bool:
         """In rank 0: whether the logs on disk need a checkpoint."""
         return self._worker.replays.commits.presses
 
 
-def _marks(env: WorkerEnv) -> TopMarks | None:
+def _marks(env: WorkerEnv) -> BoundaryMarks | None:
     """What all ranks share, where they are on one machine."""
     if len(env.machines) > 1:
         return None
-    return TopMarks(env.job_dir / f"tops{env.restart}.{env.world_size}", env.rank, env.world_size)
+    return BoundaryMarks(env.job_dir / f"boundaries{env.restart}.{env.world_size}", env.rank, env.world_size)
 
 
 def _mirror(env: WorkerEnv) -> Mirror | None:

@@ -54,8 +54,8 @@ def following(folder: Path, policy: str) -> str:
 
 
 def went_on(said: list[str]) -> int:
-    """The batch top from which a start says that it goes on; 0 for none."""
-    found = [re.search(r"continuing from the checkpoint at batch top (\d+) ", line) for line in said]
+    """The step boundary from which a start says that it goes on; 0 for none."""
+    found = [re.search(r"continuing from the checkpoint at step boundary (\d+) ", line) for line in said]
     return next((int(match[1]) for match in found if match), 0)
 
 
@@ -115,7 +115,7 @@ def test_each_command_goes_on_with_its_own_or_adopts(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_two_commands_train_at_the_same_time(tmp_path: Path) -> None:
-    """The first stands still until the other has ended, with checkpoints of the same batch tops."""
+    """The first stands still until the other has ended, with checkpoints of the same step boundaries."""
     folder = tmp_path / "checkpoints"
     _, plain = run(folder, "none")
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

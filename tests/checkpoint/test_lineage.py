@@ -196,9 +196,9 @@ def test_what_can_be_adopted(where: Path) -> None:
 # -- what is said at the end ------------------------------------------------------------------------------------------
 
 VERDICTS = {
-    "committed": ((41, 41), {}, "the last checkpoint is committed, at batch top 41: nothing is lost; NEXT"),
-    "not in time": ((57, 40), {}, "the last checkpoint, at batch top 57, was not written in time; NEXT"),
-    "never one": ((3, -1), {}, "the last checkpoint, at batch top 3, was not written in time; NEXT"),
+    "committed": ((41, 41), {}, "the last checkpoint is committed, at step boundary 41: nothing is lost; NEXT"),
+    "not in time": ((57, 40), {}, "the last checkpoint, at step boundary 57, was not written in time; NEXT"),
+    "never one": ((3, -1), {}, "the last checkpoint, at step boundary 3, was not written in time; NEXT"),
     "nothing begun": ((0, 40), {}, "nothing had to be written: no batch was begun since the start; NEXT"),
     "ended": ((60, 55), {"ended": True}, "nothing had to be written: the run has ended; NEXT"),
 }
@@ -215,10 +215,10 @@ def test_another_run_s_checkpoint_is_not_the_last_one(where: Path, spool: Spool)
     save(where, A, EARLY, 100)
     snapshot(spool, 7, folder_of(str(where), A, LATE), **of(A, LATE))
     said = verdict(str(where), A, spool, 7, continues=False)
-    assert "batch top 7, was not written in time" in said and said.endswith("continues from step 100")
+    assert "step boundary 7, was not written in time" in said and said.endswith("continues from step 100")
     assert run_writer(spool) == (0, [])
     said = verdict(str(where), A, spool, 7, continues=False)
-    assert "committed, at batch top 7: nothing is lost" in said and said.endswith("continues from step 7")
+    assert "committed, at step boundary 7: nothing is lost" in said and said.endswith("continues from step 7")
 
 
 def test_storage_that_does_not_answer_is_not_waited_for(where: Path, spool: Spool) -> None:

@@ -408,7 +408,7 @@ def test_the_checkpoint_event(spool: Spool, where: Path, tmp_path: Path) -> None
     subprocess.run(command, input=b"20\n", check=True, env=env, timeout=30)
     (event,) = read_events(tmp_path / "events.jsonl")
     assert event.kind == "checkpoint" and event.rank == 0
-    assert event.fields["top"] == 10 and event.fields["version"] == 10 and event.fields["seconds"] > 0
+    assert event.fields["boundary"] == 10 and event.fields["version"] == 10 and event.fields["seconds"] > 0
 
 
 def test_two_ranks_with_a_part_of_one_name(spool: Spool, where: Path) -> None:

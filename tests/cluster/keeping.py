@@ -31,7 +31,7 @@ class Site:
         self.name = f"127.0.0.1:{self.server.port}#x"
         own = folder / "own"
         own.mkdir()
-        (own / "top.7").write_bytes(b"STATE")
+        (own / "boundary.7").write_bytes(b"STATE")
         self.mirror = Mirror(1, 0, 0, own, KEY)
         self.mirror.follow((None, self.name))
         self.mirror.sync()
@@ -46,7 +46,7 @@ class Site:
     def check(self) -> None:
         """All is there, and the server answers who knows the secret."""
         got = self.job / "rank1"
-        assert fetch([self.name], [1], 0, self.job) == {1: 5} and (got / "attempt0/top.7").read_bytes() == b"STATE"
+        assert fetch([self.name], [1], 0, self.job) == {1: 5} and (got / "attempt0/boundary.7").read_bytes() == b"STATE"
         with connect(self.name, KEY) as link:
             ask(link, LIST, {})
             assert [one["key"] for one in json.loads(link.receive().data)] == [[0, 40]]
@@ -55,8 +55,8 @@ class Site:
     def check_copies(self) -> None:
         """What is kept for the other machine is as it was."""
         folder = self.job / "mirror/rank1/attempt0"
-        assert [path.name for path in folder.iterdir()] == ["top.7"]
-        assert (folder / "top.7").read_bytes() == b"STATE" and self.copies.begun is None
+        assert [path.name for path in folder.iterdir()] == ["boundary.7"]
+        assert (folder / "boundary.7").read_bytes() == b"STATE" and self.copies.begun is None
 
     def close(self) -> None:
         """End all of it."""

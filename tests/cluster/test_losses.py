@@ -7,8 +7,8 @@ import pytest
 from shared_core.protocol.loss_policy import BACK_OFF_S, Death, LossBook, RaisedError
 
 
-def death(rank: int = 1, code: int = -9, tops: int = 0, error: RaisedError | None = None) -> Death:
-    return Death(rank, 100, code, "cause", tops, error, "error.json" if error else "", 0.0)
+def death(rank: int = 1, code: int = -9, boundaries: int = 0, error: RaisedError | None = None) -> Death:
+    return Death(rank, 100, code, "cause", boundaries, error, "error.json" if error else "", 0.0)
 
 
 def raised(message: str = "bad", line: int = 3) -> RaisedError:
@@ -25,17 +25,19 @@ def test_losses_are_replaced_until_the_budget_is_spent() -> None:
 
 def test_a_row_of_like_deaths_without_progress_ends_the_job() -> None:
     book = LossBook(budget=100)
-    first = death(code=-11, tops=5)
-    verdicts = [book.judge(first), book.judge(death(code=-11, tops=5)), book.judge(death(code=-11, tops=5))]
+    first = death(code=-11, boundaries=5)
+    verdicts = [book.judge(first), book.judge(death(code=-11, boundaries=5)), book.judge(death(code=-11, boundaries=5))]
     assert [verdict.action for verdict in verdicts] == ["replace", "replace", "end"]
     assert [verdict.delay_s for verdict in verdicts[:2]] == list(BACK_OFF_S[:2])
     assert verdicts[-1].first is first
 
 
-@pytest.mark.parametrize("other", [death(rank=2), death(tops=1), death(code=-11)], ids=["rank", "progress", "signal"])
+@pytest.mark.parametrize(
+    "other", [death(rank=2), death(boundaries=1), death(code=-11)], ids=["rank", "progress", "signal"]
+)
 def test_a_death_of_another_kind_breaks_the_row(other: Death) -> None:
     book = LossBook(budget=100)
-    deaths = [death(), death(), other, death(tops=other.tops)]
+    deaths = [death(), death(), other, death(boundaries=other.boundaries)]
     assert [book.judge(one).action for one in deaths[:3]] == ["replace"] * 3
 
 
@@ -58,7 +60,7 @@ def test_exceptions_elsewhere_or_after_progress_are_not_the_same() -> None:
     book = LossBook(budget=100)
     assert book.judge(death(code=1, error=raised())).action == "replace"
     assert book.judge(death(code=1, error=raised(line=9))).action == "replace"
-    assert book.judge(death(code=1, tops=4, error=raised())).action == "replace"
+    assert book.judge(death(code=1, boundaries=4, error=raised())).action == "replace"
 
 
 def test_exceptions_that_differ_in_words_only_are_a_crash_loop() -> None:

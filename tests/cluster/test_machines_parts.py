@@ -241,23 +241,23 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
     machines = ("127.0.0.1:1#0", here)
     own = tmp_path / "own"
     own.mkdir()
-    (own / "top.3").write_bytes(b"three")
+    (own / "boundary.3").write_bytes(b"three")
     (own / "records").write_bytes(b"r")
     (own / "checks").write_bytes(b"not copied")
     mirror = Mirror(2, 0, 0, own, KEY)
     mirror.follow(machines)
-    mirror.write("top.4", [b"four" * 25_000, b"four" * 25_000])
+    mirror.write("boundary.4", [b"four" * 25_000, b"four" * 25_000])
     mirror.append("records", b"s")
-    mirror.remove("top.3")
+    mirror.remove("boundary.3")
     mirror.sync()
     (tmp_path / "job").mkdir()
     leave(tmp_path / "job", KEY)
     got = fetch(machines[1:], [2, 3], 0, tmp_path / "job")
     assert got == {2: 200_002, 3: 0}
     files = {path.name: path.read_bytes() for path in (tmp_path / "job/rank2/attempt0").iterdir()}
-    assert files == {"top.4": b"four" * 50_000, "records": b"rs"}
+    assert files == {"boundary.4": b"four" * 50_000, "records": b"rs"}
     mirror.follow(("127.0.0.1:1#0",))  # nobody keeps them now: publishing goes on without
-    mirror.write("top.5", ())
+    mirror.write("boundary.5", ())
     mirror.sync()
     assert fetch([here], [2], 1, tmp_path / "job") == {2: 0}  # of another attempt there is nothing
 

@@ -56,7 +56,7 @@ leave(30)
     job = run(tmp_path, PRELUDE + script)
     assert job.code == 0, job.stderr
     found(tmp_path, 30)
-    assert job.of("checkpoint")[-1].fields["top"] == 30
+    assert job.of("checkpoint")[-1].fields["boundary"] == 30
     assert job.stderr.count("the writer of checkpoints was lost (") == 1
 
 

@@ -61,7 +61,7 @@ def test_progress_breaks_a_crash_loop_and_the_budget_ends_it(tmp_path: Path) -> 
         PRELUDE
         + """
 if me.rank == 0:
-    progress_file.ProgressFile(me.rank_dir / "progress").top(me.incarnation + 1)
+    progress_file.ProgressFile(me.rank_dir / "progress").boundary(me.incarnation + 1)
     os._exit(9)
 await_("never", 1)
 """
@@ -69,7 +69,7 @@ await_("never", 1)
     job = run(tmp_path, script, options=["--max-restarts", "4"])
     assert job.code == 1
     assert "no replacements are left (--max-restarts)" in job.stderr
-    assert [event.fields["tops"] for event in job.of("lost")] == [1, 2, 3, 4, 5]
+    assert [event.fields["boundaries"] for event in job.of("lost")] == [1, 2, 3, 4, 5]
 
 
 def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
         + """
 if me.incarnation == 0:
     progress = progress_file.ProgressFile(me.rank_dir / "progress")
-    progress.top(1)
+    progress.boundary(1)
     if me.rank == 0:
         progress.waiting(True)  # in a collective: does not count
         generation(1)

@@ -88,10 +88,10 @@ FAULTY = """
 import os
 from shared_core.faults import point
 for step in range(3):
-    point("batch_top")
+    point("step_boundary")
 print(f"rank {os.environ['RANK']} ends")
 """
-_FAULTS = '[{"rank": 1, "step": 2, "point": "batch_top", "kind": "SIGKILL"}]'
+_FAULTS = '[{"rank": 1, "step": 2, "point": "step_boundary", "kind": "SIGKILL"}]'
 
 
 @pytest.mark.parametrize("standbys", ["0", "1"])

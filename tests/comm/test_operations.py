@@ -30,7 +30,7 @@ CLASSES: dict[str, tuple[str, list[Fault]]] = {
     "rank_specific": (SPECIFIC, [Fault(n - 2, n, "collective.after", "SIGKILL", nth=4 * n - 5) for n in (2, 3, 4)]),
     "messages": (
         MESSAGES,
-        [Fault(1, 2, "batch_top", "SIGKILL", delay_s=0.002), Fault(0, 4, "collective.before", "SIGKILL")],
+        [Fault(1, 2, "step_boundary", "SIGKILL", delay_s=0.002), Fault(0, 4, "collective.before", "SIGKILL")],
     ),
     "sub_groups": (
         "sub_groups,messages",

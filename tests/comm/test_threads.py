@@ -24,7 +24,7 @@ def test_what_ends_in_its_batch_is_done_again(jobs: Jobs) -> None:
     assert not result.kinds("restart")
 
 
-def test_what_reaches_across_a_batch_top_sends_all_back(jobs: Jobs) -> None:
+def test_what_reaches_across_a_step_boundary_sends_all_back(jobs: Jobs) -> None:
     """A replacement does not do it again: its peers would wait for it."""
     result = jobs.run(SCRIPT, faults=[Fault(1, 5, "collective.before", "SIGKILL")], args=["across"])
     assert result.status == 0 and result.struck, result.tail()

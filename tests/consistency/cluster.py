@@ -12,7 +12,7 @@ import random
 from cluster_worker import Loss, Meeting, Store, Stuck, Worker
 
 from shared_core.launcher.ledger import Ledger
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, generation_key
 from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan
@@ -49,7 +49,7 @@ class Job:
         self.pending, self.chance, self.most, self.replicas = list(losses or ()), chance, most, replicas
         self.store, self.lines = Store(), list[str]()
         self.ledger = Ledger(self.store, "", world)
-        self.boards: list[list[Top]] = [[] for _ in self.ranks]
+        self.boards: list[list[StepBoundary]] = [[] for _ in self.ranks]
         self.plans: dict[str, Plan] = {}
         self.issued: dict[int, dict[int, int]] = {}
         self.meetings: dict[tuple[int, int, frozenset[int]], Meeting] = {}
@@ -115,9 +115,11 @@ class Job:
     def restart(self, reason: str) -> None:
         self.append(Entry(kind=Kind.RESTART, reason=reason))
 
-    def handed(self, generation: int, top: int) -> None:
+    def handed(self, generation: int, boundary: int) -> None:
         if self.ledger.generation == generation and self.ledger.change is not None:
-            self.append(Entry(kind=Kind.RESIZE, workers=len(self.ledger.change.stay), reason=f"from batch top {top}"))
+            self.append(
+                Entry(kind=Kind.RESIZE, workers=len(self.ledger.change.stay), reason=f"from step boundary {boundary}")
+            )
 
     def change(self) -> None:
         """The number of workers is to change: a further machine has come, or a replacement is late."""
@@ -151,8 +153,8 @@ class Job:
         groups = {"world": worker.issued}
         alike = [r for r in self.ranks if self.replicas and r // self.replicas == worker.rank // self.replicas]
         members = {"world": members_text(self.ranks)}
-        top = Top(worker.version + 1, worker.version, 0, "batch", groups, members=members, replicas=alike)
-        worker.board = [*(each for each in worker.board if each.index < top.index), top][-2:]
+        boundary = StepBoundary(worker.version + 1, worker.version, 0, "batch", groups, members=members, replicas=alike)
+        worker.board = [*(each for each in worker.board if each.index < boundary.index), boundary][-2:]
         if worker.incarnation == self.ledger.incarnations[worker.rank]:
             self.boards[worker.rank] = worker.board
 

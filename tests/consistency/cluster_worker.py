@@ -10,7 +10,7 @@ from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.protocol.admission import let_in
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
-from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top, read_fronts
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary, read_fronts
 from shared_core.protocol.generation import (
     GIVEN_UP,
     Entry,
@@ -88,7 +88,7 @@ class Worker:
         self.entries: dict[int, Entry] = {}
         self.absent = frozenset[int]()
         self.acting = self.offering = False
-        self.target: Top | None = None
+        self.target: StepBoundary | None = None
         #: Generations in which it has said where it stands; what was agreed on; where all replacements are there.
         self.said: set[int] = set()
         self.agreed: dict[int, Agreed] = {}
@@ -174,12 +174,12 @@ class Worker:
     def joins(self) -> bool:
         return self.incarnation > 0 and self.generation < 0
 
-    def front(self, tops: tuple[Top, ...] = ()) -> Frontier:
+    def front(self, boundaries: tuple[StepBoundary, ...] = ()) -> Frontier:
         if self.joins:
             return Frontier(self.rank, self.incarnation, True, 0, tuple(self.board))
         log = sorted(self.log | self.replay)
         group = GroupFrontier(members_text(self.job.ranks), self.issued, Done(self.done).to_json(), log, [])
-        return Frontier(self.rank, self.incarnation, False, self.version, tops, {"world": group})
+        return Frontier(self.rank, self.incarnation, False, self.version, boundaries, {"world": group})
 
     def post(self, generation: int) -> None:
         if generation in self.said:
@@ -200,7 +200,7 @@ class Worker:
         except RecoveryFailed as error:
             agreed = Agreed(None, str(error))
         store.compare_set(plan_key(generation), "", agreed.to_json())
-        if agreed.plan is not None and not agreed.plan.tops:
+        if agreed.plan is not None and not agreed.plan.boundaries:
             store.compare_set(go_key(generation), "", "1")
 
     def await_plan(self, generation: int) -> Iterator[Pause]:
@@ -228,11 +228,11 @@ class Worker:
         yield from self.await_plan(generation)
         plan = self.agreed[generation].plan_or_fail()
         if joins:
-            if plan.tops.get(self.rank) != self.target:
-                self.job.say(f"{self}: its batch top is no longer reachable")
+            if plan.boundaries.get(self.rank) != self.target:
+                self.job.say(f"{self}: its step boundary is no longer reachable")
                 self.job.exit(self)
                 yield lambda: False
-            if self.job.store.add(f"{generation_key(generation)}/readies", 1) == len(plan.tops):
+            if self.job.store.add(f"{generation_key(generation)}/readies", 1) == len(plan.boundaries):
                 self.job.store.compare_set(go_key(generation), "", "1")
         yield lambda: self.ended(generation) or generation in self.gone
         if self.ended(generation):
@@ -249,10 +249,10 @@ class Worker:
         self.connected = generation if live else None
         if live or joins:
             self.generation = generation
-        if joins and (top := plan.tops[self.rank]) is not None:
-            self.issued = self.done = top.groups["world"]
+        if joins and (boundary := plan.boundaries[self.rank]) is not None:
+            self.issued = self.done = boundary.groups["world"]
             # Over lanes, who goes through the batch again does nothing in updates that the state contains.
-            self.version = plan.newest if self.job.lanes else top.version
+            self.version = plan.newest if self.job.lanes else boundary.version
         for each in plan.transfers:
             if each.destination == self.rank:
                 self.replay |= set(each.entries["world"])
@@ -313,11 +313,11 @@ class Worker:
             generation, store = entry.generation, self.job.store
             if not self.break_off(entry):
                 return
-            self.offering = True  # no batch top is passed from here on
+            self.offering = True  # no step boundary is passed from here on
             yield "offer"
             key = generation_key(generation)
-            tops = tuple((top.index, top.version, top.kind) for top in self.board)
-            offer = Offer(self.rank, 0, tops, None if self.joins else self.version)
+            boundaries = tuple((boundary.index, boundary.version, boundary.kind) for boundary in self.board)
+            offer = Offer(self.rank, 0, boundaries, None if self.joins else self.version)
             store.set(f"{key}/offer/{self.rank}", offer.to_json())
             yield from self.await_all("offer", entry.stay, generation)
             offers = (Offer.from_json(store.get(f"{key}/offer/{rank}").decode()) for rank in entry.stay)
@@ -333,7 +333,7 @@ class Worker:
             yield "cut"
             if self.rank == min(entry.stay):
                 yield from self.await_all("handed", tuple(cut.donors.values()), generation)
-                self.job.handed(generation, cut.top)
+                self.job.handed(generation, cut.boundary)
 
         return self.holding(body())
 
@@ -364,10 +364,10 @@ class Worker:
                 yield from self.await_plan(generation)
             except GenerationAbandoned:
                 continue
-            self.target = self.agreed[generation].plan_or_fail().tops.get(self.rank)
+            self.target = self.agreed[generation].plan_or_fail().boundaries.get(self.rank)
             yield "place found"
             if self.phase is Phase.STARTING:
-                self.step(Event.NO_TOP if self.target is None else Event.TOP_FOUND)
+                self.step(Event.NO_BOUNDARY if self.target is None else Event.BOUNDARY_FOUND)
                 if self.ended(generation):
                     self.post(self.newest)
 
@@ -381,7 +381,7 @@ class Worker:
                 yield lambda seen=generation: self.ended(seen)  # type: ignore[misc]
 
     def train(self) -> Iterator[Pause]:
-        """One step: publish the batch top, issue its collective, finish it."""
+        """One step: publish the step boundary, issue its collective, finish it."""
         yield lambda: not self.offering
         self.job.publish(self)
         if self.job.lanes:
@@ -467,8 +467,8 @@ class Worker:
             self.absent = turn.away
         event = Event.LET_IN_LATE if late else Event.LET_IN_SOME if turn.away else Event.LET_IN
         self.install(plan, generation, joins, event, turn.name)
-        if joins and (top := plan.tops[self.rank]) is not None:
-            self.board = [top]
+        if joins and (boundary := plan.boundaries[self.rank]) is not None:
+            self.board = [boundary]
 
 
 class Meeting:

@@ -10,7 +10,7 @@ import pytest
 from shared_core.errors import RecoveryFailed
 from shared_core.protocol.admission import let_in
 from shared_core.protocol.agreement import Agreed
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.plan import Plan
 
 #: Four ranks: 0 and 2 hold one stage, 1 and 3 another.
@@ -21,9 +21,11 @@ def world(seq: int = 5, **kw: Any) -> GroupFrontier:
     return GroupFrontier("0-3", seq, [seq], [], [], **kw)
 
 
-def survivor(rank: int, *, index: int = 7, version: int = 6, top: int = 6, **groups: GroupFrontier) -> Frontier:
+def survivor(rank: int, *, index: int = 7, version: int = 6, boundary: int = 6, **groups: GroupFrontier) -> Frontier:
     groups = groups or {"w": world()}
-    at = Top(index, top, 0, "batch", {name: group.next for name, group in groups.items()}, replicas=STAGES[rank])
+    at = StepBoundary(
+        index, boundary, 0, "batch", {name: group.next for name, group in groups.items()}, replicas=STAGES[rank]
+    )
     return Frontier(rank, 0, False, version, (at,), groups=groups)
 
 
@@ -39,18 +41,23 @@ def plan(*fronts: Frontier) -> Plan:
     return found
 
 
-def test_a_replacement_is_a_copy_of_a_replica_at_the_others_top() -> None:
+def test_a_replacement_is_a_copy_of_a_replica_at_the_others_boundary() -> None:
     found = plan(survivor(0), replacement(1), survivor(2), survivor(3))
-    top = found.tops[1]
-    assert top is not None and (top.index, top.version, top.groups, top.replicas) == (7, 6, {"w": 5}, [1, 3])
+    boundary = found.boundaries[1]
+    assert boundary is not None and (boundary.index, boundary.version, boundary.groups, boundary.replicas) == (
+        7,
+        6,
+        {"w": 5},
+        [1, 3],
+    )
     assert found.donors == {1: 3} and found.copies and not found.transfers
 
 
-def test_the_step_after_the_top_may_have_been_made() -> None:
-    """The replacement begins at the top, where its donor's parameters are newer."""
+def test_the_step_after_the_boundary_may_have_been_made() -> None:
+    """The replacement begins at the boundary, where its donor's parameters are newer."""
     found = plan(survivor(0, version=7), replacement(1), survivor(2, version=7), survivor(3, version=7))
-    top = found.tops[1]
-    assert top is not None and (top.index, top.version) == (7, 6)
+    boundary = found.boundaries[1]
+    assert boundary is not None and (boundary.index, boundary.version) == (7, 6)
 
 
 def test_it_counts_only_in_its_own_groups() -> None:
@@ -63,8 +70,8 @@ def test_it_counts_only_in_its_own_groups() -> None:
         survivor(2, w=world(), other=other),
         survivor(3, w=world(), pair=pair),
     )
-    top = found.tops[1]
-    assert top is not None and top.groups == {"w": 5, "pair": 9} and top.members["pair"] == "1,3"
+    boundary = found.boundaries[1]
+    assert boundary is not None and boundary.groups == {"w": 5, "pair": 9} and boundary.members["pair"] == "1,3"
 
 
 def test_channels_go_on_where_the_peers_are() -> None:
@@ -75,8 +82,8 @@ def test_channels_go_on_where_the_peers_are() -> None:
         survivor(2, w=world(received={"0,2,0": 2})),
         survivor(3),
     )
-    top = found.tops[1]
-    assert top is not None and top.received == {"w": {"0,1,0": 8}} and top.sent == {"w": {"1,0,0": 6}}
+    boundary = found.boundaries[1]
+    assert boundary is not None and boundary.received == {"w": {"0,1,0": 8}} and boundary.sent == {"w": {"1,0,0": 6}}
     assert found.received["w"] == {"0,1,0": 8, "0,2,0": 2, "1,0,0": 6}
 
 
@@ -99,7 +106,7 @@ def test_two_replacements_have_donors_of_their_own() -> None:
                 replace(front, groups={"w": world(7)}) if not front.replacement else front
                 for front in (survivor(0), replacement(1), survivor(2), survivor(3))
             ],
-            "since the last batch top, where a replacement begins, rank 0 has made 2 collectives in group 'w'",
+            "since the last step boundary, where a replacement begins, rank 0 has made 2 collectives in group 'w'",
         ),
         ([survivor(0), replacement(1), survivor(2), survivor(3, w=world(6))], "a collective of group 'w' is under way"),
         (

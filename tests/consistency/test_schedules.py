@@ -15,7 +15,7 @@ KINDS = {
     "rank_specific": {"messages": False},
     "messages": {"exclusive": False},
     "all": {},
-    "waits_across_tops": {"crossing": True},
+    "waits_across_boundaries": {"crossing": True},
 }
 
 
@@ -68,7 +68,7 @@ def test_many_more(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["replicated", "rank_specific", "messages", "all"])
 def test_one_loss_is_always_made_good(kind: str) -> None:
-    """Without operations that are waited for beyond a batch top: any number of ranks but all, lost at once."""
+    """Without operations that are waited for beyond a step boundary: any number of ranks but all, lost at once."""
     for seed in range(10_000, 10_250):
         _, failed = simulate(kind, seed, losses=1, chance=0.02)
         assert failed is None, f"kind {kind}, seed {seed}: {failed}"

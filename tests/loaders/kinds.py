@@ -450,7 +450,7 @@ class Life:
         return batch
 
     def state(self) -> bytes:
-        """What is published at a batch top."""
+        """What is published at a step boundary."""
         place = (self.epoch, self.number)
         return pickle.dumps(
             {

@@ -58,9 +58,9 @@ class Case:
         return batch * self.items // self.batches
 
     def step(self, epoch: int, batch: int) -> int:
-        """Number of the batch top of a batch, counted from 0."""
-        tops = self.batches + (self.framework == "plain")  # there the end of a pass is a top, too
-        return tops * epoch + batch + 1
+        """Number of the step boundary of a batch, counted from 0."""
+        boundaries = self.batches + (self.framework == "plain")  # there the end of a pass is a boundary, too
+        return boundaries * epoch + batch + 1
 
     def fault(self, rank: int, epoch: int, batch: int, incarnation: int = 0) -> Fault:
         """The rank is killed in the backward pass of a batch."""
@@ -196,16 +196,16 @@ def test_a_killed_job_goes_on_in_the_middle_of_an_epoch(
     """From the checkpoint at that batch; each sample that it had used is not read again."""
     case = next(case for case in CASES if (case.framework, case.kind) == way)
     args = [case.framework, case.kind, "--epochs", str(EPOCHS)]
-    top = case.step(epoch, batch)
-    env = options(tmp_path, every=top, on_failure="restart", checkpoint_background="false")
+    boundary = case.step(epoch, batch)
+    env = options(tmp_path, every=boundary, on_failure="restart", checkpoint_background="false")
     stop = {"STOP_AT": str(case.batches * epoch + batch)}
     with running(jobs, "read.py", args, env=env | stop) as job:
-        job.until(lambda: committed(tmp_path) == [top])
+        job.until(lambda: committed(tmp_path) == [boundary])
         job.kill()
         job.end()
     with running(jobs, "read.py", args, env=env) as job:
         result = finished(job)
-    assert went_on_from(result) == {top}, result.tail()
+    assert went_on_from(result) == {boundary}, result.tail()
     compare(result, jobs.reference("read.py", args=args))
     for rank in range(2):
         check_reads(result, case, rank, 0, epoch, batch)

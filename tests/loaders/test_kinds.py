@@ -44,7 +44,7 @@ def live_and_die(name: str, ahead: int, leave: int, losses: list[tuple[int, int]
     worker = Life(name, ahead, leave, draws=draws)
     for place, before, batch in expected:
         assert (worker.epoch, worker.number) == place
-        state = worker.state()  # as at every batch top
+        state = worker.state()  # as at every step boundary
         if place in losses:
             del worker
             torch.rand(5), random.random(), np.random.rand()

@@ -1,8 +1,8 @@
 """Logs and checkpoints that are damaged before a stage is lost: the result is right all the same, or it is said why all
 workers go back to a checkpoint, and then the result is right too.
 
-A rank damages its own files at the top of a batch. The rank that is lost later in the batch has had a message of it by
-then, so the damage is always there first.
+A rank damages its own files at the step boundary of a batch. The rank that is lost later in the batch has had a message
+of it by then, so the damage is always there first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pipelines import logging, resolutions, run, starts
 from shared_core.faults import Fault
 
 BASE = ("--stages", "4", "--steps", "10", "--tied", "--clip", "0.5")
-#: Checkpoints at batch tops 3 and 6; rank 1 damages its log as the script's step 6 (batch top 7) begins.
+#: Checkpoints at step boundaries 3 and 6; rank 1 damages its log as the script's step 6 (step boundary 7) begins.
 DAMAGE = ("--damage", "1", "6")
 LOST = Fault(2, 8, "pipe.forward", "SIGKILL", nth=2)
 
@@ -40,7 +40,7 @@ def test_the_log_that_a_replacement_needs_is_damaged(jobs: Jobs, tmp_path: Path,
     (restart,) = result.kinds("restart")
     reason = restart.fields["reason"]
     assert "the log on disk cannot be read" in reason or "no longer keeps it" in reason, result.tail()
-    assert "continues from the checkpoint at batch top 6" in result.stderr, result.tail()
+    assert "continues from the checkpoint at step boundary 6" in result.stderr, result.tail()
 
 
 @pytest.mark.nightly
@@ -68,7 +68,7 @@ def test_the_log_of_a_lost_stage_is_damaged(jobs: Jobs, tmp_path: Path, kind: st
 @pytest.mark.parametrize("kind", most(["flip log", "remove log", "remove index"], "remove index"))
 @pytest.mark.nightly
 def test_neighbours_are_lost_and_the_log_of_one_is_damaged(jobs: Jobs, tmp_path: Path, kind: str) -> None:
-    faults = [Fault(rank, 7, "batch_top", "SIGKILL") for rank in (1, 2)]
+    faults = [Fault(rank, 7, "step_boundary", "SIGKILL") for rank in (1, 2)]
     result = run(jobs, faults, BASE, env=env(tmp_path), extra=[*DAMAGE, kind])
     assert sorted(starts(result)) == [(1, 6), (2, 6)]
 
@@ -98,7 +98,7 @@ def test_both_checkpoints_are_damaged(jobs: Jobs, tmp_path: Path) -> None:
 def test_the_newest_checkpoint_and_a_log_are_damaged(jobs: Jobs, tmp_path: Path) -> None:
     damage = [*DAMAGE, "flip checkpoint 6", *DAMAGE, "flip log"]
     result = run(jobs, [LOST], BASE, env=env(tmp_path), extra=damage, restarts=1)
-    assert "continues from the checkpoint at batch top 3" in result.stderr, result.tail()
+    assert "continues from the checkpoint at step boundary 3" in result.stderr, result.tail()
 
 
 def test_no_room_for_the_log(jobs: Jobs, tmp_path: Path) -> None:
@@ -110,4 +110,4 @@ def test_no_room_for_the_log(jobs: Jobs, tmp_path: Path) -> None:
     result = run(jobs, [LOST], args, env=again, extra=[*DAMAGE, "no room"], restarts=1)
     told = [line for line in result.stderr.splitlines() if "messages are no longer logged" in line]
     assert len(told) == 1 and "rank 1" in told[0] and "make room" in told[0], result.tail()
-    assert "continues from the checkpoint at batch top 6" in result.stderr, result.tail()
+    assert "continues from the checkpoint at step boundary 6" in result.stderr, result.tail()

@@ -107,7 +107,7 @@ def test_all_replicas_of_a_stage_are_lost_with_messages_logged(jobs: Jobs, tmp_p
     faults = both_of_a_stage(stage, 7)
     result = run(jobs, faults, FULL, env=logging(tmp_path, log_messages="always"))
     assert resolutions(result) == {"replay"}
-    assert {top for _, top in starts(result)} == {6}
+    assert {boundary for _, boundary in starts(result)} == {6}
 
 
 @pytest.mark.parametrize("stage", most(["first", "last"], "last"))
@@ -115,7 +115,7 @@ def test_all_replicas_of_a_stage_are_lost_without_a_log(jobs: Jobs, tmp_path: Pa
     """Two steps after the checkpoint: of one step, the others mostly have all messages in memory still."""
     faults = both_of_a_stage(stage, 8)
     result = run(jobs, faults, FULL, env=logging(tmp_path), restarts=1)
-    assert "continues from the checkpoint at batch top 6" in result.stderr, result.tail()
+    assert "continues from the checkpoint at step boundary 6" in result.stderr, result.tail()
 
 
 @pytest.mark.nightly

@@ -57,7 +57,7 @@ def test_a_replacement_that_has_measured_nothing(jobs: Jobs, tmp_path: Path) -> 
 
 @pytest.mark.nightly
 def test_after_a_restart_the_plan_stays(jobs: Jobs, tmp_path: Path) -> None:
-    """At the batch top of the checkpoint from which all start again nobody has measured anything. Rank 1 needs what
+    """At the step boundary of the checkpoint from which all start again nobody has measured anything. Rank 1 needs what
     neither neighbour has: rank 0's log is gone, and rank 2 is in its group."""
     lost, damage = [Fault(1, 15, "pipe.forward", "SIGKILL", 2)], ("--damage", "0", "13", "remove log")
     env = logging(tmp_path, 4, log_segment_bytes=4096, **OPTIONS)

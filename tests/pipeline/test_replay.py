@@ -12,7 +12,7 @@ from shared_core.faults import Fault
 
 BASE = ("--stages", "4", "--steps", "10", "--tied", "--clip", "0.5")
 
-#: A checkpoint is written at batch tops 3, 6 and 9. The loss, and the top at which the replay starts.
+#: A checkpoint is written at step boundaries 3, 6 and 9. The loss, and the boundary at which the replay starts.
 PLACES = {
     "first stage, before the first checkpoint": (Fault(0, 2, "pipe.forward", "SIGKILL", nth=3), 0),
     "middle stage, first batch": (Fault(1, 1, "pipe.backward", "SIGKILL", nth=2), 0),
@@ -43,10 +43,10 @@ PLACES = {
     ),
 )
 def test_a_lost_stage_is_rebuilt(jobs: Jobs, tmp_path: Path, place: str) -> None:
-    fault, top = PLACES[place]
+    fault, boundary = PLACES[place]
     result = run(jobs, [fault], BASE, env=logging(tmp_path))
     assert resolutions(result) == {"replay"}, result.tail()
-    assert starts(result) == [(fault.rank, top)]
+    assert starts(result) == [(fault.rank, boundary)]
 
 
 @pytest.mark.parametrize("rank", most(["0", "1"], "0"))
@@ -78,7 +78,7 @@ def test_the_replacement_is_lost_in_its_replay(jobs: Jobs, tmp_path: Path) -> No
 def test_a_neighbour_is_lost_while_it_streams(jobs: Jobs, tmp_path: Path, neighbour: str, point: str) -> None:
     faults = [Fault(1, 5, "pipe.backward", "SIGKILL", nth=2), Fault(int(neighbour), -1, point, "SIGKILL")]
     result = run(jobs, faults, BASE, env=logging(tmp_path))
-    assert {top for _, top in starts(result)} == {3}
+    assert {boundary for _, boundary in starts(result)} == {3}
 
 
 @pytest.mark.parametrize("rank", most(["0", "2"], "2"))

@@ -52,7 +52,7 @@ def pipeline(
 
 def lose(cluster: Cluster, *ranks: int) -> None:
     """Kill the machines of these ranks at once, past the second checkpoint."""
-    cluster.until(lambda: cluster.tops(ranks[0]) >= 2 * EVERY + 2)
+    cluster.until(lambda: cluster.boundaries(ranks[0]) >= 2 * EVERY + 2)
     places = [cluster.place_of(rank) for rank in ranks]
     for place in places:
         cluster.machines[place].cut()
@@ -80,7 +80,9 @@ def test_a_machine_without_replicas_is_lost(jobs: Jobs, tmp_path: Path) -> None:
     with pipeline(jobs, tmp_path, 3, options={"log.groups": "machine"}) as cluster:
         lose(cluster, 2)
         result = check(jobs, cluster)
-    assert {rank for rank, _ in starts(result)} == {2, 3} and min(top for _, top in starts(result)) >= 2 * EVERY
+    assert {rank for rank, _ in starts(result)} == {2, 3} and min(
+        boundary for _, boundary in starts(result)
+    ) >= 2 * EVERY
     assert processes(result, 0) == processes(result, 1) == 1, result.tail()
 
 
@@ -93,7 +95,9 @@ def test_machines_next_to_each_other_are_lost(jobs: Jobs, tmp_path: Path, log_gr
     with pipeline(jobs, tmp_path, 6, options=options, nnodes=4, nproc=1) as cluster:
         lose(cluster, 2, 3)
         result = check(jobs, cluster)
-    assert {rank for rank, _ in starts(result)} == {2, 3} and min(top for _, top in starts(result)) >= 2 * EVERY
+    assert {rank for rank, _ in starts(result)} == {2, 3} and min(
+        boundary for _, boundary in starts(result)
+    ) >= 2 * EVERY
     assert processes(result, 0) == processes(result, 1) == 1, result.tail()
 
 

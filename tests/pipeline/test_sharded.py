@@ -78,4 +78,4 @@ def test_without_a_replica_from_the_checkpoint(jobs: Jobs, tmp_path: Path, mode:
     result = jobs.check("pipe.py", nproc=2, faults=[fault], env=env, args=MODES[mode])
     assert _resolutions(result) == {"replay"}
     (ready,) = (event for event in result.events if event.kind == "replacement_ready")
-    assert ready.fields["top"] in (2, 4)
+    assert ready.fields["boundary"] in (2, 4)

@@ -41,11 +41,11 @@ def helped(result: JobResult) -> list[int]:
 def test_a_replay_is_shared_and_bitwise_the_same(jobs: Jobs, tmp_path: Path, rank: str) -> None:
     fault = Fault(int(rank), 8, "pipe.forward", "SIGKILL", 2 if rank != "3" else 1)
     result = run(jobs, tmp_path, [fault], "--tied", "--clip", "0.1", "--schedule", "--autocast", "bfloat16")
-    assert helped(result) == [2]  # from the checkpoint at batch top 6 to batch top 8, and no further
+    assert helped(result) == [2]  # from the checkpoint at step boundary 6 to step boundary 8, and no further
 
 
 #: Log groups, and who is lost. The line that replays together is the whole group, or all neighbours that are lost. From
-#: the checkpoint at batch top 4 to batch top 7: by then the first messages since are dropped from memory.
+#: the checkpoint at step boundary 4 to step boundary 7: by then the first messages since are dropped from memory.
 LINES = {
     "first two stages": ("0-1", [Fault(1, 7, "pipe.forward", "SIGKILL", 2)]),
     "middle two stages": ("1-2", [Fault(2, 7, "pipe.backward", "SIGKILL", 2)]),

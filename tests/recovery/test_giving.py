@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery import giving
 from shared_core.worker.recovery.copies import Copies
@@ -25,7 +25,7 @@ from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
 REPLACEMENT = 3
-TOP = Top(index=1, version=0, entry=0, kind="batch", groups={})
+BOUNDARY = StepBoundary(index=1, version=0, entry=0, kind="batch", groups={})
 
 
 class Rank:
@@ -77,9 +77,9 @@ def moved(inners: list[InnerGroup], steps: list[int]) -> tuple[list[Rank], list[
     places = [parameter.data_ptr() for parameter in replacement.net.parameters()]
     given = together(
         [
-            lambda: ranks[0].giving.give(inners[0], REPLACEMENT, TOP),
-            lambda: ranks[1].giving.help(inners[1], REPLACEMENT, TOP),
-            lambda: ranks[2].giving.help(inners[2], REPLACEMENT, TOP),
+            lambda: ranks[0].giving.give(inners[0], REPLACEMENT, BOUNDARY),
+            lambda: ranks[1].giving.help(inners[1], REPLACEMENT, BOUNDARY),
+            lambda: ranks[2].giving.help(inners[2], REPLACEMENT, BOUNDARY),
             lambda: replacement.giving.take(inners[REPLACEMENT], 0, [1, 2]),
         ]
     )

@@ -20,7 +20,7 @@ import torch
 from shared_core.encoding.plain import dumps, loads, pieces
 from shared_core.errors import CorruptFile, SwiftError
 from shared_core.loaders.reshard import MARK
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.testing.digest import digest
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.state import input_checksums
@@ -118,37 +118,37 @@ def test_a_type_name_cannot_reach_other_attributes_of_torch(name: str) -> None:
 
 def test_every_truncation_and_every_flipped_byte_is_noticed(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
-    board.publish_top(Top(1, 0, 0, "batch", {"w": 3}), {"a": torch.arange(3.0), "b": "text"})
-    path = tmp_path / "rank0" / "top.1"
+    board.publish_boundary(StepBoundary(1, 0, 0, "batch", {"w": 3}), {"a": torch.arange(3.0), "b": "text"})
+    path = tmp_path / "rank0" / "boundary.1"
     whole = path.read_bytes()
     whole = whole[: HEADER_BYTES + sum(struct.unpack_from("<IQ", whole))]  # there is room behind it
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(CorruptFile):
-            board.read_top(1)
-        assert board.tops() == []
+            board.read_boundary(1)
+        assert board.boundaries() == []
     for place in range(0, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
-        assert board.tops() == []
+        assert board.boundaries() == []
         with pytest.raises(CorruptFile):
-            board.read_top(1)
+            board.read_boundary(1)
     path.write_bytes(whole)
-    assert board.tops() == [Top(1, 0, 0, "batch", {"w": 3})]
+    assert board.boundaries() == [StepBoundary(1, 0, 0, "batch", {"w": 3})]
 
 
 def test_a_flipped_bit_in_large_tensors_is_noticed(tmp_path: pathlib.Path) -> None:
     """Their checksum is another one: that of sums."""
     board = Board(tmp_path / "rank0")
     state = {"a": torch.arange(50_001.0), "b": torch.arange(70_003, dtype=torch.uint8), "c": torch.arange(3.0)}
-    board.publish_top(Top(1, 0, 0, "batch", {}), state)
-    assert all(torch.equal(each, state[name]) for name, each in board.read_top(1).items())
-    path = tmp_path / "rank0" / "top.1"
+    board.publish_boundary(StepBoundary(1, 0, 0, "batch", {}), state)
+    assert all(torch.equal(each, state[name]) for name, each in board.read_boundary(1).items())
+    path = tmp_path / "rank0" / "boundary.1"
     whole = path.read_bytes()
     size = HEADER_BYTES + sum(struct.unpack_from("<IQ", whole))
     for place in [*range(0, size, 997), *range(size - 70_003, size, 499), size - 1]:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
         with pytest.raises(CorruptFile):
-            board.read_top(1)
+            board.read_boundary(1)
 
 
 class Deadly:
@@ -175,8 +175,9 @@ def state_of(index: int) -> dict[str, Any]:
 
 
 def publish_until_killed(folder: pathlib.Path, first: int, writes: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Publish tops from ``first`` on in a process that dies before its memory is written to for the ``writes``-th time.
-    Returns the last one that was published for sure."""
+    """Publish boundaries from ``first`` on in a process that dies before its memory is written to for the ``writes``-th
+    time. Returns the last one that was published for sure.
+    """
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
@@ -184,7 +185,7 @@ def publish_until_killed(folder: pathlib.Path, first: int, writes: int, monkeypa
         monkeypatch.setattr(slots_module, "map_room", lambda path, size: Deadly(room(path, size), left))
         board = Board(folder)
         for index in range(first, first + 100):
-            board.publish_top(Top(index, index, 0, "batch", {}), state_of(index))
+            board.publish_boundary(StepBoundary(index, index, 0, "batch", {}), state_of(index))
             board.publish_mid(index, 0, state_of(index))
             board.drop_before(index - 1)
             os.write(theirs, bytes([index]))
@@ -199,54 +200,56 @@ def test_a_writer_killed_at_any_moment_leaves_whole_publications(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     board = Board(tmp_path / "rank0")
-    board.publish_top(Top(1, 1, 0, "batch", {}), state_of(1))
+    board.publish_boundary(StepBoundary(1, 1, 0, "batch", {}), state_of(1))
     seen = set()
     for writes in range(0, 2200, 97):
         folder = tmp_path / f"killed{writes}"
         shutil.copytree(board.folder, folder)
         done = publish_until_killed(folder, 2, writes, monkeypatch)
         successor = Board(folder)
-        found = [top.index for top in successor.tops()]
+        found = [boundary.index for boundary in successor.boundaries()]
         assert found[-1] - done in (0, 1) and found == list(range(found[0], found[-1] + 1))
         assert set(range(max(1, done - 1), done + 1)) <= set(found), "what was kept is there"
         for index in found:
-            assert digest(successor.read_top(index)) == digest(state_of(index))
+            assert digest(successor.read_boundary(index)) == digest(state_of(index))
             mid = successor.read_mid(index, 0)
             assert mid is None or digest(mid) == digest(state_of(index))
         newest = found[-1]
-        successor.publish_top(Top(newest, newest, 0, "batch", {}), state_of(newest))  # a replacement publishes it again
-        successor.publish_top(Top(newest + 1, 0, 0, "batch", {}), state_of(newest + 1))
+        successor.publish_boundary(
+            StepBoundary(newest, newest, 0, "batch", {}), state_of(newest)
+        )  # a replacement publishes it again
+        successor.publish_boundary(StepBoundary(newest + 1, 0, 0, "batch", {}), state_of(newest + 1))
         successor.drop_before(newest)
-        assert [top.index for top in successor.tops()] == [newest, newest + 1]
-        assert digest(successor.read_top(newest)) == digest(state_of(newest))
+        assert [boundary.index for boundary in successor.boundaries()] == [newest, newest + 1]
+        assert digest(successor.read_boundary(newest)) == digest(state_of(newest))
         seen.add((newest - done, len(found)))
     assert len(seen) > 2, "it was killed in different places"
 
 
-def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
+def test_old_boundaries_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
     for index in range(1, 5):
-        board.publish_top(Top(index, 0, 0, "batch", {}), {})
+        board.publish_boundary(StepBoundary(index, 0, 0, "batch", {}), {})
         board.publish_mid(index, 0, {"n": index})
     board.drop_before(3)
-    assert [top.index for top in board.tops()] == [3, 4]
+    assert [boundary.index for boundary in board.boundaries()] == [3, 4]
     assert board.read_mid(2, 0) is None and board.read_mid(3, 0) == {"n": 3} and board.read_mid(3, 1) is None
     board.drop_before(100)
-    assert [top.index for top in board.tops()] == [4]
-    assert Board(board.folder).read_top(4) == {} and board.read_mid(3, 0) is None
+    assert [boundary.index for boundary in board.boundaries()] == [4]
+    assert Board(board.folder).read_boundary(4) == {} and board.read_mid(3, 0) is None
     files = set(board.folder.iterdir())
-    board.publish_top(Top(5, 0, 0, "batch", {}), {"shorter": 1})  # over what a dropped one has left
-    assert len(set(board.folder.iterdir())) == len(files) and board.read_top(5) == {"shorter": 1}
+    board.publish_boundary(StepBoundary(5, 0, 0, "batch", {}), {"shorter": 1})  # over what a dropped one has left
+    assert len(set(board.folder.iterdir())) == len(files) and board.read_boundary(5) == {"shorter": 1}
     successor = Board(board.folder)
-    successor.publish_top(Top(6, 0, 0, "batch", {}), {})
+    successor.publish_boundary(StepBoundary(6, 0, 0, "batch", {}), {})
     assert {path.name for path in board.folder.iterdir()} == {
         "checks",
         "sources",
         "mid.4.0",
         "records",
-        "top.4",
-        "top.5",
-        "top.6",
+        "boundary.4",
+        "boundary.5",
+        "boundary.6",
     }
 
 
@@ -266,7 +269,7 @@ def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib
     for _ in range(3):
         own = board.orders.write([[1, 2], [3]])
         for _ in range(4):
-            board.publish_top(Top(index, 0, 0, "batch", {}), state(own) | {"dealt": state(dealt)})
+            board.publish_boundary(StepBoundary(index, 0, 0, "batch", {}), state(own) | {"dealt": state(dealt)})
             board.publish_mid(index, 0, {"n": index})
             board.publish_mid(index, 1, {"n": index})
             board.drop_before(index - 1)
@@ -276,13 +279,13 @@ def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib
         left = {
             f"{kind}.{number}{end}"
             for number in (index - 1, index - 2)
-            for kind, end in (("top", ""), ("mid", ".0"), ("mid", ".1"))
+            for kind, end in (("boundary", ""), ("mid", ".0"), ("mid", ".1"))
         }
         assert files() == left | {own, dealt}
         (board.folder / "order.0123.tmp").touch()  # it is killed while it writes one
         board = Board(tmp_path / "rank0")
         assert board.orders.read(own) == [[1, 2], [3]], "its replacement may begin there"
-        index -= 1  # it begins at the newest top, and publishes it again
+        index -= 1  # it begins at the newest boundary, and publishes it again
 
 
 def test_records_are_let_go_of_once_they_are_many(tmp_path: pathlib.Path) -> None:
@@ -336,14 +339,14 @@ def test_a_successor_takes_off_a_torn_record(tmp_path: pathlib.Path) -> None:
 
 def test_lengths_are_part_of_the_checksum(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
-    board.publish_top(Top(1, 0, 0, "batch", {"w": 3}), {"a": 1})
-    path = tmp_path / "rank0" / "top.1"
+    board.publish_boundary(StepBoundary(1, 0, 0, "batch", {"w": 3}), {"a": 1})
+    path = tmp_path / "rank0" / "boundary.1"
     whole = path.read_bytes()
     head, payload, crc = struct.unpack_from("<IQI", whole)
     path.write_bytes(struct.pack("<IQI", head - 1, payload + 1, crc) + whole[16:])
-    assert board.tops() == []
+    assert board.boundaries() == []
     with pytest.raises(CorruptFile):
-        board.read_top(1)
+        board.read_boundary(1)
 
 
 def test_checksums_are_a_ring(tmp_path: pathlib.Path) -> None:
@@ -358,7 +361,7 @@ def test_checksums_are_a_ring(tmp_path: pathlib.Path) -> None:
 
 def test_what_is_published_is_private(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "job" / "rank0")
-    board.publish_top(Top(1, 0, 0, "batch", {}), {})
+    board.publish_boundary(StepBoundary(1, 0, 0, "batch", {}), {})
     assert board.folder.stat().st_mode & 0o077 == 0
     assert all(path.stat().st_mode & 0o077 == 0 for path in board.folder.iterdir())
 

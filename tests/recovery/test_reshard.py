@@ -185,7 +185,7 @@ def test_every_loader_is_found_and_found_again(parts: Any, data: st.DataObject) 
 
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[Resized, set[int], int]:
-    """``(what was handed over, who published the batch top, new number of workers)``."""
+    """``(what was handed over, who published the step boundary, new number of workers)``."""
     world = draw(st.integers(1, 8))
     stay = draw(st.sets(st.integers(0, world - 1), min_size=1))
     published = stay | draw(st.sets(st.integers(0, world - 1)))

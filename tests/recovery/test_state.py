@@ -229,7 +229,7 @@ def test_images_bring_back_what_lay_between_two_updates(updates: Updates) -> Non
     donor, optimizers = build()
     ahead = Updates("auto")
     ahead.attach(Replicated([donor], optimizers))
-    ahead.at_top()
+    ahead.at_boundary()
     seen = []
     try:
         for seed in range(4):

@@ -32,8 +32,8 @@ CASES = {
     "sum": [kill(0, 3, 1, "reroute.reduce"), kill(2, 3, 9)],
     "one_after_the_other": [kill(1, 2, 5), kill(3, 3, 3)],
     "the_last_stage_first": [kill(2, 2, 5), kill(0, 3, 3)],
-    "between_steps": [kill(0, 3, 1, "batch_top"), kill(2, 3, 1, "batch_top")],
-    "one_between_steps": [kill(3, 3, 8), kill(1, 4, 1, "batch_top")],
+    "between_steps": [kill(0, 3, 1, "step_boundary"), kill(2, 3, 1, "step_boundary")],
+    "one_between_steps": [kill(3, 3, 8), kill(1, 4, 1, "step_boundary")],
     "before_any_data": [kill(0, 3, 1), kill(2, 3, 1)],
 }
 
@@ -56,8 +56,8 @@ HELD: dict[str, list[Fault]] = {
 def test_the_first_end_that_is_back_is_enough(jobs: Jobs, name: str) -> None:
     args = ("--clip", "1.0", "--steps", "12", "--sum-after", "11", "--hold", "2")
     result = check(jobs, [kill(0, 3, 2), kill(2, 3, 2), *HELD[name]], args)
-    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
-    assert tops.keys() == {0, 2} and tops[0] != tops[2], result.tail()
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("let_in")}
+    assert boundaries.keys() == {0, 2} and boundaries[0] != boundaries[2], result.tail()
 
 
 @pytest.mark.nightly
@@ -70,8 +70,10 @@ def test_a_replacement_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
     }.get(name, [])
     args = ("--steps", "40", "--copies", "5:2:1", "--sum-after", "40", "--hold", "5")
     result = check(jobs, [kill(0, 3, 2), kill(5, 3, 4), *faults], args, nproc=6)
-    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
-    assert tops.keys() == {0, 5, *(fault.rank for fault in faults)} and tops[0] != tops[5], result.tail()
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("let_in")}
+    assert boundaries.keys() == {0, 5, *(fault.rank for fault in faults)} and boundaries[0] != boundaries[5], (
+        result.tail()
+    )
 
 
 def sums(rank: int) -> Fault:
@@ -132,7 +134,7 @@ EVALUATIONS = {
     "first_stage": [kill(0, 4, 2, "reroute.evaluate")],
     "last_stage_at_the_end": [kill(3, 4, 1, "reroute.evaluated")],
     "both_ends": [kill(0, 4, 3, "reroute.evaluate"), kill(2, 4, 2, "reroute.evaluate")],
-    "both_ends_before_any_data": [kill(1, 4, 1, "batch_top"), kill(3, 4, 1, "batch_top")],
+    "both_ends_before_any_data": [kill(1, 4, 1, "step_boundary"), kill(3, 4, 1, "step_boundary")],
     "one_in_the_step_before": [kill(0, 3, 5), kill(2, 5, 2, "reroute.evaluate")],
     "one_after_the_other": [kill(3, 4, 2, "reroute.evaluate"), kill(1, 6, 3, "reroute.evaluate")],
 }
@@ -151,7 +153,7 @@ def test_an_evaluation_without_a_loss_is_deepspeed_s(jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 def test_an_evaluation_and_a_collective_after_it(jobs: Jobs) -> None:
-    """The replacements begin at the top of the evaluation, and pass it by."""
+    """The replacements begin at the step boundary of the evaluation, and pass it by."""
     check(jobs, EVALUATIONS["both_ends"], ("--evaluate-after", "3", "--sum-evaluated", "--steps", "5"))
 
 
@@ -168,7 +170,7 @@ def test_any_losses_that_leave_each_stage_a_replica(jobs: Jobs, seed: int) -> No
     faults = []
     for worker in lost:
         step = 2 + draw.choice((0, 0, 1))
-        point, nth = draw.choice((("reroute.action", draw.randint(1, 8)), ("batch_top", 1), ("reroute.reduce", 1)))
+        point, nth = draw.choice((("reroute.action", draw.randint(1, 8)), ("step_boundary", 1), ("reroute.reduce", 1)))
         faults.append(kill(worker.stage * topology.pipelines + worker.pipeline, step, nth, point))
     print(f"seed {seed}: {topology}, {faults}")
     args = ("--stages", str(topology.stages), "--clip", "1.0", "--steps", "6")

@@ -44,8 +44,8 @@ def test_a_checkpoint_has_no_update_that_is_taken_back(jobs: Jobs, tmp_path: Pat
     faults = [kill(rank, 8) for rank in (2, 3)]
     result = check(jobs, CLIPPED, faults, env)
     taken = {event.fields["step"] for event in result.kinds("update_taken_back")}
-    tops = [event.fields["top"] for event in result.kinds("checkpoint")]
-    assert result.kinds("restart") and 5 in taken and 6 in tops, result.tail()
+    boundaries = [event.fields["boundary"] for event in result.kinds("checkpoint")]
+    assert result.kinds("restart") and 5 in taken and 6 in boundaries, result.tail()
 
 
 @pytest.mark.nightly

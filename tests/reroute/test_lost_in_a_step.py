@@ -18,7 +18,7 @@ VARIANTS = ("staggered", "decoupled", "coupled")
 ROW = 9
 #: What is in no row, or inside an action, with the occurrences in one step.
 PLACES = (
-    ("batch_top", 1),
+    ("step_boundary", 1),
     ("lane.wait", 2),
     ("lane.wait", 7),
     ("lane.wait", 11),

@@ -71,7 +71,7 @@ def run(jobs: Jobs, layout: Layout, folder: Path) -> JobResult:
     ):
         cluster = running.cluster
         places = [cluster.place_of(rank) for rank in (place * layout.nproc for place in layout.lost)]
-        cluster.until(lambda: cluster.tops(0) >= 4, 60.0)
+        cluster.until(lambda: cluster.boundaries(0) >= 4, 60.0)
         for place in places:
             made[place].cut()
         for place in places:
@@ -96,7 +96,7 @@ class _Running:
             options=[f"--swift-config={folder / 'swift.json'}"],
         )
         last = layout.machines * layout.nproc - 1
-        self.cluster.until(lambda: bool(self.cluster.workers(last)) and self.cluster.tops(last) >= 2, 60.0)
+        self.cluster.until(lambda: bool(self.cluster.workers(last)) and self.cluster.boundaries(last) >= 2, 60.0)
 
     def close(self) -> None:
         self.cluster.stop()

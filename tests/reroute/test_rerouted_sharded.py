@@ -48,7 +48,7 @@ def test_without_a_loss_it_is_deepspeed(jobs: Jobs, mode: str, model: str) -> No
 
 #: How often a worker has been where in the step when it is lost.
 PLACES = {
-    "before": (1, "batch_top"),
+    "before": (1, "step_boundary"),
     "forward": (2, "reroute.forward"),
     "backward": (2, "reroute.backward"),
     "reduction": (1, "reroute.reduce"),
@@ -109,7 +109,7 @@ def test_the_last_worker_of_a_stage_is_lost(jobs: Jobs, tmp_path: Path, mode: st
     faults = [kill(rank, 5, 1, "reroute.forward") for rank in (2, 3)]
     result = go(jobs, faults, (*MODES[mode], *CLIPPED), env=env)
     assert len(result.kinds("restart")) == 1, result.tail()
-    assert {4} <= {event.fields["top"] for event in result.kinds("checkpoint")}, result.tail()
+    assert {4} <= {event.fields["boundary"] for event in result.kinds("checkpoint")}, result.tail()
 
 
 @pytest.mark.nightly

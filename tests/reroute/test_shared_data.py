@@ -30,7 +30,7 @@ def kill(rank: int, step: int, nth: int = 1, point: str = "reroute.action", afte
 CASES: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
     "in_a_step": (("--clip", "1.0"), 4, [kill(0, 3, 2), kill(2, 3, 2)]),
     "before_any_data": ((), 4, [kill(0, 3), kill(2, 3)]),
-    "between_steps": ((), 4, [kill(1, 3, 1, "batch_top"), kill(3, 3, 1, "batch_top")]),
+    "between_steps": ((), 4, [kill(1, 3, 1, "step_boundary"), kill(3, 3, 1, "step_boundary")]),
     "one_after_the_other": ((), 4, [kill(1, 2, 5), kill(3, 4, 3)]),
     "at_the_sum": ((), 4, [kill(0, 4, 1, "reroute.reduce"), kill(2, 4, 9)]),
     "one_stage_is_ahead": ((), 4, [kill(2, 5), kill(0, 4, 1, "reroute.reduce", after=0)]),

@@ -165,7 +165,7 @@ def main() -> None:
         if job is None:
             trainer.plain_step()
             continue
-        if job.batch_top() and args.damage and job.env.incarnation == 1:
+        if job.step_boundary() and args.damage and job.env.incarnation == 1:
             next(trainer.net.parameters()).data[0] += 1
         if trainer.loop["step"] == args.collective_at:
             dist.barrier()

@@ -68,7 +68,7 @@ def main() -> None:
     loop = {"step": 0}
     job.register("loop", lambda: dict(loop), loop.update)
     while loop["step"] < 5:
-        job.batch_top()
+        job.step_boundary()
         report.count(f"batch {loop['step']}")
         value = torch.full((4, 3), float(loop["step"]))
         elsewhere = loop["step"] == 4 and RANK == 1 and (replacement() or HOW == "mistake")

@@ -11,7 +11,7 @@ from shared_core.faults import Fault
 pytest.importorskip("deepspeed")
 
 STAGES = ["1", "2", "3"]
-#: Two epochs have six batches and seven tops each. An update has an operation for each part that a rank keeps.
+#: Two epochs have six batches and seven boundaries each. An update has an operation for each part that a rank keeps.
 LOSSES: dict[str, tuple[int, list[Fault]]] = {
     **EVERYWHERE,
     "in_the_update": (4, [Fault(1, 5, "update.during", "SIGKILL", nth=3)]),

@@ -11,7 +11,7 @@ from shared_core.faults import Fault
 from shared_core.testing.runner import compare
 
 #: Four groups of parameters: in each batch a forward gathers four times, a backward gathers three times and reduces
-#: four times, and clipping sums once. Two epochs have six batches and seven tops each, the last one for the end.
+#: four times, and clipping sums once. Two epochs have six batches and seven boundaries each, the last one for the end.
 FSDP: dict[str, tuple[int, list[Fault]]] = {
     **EVERYWHERE,
     "a_gather_in_forward": (2, [Fault(1, 4, "collective.before", "SIGKILL", nth=3)]),
@@ -27,14 +27,14 @@ FSDP: dict[str, tuple[int, list[Fault]]] = {
             Fault(1, 5, "collective.after", "SIGKILL", nth=9, incarnation=1),
         ],
     ),
-    "at_any_moment": (4, [Fault(1, 3, "batch_top", "SIGKILL", delay_s=0.01)]),
+    "at_any_moment": (4, [Fault(1, 3, "step_boundary", "SIGKILL", delay_s=0.01)]),
 }
 #: Two replicas of two shards: ranks 0 and 2 hold the same.
 HSDP: dict[str, list[Fault]] = {
     "a_reduction_in_backward": [Fault(1, 4, "collective.before", "SIGKILL", nth=9)],
     "in_the_update": [Fault(0, 9, "update.during", "SIGKILL", nth=12)],
     "both_replicas_of_a_shard": [Fault(0, 5, "collective.after", "SIGKILL", nth=9), Fault(2, 5, "forward", "SIGKILL")],
-    "at_a_batch_top": [Fault(3, 8, "batch_top", "SIGKILL")],
+    "at_a_step_boundary": [Fault(3, 8, "step_boundary", "SIGKILL")],
 }
 WAYS: dict[str, list[str]] = {
     "bf16": ["--mixed"],
@@ -55,7 +55,7 @@ AFTER_EVALUATIONS = [
 
 @pytest.mark.parametrize(
     "name",
-    few(FSDP, "a_gather_in_forward", "a_reduction_in_backward", "in_the_update", "at_a_batch_top"),
+    few(FSDP, "a_gather_in_forward", "a_reduction_in_backward", "in_the_update", "at_a_step_boundary"),
 )
 def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
     nproc, faults = FSDP[name]

@@ -17,7 +17,7 @@ FIT: dict[str, tuple[int, list[Fault]]] = {
     "before_it_clips": (2, [Fault(0, 8, "clip", "SIGKILL")]),
     "in_the_update": (2, [Fault(0, 9, "update.during", "SIGKILL", nth=20)]),
     "after_the_update": (2, [Fault(1, 6, "update.after", "SIGKILL")]),
-    "rank_0_at_a_batch_top": (4, [Fault(0, 7, "batch_top", "SIGKILL")]),
+    "rank_0_at_a_step_boundary": (4, [Fault(0, 7, "step_boundary", "SIGKILL")]),
     "in_a_validation": (2, [Fault(1, 3, "validation", "SIGKILL", nth=2)]),
     "rank_0_in_the_last_validation": (2, [Fault(0, 12, "validation", "SIGKILL")]),
     "in_the_first_batch": (2, [Fault(0, 1, "collective.after", "SIGKILL", nth=6)]),
@@ -59,7 +59,7 @@ WAYS: dict[str, list[str]] = {
         "a_gather_in_forward",
         "a_reduction_in_backward",
         "in_the_update",
-        "rank_0_at_a_batch_top",
+        "rank_0_at_a_step_boundary",
         "in_a_validation",
     ),
 )

@@ -29,7 +29,7 @@ def lose_a_machine(kind: str, jobs: Jobs, at: int = 20) -> None:
     with machines(3) as made, contextlib.ExitStack() as at_end:
         cluster = Cluster(jobs.warm, made, jobs.folder("machines"), SCRIPTS / script, args=args)
         at_end.callback(cluster.stop)
-        cluster.until(lambda: cluster.tops(2) >= at, 60.0)
+        cluster.until(lambda: cluster.boundaries(2) >= at, 60.0)
         assert 0 < len(cluster.kept(0)) < 6, "what no replacement can ask for is let go of"
         lost = cluster.place_of(2)
         made[lost].kill()

@@ -13,8 +13,8 @@ from shared_core.testing.runner import compare
 pytest.importorskip("deepspeed")
 
 STAGES = ["0", "1", "2", "3"]
-#: Two epochs have six batches and seven tops each, the last one for the end. With stages 1 and 2 a step reduces six
-#: times, sums the norm, and gathers; with stage 3 it gathers more than ten times before its first reduction.
+#: Two epochs have six batches and seven boundaries each, the last one for the end. With stages 1 and 2 a step reduces
+#: six times, sums the norm, and gathers; with stage 3 it gathers more than ten times before its first reduction.
 LOSSES: dict[str, tuple[int, list[Fault]]] = {
     **EVERYWHERE,
     "in_the_forward": (2, [Fault(1, 4, "forward", "SIGKILL")]),

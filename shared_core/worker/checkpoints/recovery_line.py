@@ -20,7 +20,7 @@ from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.protocol.codec import decode, text
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.members import members_text
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Store
@@ -42,9 +42,9 @@ def local_part(rank: int) -> str:
     return f"rank{rank}"
 
 
-def replicated_part(top: Top) -> str:
+def replicated_part(boundary: StepBoundary) -> str:
     """Name of the part that holds the parameters and optimizer state of a rank."""
-    return f"replicated{min(top.replicas, default=0)}.safetensors"
+    return f"replicated{min(boundary.replicas, default=0)}.safetensors"
 
 
 def parameter_names(replicated: Replicated) -> list[str]:
@@ -71,7 +71,7 @@ class Line:
     """A checkpoint that this rank could go on from.
 
     Attributes:
-        step: batch tops passed.
+        step: step boundaries passed.
         session: the attempt that made it; two that differ in it are never mixed.
         tier: where it is.
         meta: of the checkpoint.
@@ -113,7 +113,7 @@ class Loaded:
     """This rank's part of a checkpoint.
 
     Attributes:
-        top: the batch top.
+        boundary: the step boundary.
         local: rank-local state, ends and records.
         description: of the replicated state.
         tensors: of the replicated state, in its order.
@@ -124,7 +124,7 @@ class Loaded:
             one.
     """
 
-    top: Top
+    boundary: StepBoundary
     local: dict[str, Any]
     description: dict[str, Any]
     tensors: list[torch.Tensor]
@@ -216,18 +216,18 @@ def load(line: Line, rank: int) -> Loaded:
         CorruptFile: if it cannot be read as it was written.
     """
     local = load_local(line, rank)
-    top = top_of(local)
-    return Loaded(top, local, *load_replicated(line, top), line)
+    boundary = boundary_of(local)
+    return Loaded(boundary, local, *load_replicated(line, boundary), line)
 
 
-def top_of(local: Mapping[str, Any]) -> Top:
-    """The batch top that a rank's part is of."""
-    top = Top(**local["top"])
+def boundary_of(local: Mapping[str, Any]) -> StepBoundary:
+    """The step boundary that a rank's part is of."""
+    boundary = StepBoundary(**local["boundary"])
     # Older checkpoints list the members.
     texts = {
-        name: ranks if isinstance(ranks, str) else members_text(ranks) for name, ranks in dict(top.members).items()
+        name: ranks if isinstance(ranks, str) else members_text(ranks) for name, ranks in dict(boundary.members).items()
     }
-    return replace(top, members=texts)
+    return replace(boundary, members=texts)
 
 
 def load_local(line: Line, rank: int) -> dict[str, Any]:
@@ -239,37 +239,37 @@ def load_local(line: Line, rank: int) -> dict[str, Any]:
     try:
         source = line.open(local_part(rank))
         local: dict[str, Any] = loads(source.read_bytes() if isinstance(source, Path) else source)
-        top_of(local)
+        boundary_of(local)
         return local
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise _unreadable(line, error) from error
 
 
-def load_replicated(line: Line, top: Top) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def load_replicated(line: Line, boundary: StepBoundary) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Read the replicated state of a rank: its description, and the tensors in its order.
 
     Raises:
         CorruptFile: if it cannot be read as it was written.
     """
-    description, by_name = load_named(line, top)
+    description, by_name = load_named(line, boundary)
     return description, list(by_name.values())
 
 
-def load_named(line: Line, top: Top) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def load_named(line: Line, boundary: StepBoundary) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """As :func:`load_replicated`, the tensors by name.
 
     Raises:
         CorruptFile: if it cannot be read as it was written.
     """
     try:
-        by_name, metadata = image.load(line.open(replicated_part(top)))
+        by_name, metadata = image.load(line.open(replicated_part(boundary)))
         return json.loads(metadata[DESCRIPTION]), {name: by_name[name] for name in json.loads(metadata[NAMES])}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise _unreadable(line, error) from error
 
 
 def _unreadable(line: Line, error: Exception) -> CorruptFile:
-    return CorruptFile(f"the checkpoint at batch top {line.step} ({line.tier}) cannot be read: {error}")
+    return CorruptFile(f"the checkpoint at step boundary {line.step} ({line.tier}) cannot be read: {error}")
 
 
 def agree(
@@ -329,7 +329,7 @@ def agree(
         if rank == env.rank:
             saved = offers[key].saved
             where = f" in {saved.checkpoint.path.parent}" if saved is not None else ""
-            console(f"rank {rank}: the checkpoint at batch top {offers[key].step}{where} is passed over: {why}")
+            console(f"rank {rank}: the checkpoint at step boundary {offers[key].step}{where} is passed over: {why}")
     if refusal is not None:
         raise refusal
     client.set(_CHOSEN, _NOTHING)

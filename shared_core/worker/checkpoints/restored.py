@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shared_core.errors import CorruptFile
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.checkpoints.recovery_line import Collect, Loaded
 from shared_core.worker.state.publications import Board
 from shared_core.worker.state.records import Records, from_plain
@@ -19,7 +19,7 @@ class Restored:
     """The state that one rank starts from: a checkpoint, or what the workers handed on when their number changed.
 
     Attributes:
-        top: the batch top.
+        boundary: the step boundary.
         parts: rank-local state there.
         ends: results and state of finished entry calls.
         records: results of start-up operations, and of DDP's agreement on buckets.
@@ -34,7 +34,7 @@ class Restored:
         collect: see :class:`~shared_core.worker.checkpoints.recovery_line.Loaded`.
     """
 
-    top: Top
+    boundary: StepBoundary
     parts: dict[str, Any]
     ends: dict[int, tuple[Any, dict[str, Any]]]
     records: Records
@@ -53,7 +53,7 @@ def restored(loaded: Loaded) -> Restored:
     """What a checkpoint holds."""
     local = loaded.local
     return Restored(
-        loaded.top,
+        loaded.boundary,
         local["parts"],
         local["ends"],
         from_plain(local["records"]),

@@ -9,7 +9,7 @@ from typing import Any
 from shared_core.checkpoint import lineage
 from shared_core.errors import DamagedRecord
 from shared_core.protocol.codec import Name, decode, text
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Store
 from shared_core.worker.checkpoints.recovery_line import Line
@@ -81,12 +81,12 @@ class RunIdentity:
         except DamagedRecord as error:
             self._endings.give_up(error)
 
-    def meta(self, top: Top) -> dict[str, Any]:
-        """What a checkpoint at a batch top says of itself."""
+    def meta(self, boundary: StepBoundary) -> dict[str, Any]:
+        """What a checkpoint at a step boundary says of itself."""
         env = self._env
         return lineage.meta_of(
-            top.index,
-            top.version,
+            boundary.index,
+            boundary.version,
             session=self.session,
             run=self.run,
             command=env.command,

@@ -50,9 +50,9 @@ class Generations:
             first = self._groups.world is None
             self._groups.add(group)
             self._compare_places(group)
-            top, logged = state.listener.made_again(group.name)
-            if top is not None:
-                group.start_from(top)
+            boundary, logged = state.listener.made_again(group.name)
+            if boundary is not None:
+                group.start_from(boundary)
             group.replay.update(logged)
             # Decided under the lock: a recovery that ends now either finds the group, or leaves it to this thread.
             live, generation = not state.starting and not state.broken, state.generation

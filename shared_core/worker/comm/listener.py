@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import SwiftError
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.transport.store import Store
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.group_log import Logged
@@ -26,7 +26,7 @@ class RecordKey(NamedTuple):
         entry: number of the entry call.
         kind: the group, for the result of an operation; else what it is.
         name: of the operation; else which of its kind.
-        number: which of these; else the batch top.
+        number: which of these; else the step boundary.
         part: of the program.
     """
 
@@ -57,7 +57,7 @@ class Listener(Protocol):
     def first_group(self) -> None:
         """The default process group is made: form the first generation, or see that a replacement joins later."""
 
-    def made_again(self, group: str) -> tuple[Top | None, Mapping[int, Logged]]:
+    def made_again(self, group: str) -> tuple[StepBoundary | None, Mapping[int, Logged]]:
         """For a group that the program makes: the step boundary where a replacement begins in it (None in all others),
         and what was logged for it, by sequence number.
         """

@@ -67,7 +67,7 @@ class Op:
         "seq",
         "signature",
         "start",
-        "top",
+        "boundary",
         "value",
     )
 
@@ -89,7 +89,7 @@ class Op:
         checksum: int = 0,
     ) -> None:
         self.seq = -1
-        self.top = 0
+        self.boundary = 0
         self.place = b""
         self.attempt = 0
         self.awaited = False

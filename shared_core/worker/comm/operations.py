@@ -126,7 +126,7 @@ class Operations:
     def _number(self, group: GroupState, op: Op) -> None:
         """Give the operation the group's next number. Callers hold the lock."""
         state = self._state
-        op.seq, op.top, op.place = group.next, state.top, state.place.packed()
+        op.seq, op.boundary, op.place = group.next, state.boundary, state.place.packed()
         group.next += 1
         if group.places is not None:
             group.places.called(op.seq, op.place)

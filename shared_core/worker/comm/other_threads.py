@@ -1,8 +1,8 @@
 """Collectives and receives that another thread than the program's calls, as ``async_save`` of
 ``torch.distributed.checkpoint`` does.
 
-A replacement begins at a batch top, and what a thread of its predecessor was doing there nobody does again. So when a
-worker is lost while such a call reaches across a batch top, the others would wait for ever.
+A replacement begins at a step boundary, and what a thread of its predecessor was doing there nobody does again. So when
+a worker is lost while such a call reaches across a step boundary, the others would wait for ever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OtherThreads:
         self._program: threading.Thread = threading.main_thread()
         self._open: list[_Call] = []
         self._callers: set[threading.Thread] = set()
-        self._busy_at_top: frozenset[threading.Thread] = frozenset()
+        self._busy_at_boundary: frozenset[threading.Thread] = frozenset()
         self._at_loss: frozenset[threading.Thread] = frozenset()
 
     def called(self, what: Callable[[], str], done: Callable[[], bool]) -> None:
@@ -52,7 +52,7 @@ class OtherThreads:
             return
         self._callers.add(thread)
         self._open = [call for call in self._open if not call.done()]
-        self._open.append(_Call(thread, what(), done, thread in self._busy_at_top))
+        self._open.append(_Call(thread, what(), done, thread in self._busy_at_boundary))
         self._check()
 
     @property
@@ -60,13 +60,13 @@ class OtherThreads:
         """Whether threads that are alive have called some."""
         return any(thread.is_alive() for thread in self._callers)
 
-    def at_top(self) -> None:
-        """The program has published a batch top."""
+    def at_boundary(self) -> None:
+        """The program has published a step boundary."""
         self._program = threading.current_thread()
         alive = frozenset(threading.enumerate())
         self._at_loss &= alive
         self._callers &= alive
-        self._busy_at_top = alive - {each for each in self._callers if _is_idle(each)}
+        self._busy_at_boundary = alive - {each for each in self._callers if _is_idle(each)}
         for call in self._open:
             call.across = True
         self._check()
@@ -85,9 +85,10 @@ class OtherThreads:
             if call.across and call.thread in self._at_loss and not call.done():
                 state.listener.unrepeatable(
                     f"rank {state.rank}: thread {call.thread.name!r} of the script is in {call.what}, and what it does "
-                    "began before the last batch top. A worker was lost meanwhile, and its replacement, which begins "
+                    "began before the last step boundary. A worker was lost meanwhile, and its replacement, which "
+                    "begins "
                     "at "
-                    "a batch top, does not do this again. Wait for such work in the batch in which it begins "
+                    "a step boundary, does not do this again. Wait for such work in the batch in which it begins "
                     "(async_save(...).result()), or have checkpoints made by checkpoint.dir"
                 )
 

@@ -132,19 +132,19 @@ class Channels:
             self._sent[channel] = index + 1
             if self._group.places is not None:
                 self._group.places.sent(channel, index, self._state.place.packed())
-            self._log.setdefault(channel, deque()).append((index, self._state.top, copy))
+            self._log.setdefault(channel, deque()).append((index, self._state.boundary, copy))
             self.nbytes += copy.numel() * copy.element_size()
             # The copy is ours, so the caller need not wait: a send is done when it is posted.
             work = self._finished(P2PWork(self, channel, index, copy))
             live = self._group.inner is not None and channel not in self._streams
             if live and index >= self._has.get(channel_key(channel), 0):
                 self._post_send(copy, channel)
-        self._archive(channel, index, self._state.top, copy)
+        self._archive(channel, index, self._state.boundary, copy)
         return work
 
-    def _archive(self, channel: Channel, index: int, top: int, copy: torch.Tensor) -> None:
+    def _archive(self, channel: Channel, index: int, boundary: int, copy: torch.Tensor) -> None:
         if self._disk.archive is not None:
-            self._disk.put_message(self._group.ranks[channel[1]], self._name(channel), index, top, copy)
+            self._disk.put_message(self._group.ranks[channel[1]], self._name(channel), index, boundary, copy)
 
     def _name(self, channel: Channel) -> str:
         return f"{self._group.name}|{channel_key(channel)}"
@@ -152,8 +152,8 @@ class Channels:
     def archive_all(self) -> None:
         """Put everything that is kept into the archive, which has just been opened."""
         for channel, log in self._log.items():
-            for index, top, copy in log:
-                self._archive(channel, index, top, copy)
+            for index, boundary, copy in log:
+                self._archive(channel, index, boundary, copy)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
         """Receive into ``tensor``.
@@ -312,7 +312,7 @@ class Channels:
         return first if on_disk is None else on_disk
 
     def start_from(self, received: dict[str, int], sent: dict[str, int]) -> None:
-        """Take over a predecessor's counts at its batch top."""
+        """Take over a predecessor's counts at its step boundary."""
         for key, count in received.items():
             channel = _channel(key)
             self._received[channel] = Done(count)
@@ -387,10 +387,10 @@ class Channels:
                 if work.inner_work is None:
                     work.error = error
 
-    def drop_before(self, top: int) -> None:
-        """Forget messages sent before batch top ``top``."""
+    def drop_before(self, boundary: int) -> None:
+        """Forget messages sent before step boundary ``boundary``."""
         for log in self._log.values():
-            while log and log[0][1] < top:
+            while log and log[0][1] < boundary:
                 tensor = log.popleft()[2]
                 self.nbytes -= tensor.numel() * tensor.element_size()
 

@@ -49,7 +49,9 @@ class StartUp:
         state = self._state
         key = self.place(group, op.signature[0])
         if not state.starting:
-            if key is not None and not (state.part and compat.in_backward()):  # of a batch whose top was no such point
+            if key is not None and not (
+                state.part and compat.in_backward()
+            ):  # of a batch whose boundary was no such point
                 self._record(key, op)
             return None
         recorded = self.recorded(key, op.results)

@@ -50,9 +50,9 @@ class SharedState:
         records: what a predecessor has recorded.
         expected: checksums of the predecessor's inputs, by group and sequence number.
         sources: from whom a failed worker has received its messages from any source, by group and number.
-        top: index of the last published batch top.
+        boundary: index of the last published step boundary.
         place: where the program is.
-        stable: newest batch top that every rank is known to have published.
+        stable: newest step boundary that every rank is known to have published.
         operates: whether the program's operations are run here, and not by torch's own groups of a device.
         checksums: whether inputs are summed and published.
         bucket_checksums: whether DDP's buckets are: with unused parameters they hold leftovers that mean nothing.
@@ -81,7 +81,7 @@ class SharedState:
         self.records: dict[RecordKey, list[torch.Tensor]] = {}
         self.expected: dict[tuple[int, int], int] = {}
         self.sources: dict[tuple[int, int], int] = {}
-        self.top = self.stable = 0
+        self.boundary = self.stable = 0
         self.place = ProgramPlace()
         self.beside: tuple[float, tuple[int, ...], str] | None = None
         self._waiting = 0
@@ -134,17 +134,17 @@ class SharedState:
     # -- where the program is ----------------------------------------------------------------------
 
     def enter_call(self, entry: int) -> None:
-        """The program begins or leaves an entry call: up to the next batch top it starts up."""
+        """The program begins or leaves an entry call: up to the next step boundary it starts up."""
         with self.lock:
             self.entry, self.in_startup = entry, True
             self.place.enter_call(entry)
 
     def start_up_again(self, part: Part = (), *, hold: bool = False) -> None:
-        """What the program does up to the next batch top a replacement does again.
+        """What the program does up to the next step boundary a replacement does again.
 
         Args:
             part: what begins here; empty to go on with the same part.
-            hold: a replacement does it again only if another batch top follows before the next part: see
+            hold: a replacement does it again only if another step boundary follows before the next part: see
                 :meth:`keep_held`.
         """
         with self.lock:
@@ -152,16 +152,16 @@ class SharedState:
             self.held = Held() if hold else None
 
     def keep_held(self) -> None:
-        """Another batch top follows in this part: replacements need what it has recorded."""
+        """Another step boundary follows in this part: replacements need what it has recorded."""
         with self.lock:
             held, self.held = self.held, None
         for key, results in held.entries if held is not None else ():
             self.listener.record(key, results)
 
-    def passed_top(self, top: int) -> None:
-        """This rank has published a batch top."""
+    def passed_boundary(self, boundary: int) -> None:
+        """This rank has published a step boundary."""
         with self.lock:
-            self.top, self.in_startup = top, False
+            self.boundary, self.in_startup = boundary, False
 
     def answer_from(self, records: dict[RecordKey, list[torch.Tensor]]) -> None:
         """From now on operations are answered from what a predecessor has recorded."""

@@ -124,13 +124,13 @@ class Archive:
                 return
             self._writer.add(record)
 
-    def drop_before(self, top: int) -> None:
-        """Remove what waits from before batch top ``top``, and the segments in which every record is older. The files
-        are deleted in the background.
+    def drop_before(self, boundary: int) -> None:
+        """Remove what waits from before step boundary ``boundary``, and the segments in which every record is older.
+        The files are deleted in the background.
         """
         with self._changed:
-            self._writer.drop_before(top)
-            for segment in [one for one in self._index.segments if one.top < top]:
+            self._writer.drop_before(boundary)
+            for segment in [one for one in self._index.segments if one.boundary < boundary]:
                 self._index.drop(segment)
             self._changed.notify_all()
 

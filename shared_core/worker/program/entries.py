@@ -8,9 +8,9 @@ from typing import Any
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime, groups_made, skip_groups
 from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.program.batch_tops import BatchTops
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.recovery.reporting import News
 from shared_core.worker.recovery.start import Start
 from shared_core.worker.state.local_state import Parts, Position
@@ -59,12 +59,12 @@ class Entries:
         board: Board,
         parts: Parts,
         news: News,
-        tops: BatchTops,
+        boundaries: StepBoundaries,
         publishing: Publishing,
         joining: Joining,
     ) -> None:
         self._start, self._position, self._runtime, self._board = start, position, runtime, board
-        self._parts, self._news, self._tops = parts, news, tops
+        self._parts, self._news, self._boundaries = parts, news, boundaries
         self._publishing, self._joining = publishing, joining
         self._groups = 0
 
@@ -106,18 +106,18 @@ class Entries:
         if self._joining.pending:
             return
         self._news.deliver()
-        self._position.tops += 1
+        self._position.boundaries += 1
         parts = self._parts.capture() | {_GROUPS: groups_made()}
         self._board.publish_end(self._position.entry, result, parts)
-        self._publishing.at_top("end")
+        self._publishing.at_boundary("end")
         self._leave()
 
-    def evaluation_top(self) -> bool:
-        """As :meth:`Job.batch_top`, at the start of a stand-alone evaluation."""
-        return self._tops.evaluation()
+    def evaluation_boundary(self) -> bool:
+        """As :meth:`Job.step_boundary`, at the start of a stand-alone evaluation."""
+        return self._boundaries.evaluation()
 
     def between(self, phase: int = 0, epoch: int | None = None, pass_: int = 0) -> None:
-        """What the script does from here to the next batch top a replacement does again, whose place is further on.
+        """What the script does from here to the next step boundary a replacement does again, whose place is further on.
         Results of collectives are kept for it.
 
         Args:

@@ -1,4 +1,4 @@
-"""A replacement takes its predecessor's place, at the batch top where that was."""
+"""A replacement takes its predecessor's place, at the step boundary where that was."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Joining:
         return self._start.beginning.joining
 
     def at(self, kind: str) -> bool:
-        """The program is at a batch top of this kind; whether that was the place, which is taken now."""
+        """The program is at a step boundary of this kind; whether that was the place, which is taken now."""
         if not self._start.beginning.is_here(kind, self._position.entry):
             return False
         self._join()
@@ -71,25 +71,25 @@ class Joining:
         let_in = received is not None and place.added
         if received is not None:
             self._replays.begin(received.replaying)
-        self._updates.load(place.top.version, place.description, place.tensors, owned=place.owned)
-        self._buckets.settle(place.records, place.top)
+        self._updates.load(place.boundary.version, place.description, place.tensors, owned=place.owned)
+        self._buckets.settle(place.records, place.boundary)
         with self._position.restoring(resized=place.resized, added=place.added):
             self._take_place(place)
         self._position.note_rejoined(let_in)
-        self._news.began(place.top.index, beginning.reached(place))
+        self._news.began(place.boundary.index, beginning.reached(place))
         self._news.passed()
         if let_in or received is None:
             # Where a checkpoint is there already, or others make none, none is made.
-            self._publishing.publish(place.top.kind, save=not (let_in or place.tier))
+            self._publishing.publish(place.boundary.kind, save=not (let_in or place.tier))
         if received is not None:
             self._news.joined(received, **({} if let_in else {"joined_s": time.time() - started}))
 
     def _take_place(self, place: Restored) -> None:
         parts = place.parts | self._parts.of_main(place.main)
-        self._position.tops = place.top.index
+        self._position.boundaries = place.boundary.index
         if "swift.place" in parts:  # not in checkpoints of earlier versions
             self._place.restore(parts["swift.place"])
-        self._start.checkpoints.joined(place.top, saved=bool(place.tier))
+        self._start.checkpoints.joined(place.boundary, saved=bool(place.tier))
         self._start.beginning.joined()
         if "swift.groups_made" in parts:  # before variables, which may name groups
             self._made_groups.restore(parts["swift.groups_made"], missing=not (place.resized or place.added))
@@ -98,6 +98,6 @@ class Joining:
         self._buckets.eligible = parts.get("swift.eligible", 0)
         images, outside = parts.get("swift.images", False), parts.get("swift.outside", False)
         again = bool(place.tier) or place.resized
-        self._updates.resume(self._position.tops, images=images, outside=outside, again=again)
-        inject.set_step(self._position.tops)
-        self._progress.top(self._position.tops)
+        self._updates.resume(self._position.boundaries, images=images, outside=outside, again=again)
+        inject.set_step(self._position.boundaries)
+        self._progress.boundary(self._position.boundaries)

@@ -1,4 +1,4 @@
-"""Plain data and numbers that are kept for replacements of this rank, beside what batch tops publish."""
+"""Plain data and numbers that are kept for replacements of this rank, beside what step boundaries publish."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Notes:
     def keep(self, kind: str, name: str, value: Any) -> None:
         """Keep plain data under a kind and a name; see :meth:`kept`."""
         self._start.beginning.settle()
-        self._board.records.add(RecordKey(self._position.entry, kind, name, self._position.tops), value)
+        self._board.records.add(RecordKey(self._position.entry, kind, name, self._position.boundaries), value)
 
     def kept(self, kind: str) -> dict[str, Any]:
         """What predecessors have kept under ``kind``, by name; the newest of each."""

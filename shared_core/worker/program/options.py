@@ -60,7 +60,7 @@ class Options:
         config = self.env.config.merged(wanted, self._told)
         if config == self.env.config:
             return
-        if self._runtime.world is not None or self._start.checkpoints.newest_top:
+        if self._runtime.world is not None or self._start.checkpoints.newest_boundary:
             raise ConfigError(
                 f"rank {self.env.rank}: checkpoint options came after the process group was created: give them "
                 "to the first Trainer or Accelerator (transformers: before TrainingArguments), or to swiftrun"

@@ -83,7 +83,7 @@ class Trained:
         self._buckets, self._passes, self._overlapped = buckets, passes, overlapped
         self._overlaps = False
         self._handles: list[Any] = []
-        self._alike = self._keeps_tops = self._meets = False
+        self._alike = self._keeps_boundaries = self._meets = False
         self._loose: Loose
         self._leftover = LeftoverGradients()
         self.replicas: list[int] = []
@@ -136,7 +136,7 @@ class Trained:
         )
         self._leftover.attach(replicated if alike and not self._config.reroutes and not divided else None)
         self._attach_shard(divided, replicated)
-        if self._keeps_tops:
+        if self._keeps_boundaries:
             self._updates.outside.expect()
         if replicas is not None:
             self._attach_stage(sorted(replicas))
@@ -211,7 +211,7 @@ class Trained:
         self._meets = False
         if self.shard is not None:
             self._parts.register(SHARD, self.shard.capture, self.shard.restore)
-            self._meets = self.shard.apart and not results.knows_tops
+            self._meets = self.shard.apart and not results.knows_boundaries
 
     def _register(self, attached: Attached) -> None:
         self._passes.attach(attached.buffers)
@@ -224,9 +224,9 @@ class Trained:
         register("swift.hyperparameters", attached.groups, attached.restore_groups)
         register(LOOSE, self._capture_loose, self._loose.restore)
 
-    def keep_tops(self) -> None:
-        """See :meth:`Job.keep_tops`."""
-        self._keeps_tops = True
+    def keep_boundaries(self) -> None:
+        """See :meth:`Job.keep_boundaries`."""
+        self._keeps_boundaries = True
         self._updates.outside.expect()
 
     def alike(self) -> None:
@@ -248,11 +248,12 @@ class Trained:
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
         return bool(self._alike or self.replicas or (replicated is not None and replicated.stepped() <= summed))
 
-    # -- at batch tops -------------------------------------------------------------------------------------------------
+    # -- at step boundaries
+    # -------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """The end of an operation of all ranks tells each of them that the others have published the last batch top, so
-        what is older can go. Where the model has no such operation, and nobody sees it, here is one.
+        """The end of an operation of all ranks tells each of them that the others have published the last step
+        boundary, so what is older can go. Where the model has no such operation, and nobody sees it, here is one.
         """
         if self._meets and self._runtime.operates:
             dist.all_reduce(torch.zeros(1))
@@ -282,9 +283,9 @@ class Trained:
             parameter = self._updates.replicated.parameters[index]
             parameter.grad = grad.to(parameter.device)
 
-    def publish_loose(self, board: Board, top: int, values: Mapping[int, Any]) -> dict[int, int]:
+    def publish_loose(self, board: Board, boundary: int, values: Mapping[int, Any]) -> dict[int, int]:
         """See :meth:`Loose.publish`."""
-        return self._loose.publish(board, top, values)
+        return self._loose.publish(board, boundary, values)
 
     def _capture_loose(self) -> dict[int, torch.Tensor]:
         return self._loose.capture() if self._updates.outside.active or self._config.reroutes else {}

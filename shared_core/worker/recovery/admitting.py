@@ -14,7 +14,7 @@ from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
 from shared_core.protocol.admission import let_in
 from shared_core.protocol.agreement import Agreed
-from shared_core.protocol.frontier import Top, read_fronts
+from shared_core.protocol.frontier import StepBoundary, read_fronts
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.rounds import Round, ranks_in
 from shared_core.transport.store import Store
@@ -41,7 +41,7 @@ class Admitting:
         self._board, self._fronts, self._forming = board, fronts, forming
 
     def let_in(self, turn: Round) -> Received:
-        """Let the replacements of a round in; all survivors stand at the same batch top.
+        """Let the replacements of a round in; all survivors stand at the same step boundary.
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile, and the replacements are not in.
@@ -59,7 +59,7 @@ class Admitting:
     def _plan(self, turn: Round, store: Store) -> Plan:
         rank, name, members = self._env.rank, turn.name, turn.members(self._env.world_size)
         fronts, decided = {each: f"{name}/front/{each}" for each in members}, f"{name}/plan"
-        newest: Sequence[Top] = self._board.tops()[-1:]
+        newest: Sequence[StepBoundary] = self._board.boundaries()[-1:]
         store.set(fronts[rank], self._fronts.front(newest).to_json())
         if store.add(f"{name}/fronts", 1) == len(members):
             inject.point("recovery.deciding")

@@ -61,7 +61,7 @@ class Agreement:
         inject.point("recovery.deciding")
         agreed = self._decide(store, generation)
         store.compare_set(plan_key(generation), "", agreed.to_json())
-        if agreed.plan is not None and not agreed.plan.tops:
+        if agreed.plan is not None and not agreed.plan.boundaries:
             store.compare_set(go_key(generation), "", "1")
 
     def _decide(self, store: Store, generation: int) -> Agreed:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shared_core.errors import GenerationAbandoned, NotConnected, SwiftError, WaitTimeout
 from shared_core.events import EventLog
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.generation import copy_key, still_key
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
@@ -123,20 +123,20 @@ class Copies:
         fields = {"bytes_moved": sent.nbytes, "copy_s": sent.seconds, "why": following.failed}
         self._events.emit("copied", rank=rank, generation=generation, **fields)
 
-    def close(self, rank: int, top: Top, description: dict[str, Any]) -> bool:
+    def close(self, rank: int, boundary: StepBoundary, description: dict[str, Any]) -> bool:
         """All stand still, and this worker is to give ``rank`` its state. Whether it has it but for the last updates,
         which are sent now.
 
         Args:
             rank: the replacement.
-            top: where it begins.
+            boundary: where it begins.
             description: of the state here.
         """
         given = self._given.pop(rank, None)
         if given is None or given.generation != self._runtime.latest:
             return False
-        if description["version"] != top.version:  # it needs what the parameters were at the top, too
-            given.following.cancel("a step was made since the batch top")
+        if description["version"] != boundary.version:  # it needs what the parameters were at the boundary, too
+            given.following.cancel("a step was made since the step boundary")
             return False
         return given.following.close()
 

@@ -26,7 +26,7 @@ class Donor:
         joining: whether it has not joined yet.
 
     Attributes:
-        publishing: held while a batch top is published.
+        publishing: held while a step boundary is published.
     """
 
     def __init__(self, env: WorkerEnv, board: Board, updates: Updates, joining: Callable[[], bool]) -> None:
@@ -43,22 +43,22 @@ class Donor:
     def keeps(self) -> dict[str, Any]:
         """What a frontier says of the states that this worker has."""
         outside = self._updates.outside
-        return {"top": outside.top, "kept": outside.tops.indices, "outside": outside.active}
+        return {"boundary": outside.boundary, "kept": outside.boundaries.indices, "outside": outside.active}
 
     @contextmanager
     def frozen(
-        self, min_version: int, top: int, *, wait: bool = True
+        self, min_version: int, boundary: int, *, wait: bool = True
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """The state at a batch top, or at a moment when no update runs and at least ``min_version`` steps are in it; no
-        update begins inside. See :meth:`GivenState.frozen`.
+        """The state at a step boundary, or at a moment when no update runs and at least ``min_version`` steps are in
+        it; no update begins inside. See :meth:`GivenState.frozen`.
 
         Args:
-            min_version: updates at the batch top.
-            top: its number.
+            min_version: updates at the step boundary.
+            boundary: its number.
             wait: for such a moment.
         """
         timeout_s = self._env.config.detection.wait_timeout_s if wait else 0.0
-        with self._updates.given.frozen(min_version, timeout_s, top) as exported:
+        with self._updates.given.frozen(min_version, timeout_s, boundary) as exported:
             yield exported
 
     def places(self, count: int) -> list[torch.Tensor]:
@@ -69,15 +69,15 @@ class Donor:
         return [] if state is None or len(state.parameters) != count else [p.detach() for p in state.parameters]
 
     def offer(self) -> Offer:
-        """Say what this worker has, and pass no batch top and no update any more; see :meth:`withdraw`."""
+        """Say what this worker has, and pass no step boundary and no update any more; see :meth:`withdraw`."""
         self._leaving.close()
         self._leaving.enter_context(self.publishing)
         self._leaving.enter_context(self._updates.gate.held())
         self._board.sync()
-        tops = tuple((top.index, top.version, top.kind) for top in self._board.tops())
-        # A replacement that is still behind has parameters that no batch top knows.
+        boundaries = tuple((boundary.index, boundary.version, boundary.kind) for boundary in self._board.boundaries())
+        # A replacement that is still behind has parameters that no step boundary knows.
         has_state = not self._joining() and self._updates.exact
-        return Offer(self._env.rank, self._env.slot, tops, self._updates.state_version if has_state else None)
+        return Offer(self._env.rank, self._env.slot, boundaries, self._updates.state_version if has_state else None)
 
     def withdraw(self) -> None:
         """Go on: nobody leaves."""
@@ -89,5 +89,5 @@ class Donor:
         Raises:
             RecoveryFailed: if it cannot be had.
         """
-        with self._updates.given.at_version(cut.version, cut.top) as (description, tensors):
+        with self._updates.given.at_version(cut.version, cut.boundary) as (description, tensors):
             self._board.put(REPLICATED, b"", pieces((description, list(tensors))))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
 from shared_core.faults import inject
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
 from shared_core.waiting import Wait, ranks_text
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
@@ -38,14 +38,14 @@ class Replaying:
         replacements: their ranks.
         survivors: ranks that wait for them.
         complete: optimizer steps that all survivors have made: messages of earlier ones are all in logs.
-        tops: batch tops at which the replacements start, in their order; 0 is the beginning.
+        boundaries: step boundaries at which the replacements start, in their order; 0 is the beginning.
     """
 
     generation: int
     replacements: tuple[int, ...]
     survivors: tuple[int, ...]
     complete: int
-    tops: tuple[int, ...]
+    boundaries: tuple[int, ...]
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Received:
     """What a rank got, staged until the generation is agreed.
 
     Attributes:
-        top: where a replacement starts.
+        boundary: where a replacement starts.
         description: of the replicated state; None for the one that the replacement begins with.
         tensors: of the replicated state.
         generation: in which this was moved.
@@ -65,7 +65,7 @@ class Received:
         seconds: that connecting and moving took.
     """
 
-    top: Top | None = None
+    boundary: StepBoundary | None = None
     description: dict[str, Any] | None = None
     tensors: list[torch.Tensor] = field(default_factory=list)
     generation: int = 0
@@ -146,7 +146,7 @@ class Exchange:
             inner = runtime.connections.side_group(
                 f"round{len(members)}.{attempt}", members, generation, attempt=attempt
             )
-        self._received = Received(top=plan.tops.get(self._rank), generation=generation)
+        self._received = Received(boundary=plan.boundaries.get(self._rank), generation=generation)
         try:
             with runtime.lock:
                 if given_up():
@@ -189,14 +189,14 @@ class Exchange:
         """Logs and state, in an order all ranks share."""
         self._move_logs(inner, plan, received)
         for replacement, donor in sorted(plan.donors.items()):
-            top = plan.tops[replacement]
-            if top is None:
+            boundary = plan.boundaries[replacement]
+            if boundary is None:
                 continue  # starts from the beginning: computes its state itself
-            others = self._giving.others(plan, replacement, top, inner.members)
+            others = self._giving.others(plan, replacement, boundary, inner.members)
             if self._rank == donor:
-                received.nbytes += self._giving.give(inner, replacement, top)
+                received.nbytes += self._giving.give(inner, replacement, boundary)
                 if plan.copies:
-                    packed = pack(self._board, top.index, self._runtime.groups)
+                    packed = pack(self._board, boundary.index, self._runtime.groups)
                     send(
                         inner,
                         inner.members.index(replacement),
@@ -204,7 +204,7 @@ class Exchange:
                         [torch.frombuffer(bytearray(packed), dtype=torch.uint8)],
                     )
             elif self._rank in others:
-                received.nbytes += self._giving.help(inner, replacement, top)
+                received.nbytes += self._giving.help(inner, replacement, boundary)
             elif self._rank == replacement:
                 received.description, received.tensors = self._giving.take(inner, donor, others)
                 received.nbytes += nbytes(received.tensors)

@@ -23,7 +23,7 @@ def on_first_group(
     patience: Patience,
     place_reports: PlaceReports,
 ) -> None:
-    """Form the first generation. A replacement with a batch top to reach does so there; another one joins here."""
+    """Form the first generation. A replacement with a step boundary to reach does so there; another one joins here."""
     place_reports.begin()
     if beginning.spare.waits:  # it goes the way of a replacement, and says nothing to the others before it has a place
         runtime.answer_from(dict(recovery.board.records.read()))

@@ -16,7 +16,7 @@ from typing import NoReturn
 from shared_core.errors import GenerationAbandoned
 from shared_core.events import EventLog, console
 from shared_core.faults import inject
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.rounds import Round
 from shared_core.protocol.worker_phase import Event
@@ -55,7 +55,7 @@ class Forming:
         exchange: connects and moves.
 
     Attributes:
-        target: the batch top that a replacement has prepared for; None for the beginning of the script.
+        target: the step boundary that a replacement has prepared for; None for the beginning of the script.
         comparison: of replicas, that is due; None before a generation was formed.
     """
 
@@ -65,13 +65,13 @@ class Forming:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
         self._board, self._events, self._agreement, self._exchange = board, events, agreement, exchange
-        self.target: Top | None = None
+        self.target: StepBoundary | None = None
         self.comparison: Comparison | None = None
         self._for_later: Replay = {}
-        self._top: Top | None = None
+        self._boundary: StepBoundary | None = None
 
-    def prepare(self, generation: int) -> Top | None:
-        """Replacement: the batch top where it starts, as all ranks see it; None for the beginning of the script.
+    def prepare(self, generation: int) -> StepBoundary | None:
+        """Replacement: the step boundary where it starts, as all ranks see it; None for the beginning of the script.
 
         Raises:
             GenerationAbandoned: if somebody was lost meanwhile.
@@ -80,7 +80,7 @@ class Forming:
         """
         store = self._store.below()
         self._agreement.post(store, generation)
-        self.target = self._agreement.plan(store, generation).tops.get(self._env.rank)
+        self.target = self._agreement.plan(store, generation).boundaries.get(self._env.rank)
         return self.target
 
     def form(self, generation: int) -> Received:
@@ -99,12 +99,12 @@ class Forming:
         plan = agreement.plan(store, generation)
         if plan.leave:
             self._start_together(plan, generation)
-        # Replicas are compared at the first batch top after everyone has made a step beyond what anybody has now.
+        # Replicas are compared at the first step boundary after everyone has made a step beyond what anybody has now.
         everyone = tuple(range(self._env.world_size))
-        self.comparison = Comparison(generation, plan.newest + 1, everyone, start=not plan.tops)
+        self.comparison = Comparison(generation, plan.newest + 1, everyone, start=not plan.boundaries)
         if joins:
-            if plan.tops.get(self._env.rank) != self.target:
-                message = "batch top no longer reachable, starting over"
+            if plan.boundaries.get(self._env.rank) != self.target:
+                message = "step boundary no longer reachable, starting over"
                 self._events.emit("warning", rank=self._env.rank, generation=generation, message=message)
                 os._exit(EXIT_STALE)
             agreement.say_ready(store, generation, plan.replacements)
@@ -113,12 +113,14 @@ class Forming:
         inner = self._connect(plan, generation)
         received = self._exchange.take()
         received.seconds = time.monotonic() - began
-        replayed = tuple(r for r, top in sorted(plan.tops.items()) if plan.logged and (top is None or top.saved))
+        replayed = tuple(
+            r for r, boundary in sorted(plan.boundaries.items()) if plan.logged and (boundary is None or boundary.saved)
+        )
         if replayed:
-            survivors = tuple(rank for rank in range(self._env.world_size) if rank not in plan.tops)
-            starts = [plan.tops[rank] for rank in replayed]
-            tops = tuple(0 if top is None else top.index for top in starts)
-            received.replaying = Replaying(generation, replayed, survivors, plan.oldest, tops)
+            survivors = tuple(rank for rank in range(self._env.world_size) if rank not in plan.boundaries)
+            starts = [plan.boundaries[rank] for rank in replayed]
+            boundaries = tuple(0 if boundary is None else boundary.index for boundary in starts)
+            received.replaying = Replaying(generation, replayed, survivors, plan.oldest, boundaries)
         self._install(plan, inner, generation, received.replay, joins)
         inject.point("recovery.installed")
         return received
@@ -225,22 +227,22 @@ class Forming:
         runtime.generations.go_live(generation, inner, plan.redo, plan.received)
 
     def _take_place(self, plan: Plan) -> None:
-        """This replacement stands where its predecessor stood at the batch top."""
-        runtime, top = self._runtime, plan.tops[self._env.rank]
-        self._top = top
-        runtime.results.mark(0 if top is None else top.index)
-        if top is not None:
-            runtime.top = runtime.stable = top.index
+        """This replacement stands where its predecessor stood at the step boundary."""
+        runtime, boundary = self._runtime, plan.boundaries[self._env.rank]
+        self._boundary = boundary
+        runtime.results.mark(0 if boundary is None else boundary.index)
+        if boundary is not None:
+            runtime.boundary = runtime.stable = boundary.index
             runtime.in_startup = False
-            runtime.entry = top.entry
+            runtime.entry = boundary.entry
             for group in runtime.groups.all():
-                group.start_from(top)
+                group.start_from(boundary)
         runtime.sources = {} if plan.copies else self._board.sources.read()
         # What a predecessor with a damaged state has computed is no measure.
         born = self._lifecycle.entries[self._lifecycle.born]
         wrong = born.divergent(self._env.rank)
         runtime.expected = {} if wrong or plan.copies else self._board.input_checksums.read()
 
-    def made_again(self, group: str) -> tuple[Top | None, dict[int, Logged]]:
+    def made_again(self, group: str) -> tuple[StepBoundary | None, dict[int, Logged]]:
         """See :meth:`Listener.made_again`."""
-        return self._top, self._for_later.pop(group, {})
+        return self._boundary, self._for_later.pop(group, {})

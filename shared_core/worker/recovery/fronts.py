@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.generation import generation_key
 from shared_core.transport.store import Store
 from shared_core.waiting import wait_for
@@ -23,22 +23,22 @@ class Fronts:
         listener: says which ranks start again together with this one.
 
     Attributes:
-        tops: a replacement's: batch tops that its predecessor has published, or that are in a checkpoint.
+        boundaries: a replacement's: step boundaries that its predecessor has published, or that are in a checkpoint.
     """
 
     def __init__(self, context: Context, donor: Donor, listener: RecoveryListener) -> None:
         self._env, self._runtime, self._lifecycle = context.env, context.runtime, context.lifecycle
         self._donor, self._listener = donor, listener
-        self.tops: tuple[Top, ...] = ()
+        self.boundaries: tuple[StepBoundary, ...] = ()
 
-    def front(self, tops: Sequence[Top] | None = None) -> Frontier:
+    def front(self, boundaries: Sequence[StepBoundary] | None = None) -> Frontier:
         """Where this rank stands.
 
         Args:
-            tops: that this rank has passed, where replacements are let in; None where they are not.
+            boundaries: that this rank has passed, where replacements are let in; None where they are not.
         """
         front = self._of_replacement() if self._lifecycle.joins else self._of_survivor()
-        return front if tops is None else replace(front, tops=tuple(tops))
+        return front if boundaries is None else replace(front, boundaries=tuple(boundaries))
 
     def patience(self, generation: int) -> tuple[float, str]:
         """How long others are waited for in a generation, in seconds, and the name of that bound."""
@@ -70,7 +70,11 @@ class Fronts:
 
     def _of_replacement(self) -> Frontier:
         return Frontier(
-            rank=self._env.rank, incarnation=self._env.incarnation, replacement=True, version=0, tops=self.tops
+            rank=self._env.rank,
+            incarnation=self._env.incarnation,
+            replacement=True,
+            version=0,
+            boundaries=self.boundaries,
         )
 
     def _of_survivor(self) -> Frontier:
@@ -83,7 +87,7 @@ class Fronts:
             incarnation=self._env.incarnation,
             replacement=False,
             version=self._donor.version,
-            tops=(),
+            boundaries=(),
             groups=groups,
             together=list(self._listener.together()),
             **self._donor.keeps,

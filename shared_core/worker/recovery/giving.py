@@ -15,7 +15,7 @@ import torch
 
 from shared_core.errors import RecoveryFailed
 from shared_core.faults import inject
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery.copies import Copies
@@ -57,12 +57,12 @@ class Giving:
     def __init__(self, rank: int, donor: Donor, copies: Copies) -> None:
         self._rank, self._donor, self._copies = rank, donor, copies
 
-    def others(self, plan: Plan, replacement: int, top: Top, members: Collection[int]) -> list[int]:
+    def others(self, plan: Plan, replacement: int, boundary: StepBoundary, members: Collection[int]) -> list[int]:
         """Those of some members that may give ``replacement`` its state, beside its donor."""
-        replicas = set(top.replicas or members).intersection(members)
-        return helpers(plan.donors[replacement], replicas, plan.tops)
+        replicas = set(boundary.replicas or members).intersection(members)
+        return helpers(plan.donors[replacement], replicas, plan.boundaries)
 
-    def give(self, inner: InnerGroup, replacement: int, top: Top) -> int:
+    def give(self, inner: InnerGroup, replacement: int, boundary: StepBoundary) -> int:
         """As donor. Returns the bytes that were sent.
 
         Raises:
@@ -72,14 +72,14 @@ class Giving:
             WaitTimeout: if the replacement does not take part in time.
         """
         place = inner.members.index(replacement)
-        with self._donor.frozen(top.version, top.index) as (description, tensors):
-            copied = self._copies.close(replacement, top, description)
+        with self._donor.frozen(boundary.version, boundary.index) as (description, tensors):
+            copied = self._copies.close(replacement, boundary, description)
             head = {"description": description, "layout": layout(tensors), "copied": copied}
             send(inner, place, head, [])
             wanted, _ = receive(inner, place, "to say what it is to be sent")
             return _send(inner, place, tensors, wanted)
 
-    def help(self, inner: InnerGroup, replacement: int, top: Top) -> int:
+    def help(self, inner: InnerGroup, replacement: int, boundary: StepBoundary) -> int:
         """As one of the others. Returns the bytes that were sent.
 
         Raises:
@@ -94,7 +94,9 @@ class Giving:
             return 0
         with ExitStack() as stack:
             try:
-                description, tensors = stack.enter_context(self._donor.frozen(top.version, top.index, wait=False))
+                description, tensors = stack.enter_context(
+                    self._donor.frozen(boundary.version, boundary.index, wait=False)
+                )
                 gives = _digest(description, layout(tensors)) == wanted["digest"]
             except RecoveryFailed:
                 gives = False

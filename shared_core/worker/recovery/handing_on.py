@@ -1,4 +1,4 @@
-"""The number of workers changes: those that stay agree on a batch top, and write the state there."""
+"""The number of workers changes: those that stay agree on a step boundary, and write the state there."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class HandingOn:
             self._donor.hand_on(cut)
             store.set(f"{key}/handed/{self._env.rank}", "1")
         if self._env.rank == min(stay):
-            resized = Resized(self._env.restart, self._env.world_size, stay, cut.top)
-            if cut.top and not self._env.machines:
+            resized = Resized(self._env.restart, self._env.world_size, stay, cut.boundary)
+            if cut.boundary and not self._env.machines:
                 local_state(self._env, resized)  # only to know that it can be done
             self._collect(store, "handed", tuple(cut.donors.values()), generation, "to hand their state on")
-            self._store.tell("handed", {"generation": generation, "top": cut.top})
+            self._store.tell("handed", {"generation": generation, "boundary": cut.boundary})
 
     def _collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
         return self._fronts.collect(store, name, ranks, generation, f"{what} (the number of workers changes)")

@@ -2,8 +2,8 @@
 
 A *lane* connects the ranks that are present. An executor does all communication of a training step over it, so that a
 step waits for nobody who is absent; at a loss the lane breaks, and the executor asks for another. Everything else that
-communicates goes on to mean all ranks. A replacement runs the user's script up to its first batch top and knocks there;
-the others let it in when all of them stand at a batch top, as a copy of one of its replicas.
+communicates goes on to mean all ranks. A replacement runs the user's script up to its first step boundary and knocks
+there; the others let it in when all of them stand at a step boundary, as a copy of one of its replicas.
 """
 
 from __future__ import annotations

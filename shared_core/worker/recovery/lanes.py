@@ -132,7 +132,7 @@ class Lanes:
                     generation=generation,
                     ranks=list(self._lane.ranks),
                     formed_s=time.time() - started,
-                    top=runtime.top,
+                    boundary=runtime.boundary,
                 )
             return self._lane
 
@@ -244,7 +244,7 @@ class Lanes:
         """Absent ranks whose replacements wait to be let in. Who waits in another entry call cannot be let in here:
         where that is waited for, all go back to the checkpoint.
 
-        Ask on one rank, right after :meth:`Job.batch_top`, and tell the others: they may see it later.
+        Ask on one rank, right after :meth:`Job.step_boundary`, and tell the others: they may see it later.
 
         Args:
             wait: block until all absent ranks do, or one of them, or until another rank is lost; otherwise this returns
@@ -292,10 +292,10 @@ class Lanes:
             return None
 
     def let_in(self, ranks: Sequence[int]) -> bool:
-        """Let replacements in, each as a copy of one of its replicas as it has published itself at the last batch top,
-        random generators included. All members of the newest lane call this after the same batch top: right after it,
-        or after the step that followed and before anything else that communicates. Replacements then run the batch from
-        its top; updates that their state contains already do nothing.
+        """Let replacements in, each as a copy of one of its replicas as it has published itself at the last step
+        boundary, random generators included. All members of the newest lane call this after the same step boundary:
+        right after it, or after the step that followed and before anything else that communicates. Replacements then
+        run the batch from its boundary; updates that their state contains already do nothing.
 
         Args:
             ranks: what :meth:`knocking` gave, on one of them. Other absent ranks stay absent.
@@ -324,7 +324,7 @@ class Lanes:
                     "let_in",
                     rank=rank,
                     generation=lane.generation,
-                    top=runtime.top,
+                    boundary=runtime.boundary,
                     stall_s=stall_s,
                     bytes_moved=received.nbytes,
                 )
@@ -342,7 +342,7 @@ class Lanes:
                 self._copies.fetch(generation)
                 store.set(knock_key(generation, rank), str(entry))
                 others = set(range(self._env.world_size)) - runtime.absent
-                what = f"and the others to let rank {rank} in, at their next batch top"
+                what = f"and the others to let rank {rank} in, at their next step boundary"
                 letting = {min(others, default=0): key}
                 self._wait(store, letting, generation, math.inf, what, ends="it waits as long as they train")
                 turn = Round.from_json(store.get(key), generation, rank, self._env.world_size)

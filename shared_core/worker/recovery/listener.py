@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.recovery.exchange import Replaying
 
 
@@ -23,8 +23,8 @@ class RecoveryListener(Protocol):
     def replaying(self, replaying: Replaying) -> None:
         """Replacements run on from a checkpoint, and this survivor waits for them."""
 
-    def saved_tops(self) -> list[Top]:
-        """Batch tops of the checkpoints that this rank can begin from."""
+    def saved_boundaries(self) -> list[StepBoundary]:
+        """Step boundaries of the checkpoints that this rank can begin from."""
 
     def together(self) -> tuple[int, ...]:
         """Ranks that start again together with this one; none without a log on disk."""

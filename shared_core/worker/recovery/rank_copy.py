@@ -11,12 +11,12 @@ from shared_core.worker.state.publications import Board
 from shared_core.worker.state.records import from_plain, plain
 
 
-def pack(board: Board, top: int, groups: Collection[str]) -> bytes:
-    """What a rank has published at a batch top, and what it keeps for its replacements.
+def pack(board: Board, boundary: int, groups: Collection[str]) -> bytes:
+    """What a rank has published at a step boundary, and what it keeps for its replacements.
 
     Args:
         board: of the rank.
-        top: number of the batch top.
+        boundary: number of the step boundary.
         groups: names of groups: results of their operations are not for others.
     """
     newest = {
@@ -24,11 +24,11 @@ def pack(board: Board, top: int, groups: Collection[str]) -> bytes:
         for key, value in board.records.read()
         if key.kind != BUCKETS and key.kind not in groups
     }
-    return dumps((board.read_top(top), plain(list(newest.values()))))
+    return dumps((board.read_boundary(boundary), plain(list(newest.values()))))
 
 
 def unpack(board: Board, packed: bytes) -> dict[str, Any]:
-    """Keep in the copy's board what the other has kept. Returns what it had published at the batch top."""
+    """Keep in the copy's board what the other has kept. Returns what it had published at the step boundary."""
     parts, kept = loads(packed)
     for key, value in from_plain(kept):
         board.records.add(key, value)

@@ -102,7 +102,7 @@ class Recovery:
         if not self.replacement:
             self.board.follow(env.machines)
         else:
-            self._fronts.tops = (*self._listener.saved_tops(), *self.board.tops())
+            self._fronts.boundaries = (*self._listener.saved_boundaries(), *self.board.boundaries())
             try:
                 born = Entry.from_json(self.store.below().get(generation_key(life.born)), life.born, env.world_size)
             except DamagedRecord as error:
@@ -131,7 +131,7 @@ class Recovery:
             with self.runtime.lock:
                 if life.phase is not Phase.STARTING:
                     continue
-                life.step(Event.NO_TOP if target is None else Event.TOP_FOUND)
+                life.step(Event.NO_BOUNDARY if target is None else Event.BOUNDARY_FOUND)
                 overtaken = life.ended(generation)
             if overtaken:  # entries that come from now on the watcher answers
                 self._agreement.post(self.store.below(), life.newest)

@@ -41,7 +41,7 @@ class Replays:
 
     def regroup(self, together: Sequence[int]) -> None:
         """From now on these ranks, this one among them, start again together: messages between them are not logged."""
-        self._log.regroup(together, self._runtime.top)
+        self._log.regroup(together, self._runtime.boundary)
 
     def note_messages(self, note: dict[str, Any]) -> None:
         """What the log on disk says of the messages sent from now on; plain data."""

@@ -1,7 +1,7 @@
 """Replicas are compared after each recovery: a minority is replaced, without a majority the job ends.
 
-A large state is not summed at one batch top, which would be a second stall, but part by part at several: each part at
-the same batch top on all ranks, between two steps, while nothing changes it.
+A large state is not summed at one step boundary, which would be a second stall, but part by part at several: each part
+at the same step boundary on all ranks, between two steps, while nothing changes it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Replicas:
         self._sums = RunningSums([])
 
     def compare(self, ranks: Sequence[int], *, alike: Callable[[], bool], last: bool = False) -> None:
-        """Call at each batch top; acts at the first ones after all have stepped beyond a recovery, or the start.
+        """Call at each step boundary; acts at the first ones after all have stepped beyond a recovery, or the start.
 
         Args:
             ranks: those that hold the same state, this one among them.
@@ -127,7 +127,7 @@ class Replicas:
             return
         except WaitTimeout as error:
             if due.start:
-                return  # it makes no step, or has come to no batch top
+                return  # it makes no step, or has come to no step boundary
             console(f"{error} Replicas are not compared after this recovery")
             return
         try:

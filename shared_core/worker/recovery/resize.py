@@ -1,9 +1,9 @@
-"""The number of workers changes: all workers end at one batch top, and the new ones go on from there.
+"""The number of workers changes: all workers end at one step boundary, and the new ones go on from there.
 
 Those that leave hand their state on in the agent's shared memory: publications are there anyway, and one worker of each
 machine adds parameters and optimizer state. The new ones run the script from its start, as a replacement does, with
 the new world size, so that everything that depends on it (averages, samplers, gathers) is right by itself; at the batch
-top they take the state over and deal out what is left of the pass over the data.
+boundary they take the state over and deal out what is left of the pass over the data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from shared_core.encoding.plain import loads
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.reshard import advance, at_path, divide, loader_states, order_name, taken_up, used
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sources
@@ -30,7 +30,7 @@ class _Old:
     """One worker of the attempt that ended."""
 
     board: Board
-    top: Top
+    boundary: StepBoundary
     parts: dict[str, Any]
 
 
@@ -48,11 +48,11 @@ def take_over(env: WorkerEnv, resized: Resized) -> Restored:
     main = _read(env, resized, 0) if env.rank == 0 and 0 not in resized.stay else None
     handed = next(env.job_dir.glob(f"rank*/attempt{resized.attempt}/{REPLICATED}"), None)
     if handed is None:
-        raise RecoveryFailed(f"nobody has handed the state of batch top {resized.top} on to this machine")
+        raise RecoveryFailed(f"nobody has handed the state of step boundary {resized.boundary} on to this machine")
     description, tensors = loads(read_file(handed)[1])
-    ends = ends_before(mine.board, mine.top.entry)
+    ends = ends_before(mine.board, mine.boundary.entry)
     return Restored(
-        mine.top,
+        mine.boundary,
         mine.parts,
         ends,
         mine.board.records.read(),
@@ -72,14 +72,14 @@ def local_state(env: WorkerEnv, resized: Resized) -> tuple[_Old, bool]:
         RecoveryFailed: if a lost worker's place in the data cannot be told.
     """
     old = {rank: found for rank in range(resized.world_size) if (found := _read(env, resized, rank)) is not None}
-    there = {rank for rank, each in old.items() if each.top.index == resized.top}
+    there = {rank for rank, each in old.items() if each.boundary.index == resized.boundary}
     source = sources(resized.stay, there, env.world_size)[env.rank]
     mine = old[max(resized.stay) if source is None else source]
     for path, state in loader_states(mine.parts):
         owned = {"scalars": state["moved"], "generators": state["owned"]["generators"]}
         state |= _deal(env, resized, old, mine, path, state) | {"owned": owned}
     if source is None:
-        mine.parts[RANDOM] = random_state(resized.attempt, resized.top, env.rank)
+        mine.parts[RANDOM] = random_state(resized.attempt, resized.boundary, env.rank)
     return mine, source is None
 
 
@@ -89,8 +89,12 @@ def _read(env: WorkerEnv, resized: Resized, rank: int) -> _Old | None:
     if not folder.is_dir():
         return None
     board = Board(folder)
-    top = max((top for top in board.tops() if top.index <= resized.top), key=lambda top: top.index, default=None)
-    return None if top is None else _Old(board, top, board.read_top(top.index))
+    boundary = max(
+        (boundary for boundary in board.boundaries() if boundary.index <= resized.boundary),
+        key=lambda boundary: boundary.index,
+        default=None,
+    )
+    return None if boundary is None else _Old(board, boundary, board.read_boundary(boundary.index))
 
 
 def _deal(
@@ -112,9 +116,9 @@ def _deal(
         if each is None or theirs is None:
             raise RecoveryFailed(f"rank {rank} has published no place in the data, so its rest cannot be dealt out")
         done = used(theirs)
-        if each.top.index != mine.top.index:
-            # It was lost between its last contribution to a batch and the next top: that batch is used.
-            done = advance(theirs, *_between(resized, old, path, each.top.index))
+        if each.boundary.index != mine.boundary.index:
+            # It was lost between its last contribution to a batch and the next boundary: that batch is used.
+            done = advance(theirs, *_between(resized, old, path, each.boundary.index))
         rests.append(_order(each.board, theirs)[done:])
     return taken_up(state, divide(rests, env.world_size)[env.rank])
 
@@ -126,12 +130,12 @@ def _order(board: Board, state: Mapping[str, Any]) -> list[Any]:
 
 
 def _between(
-    resized: Resized, old: Mapping[int, _Old], path: tuple[Any, ...], top: int
+    resized: Resized, old: Mapping[int, _Old], path: tuple[Any, ...], boundary: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of the same loader at an earlier top and at the cut, of a worker that stayed."""
+    """The state of the same loader at an earlier boundary and at the cut, of a worker that stayed."""
     for rank in resized.stay:
-        if rank in old and any(each.index == top for each in old[rank].board.tops()):
-            before, after = at_path(old[rank].board.read_top(top), path), at_path(old[rank].parts, path)
+        if rank in old and any(each.index == boundary for each in old[rank].board.boundaries()):
+            before, after = at_path(old[rank].board.read_boundary(boundary), path), at_path(old[rank].parts, path)
             if before is not None and after is not None:
                 return before, after
-    raise RecoveryFailed(f"nobody has batch top {top} any more, where a lost worker was seen last")
+    raise RecoveryFailed(f"nobody has step boundary {boundary} any more, where a lost worker was seen last")

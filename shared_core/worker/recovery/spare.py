@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from shared_core.faults import inject
 from shared_core.protocol.codec import Count, decode
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.keys import PREPARED
 from shared_core.protocol.preparing import EXIT_UNFIT, Prepared, place_key
 from shared_core.protocol.worker_env import WorkerEnv
@@ -53,7 +53,7 @@ class Spare:
 
     def passes_end(self, entry: int) -> bool:
         """Whether the worker of the rank has gone on from the end of this entry call, so that this one does, too."""
-        newest = self._board.tops()[-1:]
+        newest = self._board.boundaries()[-1:]
         if not newest or (newest[0].entry, newest[0].kind) == (entry, "end"):
             return False
         self._passed.append(entry)
@@ -66,7 +66,7 @@ class Spare:
             DamagedRecord: what the launcher has said is no generation.
         """
         env = self._env
-        if any(top.replicas == [env.rank] for top in self._board.tops()):
+        if any(boundary.replicas == [env.rank] for boundary in self._board.boundaries()):
             os._exit(EXIT_UNFIT)
         until = next((str(self._board.end_file(e)) for e, ended in self._finished.items() if not ended), "")
         # It blocks, so it has a connection of its own.
@@ -87,7 +87,7 @@ class Spare:
             call()
         return generation
 
-    def serves(self, target: Top | None, finished: Callable[[int], bool]) -> bool:
+    def serves(self, target: StepBoundary | None, finished: Callable[[int], bool]) -> bool:
         """Whether the way that this one has come leads to its place.
 
         Args:

@@ -1,5 +1,5 @@
-"""Where a worker begins: a replacement at its predecessor's batch top, or as the copy of a replica; after a restart at
-a checkpoint, or at what was handed on when the number of workers changed; all others at the beginning.
+"""Where a worker begins: a replacement at its predecessor's step boundary, or as the copy of a replica; after a restart
+at a checkpoint, or at what was handed on when the number of workers changed; all others at the beginning.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Beginning:
         self.spare = spare
         self._env, self._recovery, self._lanes, self._checkpoints = env, recovery, lanes, checkpoints
         self._board, self._updates = recovery.board, updates
-        # A replacement whose predecessor has passed a batch top mostly starts there.
-        passed = env.spare or (env.incarnation > 0 and bool(self._board.tops()))
+        # A replacement whose predecessor has passed a step boundary mostly starts there.
+        passed = env.spare or (env.incarnation > 0 and bool(self._board.boundaries()))
         self._restored = None if passed else self._line()
         self._saved: Restored | None = None
         self._peeked: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class Beginning:
         except Unsupported as error:
             self._recovery.endings.fail(error)
             raise
-        if resized is None or (checkpoint is not None and checkpoint.top.index >= resized.top):
+        if resized is None or (checkpoint is not None and checkpoint.boundary.index >= resized.boundary):
             return checkpoint
         try:
             return take_over(env, resized)
@@ -110,8 +110,8 @@ class Beginning:
         self._checkpoints.look_at_predecessor()
         self.prepare()
         target, knocks = self._recovery.forming.target, self._recovery.knocks
-        no_top = target is None and not knocks
-        if no_top or not self.spare.serves(None if knocks else target, self._is_finished):
+        no_boundary = target is None and not knocks
+        if no_boundary or not self.spare.serves(None if knocks else target, self._is_finished):
             os._exit(EXIT_STALE)  # it has gone another way than its predecessor; the launcher starts another
 
     @property
@@ -127,7 +127,9 @@ class Beginning:
     # -- before the place is reached ---------------------------------------------------------------
 
     def from_scratch(self) -> None:
-        """This replacement is in, and its predecessor had passed no batch top: it begins as the first workers did."""
+        """This replacement is in, and its predecessor had passed no step boundary: it begins as the
+        first workers did.
+        """
         self.joining = self._restored is not None
         truncation.stop()
 
@@ -172,11 +174,11 @@ class Beginning:
         if self._restored is not None:
             return self._restored.parts
         target = self._recovery.forming.target
-        if self._recovery.knocks and (tops := self._board.tops()):
-            target = tops[-1]
+        if self._recovery.knocks and (boundaries := self._board.boundaries()):
+            target = boundaries[-1]
         if target is None:
             return {}
-        return self._saved.parts if self._saved is not None else self._board.read_top(target.index)
+        return self._saved.parts if self._saved is not None else self._board.read_boundary(target.index)
 
     def remembered(self, kind: str) -> dict[str, Any]:
         """What predecessors have kept under ``kind``, by name; the newest of each."""
@@ -187,7 +189,7 @@ class Beginning:
     # -- at the place ------------------------------------------------------------------------------
 
     def is_here(self, kind: str, entry: int) -> bool:
-        """Whether a batch top of this kind in this entry call is the place."""
+        """Whether a step boundary of this kind in this entry call is the place."""
         if not self.joining:
             return False
         if self.spare.waits:
@@ -197,12 +199,12 @@ class Beginning:
         if self._recovery.knocks:
             return kind != "end"
         if self._restored is not None:
-            return self._restored.top.entry == entry
+            return self._restored.boundary.entry == entry
         target = self._recovery.forming.target
         return target is not None and target.kind == kind and target.entry == entry
 
     def reach(self, entry: int, replicas: Sequence[int]) -> tuple[Restored, Received | None]:
-        """Get the state of the place, at the batch top that :meth:`is_here`.
+        """Get the state of the place, at the step boundary that :meth:`is_here`.
 
         Args:
             entry: number of the entry call.
@@ -221,26 +223,27 @@ class Beginning:
         self._updates.begin_install()
         if self._recovery.knocks:  # the others have gone on: this rank becomes a copy of a replica
             received = self._lanes.knock(entry)
-            assert received.top is not None and received.local is not None
+            assert received.boundary is not None and received.local is not None
             parts = unpack(self._board, received.local.numpy().tobytes())
-            self._board.forget_tops()
+            self._board.forget_boundaries()
             state = received.description, received.tensors
-            return Restored(received.top, parts, {}, [], *state, owned=True, added=True), received
+            return Restored(received.boundary, parts, {}, [], *state, owned=True, added=True), received
         received = self._recovery.join()
-        top = received.top
-        assert top is not None
+        boundary = received.boundary
+        assert boundary is not None
         if self._saved is not None:
-            return replace(self._saved, top=top, records=self._board.records.read()), received
-        parts, records = self._board.read_top(top.index), self._board.records.read()
+            return replace(self._saved, boundary=boundary, records=self._board.records.read()), received
+        parts, records = self._board.read_boundary(boundary.index), self._board.records.read()
         state = received.description, received.tensors
-        return Restored(top, parts, {}, records, *state, owned=True), received
+        return Restored(boundary, parts, {}, records, *state, owned=True), received
 
     def _collect(self, restored: Restored, collect: Collect, replicas: Sequence[int]) -> None:
         """Now it is known which layers this stage has."""
         try:
             if self._updates.replicated is None or list(replicas) != [self._env.rank]:
                 raise Unsupported(
-                    f"the checkpoint at batch top {restored.top.index} is of a pipeline whose stages had no replicas, "
+                    f"the checkpoint at step boundary {restored.boundary.index} is of a pipeline whose stages had no "
+                    "replicas, "
                     f"and this one is another: start {restored.workers} workers, or start from scratch with "
                     "checkpoint.resume='never'"
                 )
@@ -253,9 +256,9 @@ class Beginning:
         """The state is in place. Returns the checkpoint that all begin from, in words; empty if it is none."""
         whence = ""
         if self._restored is None and place.tier:
-            self._board.forget_tops()  # of places that are now ahead
+            self._board.forget_boundaries()  # of places that are now ahead
         elif place.tier:
             of = f", which {place.workers} workers have made" if place.resized else ""
-            whence = f"the checkpoint at batch top {place.top.index} ({place.tier}){of}"
+            whence = f"the checkpoint at step boundary {place.boundary.index} ({place.tier}){of}"
         self._restored = self._saved = None
         return whence

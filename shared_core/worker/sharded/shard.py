@@ -1,6 +1,6 @@
 """One rank's shard: its part of each parameter and of the optimizers' state.
 
-No replica has it, so it is rank-local state: published with every batch top, in the shared memory of the machine. A
+No replica has it, so it is rank-local state: published with every step boundary, in the shared memory of the machine. A
 replacement takes it as it was there, and makes every update of its predecessor's batch itself.
 """
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import ConfigError
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.comm.op import Op
@@ -27,8 +27,8 @@ from shared_core.worker.state.support import refuse_ddp, refuse_hooks
 #: Kinds of records.
 BUCKETS = "ddp buckets"
 GRAPH = "ddp graph"
-#: Tops in which DDP may settle its buckets without a recovery point.
-_TOPS = 3
+#: Boundaries in which DDP may settle its buckets without a recovery point.
+_BOUNDARIES = 3
 
 
 class Buckets:
@@ -41,7 +41,7 @@ class Buckets:
 
     Attributes:
         modules: the DDP modules that are trained.
-        eligible: batch tops since they were attached that could have been recovery points.
+        eligible: step boundaries since they were attached that could have been recovery points.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Buckets:
             ddp.require_forward_param_sync = flag
 
     def unsettled(self) -> bool:
-        """Whether this batch top, which could be a recovery point, is none; call it once a top."""
+        """Whether this step boundary, which could be a recovery point, is none; call it once a boundary."""
         # Until a static graph is known, a replacement runs the iteration itself in which DDP learns it.
         if any(first.begun and not first.ended for first in self._first.values()):
             return True
@@ -99,7 +99,7 @@ class Buckets:
         if not waiting:
             return False
         self.eligible += 1
-        return 1 < self.eligible <= _TOPS
+        return 1 < self.eligible <= _BOUNDARIES
 
     def handed_over(self) -> None:
         """DDP has handed over a bucket."""
@@ -125,10 +125,10 @@ class Buckets:
         if first is not None and number not in self._agreed:
             first.end()
             self._board.records.add(
-                RecordKey(self._position.entry, GRAPH, str(number), self._position.tops), first.seen()
+                RecordKey(self._position.entry, GRAPH, str(number), self._position.boundaries), first.seen()
             )
         ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
-        key = RecordKey(self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.tops)
+        key = RecordKey(self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.boundaries)
         op.future.add_done_callback(lambda _: self._board.records.add(key, op.results))
         self._broadcasts.setdefault(number, []).append(op.results[0])
         if ordinal % 2:
@@ -161,22 +161,22 @@ class Buckets:
         """The buckets of the one DDP module in the order in which it hands them over; nothing before that is known."""
         return self._inputs.layout(self.modules[0]) if len(self.modules) == 1 else ()
 
-    def settle(self, records: Records, top: Top) -> None:
-        """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that
+    def settle(self, records: Records, boundary: StepBoundary) -> None:
+        """Give DDP the buckets that were agreed on before ``boundary``, without a backward: the broadcasts of that
         agreement are served from the record. So is what it learned of a static graph.
         """
         graphs = {
             key.name: results
             for key, results in records
-            if (key.entry, key.kind) == (top.entry, GRAPH) and key.number < top.index
+            if (key.entry, key.kind) == (boundary.entry, GRAPH) and key.number < boundary.index
         }
         for number, ddp in enumerate(self.modules):
             agreed = {
                 key.name: results
                 for key, results in records
-                if (key.entry, key.kind) == (top.entry, BUCKETS)
+                if (key.entry, key.kind) == (boundary.entry, BUCKETS)
                 and key.name.startswith(f"{number}.")
-                and key.number < top.index
+                and key.number < boundary.index
             }
             if not agreed:
                 continue

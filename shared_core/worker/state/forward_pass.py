@@ -28,7 +28,7 @@ class Passes:
     """Forward passes of the present batch.
 
     Args:
-        runtime: says what the newest batch top is.
+        runtime: says what the newest step boundary is.
         board: where they are published.
         updates: whether this worker is behind, and what it keeps.
         parts: rank-local state, some of which forward changes.
@@ -56,8 +56,8 @@ class Passes:
         """``buffers`` gives what forward may change, by name."""
         self._buffers = buffers
 
-    def at_top(self) -> None:
-        """A batch top was published."""
+    def at_boundary(self) -> None:
+        """A step boundary was published."""
         self._backwards, self._graph, self._outputs = 0, -1, []
 
     def before_bucket(self) -> None:
@@ -75,9 +75,9 @@ class Passes:
         number = self._backwards - 1
         if self._updates.exact:
             changed = self._parts.capture(forward_mutated=True)
-            self._board.publish_mid(self._runtime.top, number, changed | {_OUTPUTS: self._outputs})
+            self._board.publish_mid(self._runtime.boundary, number, changed | {_OUTPUTS: self._outputs})
         else:
-            recorded = self._board.read_mid(self._runtime.top, number)
+            recorded = self._board.read_mid(self._runtime.boundary, number)
             if recorded is not None:
                 self._parts.restore(recorded)
         self._outputs = []
@@ -91,7 +91,7 @@ class Passes:
             self._keep([output] if isinstance(output, torch.Tensor) else tree_flatten(output)[0])
             return None
         leaves, layout = tree_flatten(output)
-        recorded = self._board.read_mid(self._runtime.top, self._backwards)
+        recorded = self._board.read_mid(self._runtime.boundary, self._backwards)
         outputs = recorded[_OUTPUTS] if recorded is not None else []
         place = len(self._outputs)
         self._outputs.append([])
@@ -118,7 +118,7 @@ class Passes:
         size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
         replicated = self._updates.replicated
         # Judged by the first batch only, because all ranks must come to the same answer.
-        if self._position.tops <= 1 and replicated is not None and 2 * size > max(replicated.nbytes, 1 << 20):
+        if self._position.boundaries <= 1 and replicated is not None and 2 * size > max(replicated.nbytes, 1 << 20):
             self._updates.keep_images()  # outputs are larger than the parameters: keep those instead
 
 

@@ -1,4 +1,4 @@
-"""Rank-local state, registered by name: captured at batch tops, and put back in a replacement."""
+"""Rank-local state, registered by name: captured at step boundaries, and put back in a replacement."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Position:
     """How far the program of this worker is.
 
     Attributes:
-        tops: batch tops passed by the logical rank.
+        boundaries: step boundaries passed by the logical rank.
         entry: number of the entry call (fit, validate, test, predict); -1 before the first.
         resized: what is being restored is that of another number of workers.
         added: what is being restored is a copy of another rank's, because this one has been added.
@@ -31,7 +31,7 @@ class Position:
             acted on that yet.
     """
 
-    tops: int = 0
+    boundaries: int = 0
     entry: int = -1
     resized: bool = False
     added: bool = False

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shared_core.errors import RecoveryFailed
+from shared_core.worker.state.boundary_images import KeptBoundaries
 from shared_core.worker.state.change_detection import Watch
-from shared_core.worker.state.top_images import KeptTops
 
 if TYPE_CHECKING:
     from shared_core.worker.state.replicated import Replicated
@@ -16,26 +16,27 @@ if TYPE_CHECKING:
 
 
 class Outside:
-    """Looks for changes that the script makes outside updates. From the first one on the state at batch tops is kept.
+    """Looks for changes that the script makes outside updates. From the first one on the state at step boundaries is
+    kept.
 
-    The first batch top after :meth:`attach` is kept in any case where a copy costs little: most scripts that change
+    The first step boundary after :meth:`attach` is kept in any case where a copy costs little: most scripts that change
     something do so from the first batch on. It is dropped when that batch has ended without a change.
 
     Args:
         policy: ``always``, ``never`` or ``auto``; see the option ``preimages``.
 
     Attributes:
-        active: something is changed, or will be: a replacement is given the state of its own batch top, never a newer
-            one.
-        tops: what is kept.
-        top: number of the newest batch top.
+        active: something is changed, or will be: a replacement is given the state of its own step boundary, never a
+            newer one.
+        boundaries: what is kept.
+        boundary: number of the newest step boundary.
     """
 
     def __init__(self, policy: str) -> None:
         self._policy = policy
         self.active = False
-        self.tops = KeptTops()
-        self.top = 0
+        self.boundaries = KeptBoundaries()
+        self.boundary = 0
         self._replicated: Replicated | None = None
         self._loose: Loose | None = None
         self._watch: Watch | None = None
@@ -44,7 +45,7 @@ class Outside:
         self._first_version = -1
 
     def attach(self, replicated: Replicated, loose: Loose | None) -> None:
-        """Watch this state from the next batch top on.
+        """Watch this state from the next step boundary on.
 
         Args:
             replicated: what is trained.
@@ -84,7 +85,7 @@ class Outside:
         """Places of parameters that each rank has for itself, and publishes."""
         return self._loose.places if self.active and self._loose is not None else []
 
-    # -- batch tops ------------------------------------------------------------------------------------
+    # -- step boundaries ------------------------------------------------------------------------------------
 
     def next_batch(self, version: int) -> None:
         """A batch begins, at a recovery point or not.
@@ -93,57 +94,59 @@ class Outside:
             version: updates made.
         """
         self.see()
-        if not self.active and self.tops.indices and version > self._first_version:
-            self.tops.clear()
+        if not self.active and self.boundaries.indices and version > self._first_version:
+            self.boundaries.clear()
 
-    def at_top(self, index: int, version: int) -> None:
-        """A batch top was published: keep the state there, if that is needed."""
+    def at_boundary(self, index: int, version: int) -> None:
+        """A step boundary was published: keep the state there, if that is needed."""
         if self.active or (self._first and self._loose is not None and self._loose.small):
             self._keep(index, version)
         if self._first and self._watch is not None:
             self._first, self._first_version = False, version
             self._watch.note()
-        self.top = index
+        self.boundary = index
 
     def resume(self, index: int, version: int, active: bool, *, exact: bool, watched: int) -> None:
-        """Replacement, at its batch top.
+        """Replacement, at its step boundary.
 
         Args:
-            index: number of the batch top.
+            index: number of the step boundary.
             version: updates made.
             active: what was published there.
-            exact: the state is that of the batch top.
+            exact: the state is that of the step boundary.
             watched: updates that its predecessor has watched.
         """
-        self.active, self.top = active, index
+        self.active, self.boundary = active, index
         if self._watch is not None:
             self._watch.resume(watched)
             if exact:
-                self.at_top(index, version)
+                self.at_boundary(index, version)
             self._first = False
             self._watch.note()
 
     def _keep(self, index: int, version: int) -> None:
         assert self._replicated is not None
-        self.tops.keep(index, version, self._replicated.export(), self.local)
+        self.boundaries.keep(index, version, self._replicated.export(), self.local)
 
     # -- for a replacement --------------------------------------------------------------------------------
 
     def given(self, index: int | None) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """Description and tensors of the state at a batch top, if it is kept."""
-        kept = self.tops.get(index)
+        """Description and tensors of the state at a step boundary, if it is kept."""
+        kept = self.boundaries.get(index)
         return None if kept is None else (kept.description, list(kept.tensors))
 
     def decided(self, index: int | None) -> bool:
-        """Whether the state at a batch top is kept, or will never be."""
-        return index is not None and (self.tops.get(index) is not None or (self.active and self.top >= index))
+        """Whether the state at a step boundary is kept, or will never be."""
+        return index is not None and (
+            self.boundaries.get(index) is not None or (self.active and self.boundary >= index)
+        )
 
     def waits(self, index: int | None) -> bool:
-        """Whether the state at a batch top will be kept when it is reached."""
-        return index is not None and self.active and self.top < index
+        """Whether the state at a step boundary will be kept when it is reached."""
+        return index is not None and self.active and self.boundary < index
 
     def refuse(self) -> None:
-        """The state as it is now is to serve an earlier batch top.
+        """The state as it is now is to serve an earlier step boundary.
 
         Raises:
             RecoveryFailed: if it is not what updates have made of the state there.
@@ -151,6 +154,6 @@ class Outside:
         if self.active or (self._watch is not None and self._watch.counted):
             raise RecoveryFailed(
                 f"the script has just changed {self._changed} outside an optimizer's update for the first time, so the "
-                "state at the lost worker's batch top is gone. From the next batch top on it is kept; with "
+                "state at the lost worker's step boundary is gone. From the next step boundary on it is kept; with "
                 "state.preimages='always' it is kept from the start"
             )

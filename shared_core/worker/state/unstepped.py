@@ -1,8 +1,8 @@
 """Parameters that no attached optimizer steps: averages of weights, target networks, codebooks, frozen layers.
 
 No update counts their versions, and each rank may have its own. Where the script changes something outside updates they
-are rank-local state: published at each batch top in which they have changed, in a file of their own, to which later
-tops refer.
+are rank-local state: published at each step boundary in which they have changed, in a file of their own, to which later
+boundaries refer.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class Loose:
             self._replicated.parameters[place].data.copy_(value)
         self._known.clear()
 
-    def publish(self, board: Board, top: int, values: Mapping[int, Any]) -> dict[int, int]:
+    def publish(self, board: Board, boundary: int, values: Mapping[int, Any]) -> dict[int, int]:
         """Write those that have changed since the last time.
 
         Args:
             board: of this rank.
-            top: number of the batch top.
+            boundary: number of the step boundary.
             values: from :meth:`capture`.
 
         Returns:
-            For each place the batch top with whose file it was written.
+            For each place the step boundary with whose file it was written.
         """
         changed = {}
         for place, value in values.items():
@@ -79,11 +79,11 @@ class Loose:
             if known is None or known[0] != value._version or known[1] != checksum(value):
                 changed[place] = value
         if changed:
-            board.write_loose(top, changed)
+            board.write_loose(boundary, changed)
         for place, value in changed.items():
             known = self._known.get(place)
             counted = known is not None and known[0] != value._version
             # What counts its changes is not looked at again before it counts none.
             self._known[place] = (value._version, -1 if counted else checksum(value))
-            self._files[place] = top
+            self._files[place] = boundary
         return {place: self._files[place] for place in values}

@@ -22,7 +22,7 @@ class UpdateImages:
     Args:
         policy: ``always``, ``never``, or ``auto``: where a caller asks for it, and once a batch has had several
             updates.
-        stable: gives the newest batch top that every rank has published.
+        stable: gives the newest step boundary that every rank has published.
     """
 
     def __init__(self, policy: str, count: Count, stable: Callable[[], int]) -> None:
@@ -33,8 +33,8 @@ class UpdateImages:
         self._images: list[PreImage] = []
         self._newest: dict[int, torch.Tensor] = {}
         self._spare: dict[int, list[torch.Tensor]] = {}
-        #: Number of the newest batch top, and version, of the last two versions that batch tops had.
-        self._tops: list[tuple[int, int]] = []
+        #: Number of the newest step boundary, and version, of the last two versions that step boundaries had.
+        self._boundaries: list[tuple[int, int]] = []
 
     # -- whether -----------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class UpdateImages:
         return self._policy == "always" or (self._several and (self._policy == "auto" or self._sharded))
 
     def want(self, *, at_once: bool = False) -> None:
-        """Keep from the next batch top on, or at once (where the policy is ``auto``)."""
+        """Keep from the next step boundary on, or at once (where the policy is ``auto``)."""
         self._wanted = True
         self._several = self._several or at_once
 
@@ -79,21 +79,24 @@ class UpdateImages:
             torch._foreach_copy_(list(kept.values()), [replicated.parameters[place] for place in kept])
         self._images.append((self._count.applied, kept))
 
-    def at_top(self, index: int) -> None:
-        """The batch top of this number was published."""
+    def at_boundary(self, index: int) -> None:
+        """The step boundary of this number was published."""
         self._several = self._several or self._wanted
         version = self._count.applied
-        self._tops = [*(top for top in self._tops if top[1] != version), (index, version)][-2:]
+        self._boundaries = [*(boundary for boundary in self._boundaries if boundary[1] != version), (index, version)][
+            -2:
+        ]
         self._drop()
 
     def _drop(self) -> None:
         """Let go of what no replacement asks for. All ranks have made the gradients of the newest update, so each has
-        published the batch top before it; and none begins before one that every rank has published. (Batch tops alone
-        say nothing: where no collective lies between, such as at the end of a pass, one rank can be several ahead.)
+        published the step boundary before it; and none begins before one that every rank has published. (Step
+        boundaries alone say nothing: where no collective lies between, such as at the end of a pass, one rank can be
+        several ahead.)
         """
         stable = self._stable()
-        self._tops = [(top, version) for top, version in self._tops if top >= stable]
-        oldest = min((version for _, version in self._tops), default=self._count.applied)
+        self._boundaries = [(boundary, version) for boundary, version in self._boundaries if boundary >= stable]
+        oldest = min((version for _, version in self._boundaries), default=self._count.applied)
         dropped = [params for version, params in self._images if version < oldest]
         self._images = [image for image in self._images if image[0] >= oldest]
         if dropped:
@@ -147,13 +150,13 @@ class UpdateImages:
         return bool(self._newest)
 
     def begin(self, version: int) -> None:
-        """The program is at a batch top of ``version``."""
-        self._tops = [(sys.maxsize, version)]
+        """The program is at a step boundary of ``version``."""
+        self._boundaries = [(sys.maxsize, version)]
 
     def load(
         self, replicated: Replicated, description: dict[str, Any], tensors: Sequence[torch.Tensor], owned: bool
     ) -> None:
-        """Take over a donor's images, and put parameters where they were at the batch top.
+        """Take over a donor's images, and put parameters where they were at the step boundary.
 
         Args:
             replicated: has the donor's newest parameters.

@@ -35,10 +35,11 @@ class Updates:
     Args:
         preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
             has had several, so that a replacement can compute
-            what lies between two updates exactly, and state at batch tops once the script changes it outside updates.
+            what lies between two updates exactly, and state at step boundaries once the script changes it outside
+            updates.
         after: called after each update.
         fence: returns when what is being copied may be changed.
-        stable: gives the newest batch top that every rank has published.
+        stable: gives the newest step boundary that every rank has published.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class Updates:
         return not self.outside.active and self._images.kept  # else replacements are given no newer ones
 
     def keep_images(self, *, at_once: bool = False) -> None:
-        """Keep parameters before each update from the next batch top on, or at once (where the policy is ``auto``)."""
+        """Keep parameters before each update from the next step boundary on, or at once (where the
+        policy is ``auto``).
+        """
         self._images.want(at_once=at_once)
 
     @property
@@ -113,10 +116,10 @@ class Updates:
             replicated: what is trained.
             loose: those of its parameters that no optimizer steps. Without it changes outside updates are not looked
                 for.
-            undo: keep what updates overwrite until the next batch top, for :meth:`GivenState.at_version`.
+            undo: keep what updates overwrite until the next step boundary, for :meth:`GivenState.at_version`.
             sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A replacement
                 then runs every update that its predecessor's batch had, on its own shard, and is given the parameters
-                at its batch top, never newer ones. Updates are what is inside :meth:`UpdateSteps.update`.
+                at its step boundary, never newer ones. Updates are what is inside :meth:`UpdateSteps.update`.
             own: parameters and optimizer state are divided over the ranks: each publishes its shard, and nobody is
                 given one.
             parts: parts of an update may be made before the optimizer's step, by :meth:`UpdateSteps.make_part`.
@@ -140,20 +143,20 @@ class Updates:
             self.outside.attach(replicated, loose)
             self.steps.attach(replicated, made, own)
 
-    # -- batch tops --------------------------------------------------------------------------------
+    # -- step boundaries --------------------------------------------------------------------------------
 
-    def resume(self, top: int, *, images: bool, outside: bool, again: bool) -> None:
-        """Replacement, at its batch top: keep what the predecessor kept; all ranks must agree.
+    def resume(self, boundary: int, *, images: bool, outside: bool, again: bool) -> None:
+        """Replacement, at its step boundary: keep what the predecessor kept; all ranks must agree.
 
         Args:
-            top: its number.
+            boundary: its number.
             images: whether the predecessor kept parameters before each update.
             outside: whether it had seen changes outside updates.
             again: all workers were started again, perhaps with another script.
         """
         self._images.resume(images)
         watched = 0 if again else self.version
-        self.outside.resume(top, self.version, outside, exact=not self._count.ahead, watched=watched)
+        self.outside.resume(boundary, self.version, outside, exact=not self._count.ahead, watched=watched)
 
     def next_batch(self) -> None:
         """A batch begins, at a recovery point or not."""
@@ -163,23 +166,23 @@ class Updates:
         with self.gate.condition:
             self.outside.next_batch(self.version)
 
-    def at_top(self, index: int = 0, stable: int = 0) -> None:
-        """A batch top was published.
+    def at_boundary(self, index: int = 0, stable: int = 0) -> None:
+        """A step boundary was published.
 
         Args:
-            index: number of the batch top.
-            stable: batch top from which a replacement may start at the earliest.
+            index: number of the step boundary.
+            stable: step boundary from which a replacement may start at the earliest.
         """
         self.steps.refuse_torn()
         if self.outside.active:
             self._fence()  # memory that is used again may be being copied
         with self.gate.condition:
-            self.outside.at_top(index, self.version)
-            self.outside.tops.drop_before(stable, reuse=not self.gate.held_now)
+            self.outside.at_boundary(index, self.version)
+            self.outside.boundaries.drop_before(stable, reuse=not self.gate.held_now)
             self.gate.condition.notify_all()
         if self._undo is not None:
             self._undo.commit()
-        self._images.at_top(index)
+        self._images.at_boundary(index)
 
     # -- a replacement takes over a state -------------------------------------------------------------
 
@@ -195,11 +198,11 @@ class Updates:
         *,
         owned: bool = False,
     ) -> None:
-        """Take over a donor's state at a batch top of ``version``; updates that the state already contains will do
+        """Take over a donor's state at a step boundary of ``version``; updates that the state already contains will do
         nothing.
 
         Args:
-            version: updates at the batch top.
+            version: updates at the step boundary.
             description: of the state; None for the one that is here. With ``here`` the state has come before.
             tensors: of the state.
             owned: nobody else uses them.

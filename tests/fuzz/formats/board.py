@@ -1,4 +1,4 @@
-"""A rank's publications: batch tops and what goes with them."""
+"""A rank's publications: step boundaries and what goes with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from shared_core.encoding.plain import dumps
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.state.publication_file import packed
 from shared_core.worker.state.publications import LOOSE, Board
@@ -19,8 +19,8 @@ from shared_core.worker.state.publications import LOOSE, Board
 from ..harness import Target, exact, exact_parts, only_errors
 from ..plain_values import values
 
-tops = st.builds(
-    lambda version, seq, saved: Top(1, version, 0, "batch", {"default": seq}, replicas=[0, 1], saved=saved),
+boundaries = st.builds(
+    lambda version, seq, saved: StepBoundary(1, version, 0, "batch", {"default": seq}, replicas=[0, 1], saved=saved),
     st.integers(0, 99),
     st.integers(0, 99),
     st.booleans(),
@@ -48,16 +48,16 @@ def _board(folder: Path) -> Board:
     return Board(folder / "rank0")
 
 
-def _write_top(value: Any, folder: Path) -> bytes:
-    top, local = value
-    _board(folder).publish_top(top, local)
-    return (_board(folder).folder / "top.1").read_bytes()
+def _write_boundary(value: Any, folder: Path) -> bytes:
+    boundary, local = value
+    _board(folder).publish_boundary(boundary, local)
+    return (_board(folder).folder / "boundary.1").read_bytes()
 
 
-def _read_top(data: bytes, folder: Path) -> Any:
+def _read_boundary(data: bytes, folder: Path) -> Any:
     board = _board(folder)
-    (board.folder / "top.1").write_bytes(data)
-    return board.tops(), board.read_top(1)
+    (board.folder / "boundary.1").write_bytes(data)
+    return board.boundaries(), board.read_boundary(1)
 
 
 def _of_head(head: bytes) -> bytes:
@@ -74,7 +74,7 @@ def _head(value: Any, folder: Path) -> bytes:
 
 
 def _refers(value: Any, folder: Path) -> bytes:
-    """A top that refers to a file of loose parameters."""
+    """A boundary that refers to a file of loose parameters."""
     board = _board(folder)
     board.write_loose(1, {3: torch.ones(2)})
     return dumps({"a": value, LOOSE: {3: 1}})
@@ -139,9 +139,9 @@ def _read_records(data: bytes, folder: Path) -> Any:
 
 
 TARGETS = [
-    Target("board.top", st.tuples(tops, parts), _write_top, _read_top, exact),
-    Target("board.top_head_sealed", tops, _head, _read_top, only_errors, seal=_of_head),
-    Target("board.top_parts_sealed", values, _refers, _read_top, only_errors, seal=_of_payload),
+    Target("board.boundary", st.tuples(boundaries, parts), _write_boundary, _read_boundary, exact),
+    Target("board.boundary_head_sealed", boundaries, _head, _read_boundary, only_errors, seal=_of_head),
+    Target("board.boundary_parts_sealed", values, _refers, _read_boundary, only_errors, seal=_of_payload),
     Target("board.end", values, _write_end, _read_end, exact),
     Target("board.end_sealed", values, lambda value, _: dumps(value), _read_end, only_errors, seal=_of_payload),
     Target("board.mid", parts, _write_mid, _read_mid, exact, count=10),

@@ -46,7 +46,7 @@ struck = st.lists(
         spec.Fault,
         st.integers(0, 7),
         st.integers(-1, 9),
-        st.sampled_from([point for point in spec.POINTS if point != "batch_top"]),
+        st.sampled_from([point for point in spec.POINTS if point != "step_boundary"]),
         st.sampled_from(["SIGKILL", "SIGTERM"]),
         st.integers(1, 3),
         st.integers(0, 2),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shared_core.launcher.ledger import Ledger
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_fronts
 from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind
 from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.plan import Plan
@@ -24,8 +24,8 @@ from ..harness import Target, only_errors, stable
 
 counts = st.integers(0, 9)
 channels = st.dictionaries(st.sampled_from(["0,1,0", "1,0,0"]), counts, max_size=2)
-tops = st.builds(
-    lambda index, version, seq: Top(index, version, 0, "batch", {"default": seq}, members={"default": "0,1"}),
+boundaries = st.builds(
+    lambda index, version, seq: StepBoundary(index, version, 0, "batch", {"default": seq}, members={"default": "0,1"}),
     st.integers(1, 9),
     counts,
     counts,
@@ -36,7 +36,7 @@ frontiers = st.builds(
     incarnation=counts,
     replacement=st.booleans(),
     version=counts,
-    tops=st.lists(tops, max_size=2).map(tuple),
+    boundaries=st.lists(boundaries, max_size=2).map(tuple),
     groups=st.fixed_dictionaries(
         {},
         optional={
@@ -45,7 +45,7 @@ frontiers = st.builds(
     ),
 )
 offers = st.builds(
-    lambda rank, tops, version: Offer(rank, 0, tuple((n, n, "batch") for n in tops), version),
+    lambda rank, boundaries, version: Offer(rank, 0, tuple((n, n, "batch") for n in boundaries), version),
     st.integers(0, 1),
     st.lists(counts, max_size=3, unique=True).map(sorted),
     st.none() | counts,
@@ -96,18 +96,20 @@ words = st.sampled_from(
     [
         ("fail", {"message": "no", "rank": 1}),
         ("restart", {"reason": "lost"}),
-        ("saved", {"done": True, "top": 3}),
+        ("saved", {"done": True, "boundary": 3}),
         ("checkpoints", {"checkpoint.keep": 3, "checkpoint.dir": None}),
-        ("handed", {"generation": 1, "top": 3}),
+        ("handed", {"generation": 1, "boundary": 3}),
         ("declined", {"generation": 1, "reason": "no"}),
-        ("reports", {"rank": 0, "time": 1.5, "pid": 7, "top": 3, "whence": "step 40"}),
+        ("reports", {"rank": 0, "time": 1.5, "pid": 7, "boundary": 3, "whence": "step 40"}),
         ("divergent", [0, 1]),
         ("fail", "no"),
     ]
 )
 agreed = st.builds(
-    lambda top, redo, failed: Agreed(None if failed else Plan({0: top}, {0: 1}, (), {"default": redo}), failed),
-    st.none() | tops,
+    lambda boundary, redo, failed: Agreed(
+        None if failed else Plan({0: boundary}, {0: 1}, (), {"default": redo}), failed
+    ),
+    st.none() | boundaries,
     st.sets(counts, max_size=3),
     st.sampled_from(["", "nobody is left"]),
 )

@@ -116,7 +116,7 @@ def _leave(value: Any, folder: Path) -> bytes:
 
 def _progress(value: Any, folder: Path) -> bytes:
     file = ProgressFile(folder / "progress")
-    file.top(value)
+    file.boundary(value)
     file.waiting(True)
     return (folder / "progress").read_bytes()
 

@@ -1,4 +1,4 @@
-"""The batch tops of the program, and which of them are recovery points."""
+"""The step boundaries of the program, and which of them are recovery points."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.updates import Updates
 
-#: Tops without a recovery point until pending gradients are published along with the top.
+#: Boundaries without a recovery point until pending gradients are published along with the boundary.
 _MAX_DEFERRED = 16
 
 
-class BatchTops:
-    """Counts batch tops, and publishes those that are recovery points.
+class StepBoundaries:
+    """Counts step boundaries, and publishes those that are recovery points.
 
     Args:
         progress: what the launcher sees of this worker.
         news: told to those that listen.
-        publishing: publishes tops.
+        publishing: publishes boundaries.
         place: where the program is.
         joining: takes the predecessor's place.
         resizes: the number of workers may change.
@@ -52,8 +52,8 @@ class BatchTops:
         self._deferred = 0
 
     def batch(self, accumulating: bool, epoch: int | None) -> bool:
-        """See :meth:`Job.batch_top`."""
-        inject.point("batch_top")
+        """See :meth:`Job.step_boundary`."""
+        inject.point("step_boundary")
         self._news.deliver()
         if self._joining.at("batch"):
             return True
@@ -68,15 +68,15 @@ class BatchTops:
         if pending:
             self._deferred += 1
             # Gradients of a worker that is lost could not be dealt out to others. Those of a shard are small, and those
-            # that a whole step has left behind are there at each top.
+            # that a whole step has left behind are there at each boundary.
             if shard is None and (self._resizes or (self._deferred <= _MAX_DEFERRED and not updated)):
                 return False
             grads = self._trained.gradients() if shard is not None or not updated else None
-        if self._buckets.unsettled():  # counts the tops that could be recovery points, so it is asked last
+        if self._buckets.unsettled():  # counts the boundaries that could be recovery points, so it is asked last
             return False
         self._deferred = 0
         self._trained.meet()
-        self._publishing.at_top("batch", self._trained.left_over(pending) if grads is None else grads)
+        self._publishing.at_boundary("batch", self._trained.left_over(pending) if grads is None else grads)
         return False
 
     def evaluation(self) -> bool:
@@ -85,11 +85,11 @@ class BatchTops:
         if self._joining.at("eval"):
             return True
         self._pass(None)
-        self._publishing.at_top("eval")
+        self._publishing.at_boundary("eval")
         return False
 
     def _pass(self, epoch: int | None) -> None:
-        self._position.tops += 1
+        self._position.boundaries += 1
         self._place.step(epoch)
-        self._progress.top(self._position.tops, self._log_bytes())
+        self._progress.boundary(self._position.boundaries, self._log_bytes())
         self._news.passed()

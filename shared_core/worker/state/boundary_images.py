@@ -1,8 +1,8 @@
-"""Parameters and optimizer state as they were at batch tops, for replacements of scripts that change them outside
+"""Parameters and optimizer state as they were at step boundaries, for replacements of scripts that change them outside
 updates.
 
 Such a script's replacement cannot go on from newer state: what the script does in the batch would be in it already, or
-would be done to other values. With the state of its batch top it makes the updates itself, and the changes too.
+would be done to other values. With the state of its step boundary it makes the updates itself, and the changes too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class Kept:
-    """State at one batch top.
+    """State at one step boundary.
 
     Attributes:
         version: updates it contains.
@@ -31,9 +31,9 @@ class Kept:
     copies: dict[int, torch.Tensor]
 
 
-class KeptTops:
-    """States of the newest batch tops. The memory of those that were dropped is used again: to write to memory that
-    the process has not touched before costs many times more.
+class KeptBoundaries:
+    """States of the newest step boundaries. The memory of those that were dropped is used again: to write to memory
+    that the process has not touched before costs many times more.
     """
 
     def __init__(self) -> None:
@@ -42,21 +42,21 @@ class KeptTops:
 
     @property
     def indices(self) -> list[int]:
-        """Numbers of the batch tops."""
+        """Numbers of the step boundaries."""
         return sorted(self._kept)
 
     def get(self, index: int | None) -> Kept | None:
-        """State at a batch top, if it is kept."""
+        """State at a step boundary, if it is kept."""
         return self._kept.get(index) if index is not None else None
 
     @torch.no_grad()
     def keep(
         self, index: int, version: int, exported: tuple[dict[str, Any], list[torch.Tensor]], left_out: Collection[int]
     ) -> None:
-        """Copy the state at a batch top.
+        """Copy the state at a step boundary.
 
         Args:
-            index: number of the batch top.
+            index: number of the step boundary.
             version: updates in the state.
             exported: from :meth:`Replicated.export`.
             left_out: places of tensors that are had from elsewhere.
@@ -75,10 +75,10 @@ class KeptTops:
         self._kept[index] = Kept(version, description | {"version": version, "images": []}, state, copies)
 
     def drop_before(self, index: int, *, reuse: bool) -> None:
-        """Drop what was kept before a batch top.
+        """Drop what was kept before a step boundary.
 
         Args:
-            index: number of the batch top.
+            index: number of the step boundary.
             reuse: nobody reads what is dropped.
         """
         for old in [each for each in self._kept if each < index]:
