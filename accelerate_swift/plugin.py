@@ -30,7 +30,7 @@ _ENABLE = "SWIFT_RECOVERY"
 
 
 class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no type annotations
-    """Keeps a run of Accelerate going through the loss of workers, bit for bit.
+    """Keeps a run of Accelerate going through the failure of workers, bit for bit.
 
     ``Accelerator(kwargs_handlers=[plugin])`` is enough for failures in the first epoch; to recover from any point,
     write the loop as ``for epoch in plugin.epochs(n)`` and register what the script itself counts
@@ -40,7 +40,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
     Args:
         config_file: YAML or JSON file of options; see :class:`shared_core.SwiftConfig`.
         num_processes: workers to start where the script is run as ``python train.py``.
-        standbys: processes kept ready to replace a lost worker, where this plugin starts ``swiftrun`` itself.
+        standbys: processes kept ready to replace a failed worker, where this plugin starts ``swiftrun`` itself.
         init_process_group: Accelerate's own handler for ``init_process_group``; only one of the two can be passed to
             it.
         options: options of :class:`shared_core.SwiftConfig`, by name: ``checkpoint={"dir": "checkpoints",
@@ -201,7 +201,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             hand_over_if_needed(self._num_processes, self._standbys, self.config)
 
     def adopt(self, accelerator: Accelerator) -> None:
-        """Let an ``Accelerator`` that is being built survive the loss of workers."""
+        """Let an ``Accelerator`` that is being built survive the failure of workers."""
         self._accelerator = accelerator
         job = install()
         assert job is not None

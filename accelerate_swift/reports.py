@@ -1,4 +1,4 @@
-"""``TrainingArguments(report_to=...)``: one run for each service, each row once, also across the loss of rank 0."""
+"""``TrainingArguments(report_to=...)``: one run for each service, each row once, also across the failure of rank 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerate's trackers: one run, each row once, also across the loss of the main process."""
+"""Accelerate's trackers: one run, each row once, also across the failure of the main process."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _PLACE = "the predecessor's place"
 
 
 class SwiftTrainer(transformers.Trainer):
-    """A ``Trainer`` whose workers may be lost; see :class:`accelerate_swift.SwiftPlugin`.
+    """A ``Trainer`` whose workers may fail; see :class:`accelerate_swift.SwiftPlugin`.
 
     Import it before ``TrainingArguments`` are made. A step boundary is the start of an update step: with gradient
     accumulation, a replacement runs all micro-batches of its step again.
@@ -59,7 +59,7 @@ class SwiftTrainer(transformers.Trainer):
         self._swift_loaders: dict[str, Any] = {}
         self._swift_ended = False
         self._swift_target: Mapping[str, Any] | None = None
-        #: When this call of train() began, by the wall clock; lost workers included.
+        #: When this call of train() began, by the wall clock; failed workers included.
         self._swift_began: float | None = None
         self._swift_reports: Reports | None = None
         self._swift_holders: Holders | None = None
@@ -76,7 +76,7 @@ class SwiftTrainer(transformers.Trainer):
         return built
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As ``Trainer.train``. A worker that is lost in a second call, of this Trainer or of another one, cannot be
+        """As ``Trainer.train``. A worker that fails in a second call, of this Trainer or of another one, cannot be
         replaced: all workers then go back to the newest checkpoint, or to the start.
         """
         self._swift_phase = next(_CALLS)
@@ -98,7 +98,7 @@ class SwiftTrainer(transformers.Trainer):
                 target = self._swift_target = job.peek(_NAME)
                 if target is not None and target["phase"] > self._swift_phase:
                     job.fall_back(
-                        f"rank {job.rank}: the lost worker was in call {target['phase']} of Trainer.train(), which "
+                        f"rank {job.rank}: the failed worker was in call {target['phase']} of Trainer.train(), which "
                         "a replacement cannot enter: use one Trainer for each call, in scripts of their own"
                     )
                 if target is not None:

@@ -1,12 +1,13 @@
-"""What a lost worker costs: under each system one is killed (SIGKILL) again and again, and all ranks' traces are read.
+"""What a failed worker costs: under each system one is killed (SIGKILL) again and again, and all ranks' traces are
+read.
 
-Systems: this one with a standby, and without (``--standbys 0``); with fewer workers after a loss, and as many again
-later; on two machines (network namespaces), one of which is lost while a third waits; torchrun with a checkpoint every
+Systems: this one with a standby, and without (``--standbys 0``); with fewer workers after a failure, and as many again
+later; on two machines (network namespaces), one of which fails while a third waits; torchrun with a checkpoint every
 1, 5 and 20 steps; torchft where it is installed. The job is plain DDP on a 6-layer MLP of width 512 with four workers;
 in rows of FSDP2 and ZeRO-3 it is a sharded MLP, and DDP of one that has as many parameters as a shard. For each kill:
 
 - stall: from the kill until ``optimizer.step`` has next returned on all ranks, and on the survivors alone (torchft's go
-  on without the lost one, and its samples);
+  on without the failed one, and its samples);
 - regained: until all ranks are beyond the furthest step that any had made before the kill;
 - recomputed: steps that a worker other than the killed one made again;
 - lost: samples of the whole run whose gradients are in no update.
@@ -68,7 +69,7 @@ READY_TARGET_MS = 60.0
 SHARDED_TARGET = 2.0
 #: Seconds that a job goes on with fewer workers, starting them included, until it grows again.
 GROW_AFTER_S = 4.0
-#: Seconds that a spare machine waits before the next is lost, so that its standby has imported what it needs.
+#: Seconds that a spare machine waits before the next fails, so that its standby has imported what it needs.
 SPARE_WAITS_S = 5.0
 
 
@@ -85,7 +86,7 @@ class System:
         every: steps between two checkpoints or commits.
         heartbeat_ms: torchft's heartbeat time-out.
         timeout_s: torchft's other time-outs.
-        resizes: the others go on without the lost worker, and the job grows again later.
+        resizes: the others go on without the failed worker, and the job grows again later.
         machines: whole machines are killed, and one more waits.
         model: its layers and their width.
         sharded: what divides the model: ``fsdp2``, with checkpoints of ``torch.distributed.checkpoint``, or ``zero3``;
@@ -114,7 +115,7 @@ class System:
 
     @property
     def judged(self) -> bool:
-        """Whether the targets for a lost worker whose place a standby takes apply."""
+        """Whether the targets for a failed worker whose place a standby takes apply."""
         return self.ours and self.usual and self.standbys > 0 and not self.resizes and self.machines == 1
 
     @property
@@ -305,8 +306,8 @@ def strike_machine(workers: Workers, traces: Traces, step_s: float) -> Kill:
     return kill
 
 
-def measure(lost: Sequence[int], at: float, workers: Workers, traces: Traces, step_s: float) -> Kill:
-    """Wait until all is as before the loss of some ranks, and read the traces."""
+def measure(failed: Sequence[int], at: float, workers: Workers, traces: Traces, step_s: float) -> Kill:
+    """Wait until all is as before the failure of some ranks, and read the traces."""
     traces.refresh()
     furthest = traces.furthest(before=at)
 
@@ -314,10 +315,10 @@ def measure(lost: Sequence[int], at: float, workers: Workers, traces: Traces, st
         return next((line["time"] for line in traces.steps(one, at) if line["step"] > furthest), None)
 
     wait(traces, workers, lambda: all(beyond(one) is not None for one in range(WORKERS)))
-    others = [one for one in range(WORKERS) if one not in lost]
+    others = [one for one in range(WORKERS) if one not in failed]
     stalled = {one: stalled_until(traces, one, at, step_s) - at for one in range(WORKERS)}
     return Kill(
-        tuple(lost),
+        tuple(failed),
         at,
         stall_s=max(stalled.values()),
         survivors_s=max(stalled[one] for one in others),
@@ -344,7 +345,7 @@ def resize(rank: int, workers: Workers, traces: Traces, events: Path) -> Kill:
     decided = [
         event.fields["detected"]
         for event in read_events(events)
-        if event.kind == "generation" and event.fields.get("stay") and not event.fields["lost"] and event.time > at
+        if event.kind == "generation" and event.fields.get("stay") and not event.fields["failed"] and event.time > at
     ]
     return Kill((rank,), at, stall_s, stall_s, regained_s, len(again), user_s, growth_s=grown - max(decided))
 
@@ -410,7 +411,7 @@ def rows_of(outcome: Outcome, best_other: float | None, shard: float | None = No
     if outcome.system.machines > 1:
         noticed = [kill.detected_s for kill in kills if kill.detected_s is not None]
         after = [kill.stall_s - kill.detected_s for kill in kills if kill.detected_s is not None]
-        rows.append(Row(name, "loss noticed, median", statistics.median(noticed) if noticed else None, "s"))
+        rows.append(Row(name, "failure noticed, median", statistics.median(noticed) if noticed else None, "s"))
         rows.append(Row(name, "stall after it was noticed, median", statistics.median(after) if after else None, "s"))
     rows.append(Row(name, "stall of survivors alone, median", statistics.median(k.survivors_s for k in kills), "s"))
     if judged:

@@ -28,7 +28,7 @@ WORKERS = 2
 #: The stop with the largest model, in stops with the smallest.
 TARGET = 2.0
 _ENV = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
-_LOST = 1
+_FAILED = 1
 
 
 class Run:
@@ -66,7 +66,7 @@ class Run:
         stops, longer, steps = [], [], []
         for number in range(kills):
             self.until(max(self.ends(), default=0) + STEPS)
-            os.kill(self.traces.lines[_LOST][-1]["pid"], signal.SIGKILL)
+            os.kill(self.traces.lines[_FAILED][-1]["pid"], signal.SIGKILL)
             wait(self.traces, self.workers, lambda seen=number: len(self.events("let_in")) > seen)
             at = self.events("let_in")[-1].time
             before = max(step for step, end in self.ends().items() if end <= at)

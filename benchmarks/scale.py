@@ -1,4 +1,5 @@
-"""How the agreement on a generation grows with the number of workers: from a loss to the moment when all may connect.
+"""How the agreement on a generation grows with the number of workers: from a failure to the moment when all may
+connect.
 
 The store, the ledger and its entries are the launcher's. Each worker follows the ledger, says where it stands, decides
 and hears the plan with the product's own code. What is left out is torch: workers are threads of some processes, train
@@ -28,9 +29,9 @@ from benchmarks.common import ROOT, Row, arguments, at_most, finish, leave_nothi
 from shared_core.config import SwiftConfig
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.control_socket import ControlSocket
+from shared_core.protocol.failure_policy import Death
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.generation import Entry, generation_key, plan_key
-from shared_core.protocol.loss_policy import Death
 from shared_core.protocol.members import members_text
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system.jobdir import AGENT
@@ -48,7 +49,7 @@ PROCESSES = 8
 GROUP, LOGGED = 8, 20
 #: At most so long, in seconds, at 1,000 workers on two cores.
 TARGET_S = 1.0
-AGREED = "from the loss until all may connect"
+AGREED = "from the failure until all may connect"
 
 
 class Fronts:
@@ -143,7 +144,7 @@ def process(ranks: Sequence[int], world_size: int, folders: Any, heard: Any, ove
 
 
 def one(world_size: int) -> dict[str, float]:
-    """One loss of the last rank among so many."""
+    """One failure of the last rank among so many."""
     context = mp.get_context("fork")
     folders, heard, over = context.Queue(), context.Queue(), context.Event()
     count = min(PROCESSES, world_size)

@@ -1,9 +1,9 @@
-"""What a script's start-up adds to a loss, with and without a prepared standby, and what one costs while it waits.
+"""What a script's start-up adds to a failure, with and without a prepared standby, and what one costs while it waits.
 
 Plain DDP on a 6-layer MLP of width 512 with four workers. Before its loop the script takes 8 s, half of them computing.
 The last rank is killed (SIGKILL), when its standby is prepared where it has one; the cases take turns.
 
-- stall: from the loss until a survivor's next ``optimizer.step`` has returned, the longest of all survivors;
+- stall: from the failure until a survivor's next ``optimizer.step`` has returned, the longest of all survivors;
 - step, a standby waits / stopped: median step while the standby waits as it does, and while it is stopped (SIGSTOP),
   in turns of a second;
 - step, a standby is prepared / waits: median step while one runs the start-up;
@@ -142,7 +142,7 @@ def _processor_s(pid: int) -> float:
 
 def main() -> int:
     parser = arguments(
-        "startup", "Stall of a loss in a script that starts slowly, with and without a prepared standby."
+        "startup", "Stall of a failure in a script that starts slowly, with and without a prepared standby."
     )
     options = parser.parse_args()
     leave_nothing()

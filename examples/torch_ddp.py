@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
-    shared_core.install()  # 1: before the process group, which is to survive the loss of workers
+    shared_core.install()  # 1: before the process group, which is to survive the failure of workers
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     print(f"rank {rank} is process {os.getpid()}", flush=True)

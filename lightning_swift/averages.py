@@ -84,7 +84,8 @@ class Averages:
             self._late.update(late)
             console_once(
                 "late model",
-                f"a callback has made a model while training runs ({late[0]}): a worker that takes a lost one's place "
+                f"a callback has made a model while training runs ({late[0]}): a worker that takes a failed one's "
+                "place "
                 "does not have it. Make it in setup(), or keep its state_dict() instead",
             )
         self._known = self._averages() | self.held()
@@ -112,7 +113,7 @@ class Averages:
         missing = [name for name in states if name not in self._models()]
         if missing:
             raise Unsupported(
-                f"a worker was lost between two calls of the Trainer, and the one that takes its place lacks the model "
+                f"a worker failed between two calls of the Trainer, and the one that takes its place lacks the model "
                 f"{missing[0]}, which a callback made in a call: make it in setup()"
             )
 

@@ -16,7 +16,7 @@ _PASSES = "fabric.passes"
 
 
 class FabricLoop:
-    """A training loop under Fabric that survives the loss of workers. Without ``swiftrun`` it is a plain loop.
+    """A training loop under Fabric that survives the failure of workers. Without ``swiftrun`` it is a plain loop.
 
     Made by :func:`attach`.
 
@@ -124,7 +124,7 @@ class FabricLoop:
 
 
 def attach(*objects: Any) -> FabricLoop:
-    """Say what a script under Fabric trains, and get the loop that survives the loss of workers::
+    """Say what a script under Fabric trains, and get the loop that survives the failure of workers::
 
         fabric = Fabric(accelerator="cpu", devices=2, strategy="swift_ddp")
         fabric.launch()
@@ -141,7 +141,7 @@ def attach(*objects: Any) -> FabricLoop:
 
     Raises:
         ConfigError: under ``swiftrun``, if the strategy of Fabric is none of this package; if an object has no state.
-        Unsupported: where the number of workers may change, or others compute a lost worker's share.
+        Unsupported: where the number of workers may change, or others compute a failed worker's share.
     """
     return FabricLoop(shared_core.attach(*(compat.without_fabric(each) for each in objects)))
 
@@ -149,7 +149,8 @@ def attach(*objects: Any) -> FabricLoop:
 def _check(job: Job) -> None:
     if job.reroutes or job.config.resizes:
         raise Unsupported(
-            "under Fabric a lost worker is replaced: choose on_failure='replace' and leave resize.replace_timeout_s=0. "
+            "under Fabric a failed worker is replaced: choose on_failure='replace' and leave "
+            "resize.replace_timeout_s=0. "
             "With fewer workers, or with a share that others compute, use lightning.pytorch.Trainer or plain PyTorch"
         )
     job.checkpoints.keep_number("Fabric deals out the data to a fixed number of workers")

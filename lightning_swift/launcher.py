@@ -134,6 +134,6 @@ def _plain(result: Any, fn: TrainerFn) -> Any:
         return encode(result)
     except NotPlain as error:
         raise Unsupported(
-            f"Trainer.{fn.value} returned {error}, which cannot be kept for a worker that is lost afterwards; return "
+            f"Trainer.{fn.value} returned {error}, which cannot be kept for a worker that fails afterwards; return "
             "tensors, numbers, text and containers of these"
         ) from error

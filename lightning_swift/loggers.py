@@ -1,4 +1,4 @@
-"""Log files after the loss of rank 0: the same version, every row once.
+"""Log files after the failure of rank 0: the same version, every row once.
 
 A replacement reuses the version its predecessor chose (noted on disk when it was chosen), writes nothing before it
 joins, and at the join cuts each file to the length it had at the step boundary; the batch it runs again then writes its
@@ -295,7 +295,7 @@ class Missed:
 
     def _capture(self) -> Any:
         if 0 not in self._job.lanes.absent:
-            # A loss of rank 0 may not be known yet, and its newest step boundary is that of an accumulation window.
+            # A failure of rank 0 may not be known yet, and its newest step boundary is that of an accumulation window.
             oldest = self._job.position.boundaries - 2 * self._trainer.accumulate_grad_batches - 2
             self._rows = [row for row in self._rows if row[0] >= oldest]
         return {"boundary": self._job.position.boundaries, "rows": list(self._rows)}

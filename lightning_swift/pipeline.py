@@ -1,4 +1,4 @@
-"""``strategy="swift_deepspeed_pipeline"``: Lightning drives a DeepSpeed pipeline whose stages may be lost."""
+"""``strategy="swift_deepspeed_pipeline"``: Lightning drives a DeepSpeed pipeline whose stages may fail."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
     dimension. Rank r is in stage ``r // d`` and reads the data of data-parallel index ``r % d``, where d is the number
     of pipelines: workers divided by stages.
 
-    Training, validation and test steps are the strategy's. They log ``train_loss``, ``val_loss`` and ``test_loss``,
+    Training, validation and test steps are the strategy's. They log ``train_loss``, ``val_loss`` and ``test_failure``,
     the means over all pipelines, on every rank; a module with ``on_pipeline_loss(stage, loss)`` logs itself.
 
     Args:
@@ -56,9 +56,9 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
         activation_checkpoint_interval: layers between two checkpoints of activations; 0: all are kept.
         config: configuration of DeepSpeed, or the path of its JSON file.
         standbys: this and what follows as in :class:`SwiftDDPStrategy`.
-        on_failure: see there; not ``shrink``, but ``reroute``: training continues at once without a lost worker, whose
-            micro-batches are computed by those that hold the same stage (two pipelines at least). Then the shapes of
-            micro-batches must stay the same, and what hooks keep must be the same at all workers of a stage.
+        on_failure: see there; not ``shrink``, but ``reroute``: training continues at once without a failed worker,
+            whose micro-batches are computed by those that hold the same stage (two pipelines at least). Then the shapes
+            of micro-batches must stay the same, and what hooks keep must be the same at all workers of a stage.
         data: see there.
         checkpoint_dir: see there.
         checkpoint_every_steps: see there.
@@ -289,5 +289,5 @@ def register_pipeline() -> None:
     name = SwiftPipelineStrategy.strategy_name
     if name not in StrategyRegistry:
         StrategyRegistry.register(
-            name, SwiftPipelineStrategy, description="a DeepSpeed pipeline that survives the loss of workers"
+            name, SwiftPipelineStrategy, description="a DeepSpeed pipeline that survives the failure of workers"
         )

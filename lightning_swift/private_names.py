@@ -29,7 +29,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_EPOCH}._should_accumulate(self)", "whether a batch ends with a step"),
     (f"{_EPOCH}._batches_that_stepped", "step number of rows in the logs"),
     (f"{_EPOCH}._results", "what training_step logs is replaced while a share is computed, and published"),
-    (f"{_EPOCH}._build_kwargs(self, kwargs, batch, batch_idx)", "arguments of training_step for a lost rank's batch"),
+    (f"{_EPOCH}._build_kwargs(self, kwargs, batch, batch_idx)", "arguments of training_step for a failed rank's batch"),
     (f"{_FIT}._should_accumulate(self)", "whether a batch ends with a step"),
     (f"{_FIT}._skip_backward", "a pass that only makes statistics of batch normalisation has no gradients"),
     (f"{_FIT}._combined_loader", "position in the data"),
@@ -55,7 +55,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ),
     (
         f"{_LOOPS}.optimization.automatic:_AutomaticOptimization._training_step(self, kwargs)",
-        "computes a lost rank's batch",
+        "computes a failed rank's batch",
     ),
     (f"{_LOOPS}.optimization.automatic:Closure._step_fn", "a closure is made of another's parts"),
     (f"{_LOOPS}.optimization.automatic:Closure._backward_fn", "the same"),
@@ -109,7 +109,10 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_TRAINER}.call:_call_configure_model(trainer)", "the same"),
     (f"{_TRAINER}.call:_call_callback_hooks", "hooks between a pipeline's backward and step"),
     (f"{_TRAINER}.call:_call_lightning_module_hook", "the same"),
-    ("lightning.pytorch:LightningModule._on_before_batch_transfer(self, batch, dataloader_idx)", "a lost rank's batch"),
+    (
+        "lightning.pytorch:LightningModule._on_before_batch_transfer(self, batch, dataloader_idx)",
+        "a failed rank's batch",
+    ),
     ("lightning.pytorch:Trainer._logger_connector", "its plain attributes are published"),
     (f"{_TRAINER}.setup:_init_debugging_flags", "sets _val_check_time_interval, which is refused under reroute"),
     # -- what self.log gathers

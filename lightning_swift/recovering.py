@@ -33,7 +33,7 @@ class RecoveringStrategy(CollectiveStrategy):
 
     Attributes:
         config: options of the run.
-        sharing: the training steps of the last fit, where survivors compute a lost worker's share.
+        sharing: the training steps of the last fit, where survivors compute a failed worker's share.
     """
 
     config: SwiftConfig
@@ -63,7 +63,7 @@ class RecoveringStrategy(CollectiveStrategy):
 
     @property
     def reroutes(self) -> bool:
-        """Whether survivors compute a lost worker's share of the batches, see :class:`Sharing`."""
+        """Whether survivors compute a failed worker's share of the batches, see :class:`Sharing`."""
         return self.job is not None and self.job.reroutes and self.world_size > 1
 
     def setup(self, trainer: pl.Trainer) -> None:

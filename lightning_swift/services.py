@@ -1,4 +1,4 @@
-"""Loggers that write to a service: one run, each row once, also across the loss of rank 0."""
+"""Loggers that write to a service: one run, each row once, also across the failure of rank 0."""
 
 from __future__ import annotations
 

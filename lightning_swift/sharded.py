@@ -20,7 +20,7 @@ from shared_core.errors import ConfigError, Unsupported
 
 
 class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
-    """``ModelParallelStrategy`` that keeps a run going through the loss of workers, bit for bit.
+    """``ModelParallelStrategy`` that keeps a run going through the failure of workers, bit for bit.
 
     The module's ``configure_model`` calls ``fully_shard`` of ``torch.distributed.fsdp`` with
     ``self.device_mesh["data_parallel"]``, which is all workers. Lightning calls it before each fit, validate, test and
@@ -28,7 +28,7 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
 
     Args:
         save_distributed_checkpoint: as in ``ModelParallelStrategy``.
-        standbys: processes kept ready to replace a lost worker, when this strategy starts ``swiftrun`` itself.
+        standbys: processes kept ready to replace a failed worker, when this strategy starts ``swiftrun`` itself.
         data: ``restore``, ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         seed: seed of ``data="seeded"``.
         options: further options of :class:`shared_core.SwiftConfig`, by name.
@@ -139,5 +139,5 @@ def register_sharded() -> None:
     name = SwiftFSDPStrategy.strategy_name
     if name not in StrategyRegistry:
         StrategyRegistry.register(
-            name, SwiftFSDPStrategy, description="FSDP2 and HSDP that survive the loss of workers"
+            name, SwiftFSDPStrategy, description="FSDP2 and HSDP that survive the failure of workers"
         )

@@ -1,4 +1,4 @@
-"""``strategy="swift_ddp"``: Lightning's DDP whose workers may be lost."""
+"""``strategy="swift_ddp"``: Lightning's DDP whose workers may fail."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from shared_core.devices import has_streams_of_cuda
 
 
 class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
-    """``DDPStrategy`` that keeps a run going through the loss of workers, bit for bit.
+    """``DDPStrategy`` that keeps a run going through the failure of workers, bit for bit.
 
     With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain
     ``torchrun`` it trains as ``DDPStrategy`` and says that survivors cannot be kept alive.
 
     Args:
-        standbys: processes kept ready to replace a lost worker, when this strategy starts ``swiftrun`` itself.
-        on_failure: ``replace`` a lost worker, ``reroute``: have the others compute its batches too until a replacement
-            is there, ``shrink``: go on with fewer, or ``restart`` all from the newest checkpoint.
+        standbys: processes kept ready to replace a failed worker, when this strategy starts ``swiftrun`` itself.
+        on_failure: ``replace`` a failed worker, ``reroute``: have the others compute its batches too until a
+            replacement is there, ``shrink``: go on with fewer, or ``restart`` all from the newest checkpoint.
         data: ``restore``, ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         checkpoint_dir: where checkpoints for ``restart`` are written.
         checkpoint_every_steps: step boundaries between two of them; 0 writes none.
@@ -117,7 +117,7 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
         return super().determine_ddp_device_ids() if has_streams_of_cuda(self.root_device) else None
 
     def configure_ddp(self) -> None:
-        """Where survivors compute a lost worker's share, gradients are summed by :class:`Sharing`."""
+        """Where survivors compute a failed worker's share, gradients are summed by :class:`Sharing`."""
         if not self.reroutes:
             super().configure_ddp()
             return
@@ -145,7 +145,7 @@ def register(names: tuple[str, ...] = ("swift_ddp",), *, override: bool = False)
             options["find_unused_parameters"] = False
         if override or name not in StrategyRegistry:
             StrategyRegistry.register(
-                name, SwiftDDPStrategy, description="DDP that survives the loss of workers", override=True, **options
+                name, SwiftDDPStrategy, description="DDP that survives the failure of workers", override=True, **options
             )
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of a script in plain PyTorch, without ``swiftrun``: one process, or data parallel under torchrun.
 
 It measures what a checkpoint costs and decides when the next one pays; the script names what it trains and nothing
-else. Nobody replaces a lost worker here: the next start of the script goes on from the newest checkpoint, in the middle
-of an epoch, with the bits of a run that was not interrupted.
+else. Nobody replaces a failed worker here: the next start of the script goes on from the newest checkpoint, in the
+middle of an epoch, with the bits of a run that was not interrupted.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class _NoReplacements:
 
 
 class Alone(_NoReplacements):
-    """What a training loop needs of a job where nobody replaces lost workers: step boundaries with checkpoints.
+    """What a training loop needs of a job where nobody replaces failed workers: step boundaries with checkpoints.
 
     Args:
         models: what is trained.

@@ -124,21 +124,21 @@ class RecoveryFailed(SwiftError, RuntimeError):
 
 
 class GenerationAbandoned(SwiftError, RuntimeError):
-    """Another worker was lost while a generation was being formed. Internal: the next generation is formed at once.
+    """Another worker failed while a generation was being formed. Internal: the next generation is formed at once.
 
     A job never ends with this error. If one does, report it.
     """
 
 
 class LaneBroken(SwiftError, RuntimeError):
-    """A worker was lost while others used a lane. Internal: another lane is formed, and what is missing is repeated.
+    """A worker failed while others used a lane. Internal: another lane is formed, and what is missing is repeated.
 
     A job never ends with this error. If one does, report it.
     """
 
 
 class NotConnected(SwiftError, RuntimeError):
-    """Members of a group did not reach each other although none was lost. Internal: they try again.
+    """Members of a group did not reach each other although none failed. Internal: they try again.
 
     If it comes again and again, look at the network. The ports that machines use: docs/security.md#several-machines.
     """

@@ -42,7 +42,7 @@ class Job:
         updates: of the replicated state.
         checkpoints: of the job.
         options: those that the script gives.
-        lanes: by which the others go on without a lost rank.
+        lanes: by which the others go on without a failed rank.
         replays: for pipelines whose replacements run on from a checkpoint.
         news: events and recoveries.
         runtime: the process groups.
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def reroutes(self) -> bool:
-        """Whether the others go on at once when a rank is lost (``on_failure="reroute"``)."""
+        """Whether the others go on at once when a rank fails (``on_failure="reroute"``)."""
         return self.config.reroutes
 
     @property
@@ -110,7 +110,7 @@ class Job:
                 the script changes itself: averages, target networks.
             optimizers: their optimizers.
             replicas: ranks that train the same parameters, where not all do: those of this rank's pipeline stage. Then
-                parameters are also kept before each update, because a message that a lost rank has not delivered must
+                parameters are also kept before each update, because a message that a failed rank has not delivered must
                 be computed with the parameters that it had, which its replica may have updated.
             sharded: each replica has a part of the optimizer's state to itself. ``optimizers`` is empty then; the
                 caller registers the state, and makes each update inside ``updates.steps.update()``.
@@ -123,7 +123,7 @@ class Job:
 
     def keep_boundaries(self) -> None:
         """The script will change parameters or optimizer state outside updates. That is seen anyway, but only when it
-        has been done for the first time; a worker that is lost in that very batch cannot be replaced then.
+        has been done for the first time; a worker that fails in that very batch cannot be replaced then.
         """
         self.trained.keep_boundaries()
 
@@ -170,7 +170,7 @@ class Job:
         self.checkpoints.note_loss(loss)
 
     def fall_back(self, reason: str) -> NoReturn:
-        """Nobody can take the lost worker's place: all workers start again. Does not return."""
+        """Nobody can take the failed worker's place: all workers start again. Does not return."""
         self._worker.endings.fall_back(reason)
 
 

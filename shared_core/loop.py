@@ -36,13 +36,13 @@ _ANCHORS = 8
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
 
 _SHARED_STEPS_ONLY = (
-    "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one: write 'for step in "
+    "on_failure='reroute' needs a loop in which any worker can compute the share of a failed one: write 'for step in "
     "{}', or choose on_failure='replace'"
 )
 _SHARED_STEPS = {"job": "job.shared_steps(loader, epochs)", "plugin": "plugin.shared_steps(model, loader, epochs)"}
 
 _NO_WAY_IN = (
-    "rank {}: the lost worker was in pass {} over the data, and the script's own epoch loop cannot be entered in the "
+    "rank {}: the failed worker was in pass {} over the data, and the script's own epoch loop cannot be entered in the "
     "middle: write 'for epoch in {}.epochs(n)'"
 )
 
@@ -68,7 +68,7 @@ _SECOND_PASS = (
 )
 
 _GRADIENTS_OFF = (
-    "job.steps(loader) is used with gradients off, as for an evaluation: if a worker is lost in it, its replacement "
+    "job.steps(loader) is used with gradients off, as for an evaluation: if a worker fails in it, its replacement "
     "skips "
     "the batches that are done, and sums over them that are not registered are wrong. Evaluate with "
     "'for batch in loader:', without job.steps"
@@ -120,7 +120,7 @@ class _Warnings:
 
     def epoch_ends(self, job: Job | None) -> None:
         """An epoch has ended."""
-        if not isinstance(job, Job):  # nobody replaces a lost worker
+        if not isinstance(job, Job):  # nobody replaces a failed worker
             return
         before, now = (self._boundaries, self._updates), (job.position.boundaries, job.updates.version)
         self._boundaries, self._updates = now
@@ -188,7 +188,7 @@ class _Anchors:
 
 
 class TrainingLoop:
-    """A training loop that survives the loss of workers. Without ``swiftrun`` it is a plain loop.
+    """A training loop that survives the failure of workers. Without ``swiftrun`` it is a plain loop.
 
     Made by :func:`shared_core.attach`.
 
@@ -271,7 +271,7 @@ class TrainingLoop:
         Args:
             loader: a ``DataLoader``, a progress bar around one, a generator, any iterable.
 
-        Without :meth:`epochs`, all workers start again when one is lost after the first pass.
+        Without :meth:`epochs`, all workers start again when one fails after the first pass.
 
         Raises:
             Unsupported: for an iterable whose items cannot be found again, and under ``torch.inference_mode()``.
@@ -326,9 +326,9 @@ class TrainingLoop:
     ) -> Iterator[SharedStep]:
         """Steps of which any worker can compute any rank's share; the only loop for ``on_failure="reroute"``.
 
-        With it the workers go on at once when one is lost: its peers compute its share of each global batch, and a
-        replacement is let in later. Without a loss, with other options and without ``swiftrun`` it is a data-parallel
-        loop as well::
+        With it the workers go on at once when one fails: its peers compute its share of each global batch, and a
+        replacement is let in later. Without a failure, with other options and without ``swiftrun`` it is a
+        data-parallel loop as well::
 
             job = shared_core.attach(model, optimizer)        # no DistributedDataParallel around the model
             for step in job.shared_steps(loader, epochs=3):
@@ -354,8 +354,8 @@ class TrainingLoop:
         return shared_steps(sharing, epochs, self, self.step_boundary if self.job is not None else lambda: None)
 
     def wait_for_all(self) -> None:
-        """After :meth:`shared_steps`: wait until replacements have taken the places of all lost workers. Call it before
-        collectives of the script's own, which need all workers.
+        """After :meth:`shared_steps`: wait until replacements have taken the places of all failed workers. Call it
+        before collectives of the script's own, which need all workers.
         """
         if self._sharing is not None:
             self._sharing.wait_for_all(self.total_steps)
@@ -541,7 +541,7 @@ class TrainingLoop:
         found = self._walks.capture()
         if self.job is not None and self.job.rank == 0:
             for where, name in self._walks.stuck():
-                message = f"{_AROUND.format(where, name)}: a lost worker is not replaced. {_GIVE}"
+                message = f"{_AROUND.format(where, name)}: a failed worker is not replaced. {_GIVE}"
                 console_once(f"around {where}", message)
         return found
 
@@ -565,7 +565,7 @@ class TrainingLoop:
 
 
 def attach(*objects: Any) -> TrainingLoop:
-    """Say what a script trains, and get the loop that survives the loss of workers.
+    """Say what a script trains, and get the loop that survives the failure of workers.
 
     Call :func:`shared_core.install` before the process group is created, and this after ``DistributedDataParallel``
     was put around the models.

@@ -50,7 +50,7 @@ class SharedStep:
 
         Args:
             loss: takes a batch of the loader and returns its mean loss. It is called for this rank's batches and for
-                those of lost ranks, in any order: what it does otherwise must not depend on how often it is called,
+                those of failed ranks, in any order: what it does otherwise must not depend on how often it is called,
                 and it must not talk to other workers.
 
         Returns:
@@ -62,8 +62,8 @@ class SharedStep:
         return self._sharing.backward(self.number, loss)
 
     def wait_for_all(self) -> None:
-        """Wait until replacements have taken the places of all lost workers. Call it before collectives of the script's
-        own, which need all workers (an evaluation), and before :meth:`backward`.
+        """Wait until replacements have taken the places of all failed workers. Call it before collectives of the
+        script's own, which need all workers (an evaluation), and before :meth:`backward`.
 
         Raises:
             ConfigError: after :meth:`backward`.

@@ -312,10 +312,10 @@ def test_a_short_real_run_of_pipeline_overhead() -> None:
     assert next(row for row in rows if row.metric.startswith("logged in a step")).value == 0
 
 
-def test_losses_of_a_training_are_spread_over_it() -> None:
-    assert total_time.losses_of(700, 3, 1) == total_time.losses_of(700, 3, 1) != total_time.losses_of(700, 3, 2)
+def test_failures_of_a_training_are_spread_over_it() -> None:
+    assert total_time.failures_of(700, 3, 1) == total_time.failures_of(700, 3, 1) != total_time.failures_of(700, 3, 2)
     for seed in range(20):
-        one, two, three = total_time.losses_of(630, 3, seed)
+        one, two, three = total_time.failures_of(630, 3, seed)
         assert 20 <= one < 220 <= two < 420 <= three < 620
 
 

@@ -138,12 +138,12 @@ def test_a_writer_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> 
     assert check(result, tmp_path), result.tail()
 
 
-@pytest.mark.parametrize("lost", ["SIGKILL", pytest.param("os._exit", marks=pytest.mark.nightly)])
-def test_a_restart_goes_on_from_memory(jobs: Jobs, tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize("failed", ["SIGKILL", pytest.param("os._exit", marks=pytest.mark.nightly)])
+def test_a_restart_goes_on_from_memory(jobs: Jobs, tmp_path: Path, failed: str) -> None:
     """Nothing was ever written: the storage cannot be used. All workers start again from the snapshot in memory."""
     env = options(NOWHERE, every=5)
     args = ["--norm", "--steps", "20"]
-    fault = Fault(1, 13, "bucket", lost)
+    fault = Fault(1, 13, "bucket", failed)
     result = jobs.run("plain_ddp.py", args=args, env=env, faults=[fault], launcher_args=["--on-failure=restart"])
     compare(result, jobs.reference("plain_ddp.py", args=args))
     assert result.stderr.count("continues from the checkpoint at step boundary 10 (memory)") == 1, result.tail()

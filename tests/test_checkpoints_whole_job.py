@@ -69,7 +69,7 @@ def test_a_replacement_makes_checkpoints_of_the_run_that_the_others_went_on_with
         os.kill(next(worker["pid"] for worker in job.workers() if worker["rank"] == rank), signal.SIGKILL)
         result = finished(job)
     compare(result, jobs.reference(SCRIPT, args=ARGS))
-    assert [event.rank for event in result.kinds("lost")] == [rank], result.tail()
+    assert [event.rank for event in result.kinds("failed")] == [rank], result.tail()
     assert went_on_from(result) == {begins} and committed(tmp_path)[-1] >= 235, result.tail()
     with running(jobs, SCRIPT, ARGS, env=env) as job:
         assert not went_on_from(finished(job)), "the run had ended"
@@ -102,7 +102,7 @@ def test_told_to_end_nothing_is_lost(jobs: Jobs, tmp_path: Path, number: int, to
         reached = _boundaries_until_the_end(job)
         result = job.end(12.0)
     assert result.status == 1, result.tail()
-    assert not result.kinds("lost"), result.tail()
+    assert not result.kinds("failed"), result.tail()
     newest = committed(tmp_path)[-1]
     assert verdicts(result) == [
         f"the last checkpoint is committed, at step boundary {newest}: nothing is lost; the next start of "

@@ -82,7 +82,7 @@ CASES: dict[str, Callable[[Jobs], JobResult]] = {
 @pytest.mark.parametrize(
     "name", [name if name == "replace" else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
 )
-def test_a_life_with_a_loss(name: str, jobs: Jobs) -> None:
+def test_a_life_with_a_failure(name: str, jobs: Jobs) -> None:
     """Everything that the launcher, the workers and the libraries below them write, also to standard error itself."""
     result = CASES[name](jobs)
     assert result.status == 0 and result.struck, result.tail()
@@ -102,10 +102,10 @@ def test_no_wait_is_silent() -> None:
 
     story.starts("train.py", 2, {0: 7, 1: 8}, SwiftConfig(), None)
     now[0] = 1099.0
-    story.lost(1, "killed by SIGKILL", now[0], 8)
+    story.failed(1, "killed by SIGKILL", now[0], 8)
     assert looks_at(103) == []
     [line] = looks_at(104.5)
-    assert line.endswith("rank 1 is lost (pid 8: killed by SIGKILL), and its replacement is not started yet")
+    assert line.endswith("rank 1 failed (pid 8: killed by SIGKILL), and its replacement is not started yet")
     story.replacement(1, 9)
     assert looks_at(150) == []
     [line] = looks_at(165)
@@ -121,13 +121,13 @@ def test_the_last_line_counts_from_the_start_of_the_process() -> None:
     assert abs(begun() - psutil.Process().create_time()) < 1.0
 
 
-def test_losses_that_follow_each_other_are_one_line() -> None:
+def test_failures_that_follow_each_other_are_one_line() -> None:
     said: list[str] = []
     story = Story(said.append, 1010.0, lambda: 1010.0)
-    story.lost(1, "killed by SIGKILL", 1001.0, 8)
+    story.failed(1, "killed by SIGKILL", 1001.0, 8)
     story.replacement(1, 18)
-    story.lost(0, "exited with code 3", 1002.0, 7)
-    story.lost(1, "killed by SIGSEGV", 1003.0, 18)  # the replacement, too
+    story.failed(0, "exited with code 3", 1002.0, 7)
+    story.failed(1, "killed by SIGSEGV", 1003.0, 18)  # the replacement, too
     for rank in (0, 1):
         story.replacement(rank, 20 + rank)
     story.report({"rank": 1, "pid": 18, "time": 1002.9})  # heard late
@@ -136,10 +136,10 @@ def test_losses_that_follow_each_other_are_one_line() -> None:
     story.report({"rank": 0, "time": 1004.5})
     why = "rank 0, pid 7: exited with code 3; now pid 20; rank 1, pid 18: killed by SIGSEGV; now pid 21"
     assert said == [f"ranks 0 and 1 are back after 3.50 s; 0 steps lost ({why})"]
-    story.lost(0, "killed by SIGKILL", 1005.0, 20)
+    story.failed(0, "killed by SIGKILL", 1005.0, 20)
     story.fails("rank 0 died 3 times in a row")
     assert said[1:] == [
-        "rank 0 is lost (pid 20: killed by SIGKILL)",
+        "rank 0 failed (pid 20: killed by SIGKILL)",
         "the job failed after 0.0 s: rank 0 died 3 times in a row",
     ]
 
@@ -156,7 +156,7 @@ def test_a_job_that_fails(jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
-def test_a_machine_that_is_lost(jobs: Jobs) -> None:
+def test_a_machine_that_fails(jobs: Jobs) -> None:
     """Three machines, of which the last one waits as a spare."""
     out = jobs.folder("console")
     with machines(3) as made:
@@ -166,7 +166,7 @@ def test_a_machine_that_is_lost(jobs: Jobs) -> None:
         made[3 - spare].kill()
         result, statuses = cluster.finish()
     assert sorted(statuses) == [-9, 0, 0], result.tail()
-    places = {"first": 0, "lost": 3 - spare, "spare": spare}
+    places = {"first": 0, "failed": 3 - spare, "spare": spare}
     said = normalised("".join(f"--- {who}\n{cluster.said(place)}" for who, place in places.items()), out)
     for who, place in places.items():  # either may have come first
         said = said.replace(f"(ADDRESS.{place + 1})", f"(ADDRESS of the {who})")

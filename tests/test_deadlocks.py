@@ -23,7 +23,7 @@ def test_a_deadlock_ends_with_both_places(how: str, jobs: Jobs) -> None:
     assert result.status == 1, result.tail()
     said = re.search(rf"Deadlock: no rank can go on, for (\d+) s \(.*\): {PLACES[how]}", result.stderr)
     assert said is not None and int(said[1]) < 10, result.tail()
-    assert not result.kinds("lost"), result.tail()
+    assert not result.kinds("failed"), result.tail()
 
 
 def test_a_rank_that_is_late_is_waited_for(jobs: Jobs) -> None:

@@ -1,4 +1,4 @@
-"""``on_failure="reroute"``: the others go on without a lost rank, and let its replacement in at a step boundary."""
+"""``on_failure="reroute"``: the others go on without a failed rank, and let its replacement in at a step boundary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(jobs: Jobs, faults: list[Fault], *args: str, nproc: int = 4, **env: str)
     return result
 
 
-def test_without_a_loss(jobs: Jobs) -> None:
+def test_without_a_failure(jobs: Jobs) -> None:
     result = run(jobs, [])
     compare(result, jobs.reference("lane.py", nproc=4))
     assert [event.fields["ranks"] for event in result.kinds("lane")] == [[0, 1, 2, 3]], result.tail()
@@ -101,12 +101,12 @@ CASES: dict[str, tuple[list[Fault], int]] = {
 
 
 @pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"in_a_step", "the_donor_while_letting_in"}))
-def test_a_loss(name: str, jobs: Jobs) -> None:
-    """The bits are those of the run without a loss, and nobody else starts again."""
+def test_a_failure(name: str, jobs: Jobs) -> None:
+    """The bits are those of the run without a failure, and nobody else starts again."""
     faults, let_in_at = CASES[name]
     result = run(jobs, faults, "--let-in-at", str(let_in_at))
     reference = jobs.reference("lane.py", nproc=4)
-    away = {event.rank for event in result.kinds("lost")} if let_in_at > 12 else set()
+    away = {event.rank for event in result.kinds("failed")} if let_in_at > 12 else set()
     there = {rank: report for rank, report in reference.reports.items() if rank not in away}
     compare(result, replace(reference, reports=there))
     check_survivors(result)
@@ -127,7 +127,7 @@ def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     assert extra[2]["plan"] == {"who": 0} and extra[3]["plan"] == {"who": 3}
 
 
-#: Two are lost in step 4, and the replacement of rank 3 waits until another one is in. What is lost meanwhile.
+#: Two fail in step 4, and the replacement of rank 3 waits until another one is in. What fails meanwhile.
 TURNS: dict[str, list[Fault]] = {
     "nobody": [],
     "the_replacement_while_let_in": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
@@ -147,9 +147,9 @@ TURNS: dict[str, list[Fault]] = {
 @pytest.mark.parametrize("name", TURNS)
 def test_replacements_are_let_in_one_by_one(name: str, jobs: Jobs) -> None:
     """The others train on with the first while the second is still starting."""
-    lost = [Fault(rank, 4, "lane.wait", "SIGKILL", nth=3) for rank in (1, 3)]
+    failed = [Fault(rank, 4, "lane.wait", "SIGKILL", nth=3) for rank in (1, 3)]
     args = ["--let-in-at", "7", "--last-at", "10", "--wait-for", "one", "--hold", "3"]
-    result = run(jobs, [*lost, *TURNS[name]], *args)
+    result = run(jobs, [*failed, *TURNS[name]], *args)
     compare(result, jobs.reference("lane.py", nproc=4))
     check_survivors(result)
     assert len(result.struck) == 2 + len(TURNS[name]), result.tail()
@@ -167,15 +167,15 @@ def test_the_replacement_may_be_started_later(jobs: Jobs) -> None:
     fault = Fault(2, 4, "lane.wait", "SIGKILL", nth=3)
     result = run(jobs, [fault], "--let-in-at", "7", SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S="7")
     compare(result, jobs.reference("lane.py", nproc=4))
-    (lost,), (started,) = result.kinds("lost"), result.kinds("replacement_start")
-    assert started.time - lost.fields["detected"] >= 7, result.tail()
+    (failed,), (started,) = result.kinds("failed"), result.kinds("replacement_start")
+    assert started.time - failed.fields["detected"] >= 7, result.tail()
 
 
 @pytest.mark.nightly
 def test_replicas_are_compared_after_the_let_in(jobs: Jobs) -> None:
     """The damaged replacement is in the minority, and is replaced by another."""
     result = run(jobs, [Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], "--let-in-at", "6", "--steps", "20", "--damage")
-    assert [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("lost")] == [
+    assert [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("failed")] == [
         (2, False),
         (2, True),
     ], result.tail()
@@ -192,7 +192,7 @@ BACK: dict[str, tuple[list[str], list[Fault], str]] = {
     "nobody_is_left_who_could_let_in": (
         ["--let-in-at", "99"],
         [Fault(1, 4, "lane.wait", "SIGKILL", nth=3), Fault(0, 9, "lane.wait", "SIGKILL")],
-        "all workers are lost",
+        "all workers fail",
     ),
 }
 

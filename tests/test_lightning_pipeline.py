@@ -1,4 +1,4 @@
-"""A DeepSpeed pipeline under Lightning ends, on every rank, with the bits of the run without a loss."""
+"""A DeepSpeed pipeline under Lightning ends, on every rank, with the bits of the run without a failure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ RARE = tuple(CASES.keys() - {"first_stage", "last_stage_sends", "validation", "b
 
 
 @pytest.mark.parametrize("name", most(CASES, *RARE))
-def test_a_stage_is_lost(name: str, jobs: Jobs) -> None:
+def test_a_stage_fails(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     result = jobs.check(SCRIPT, nproc=4, args=args, faults=faults)
     reference = jobs.reference(SCRIPT, nproc=4, args=args)
@@ -84,7 +84,7 @@ SHARDED: dict[str, tuple[list[str], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", most(SHARDED, *(SHARDED.keys() - {"bf16"})))
-def test_a_rank_is_lost_that_has_a_part_of_the_optimizer(name: str, jobs: Jobs) -> None:
+def test_a_rank_fails_that_has_a_part_of_the_optimizer(name: str, jobs: Jobs) -> None:
     args, faults = SHARDED[name]
     result = jobs.check(SCRIPT, nproc=4, args=args, faults=faults)
     dtype = "torch.bfloat16" if "--precision" in args else "torch.float32"
@@ -107,7 +107,7 @@ ALONE: dict[str, tuple[list[str], Fault, int]] = {
 
 
 @pytest.mark.parametrize("name", most(ALONE, *(ALONE.keys() - {"forward"})))
-def test_a_stage_without_a_replica_is_lost(name: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_stage_without_a_replica_fails(name: str, jobs: Jobs, tmp_path: Path) -> None:
     args, fault, every = ALONE[name]
     env = {
         "SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "saved"),
@@ -172,7 +172,7 @@ def test_a_module_is_a_list_of_layers_and_a_loss() -> None:
     for kind, message in (
         (Stepping, r"training_step\(\).*pipeline_layers"),
         (Clipping, "gradient_clip_val"),
-        (Lossless, r"no loss\(\)"),
+        (Lossless, r"no failure\(\)"),
         (pl.LightningModule, r"no pipeline_layers\(\)"),
     ):
         with pytest.raises(ConfigError, match=message):

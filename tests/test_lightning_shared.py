@@ -1,4 +1,4 @@
-"""Lightning with ``on_failure="reroute"``: survivors run ``training_step`` for the lost worker, bit for bit."""
+"""Lightning with ``on_failure="reroute"``: survivors run ``training_step`` for the failed worker, bit for bit."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"two_in_turn"}))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     check(jobs, faults, args)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["startup", "lane.connect"])
-def test_a_loss_before_the_first_step_is_answered_by_a_replacement(point: str, jobs: Jobs) -> None:
+def test_a_failure_before_the_first_step_is_answered_by_a_replacement(point: str, jobs: Jobs) -> None:
     """Nobody has anything to go on with yet."""
     reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")
     result = jobs.run(SCRIPT, nproc=3, env=ORDERED, faults=[Fault(0, ANY_STEP, point, "SIGKILL")])
@@ -95,7 +95,7 @@ def test_an_object_of_torchmetrics_counts_what_its_rank_has_computed(jobs: Jobs)
 
 
 @pytest.mark.nightly
-def test_without_a_loss_it_trains_as_ddp(jobs: Jobs) -> None:
+def test_without_a_failure_it_trains_as_ddp(jobs: Jobs) -> None:
     """Two addends have one sum only, so two ranks can be compared with Lightning's own DDP."""
     args, parts = ["--feature", "exact"], ["parameters", "optimizers", "schedulers", "loops", "steps"]
     theirs = jobs.reference(SCRIPT, args=args)
@@ -113,7 +113,7 @@ def test_sums_that_are_not_ordered_are_equal_to_rounding(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_a_loss_in_the_validation_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_failure_in_the_validation_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     checkpoints = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
     reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")
     faults = [Fault(1, 8, "validation", "SIGKILL")]

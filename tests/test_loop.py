@@ -1,4 +1,6 @@
-"""Plain PyTorch loops on ``shared_core.attach`` lose workers and end with the bits of the run that lost none."""
+"""Plain PyTorch loops on ``shared_core.attach`` lose workers and end with the bits of the run in
+which nobody failed.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,12 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", most(CASES, "first_batch_of_an_epoch", "second_loader", "left_early"))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     jobs.check("loop.py", faults=faults, args=args)
 
 
-def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     compare(jobs.run("loop.py"), jobs.reference("loop.py"))
 
 
@@ -64,11 +66,11 @@ def test_nothing_grows_with_each_replacement(jobs: Jobs, tmp_path: Path) -> None
         assert least <= 1.1 * most, (key, [note[key] for note in notes])
 
 
-def test_epochs_that_the_script_counts_survive_losses_in_the_first(jobs: Jobs) -> None:
+def test_epochs_that_the_script_counts_survive_failures_in_the_first(jobs: Jobs) -> None:
     jobs.check("loop.py", faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["--no-epochs"])
 
 
-def test_later_losses_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp_path: Path) -> None:
+def test_later_failures_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp_path: Path) -> None:
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     result = jobs.run("loop.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--no-epochs"], env=env)
     [restart] = result.kinds("restart")
@@ -76,7 +78,7 @@ def test_later_losses_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp
     told = [
         each for each in result.kinds("warning") if each.fields["message"].startswith("a second pass over the data")
     ]
-    assert told and told[0].time < result.kinds("lost")[0].time, "it was said when the second pass began"
+    assert told and told[0].time < result.kinds("failed")[0].time, "it was said when the second pass began"
 
 
 def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:
@@ -85,7 +87,7 @@ def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:
     said = "ConfigError: the process group was created before shared_core.install() was called"
     raised = [line for line in result.stderr.splitlines() if line.startswith("[rank")]  # of a traceback
     assert len([line for line in raised if said in line]) == 1, result.tail()
-    assert "is lost" not in result.stderr, result.tail()
+    assert "fails" not in result.stderr, result.tail()
     last = result.stderr.splitlines()[-1]
     assert last.startswith("[swift] the job failed after ") and said in last and "loop.py:" in last, result.tail()
 
@@ -151,11 +153,11 @@ def _warned_of_logs(result: JobResult) -> list[int]:
 
 
 def test_a_standby_that_cuts_off_a_log_says_so_at_once(jobs: Jobs, tmp_path: Path) -> None:
-    """Nobody is lost, so that what it writes itself is never shown."""
+    """Nobody fails, so that what it writes itself is never shown."""
     awaited = json.dumps({8: (1, 0)})
     env = {"SWIFT_RECOVERY_STANDBY_PREPARED": "1", AWAIT: awaited, "TMPDIR": str(tmp_path)}
     result = jobs.run("loop.py", args=["--log", "w"], env=env)
-    assert result.status == 0 and not result.kinds("lost"), result.tail()
+    assert result.status == 0 and not result.kinds("failed"), result.tail()
     # A busy machine may have the next rank's standby ready too, before the job ends.
     [said] = [line for line in result.stderr.splitlines() if "cuts it off" in line and "standby of rank 1: " in line]
     assert said.startswith("[swift] ") and "log1.txt" in said, result.tail()

@@ -16,7 +16,7 @@ EACH = (
     "bare_generator workers agreed"
 ).split()
 
-#: Forms, one after the other with two epochs each, and where workers are lost. The end of a pass is a step boundary,
+#: Forms, one after the other with two epochs each, and where workers fail. The end of a pass is a step boundary,
 #: too.
 JOBS: dict[str, tuple[str, list[Fault]]] = {
     "one_source": (
@@ -56,7 +56,7 @@ JOBS: dict[str, tuple[str, list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_losses_change_no_bit(name: str, jobs: Jobs) -> None:
+def test_failures_change_no_bit(name: str, jobs: Jobs) -> None:
     forms, faults = JOBS[name]
     jobs.check("loops.py", faults=faults, args=["--epochs", "2", *forms.split()])
 
@@ -77,14 +77,14 @@ def test_an_iterator_that_nobody_can_follow_is_refused_before_the_first_step(job
     check_clean(result)
     assert result.status == 1
     assert "this islice reads from 'stream'" in result.stderr and "leave the pass with break" in result.stderr
-    assert {event.fields["boundaries"] for event in result.kinds("lost")} == {0}
+    assert {event.fields["boundaries"] for event in result.kinds("failed")} == {0}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("boundary", range(1, 16))
 @pytest.mark.parametrize("form", EACH)
 def test_every_form_at_every_boundary(form: str, boundary: int, jobs: Jobs) -> None:
-    """Where a boundary is the end of a pass nothing strikes, and the run is one without a loss."""
+    """Where a boundary is the end of a pass nothing strikes, and the run is one without a failure."""
     faults = [Fault(boundary % 2, boundary, "bucket", "SIGKILL")]
     compare(jobs.run("loops.py", faults=faults, args=[form]), jobs.reference("loops.py", args=[form]))
 

@@ -1,4 +1,4 @@
-"""The update overlapped with communication: the bits of plain DDP, whoever is lost between two updates."""
+"""The update overlapped with communication: the bits of plain DDP, whoever fails between two updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared_core.testing.runner import JobResult, compare
 ON = {"SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE": "true"}
 SCRIPT = "overlapped.py"
 
-#: A bucket is handed over while others of the step have had their update: a loss there finds survivors torn.
+#: A bucket is handed over while others of the step have had their update: a failure there finds survivors torn.
 FAULTS: dict[str, list[Fault]] = {
     "others_are_torn": [Fault(1, 4, "bucket", "SIGKILL", nth=3)],
     "rank_0_amid_its_update": [Fault(0, 5, "update.during", "SIGKILL", nth=20)],
@@ -62,7 +62,7 @@ def check(jobs: Jobs, faults: list[Fault], *args: str, nproc: int = 3) -> JobRes
 
 
 @pytest.mark.parametrize("name", few(FAULTS, "others_are_torn", "who_gives_the_state"))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     check(jobs, FAULTS[name])
 
 
@@ -76,7 +76,7 @@ def test_optimizers(optimizer: str, jobs: Jobs) -> None:
     check(jobs, [Fault(1, 4, "bucket", "SIGKILL", nth=4)], "--optimizer", optimizer)
 
 
-def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     result = jobs.run(SCRIPT, env=ON)
     compare(result, jobs.reference(SCRIPT, env=ON))
     assert all(report["extra"]["early"] >= 5 for report in result.reports.values())

@@ -1,4 +1,4 @@
-"""Plain PyTorch jobs lose workers and end, on every rank, with the bits of the run that lost none."""
+"""Plain PyTorch jobs lose workers and end, on every rank, with the bits of the run in which nobody failed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ IN_PLACE: dict[str, list[Fault]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("plain_ddp.py", nproc=4, faults=CASES[name], args=NORM)
 
 
@@ -70,10 +70,10 @@ def test_optimizers(optimizer: str, jobs: Jobs) -> None:
     jobs.check("plain_ddp.py", faults=[Fault(1, 4, "update.during", "SIGKILL", nth=3)], args=args)
 
 
-def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     result = jobs.run("plain_ddp.py", nproc=4, args=NORM)
     compare(result, jobs.reference("plain_ddp.py", nproc=4, args=NORM))
-    assert not result.kinds("lost")
+    assert not result.kinds("failed")
 
 
 def test_the_reference_is_what_torchrun_gives(jobs: Jobs) -> None:
@@ -87,4 +87,4 @@ def test_the_reference_is_what_torchrun_gives(jobs: Jobs) -> None:
 )
 def test_buckets_that_are_the_log(name: str, jobs: Jobs) -> None:
     result = jobs.check("plain_ddp.py", nproc=4, faults=IN_PLACE[name])
-    assert result.kinds("lost")
+    assert result.kinds("failed")

@@ -1,4 +1,6 @@
-"""A prepared standby takes a lost rank's place: the bits are those of the run without a loss, and it has served."""
+"""A prepared standby takes a failed rank's place: the bits are those of the run without a failure,
+and it has served.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,18 @@ def run(
     nproc: int = 2,
     args: Sequence[str] = PLAIN,
 ) -> list[tuple[int, str]]:
-    """Rank of each replacement, and where its process came from; the result is that of the run without a loss.
+    """Rank of each replacement, and where its process came from; the result is that of the run without a failure.
 
     Args:
-        awaited: by number of a forward pass: prepared standbys that workers wait for there, and how many were lost
+        awaited: by number of a forward pass: prepared standbys that workers wait for there, and how many failed
             before.
     """
     env = {"SWIFT_RECOVERY_STANDBY_PREPARED": str(prepared), AWAIT: json.dumps(awaited)}
     result = jobs.run(script, nproc=nproc, faults=faults, env=env, args=args)
     reference = jobs.reference(script, nproc=nproc, args=args)
     compare(result, reference)
-    lost_spares = [fault for fault in faults if fault.point.startswith("spare.")]
-    assert len(unconfirmed(result)) == len(lost_spares), "\n".join([*unconfirmed(result), result.tail()])
+    failed_spares = [fault for fault in faults if fault.point.startswith("spare.")]
+    assert len(unconfirmed(result)) == len(failed_spares), "\n".join([*unconfirmed(result), result.tail()])
     struck = {fault.rank for fault in faults}
     spares = {event.rank for event in result.kinds("prepared")}  # they are processes that ran the script, too
     check_survivors(result, reference, struck | spares)
@@ -54,7 +56,7 @@ def run(
     survivors = {str(rank): report["pid"] for rank, report in result.reports.items() if rank not in struck}
     assert survivors.items() <= start.fields["pids"].items(), result.tail()
     said = [line for line in result.stderr.splitlines() if "the prepared standby of rank" in line]
-    assert len(said) == len(lost_spares), result.tail()
+    assert len(said) == len(failed_spares), result.tail()
     _check_output(result)
     return [(event.rank, event.fields["how"]) for event in result.kinds("replacement_start")]
 
@@ -69,26 +71,26 @@ def _check_output(result: JobResult) -> None:
         assert len(shown) == first + len(replacements), result.tail()
 
 
-def test_one_rank_is_lost_twice(jobs: Jobs) -> None:
+def test_one_rank_fails_twice(jobs: Jobs) -> None:
     """After the first standby has served, another is prepared for the same rank."""
     faults = [KILLED, Fault(1, 8, "bucket", "SIGKILL", incarnation=1)]
     assert run(jobs, "plain_ddp.py", faults, {4: (1, 0), 7: (2, 0)}) == [(1, "prepared")] * 2
 
 
-def test_a_standby_is_lost_while_it_waits(jobs: Jobs) -> None:
+def test_a_standby_fails_while_it_waits(jobs: Jobs) -> None:
     """One line, and another one is prepared."""
     faults = [KILLED, Fault(1, ANY_STEP, "spare.waits", "SIGKILL", incarnation=1)]
     assert run(jobs, "plain_ddp.py", faults, {4: (1, 1)}) == [(1, "prepared")]
 
 
 @pytest.mark.nightly
-def test_a_standby_is_lost_while_it_prepares(jobs: Jobs) -> None:
+def test_a_standby_fails_while_it_prepares(jobs: Jobs) -> None:
     faults = [KILLED, Fault(1, ANY_STEP, "spare.prepares", "exception", incarnation=1)]
     assert run(jobs, "plain_ddp.py", faults, {4: (1, 1)}) == [(1, "prepared")]
 
 
 @pytest.mark.nightly
-def test_two_ranks_are_lost_and_one_has_a_standby(jobs: Jobs) -> None:
+def test_two_ranks_fail_and_one_has_a_standby(jobs: Jobs) -> None:
     faults = [Fault(3, 5, "bucket", "SIGKILL"), Fault(2, 5, "bucket", "SIGKILL")]
     replacements = run(jobs, "plain_ddp.py", faults, AT_4, nproc=4)
     assert sorted(replacements) == [(2, "standby"), (3, "prepared")]

@@ -55,18 +55,18 @@ PLAN = Plan(
     newest=3,
     oldest=2,
 )
-LOSS = Cause(CauseKind.DIED, "killed", 1)
+FAILURE = Cause(CauseKind.DIED, "killed", 1)
 ENTRY = Entry(
     generation=1,
     incarnations=(0, 1),
     absent=frozenset({1}),
     kind=Kind.GO_ON,
-    causes=(LOSS,),
+    causes=(FAILURE,),
     detected=1.5,
     machines=("a", "b"),
     stay=(0,),
     after=("a",),
-    reason="lost",
+    reason="failed",
 )
 LAST = Entry(generation=1, incarnations=(0, 1), kind=Kind.RESIZE, rank=0, workers=3, line=Resized(0, 2, (0, 1), 7))
 MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True}
@@ -128,7 +128,7 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
     "line": (asdict(Resized(0, 2, (0, 1), 7)), Resized.from_json, set()),
     "front": (asdict(FRONT), as_fronts, OPTIONAL),
     "plan": (json.loads(Agreed(PLAN).to_json()), as_agreed, OPTIONAL),
-    "plan (none)": (json.loads(Agreed(None, "lost").to_json()), as_agreed, set()),
+    "plan (none)": (json.loads(Agreed(None, "failed").to_json()), as_agreed, set()),
     "offer": (asdict(Offer(1, 0, ((1, 2, "batch"),), 2)), lambda raw: Offer.from_json(raw, "offer/1", 1), set()),
     "stand": (
         asdict(Standing(1, 0, 3, 1.5, 9.0, "recv", "w", "group w", (0, 1), 3, sent={"w": {"0,1,0": 1}})),

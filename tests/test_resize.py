@@ -13,7 +13,7 @@ from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, unconfirmed
 
 SHRINK = ["--on-failure=shrink"]
-#: Where a rank is lost; each leaves the survivors elsewhere.
+#: Where a rank fails; each leaves the survivors elsewhere.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "in_backward": ([], [Fault(1, 5, "bucket", "SIGKILL")]),
     "rank_0": ([], [Fault(0, 5, "bucket", "SIGKILL", nth=2)]),
@@ -74,7 +74,7 @@ def check_exact(result: JobResult, workers: int) -> None:
     assert sorted(result.reports) == list(range(workers)), result.tail()
     assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, result.tail()
     extra = result.reports[0]["extra"]
-    assert all(extra["exact"]) and extra["losses"][-1] < extra["losses"][0] / 2, (extra, result.tail())
+    assert all(extra["exact"]) and extra["failures"][-1] < extra["failures"][0] / 2, (extra, result.tail())
 
 
 @pytest.mark.parametrize("name", most(CASES, *RARE))
@@ -122,7 +122,7 @@ def test_the_trainer_of_lightning(name: str, jobs: Jobs) -> None:
     result = run(jobs, LIGHTNING[name], "--devices", str(workers), nproc=workers, script="lit_resize.py")
     check_exact(result, 2)
     extra = result.reports[0]["extra"]
-    assert extra["validations"] == len(extra["losses"])
+    assert extra["validations"] == len(extra["failures"])
     check_rows(extra, may_miss=int(name == "rank_0"))
 
 
@@ -137,8 +137,8 @@ def test_lightning_four_three_two_four(jobs: Jobs) -> None:
 
 def check_rows(extra: dict[str, Any], may_miss: int) -> None:
     rows = list(csv.DictReader(extra["rows"].splitlines()))
-    steps = [int(row["step"]) for row in rows if row["loss_step"]]
-    # What rank 0 had not logged yet of the batch in which it was lost, nobody can log.
+    steps = [int(row["step"]) for row in rows if row["failure_step"]]
+    # What rank 0 had not logged yet of the batch in which it failed, nobody can log.
     assert steps == sorted(set(steps)) and extra["steps"] - len(steps) <= may_miss, steps
 
 
@@ -177,8 +177,8 @@ def test_a_replacement_in_time_takes_the_place(jobs: Jobs) -> None:
     assert not result.kinds("resize")
 
 
-def test_the_rest_of_a_lost_worker_may_be_dropped(jobs: Jobs) -> None:
-    """The first pass has not seen what the lost worker had left: 15 of 20 batches of 4."""
+def test_the_rest_of_a_failed_worker_may_be_dropped(jobs: Jobs) -> None:
+    """The first pass has not seen what the failed worker had left: 15 of 20 batches of 4."""
     result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--epochs", "1", SWIFT_RECOVERY_RESIZE_DATA="drop")
     assert result.reports[0]["extra"]["used"] == [240 - 4 * 16], result.tail()
 
@@ -193,7 +193,7 @@ def test_a_restart_in_a_pass_that_was_dealt_out(jobs: Jobs, tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-def test_a_loss_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_failure_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
     """The replacement goes on in the middle of the pass, where the checkpoint was."""
     at_8, at_9 = (
         Fault(1, 8, "bucket", "SIGKILL"),
@@ -202,7 +202,7 @@ def test_a_loss_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
     options = ["--checkpoint-dir", str(tmp_path), "--crash-loop", "9"]
     result = run(jobs, [at_8, at_8, *at_9], nproc=2, options=options, SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS="4")
     check_exact(result, 2)
-    assert result.kinds("restart") and len(result.kinds("lost")) == 4, result.tail()
+    assert result.kinds("restart") and len(result.kinds("failed")) == 4, result.tail()
 
 
 def test_a_stream_is_refused_unless_it_may_be_dropped(jobs: Jobs) -> None:
@@ -213,16 +213,16 @@ def test_a_stream_is_refused_unless_it_may_be_dropped(jobs: Jobs) -> None:
     assert result.reports[0]["extra"]["worlds"] == [2, 2], result.tail()
 
 
-def test_a_worker_lost_after_others_have_finished_is_replaced(jobs: Jobs) -> None:
+def test_a_worker_failed_after_others_have_finished_is_replaced(jobs: Jobs) -> None:
     """What the others did at their end must not be done twice."""
     result = run(jobs, [], "--last", "1")
     assert not result.kinds("resize") and result.kinds("replacement_start"), result.tail()
     check_exact(result, 3)
 
 
-def test_between_two_calls_of_the_trainer_a_lost_worker_is_replaced(jobs: Jobs) -> None:
+def test_between_two_calls_of_the_trainer_a_failed_worker_is_replaced(jobs: Jobs) -> None:
     """The workers that stay have no batch to go on from, so the agent is told that the number cannot change."""
-    result = run(jobs, [], "--devices", "3", "--lost-after", "1", script="lit_resize.py")
+    result = run(jobs, [], "--devices", "3", "--failed-after", "1", script="lit_resize.py")
     check_exact(result, 3)
     assert "the number of workers cannot change now" in result.stderr, result.tail()
     assert not result.kinds("resize") and result.kinds("replacement_start"), result.tail()

@@ -1,4 +1,4 @@
-"""Data-parallel loops that go on without a lost worker: the bits are those of the run that lost none."""
+"""Data-parallel loops that go on without a failed worker: the bits are those of the run in which nobody failed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"in_the_sum", "let_in"}))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     result = check(jobs, "shared_steps.py", faults, args)
     if "--evaluate" in args:
@@ -100,7 +100,7 @@ def test_replacements_copy_the_state_while_the_others_train(name: str, jobs: Job
     assert {*copied} == {fault.rank for fault in faults}, result.tail()
 
 
-#: The replacement of rank 2 waits until another one is in; who is lost besides.
+#: The replacement of rank 2 waits until another one is in; who fails besides.
 HELD: dict[str, list[Fault]] = {
     "nobody": [],
     "the_replacement_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
@@ -113,12 +113,12 @@ HELD: dict[str, list[Fault]] = {
 @pytest.mark.parametrize("name", most(HELD, *HELD.keys() - {"nobody"}))
 def test_a_replacement_does_not_wait_for_another(name: str, jobs: Jobs) -> None:
     """The others copy their state to the first, let it in, and train on while the second is still starting."""
-    lost = [Fault(rank, 3, "reroute.forward", "SIGKILL") for rank in (0, 2)]
+    failed = [Fault(rank, 3, "reroute.forward", "SIGKILL") for rank in (0, 2)]
     args = ["--epochs", "45", "--copies", "10:2:1", "--hold", "2"]
-    result = check(jobs, "shared_steps.py", [*lost, *HELD[name]], args, nproc=4)
+    result = check(jobs, "shared_steps.py", [*failed, *HELD[name]], args, nproc=4)
     assert len(result.struck) == 2 + len(HELD[name]), result.tail()
     boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("let_in")}
-    assert boundaries.keys() == {fault.rank for fault in [*lost, *HELD[name]]}, result.tail()
+    assert boundaries.keys() == {fault.rank for fault in [*failed, *HELD[name]]}, result.tail()
     if name == "nobody":
         assert boundaries[0] < boundaries[2], result.tail()
         copied = [event.rank for event in result.kinds("copied") if not event.fields["why"]]
@@ -134,7 +134,7 @@ ACCELERATE: dict[str, tuple[list[str], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", most(ACCELERATE, *ACCELERATE.keys() - {"loss"}))
-def test_a_loss_under_accelerate(name: str, jobs: Jobs) -> None:
+def test_a_failure_under_accelerate(name: str, jobs: Jobs) -> None:
     pytest.importorskip("accelerate")
     args, faults = ACCELERATE[name]
     result = check(jobs, "acc_shared.py", faults, args)
@@ -142,7 +142,7 @@ def test_a_loss_under_accelerate(name: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("script", most(["shared_steps.py", "acc_shared.py"], "acc_shared.py"))
-def test_without_a_loss_it_is_plain_data_parallelism(script: str, jobs: Jobs) -> None:
+def test_without_a_failure_it_is_plain_data_parallelism(script: str, jobs: Jobs) -> None:
     """Two addends have one sum only, so two ranks can be compared with gloo's own."""
     theirs = jobs.reference(script)
     compare(jobs.run(script, env=REROUTE), theirs)
@@ -167,7 +167,7 @@ def test_the_same_loop_replaces_workers(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_a_loss_in_the_scripts_own_collective_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_failure_in_the_scripts_own_collective_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     checkpoints = {
         "SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path),
         "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4",
@@ -185,13 +185,13 @@ def test_a_replacement_with_faulty_memory_is_replaced(jobs: Jobs) -> None:
     args = ["--evaluate", "--damage", "--epochs", "6"]
     result = jobs.run("shared_steps.py", nproc=3, env=ORDERED, args=args, faults=faults)
     assert result.status == 0, result.tail()
-    causes = [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("lost")]
+    causes = [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("failed")]
     assert causes == [(1, False), (1, True)], result.tail()
 
 
 #: What is said of each mistake.
 MISTAKES = {
-    "ddp": "needs a loop in which any worker can compute the share of a lost one",
+    "ddp": "needs a loop in which any worker can compute the share of a failed one",
     "own": "write 'for step in job.shared_steps(loader, epochs)'",
     "norm": "batch normalisation",
     "buffer": "the forward pass changes the buffer '4.calls'",

@@ -45,8 +45,8 @@ def test_many_random_faults(how: str) -> None:
     assert soak.main(["--faults", "60", "--how", how]) == 0
 
 
-def test_losses_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
-    """What is lost: both ends of a pipeline, two workers of a stage, a machine; when: in a step, in a copy, while
+def test_failures_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
+    """What fails: both ends of a pipeline, two workers of a stage, a machine; when: in a step, in a copy, while
     replacements are let in, while workers move.
     """
     kinds = Counter[str]()
@@ -113,7 +113,7 @@ def test_a_fault_that_did_not_strike_does_not_count(jobs: Jobs) -> None:
     result.faults = [fault]
     assert unconfirmed(result) == [f"{fault}: did not strike"]
     result.struck = [{"index": 0, "fault": fault.to_dict(), "pid": 1, "time": 0.0, "boundaries": 2}]
-    assert unconfirmed(result) == [f"{fault}: struck, but the loss was reported as nothing"]
+    assert unconfirmed(result) == [f"{fault}: struck, but the failure was reported as nothing"]
 
 
 def test_what_a_job_leaves_is_found(jobs: Jobs, tmp_path: Path) -> None:

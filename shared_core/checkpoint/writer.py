@@ -289,7 +289,7 @@ class Writer:
             job.marks, job.durable = marks, time.monotonic()
         missed = any(name.endswith(store.MISSED) for name in names)
         late = time.monotonic() - job.durable > PATIENCE_S
-        # All workers have started again since, and the machine whose part is missing may be lost. If its writer is only
+        # All workers have started again since, and the machine whose part is missing may fail. If its writer is only
         # slower it commits the step itself: the parts and marks of this machine stay.
         late = late or (newest is not None and newest.spool.attempt > job.spool.attempt)
         if 0 not in job.one.local and not missed:

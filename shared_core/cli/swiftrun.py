@@ -1,4 +1,4 @@
-"""``swiftrun``: torchrun's flags; a lost worker is replaced and its siblings go on."""
+"""``swiftrun``: torchrun's flags; a failed worker is replaced and its siblings go on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(
         prog="swiftrun",
         allow_abbrev=False,  # options of the script may begin like one of ours
-        description="Starts a distributed training job with torchrun's flags. A worker that is lost is replaced by a "
+        description="Starts a distributed training job with torchrun's flags. A worker that fails is replaced by a "
         "replacement, which takes its place bit for bit; the other workers go on.",
         parents=[_torchrun_parser()],
         add_help=False,  # torchrun's has it
@@ -53,7 +53,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         action.type = arguments.TORCHRUN.get(action.dest, action.type)
         if action.dest == "max_restarts":
             action.help = (
-                "How many lost workers may be replaced in the whole job (a restart of all counts once). "
+                "How many failed workers may be replaced in the whole job (a restart of all counts once). "
                 f"Default: {DEFAULT_BUDGET}."
             )
             if "PET_MAX_RESTARTS" not in os.environ:
@@ -79,7 +79,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     flag(
         "prepared",
         "Standbys that have run the script up to its first batch and wait for the place of one rank each, on each "
-        "machine: a loss there does not wait for the script's start-up. auto: where that pays and memory allows. "
+        "machine: a failure there does not wait for the script's start-up. auto: where that pays and memory allows. "
         "Default: auto.",
         metavar="K",
     )
@@ -102,7 +102,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     flag(
         "spare-nodes",
-        "Machines beyond --nnodes that may join and wait, to take the place of one that is lost. Default: 0.",
+        "Machines beyond --nnodes that may join and wait, to take the place of one that fails. Default: 0.",
         type=arguments.whole(),
         default=0,
         metavar="K",
@@ -132,7 +132,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     flag(
         "lease",
-        "A machine is lost after so many seconds without a sign of life. Default: 2.",
+        "A machine counts as failed after so many seconds without a sign of life. Default: 2.",
         type=arguments.number(0.2, 3600.0),
         default=2.0,
         metavar="SECONDS",

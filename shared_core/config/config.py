@@ -61,25 +61,26 @@ class SwiftConfig(Section):
     A section is given as a mapping or as its own class: ``SwiftConfig(checkpoint={"dir": "checkpoints"})``.
 
     Attributes:
-        on_failure: the answer to the loss of a worker.
+        on_failure: the answer to the failure of a worker.
         data: how a replacement regains its place in the data.
         seed: of all that is ``seeded``.
         checkpoint: checkpoints for a restart.
         resize: a number of workers that changes.
-        reroute: the others compute a lost worker's share.
+        reroute: the others compute a failed worker's share.
         replay: replacements of pipelines without replicas.
         log: the message log.
-        detection: when a worker counts as lost.
+        detection: when a worker counts as failed.
         state: what is kept and compared of the training state.
         device: where tensors are.
-        standby: processes that are ready to take a lost worker's place.
+        standby: processes that are ready to take a failed worker's place.
         watch: what the launcher tells of the running job.
     """
 
     on_failure: str = option(
         "replace",
         Choice(("replace", "reroute", "shrink", "restart")),
-        "`replace`: a replacement takes the lost rank's place. `reroute`: the others compute its share of each step at "
+        "`replace`: a replacement takes the failed rank's place. `reroute`: the others compute its share of each "
+        "step at "
         "once, and let a replacement in at a later step boundary; data-parallel loops need `shared_steps` "
         "([rerouting.md](rerouting.md#data-parallel)) or Lightning's `swift_ddp` "
         "([there](rerouting.md#lightning)), others are refused. `shrink`: the others go on without it "
@@ -128,7 +129,7 @@ class SwiftConfig(Section):
 
     @property
     def reroutes(self) -> bool:
-        """Whether the others go on at once when a rank is lost."""
+        """Whether the others go on at once when a rank fails."""
         return self.on_failure == "reroute"
 
     @property

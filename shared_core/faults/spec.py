@@ -17,7 +17,7 @@ from shared_core.plain_json import parse
 #: Ways in which a worker can be struck; ``SIGSTOP`` freezes it without ending it.
 KINDS: tuple[str, ...] = ("SIGKILL", "SIGSTOP", "SIGTERM", "os._exit", "exception", "segfault")
 
-#: What the system can refuse, as the names of its error numbers: the point raises that ``OSError``. Nobody is lost.
+#: What the system can refuse, as the names of its error numbers: the point raises that ``OSError``. Nobody fails.
 REFUSALS: tuple[str, ...] = ("ENOSPC", "EROFS", "EIO", "EAGAIN", "ENOMEM", "EMFILE")
 
 #: Places in a worker's life where the core looks for a fault.
@@ -321,11 +321,11 @@ def _second(cause: Fault, drawn: Sequence[Fault], rank: int, point: str, kind: s
 def _fits(fault: Fault, drawn: Sequence[Fault], world_size: int) -> bool:
     """Whether every rank is struck once at most, and not all are, around each step."""
     if fault.incarnation:
-        return True  # the replacement of a rank that is lost already
+        return True  # the replacement of a rank that fails already
     anytime = [f for f in drawn if f.step == ANY_STEP and not f.incarnation]
     if fault.step == ANY_STEP:
         return len({f.rank for f in drawn} | {fault.rank}) < world_size
-    # A rank may be a batch ahead of another when the loss of a third is seen: neighbouring steps count as one.
+    # A rank may be a batch ahead of another when the failure of a third is seen: neighbouring steps count as one.
     near = [f for f in drawn if abs(f.step - fault.step) <= 1 and f.step != ANY_STEP] + anytime
     if any(f.rank == fault.rank for f in drawn if f.step == ANY_STEP):
         return False

@@ -1,4 +1,4 @@
-"""The agent of one machine: it starts the workers, notices within milliseconds when one is lost, and replaces that one.
+"""The agent of one machine: it starts the workers, notices within milliseconds when one fails, and replaces that one.
 
 It takes torchelastic's worker specification, rendezvous handler, result and events; the loop is its own. It waits on
 descriptors (pidfds, standbys, signals, workers' words) and never sleeps; a tick of ``monitor_interval`` looks for
@@ -23,13 +23,13 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.ending import Ending
+from shared_core.launcher.failures import Failures
 from shared_core.launcher.fencing import Fenced
 from shared_core.launcher.gathering import JobOver
 from shared_core.launcher.goodbyes import Parting
 from shared_core.launcher.hearing import Hearing
 from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.logs import WorkerLogs
-from shared_core.launcher.losses import Losses
 from shared_core.launcher.machine import Crew
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.other_machines import OtherMachines
@@ -45,7 +45,7 @@ from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import Fleet
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import Event, Phase
-from shared_core.protocol.loss_policy import LossBook
+from shared_core.protocol.failure_policy import FailureBook
 from shared_core.protocol.resizing import Resizing
 from shared_core.resources import free_bytes
 from shared_core.system import process
@@ -101,7 +101,7 @@ class Agent:
         self.records = Records(Places(spec))
         wakeup = self._wakeup = Wakeup()
         control = self._control = ControlSocket(job.path, wakeup.tell)
-        book = LossBook(spec.max_restarts, options.loop_limit)
+        book = FailureBook(spec.max_restarts, options.loop_limit)
         resizing = self._resizing = Resizing(config, nproc, least=options.machines[0], most=options.machines[1])
         telling = self._telling = Telling(program, options, job.path, book, uuid.uuid4().hex[:12])
         fleet = self._fleet = Fleet(
@@ -154,7 +154,7 @@ class Agent:
         self._machines: OtherMachines | None = None
         if crew is not None:
             self._machines = OtherMachines(crew, nproc, restart, attempts, self._resizes, telling, resizing)
-        self._losses = Losses(config, alone, attempts, fleet, wakeup, telling, book, resizing)
+        self._failures = Failures(config, alone, attempts, fleet, wakeup, telling, book, resizing)
         self._hearing = Hearing(
             attempts, self._resizes, self._machines, fleet, starter, wakeup, control, telling, book,
             self._last_checkpoint,
@@ -234,7 +234,7 @@ class Agent:
                 attempts.announce(replacement)
             dead = fleet.reap()
             if dead:
-                self._losses.bury(dead)
+                self._failures.bury(dead)
             if attempts.result is None:
                 self._look()
         return attempts.result

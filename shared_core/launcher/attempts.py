@@ -24,8 +24,8 @@ from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import Action, Event, Phase, transition
+from shared_core.protocol.failure_policy import FailureBook
 from shared_core.protocol.generation import Entry, Kind
-from shared_core.protocol.loss_policy import LossBook
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.jobdir import JobDir
@@ -56,7 +56,7 @@ class Attempts:
         store_port: port of the first attempt's store for the script's process groups; 0 for a free one.
         tick_s: how often the workers are looked at.
         job: private folder of the job.
-        book: counts losses.
+        book: counts failures.
         crew: the other machines, if there are any.
 
     Attributes:
@@ -81,7 +81,7 @@ class Attempts:
         spares: Spares,
         telling: Telling,
         records: Records,
-        book: LossBook,
+        book: FailureBook,
         resizing: Resizing,
         crew: Crew | None,
     ) -> None:
@@ -207,7 +207,7 @@ class Attempts:
             one.kill(CANCELLED)
 
     def tell_start(self) -> None:
-        """Once an attempt: when all first workers run, or before the first loss."""
+        """Once an attempt: when all first workers run, or before the first failure."""
         self._telling.start(self._fleet.live.values(), self._starter.config)
 
     def start_due(self) -> None:
@@ -228,7 +228,7 @@ class Attempts:
 
     def look_after_spares(self) -> None:
         """Prepare standbys while all is well."""
-        if self.phase is Phase.RUNNING and not self.roster.lost and not self.roster.missing:
+        if self.phase is Phase.RUNNING and not self.roster.failed and not self.roster.missing:
             self.spares.look(self._in_what())
 
     def _start(self, local_rank: int) -> None:
@@ -277,7 +277,7 @@ class Attempts:
             crew.fetch(ledger, mine, self.number)
             for rank in mine:
                 if ledger.incarnations[rank]:
-                    self._telling.story.lost(rank, "its machine was lost", ledger.detected or time.time())
+                    self._telling.story.failed(rank, "its machine failed", ledger.detected or time.time())
         for local_rank in range(len(mine)):
             self._start(local_rank)
 

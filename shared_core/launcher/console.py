@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.config import SwiftConfig
-from shared_core.protocol.loss_policy import AS_ANY
+from shared_core.protocol.failure_policy import AS_ANY
 
 #: A wait that is longer is explained, in seconds.
 PATIENCE_S = 5.0
@@ -24,7 +24,7 @@ _MOST = 16
 
 @dataclass
 class Away:
-    """A rank whose worker was lost and that is not back yet.
+    """A rank whose worker failed and that is not back yet.
 
     Attributes:
         rank: its logical rank.
@@ -35,7 +35,7 @@ class Away:
         begun: when that one was started, in seconds since the epoch.
         behind: the replacement computes again what the others have done since the beginning of the job.
         back: the replacement trains.
-        told: the user knows of the loss.
+        told: the user knows of the failure.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Away:
 
     @property
     def who(self) -> str:
-        """The lost worker, and why it was lost."""
+        """The failed worker, and why it failed."""
         return f"pid {self.pid}: {self.cause}" if self.pid else self.cause
 
 
@@ -59,7 +59,7 @@ class Change:
     """All workers end and others begin.
 
     Attributes:
-        detected: when the loss was noticed, or the change began, in seconds since the epoch.
+        detected: when the failure was noticed, or the change began, in seconds since the epoch.
         what: the new workers, in words.
         why: what has led to it.
         whence: where they begin, if the agent knows.
@@ -90,7 +90,7 @@ class Story:
         self._say, self._begun, self._clock = say, begun, clock
         self._away: dict[int, Away] = {}
         self._change: Change | None = None
-        self._losses = 0
+        self._failures = 0
         self._started = False
         self._pids: dict[int, int] = {}
         self._next = 0.0
@@ -134,14 +134,15 @@ class Story:
         """The script has said where checkpoints go, and not the launcher."""
         self._say(f"checkpoints: {_short(folder)}, as the script says")
 
-    # -- losses -------------------------------------------------------------------------------------------------------
+    # -- failures
+    # -------------------------------------------------------------------------------------------------------
 
-    def counts(self, lost: int) -> None:
-        """So many workers were lost on other machines."""
-        self._losses += lost
+    def counts(self, failed: int) -> None:
+        """So many workers failed on other machines."""
+        self._failures += failed
 
-    def lost(self, rank: int, cause: str, detected: float, pid: int = 0, *, goes_on: bool = False) -> None:
-        """A worker of this machine was lost, or a rank is taken over from another machine.
+    def failed(self, rank: int, cause: str, detected: float, pid: int = 0, *, goes_on: bool = False) -> None:
+        """A worker of this machine failed, or a rank is taken over from another machine.
 
         Args:
             rank: its logical rank.
@@ -150,14 +151,14 @@ class Story:
             pid: of the worker; 0 if it ran on another machine.
             goes_on: the others do not wait for its replacement.
         """
-        self._losses += bool(pid)
+        self._failures += bool(pid)
         before = self._away.get(rank)
         since = detected if before is None or before.back else before.detected
         self._away[rank] = away = Away(rank, cause, since, pid)
         self._pids.pop(rank, None)
         if goes_on:
             away.told = True
-            self._say(f"rank {rank} is lost ({away.who}); the others compute its share until it is back")
+            self._say(f"rank {rank} failed ({away.who}); the others compute its share until it is back")
         if len(self._away) == 1:
             self._next = 0.0
 
@@ -173,7 +174,7 @@ class Story:
             self._away.pop(rank, None)
 
     def changes(self, change: Change, *, tell: bool = True) -> None:
-        """All workers end and others begin, because of the losses so far.
+        """All workers end and others begin, because of the failures so far.
 
         Args:
             change: to what.
@@ -184,10 +185,10 @@ class Story:
             change.reached = max(change.reached, self._change.reached)
             change.before = self._change.before or change.before
             change.why = "; ".join(filter(None, [self._change.why, change.why]))
-        lost = sorted(self._away.values(), key=lambda away: away.rank)
-        if lost:
-            change.detected = min(change.detected, *(away.detected for away in lost))
-            who = "; ".join(f"rank {away.rank}, {away.who}" for away in lost)
+        failed = sorted(self._away.values(), key=lambda away: away.rank)
+        if failed:
+            change.detected = min(change.detected, *(away.detected for away in failed))
+            who = "; ".join(f"rank {away.rank}, {away.who}" for away in failed)
             change.why = "; ".join(filter(None, [change.why, who]))
         self._away.clear()
         self._pids.clear()
@@ -209,23 +210,23 @@ class Story:
         if rank == 0 and (change := self._change) is not None:
             self._change = None
             boundary = said.get("boundary", change.boundary)
-            lost = max(0, change.reached - max(1, int(boundary or 1)))
+            failed = max(0, change.reached - max(1, int(boundary or 1)))
             if whence:
                 whence = f": the job continues from {whence}"
             elif change.whence:
                 whence = f", {change.whence}"
             there_were = f"there {'was' if change.before == 1 else 'were'} {change.before}" if change.before else ""
             self._say(
-                f"{change.what} after {when - change.detected:.2f} s{whence}; {steps(lost)} lost "
+                f"{change.what} after {when - change.detected:.2f} s{whence}; {steps(failed)} failed "
                 f"({'; '.join(filter(None, [there_were, change.why, f'now {self._named(self._pids)}']))})"
             )
-            done = (when - change.detected, lost, boundary)
+            done = (when - change.detected, failed, boundary)
         elif rank == 0 and whence and rank not in self._away:
             self._say(f"the job continues from {whence}")
         if rank in self._away and said.get("pid") in (
             None,
             self._away[rank].replacement,
-        ):  # not of one that was lost since
+        ):  # not of one that failed since
             self._away[rank].back = True
             if all(away.back for away in self._away.values()):
                 self._all_back(when, f": it continues from {whence}" if whence else "")
@@ -249,7 +250,7 @@ class Story:
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody is lost, and nothing changes."""
+        """Whether nobody fails, and nothing changes."""
         return not self._away and self._change is None
 
     # -- waits --------------------------------------------------------------------------------------------------------
@@ -272,13 +273,13 @@ class Story:
         return None
 
     def _whereabouts(self, one: Away) -> str:
-        lost = f"rank {one.rank} is lost ({one.who}), and its replacement"
+        failed = f"rank {one.rank} failed ({one.who}), and its replacement"
         if not one.replacement:
-            return f"{lost} is not started yet"
+            return f"{failed} is not started yet"
         if one.behind:
-            return f"{lost} (pid {one.replacement}) computes all batches since the beginning of the job again"
+            return f"{failed} (pid {one.replacement}) computes all batches since the beginning of the job again"
         runs = f"has been running the script up to the training loop for {self._clock() - one.begun:.0f} s"
-        return f"{lost} (pid {one.replacement}) {runs}"
+        return f"{failed} (pid {one.replacement}) {runs}"
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -288,15 +289,15 @@ class Story:
             self.report({"rank": 0, "time": self._clock()})
         if self._away:
             self._all_back(self._clock())
-        lost = {0: "no worker was lost", 1: "1 worker was lost"}.get(self._losses, f"{self._losses} workers were lost")
+        failed = {0: "no worker failed", 1: "1 worker failed"}.get(self._failures, f"{self._failures} workers failed")
         took, many = self._clock() - self._begun, count(workers, "worker")
-        self._say(f"done after {took:.1f} s with start-up, on {many}; {lost}")
+        self._say(f"done after {took:.1f} s with start-up, on {many}; {failed}")
 
     def fails(self, reason: str) -> None:
         """The job ends with an error."""
         for away in self._away.values():
-            if not reason.endswith(AS_ANY):  # the error is printed, and no worker was lost by accident
-                self._say(f"rank {away.rank} is lost ({away.who})")
+            if not reason.endswith(AS_ANY):  # the error is printed, and no worker failed by accident
+                self._say(f"rank {away.rank} failed ({away.who})")
         self._away.clear()
         if self._change is not None:
             self._say(f"all workers were started again ({self._change.why})")
@@ -346,14 +347,14 @@ def host_of(machine: str) -> str:
 
 
 def _answer(config: SwiftConfig) -> str:
-    """What is done about a lost worker."""
+    """What is done about a failed worker."""
     if config.on_failure == "restart":
-        return "if one is lost, all start again" + (" from the newest checkpoint" if config.checkpoint.dir else "")
+        return "if one fails, all start again" + (" from the newest checkpoint" if config.checkpoint.dir else "")
     if config.on_failure == "shrink":
-        return "if one is lost, the others go on without it"
+        return "if one fails, the others go on without it"
     if config.on_failure == "reroute":
-        return "if one is lost, the others compute its share until it is replaced"
-    return "a lost one is replaced where what it trains is attached"
+        return "if one fails, the others compute its share until it is replaced"
+    return "a failed one is replaced where what it trains is attached"
 
 
 def _short(path: str | None) -> str:

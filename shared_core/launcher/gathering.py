@@ -106,7 +106,7 @@ class Listener(Protocol):
         """Wait so long; may raise to give up."""
 
     def changed(self) -> None:
-        """On a thread: a machine came or was lost."""
+        """On a thread: a machine came or failed."""
 
     def fence(self, reason: str) -> None:
         """On a thread: this machine must stop its workers at once."""
@@ -252,7 +252,7 @@ class Gathering:
             return None
         if self.name not in (member["name"] for member in members):
             if self._register.hosts:
-                members = [me | {"host": True}, *members]  # with c10d both stores are lost together, or neither
+                members = [me | {"host": True}, *members]  # with c10d both stores fail together, or neither
             else:
                 reserved = self._register.backend == C10D and not (members and members[0].get("host"))
                 if len(members) + reserved >= options.nnodes:
@@ -281,7 +281,7 @@ class Gathering:
         return True
 
     def _start_over(self, document: dict[str, Any]) -> None:
-        console("the machine that hosts the store is lost: the machines meet again, and all workers start again")
+        console("the machine that hosts the store failed: the machines meet again, and all workers start again")
         fresh = {"phase": FORMING, "round": document["round"] + 1, "attempt": document["attempt"] + 1, "members": []}
         fresh |= {key: document[key] for key in ("run",) if key in document}
         with suppress(RendezvousConnectionError):

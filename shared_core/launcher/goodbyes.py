@@ -32,7 +32,7 @@ class Parting:
             self._wait = None
             return
         if self._wait is None:
-            # They are there for whoever is lost among the others: what they hold is the newest state.
+            # They are there for whoever fails among the others: what they hold is the newest state.
             who, whom = ranks_text(finished), lambda: f"{ranks_text(self._left)}, which {_still(self._left)}"
             ends = "they leave when all have finished"
             self._wait = Wait(f"{who} (finished)", whom, math.inf, ends=ends, say=self._say)

@@ -20,8 +20,8 @@ from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import Fleet
 from shared_core.protocol import keys
 from shared_core.protocol.agent_phase import Event
+from shared_core.protocol.failure_policy import FailureBook
 from shared_core.protocol.generation import CauseKind, Entry, Kind
-from shared_core.protocol.loss_policy import LossBook
 
 
 class Hearing:
@@ -29,7 +29,7 @@ class Hearing:
 
     Args:
         machines: the other machines, if there are any.
-        book: counts losses.
+        book: counts failures.
         last_checkpoint: that the end waits for.
     """
 
@@ -43,7 +43,7 @@ class Hearing:
         wakeup: Wakeup,
         control: ControlSocket,
         telling: Telling,
-        book: LossBook,
+        book: FailureBook,
         last_checkpoint: LastCheckpoint,
     ) -> None:
         self._attempts, self._resizes, self._machines, self._fleet = attempts, resizes, machines, fleet
@@ -98,7 +98,7 @@ class Hearing:
             attempts.resize(entry)
         else:
             self._resizes.note(entry)
-            self._telling.story.counts(len(entry.lost))
+            self._telling.story.counts(len(entry.failed))
             if self._machines is not None:
                 self._machines.check()  # it may have given our place away
 

@@ -1,4 +1,4 @@
-"""An agent among those of other machines: its place, its lease, copies, and who takes a lost machine's place."""
+"""An agent among those of other machines: its place, its lease, copies, and who takes a failed machine's place."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Crew:
         return (self._meeting.lease.fenced if self._meeting.lease is not None else "") or str(error)
 
     def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing, *, restart: bool) -> Entry | None:
-        """Give the places of lost machines to spare ones, or go on with another number of machines.
+        """Give the places of failed machines to spare ones, or go on with another number of machines.
 
         Args:
             attempt: the present one.
@@ -190,7 +190,7 @@ class Crew:
         def make() -> Entry | None:
             self._gone |= ledger.gone  # this agent may still believe in a lease that another has seen to end
             alive = [name for name in lease.alive if name not in self._gone]
-            change = reassign(ledger.machines, lease.lost, alive)
+            change = reassign(ledger.machines, lease.failed, alive)
             machines = ledger.machines if change is None else change.machines
             entry, why = Entry(detected=detected, machines=machines), ""
             if change is not None:
@@ -203,7 +203,7 @@ class Crew:
             if after is not None:
                 held = [place for place, name in enumerate(machines) if name is not None]
                 stay = [place * nproc + local_rank for place in held for local_rank in range(nproc)]
-                stay = [rank for rank in stay if rank not in entry.lost]
+                stay = [rank for rank in stay if rank not in entry.failed]
                 entry = replace(entry, kind=Kind.HAND_ON, stay=tuple(stay), after=after)
                 why = f"{why}; " if why else ""
                 why += "1 machine goes on" if len(after) == 1 else f"{len(after)} machines go on"
@@ -242,7 +242,7 @@ class Crew:
                 mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
 
     def fetch(self, ledger: Ledger, ranks: Sequence[int], number: int) -> None:
-        """Get what the last holders of ``ranks``, on a machine that is lost, had published, from who kept it."""
+        """Get what the last holders of ``ranks``, on a machine that fails, had published, from who kept it."""
         taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
         if taken:
             others = [machine for machine in ledger.machines if machine != self._meeting.name]
@@ -275,12 +275,12 @@ def _reason(change: Reassignment) -> str:
     """What has happened to the machines, in words."""
     takers = {place: host_of(str(change.machines[place])) for place in change.filled}
     parts = []
-    for place, name in change.lost.items():
+    for place, name in change.failed.items():
         taker = takers.pop(place, "")
         after = f" and {taker} takes its place" if taker else ", and no spare one is there"
-        parts.append(f"machine {host_of(name)} is lost{after}")
+        parts.append(f"machine {host_of(name)} failed{after}")
     if takers:
-        parts.append(f"machine {listed(list(takers.values()))} takes the place of a lost one")
+        parts.append(f"machine {listed(list(takers.values()))} takes the place of a failed one")
     return "; ".join(parts)
 
 

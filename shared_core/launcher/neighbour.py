@@ -118,7 +118,7 @@ class Copies:
         for name, text in notes.items():
             _check_note(name, key[1], json.loads(text))
         before, self._busy = self._busy, link
-        if before is not None:  # its sender has been lost, or has given up
+        if before is not None:  # its sender has failed, or has given up
             with suppress(OSError):
                 before.shutdown()
         with self._lock:
@@ -286,12 +286,12 @@ class Sender:
                 self._look()
                 self._failures = 0
             except (OSError, SwiftError) as error:
-                # Once is nothing: the other machine is being lost or has ended, or a newer snapshot took the place.
+                # Once is nothing: the other machine is failing or has ended, or a newer snapshot took the place.
                 self._failures += 1
                 if self._failures > 1:
                     self._tell(
                         f"this machine's newest snapshot is not copied to another machine for now ({error}). It is "
-                        f"tried again every {RETRY_S:g} s; if this machine is lost before, all workers start again "
+                        f"tried again every {RETRY_S:g} s; if this machine fails before, all workers start again "
                         "from the newest checkpoint in storage, or from the start"
                     )
                 wait = RETRY_S
@@ -338,7 +338,7 @@ class Sender:
             return
         if answer == _FULL:
             self._tell(
-                f"{to} has no room in memory for a copy of this machine's snapshots: if this machine is lost, all "
+                f"{to} has no room in memory for a copy of this machine's snapshots: if this machine fails, all "
                 "workers start again from the newest checkpoint in storage, or from the start. Free memory there "
                 "(/dev/shm)"
             )

@@ -16,7 +16,7 @@ class OtherMachines:
 
     Args:
         nproc: workers of each machine.
-        restart: all workers start again after a loss.
+        restart: all workers start again after a failure.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class OtherMachines:
             self._crew.check(self._attempts.now.ledger)
 
     def look(self) -> None:
-        """Give the places of lost machines away, or go on with another number of machines."""
+        """Give the places of failed machines away, or go on with another number of machines."""
         attempts = self._attempts
         entry = self._crew.replace_machines(attempts.now, self._nproc, self._resizing, restart=self._restart)
         if entry is None:
             return
         self._resizes.note(entry)
-        self._telling.lost_elsewhere(entry)
+        self._telling.failed_elsewhere(entry)
         if self._restart:
             self._telling.emit("restart", reason=entry.reason, attempt=attempts.number + 1)
             attempts.restart(entry)

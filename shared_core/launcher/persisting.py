@@ -73,7 +73,7 @@ class Persisting:
         return not watch.poll(0)
 
     def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> bool:
-        """Let it write what is there, then end it; if it is lost meanwhile, another does. A second call does nothing.
+        """Let it write what is there, then end it; if it fails meanwhile, another does. A second call does nothing.
 
         Args:
             deadline: ``time.monotonic()`` until which it may go on; None as long as it takes.
@@ -154,10 +154,10 @@ class Persisting:
         cause = process.describe_exit(code) if code is not None else "ended"
         self._early_deaths = self._early_deaths + 1 if time.monotonic() < self._started + _SOON_S else 0
         if self._early_deaths < GIVE_UP_AFTER:
-            self._say(f"the writer of checkpoints was lost ({cause}); starting another")
+            self._say(f"the writer of checkpoints failed ({cause}); starting another")
         else:
             self._say(
-                f"the writer of checkpoints was lost {GIVE_UP_AFTER} times in a row ({cause}): no more checkpoints are "
+                f"the writer of checkpoints failed {GIVE_UP_AFTER} times in a row ({cause}): no more checkpoints are "
                 "written; training continues"
             )
 

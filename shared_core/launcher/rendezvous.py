@@ -1,8 +1,8 @@
 """How machines come together: torchelastic's rendezvous with places, spare machines and leases.
 
-torchelastic's own handler starts all workers again whenever a machine comes or goes, calls a machine lost by comparing
-clocks, and after 15 s. Here a machine keeps its place for as long as it holds its lease, and a spare machine waits in
-:meth:`Meeting.next_rendezvous` until a place is given to it. The document of
+torchelastic's own handler starts all workers again whenever a machine comes or goes, calls a machine failed by
+comparing clocks, and after 15 s. Here a machine keeps its place for as long as it holds its lease, and a spare machine
+waits in :meth:`Meeting.next_rendezvous` until a place is given to it. The document of
 :mod:`~shared_core.launcher.rendezvous_store` says which machine has the store; all else is in the store.
 """
 
@@ -37,7 +37,7 @@ from shared_core.transport.store import MemoryStore
 from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
-#: Leases after which a machine that is lost has been seen to be.
+#: Leases after which a machine that fails has been seen to be.
 _SURE = 1.25
 #: How long the store's host waits for the others to go, in seconds.
 _LAST_S = 10.0
@@ -218,7 +218,7 @@ class Meeting(RendezvousHandler):
                         waiting = True
                         console(f"this machine, {host_of(self.name)}, waits as a spare one")
                         self._gathering.meet()
-                    # Until a lease has gone by, a machine that is lost counts as one that lives.
+                    # Until a lease has gone by, a machine that fails counts as one that lives.
                     if time.monotonic() - begun > _SURE * self._options.lease_s:
                         self._turn_away(lease, ledger, gone | ledger.gone)
                     self._listener.pause(_LOOK_S)

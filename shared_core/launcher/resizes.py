@@ -47,7 +47,7 @@ class Resizes:
         here = attempts.places.ranks
         if (
             attempts.phase is Phase.RESIZING
-            or attempts.roster.lost
+            or attempts.roster.failed
             or attempts.roster.missing
             or attempts.now.goodbyes()
         ):
@@ -62,7 +62,7 @@ class Resizes:
             return
         resizing.joined([rank for rank in resizing.due if self._has_joined(rank)])
         late = resizing.late(time.monotonic())
-        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.roster.lost)
+        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.roster.failed)
         if not late or not stay or attempts.phase is not Phase.RUNNING:
             return
         limit_s = self._config.resize.replace_timeout_s
@@ -97,18 +97,18 @@ class Resizes:
         machines = () if self._alone else resizing.after
         entry = Entry(kind=Kind.RESIZE, workers=resizing.target, line=line, machines=machines)
         written = attempt.append(lambda: entry if attempt.generation == generation else None)
-        if written is not None:  # else another agent was first, or has seen another loss
+        if written is not None:  # else another agent was first, or has seen another failure
             self._telling.emit(
                 "resize", workers=resizing.target, before=before, boundary=boundary, stay=list(resizing.stay)
             )
             attempts.resize(written)
 
     def declined(self, generation: int, reason: str) -> None:
-        """The number of workers cannot change here: lost ones are replaced after all."""
+        """The number of workers cannot change here: failed ones are replaced after all."""
         attempts = self._attempts
         if attempts.phase is not Phase.RESIZING or generation != attempts.now.generation:
             return
-        console(f"the number of workers cannot change now ({reason}): lost workers are replaced instead")
+        console(f"the number of workers cannot change now ({reason}): failed workers are replaced instead")
         self._telling.warn(f"the number of workers cannot change: {reason}")
         self._resizing.decline(time.monotonic(), len(attempts.places.ranks))
         if (entry := attempts.now.next_generation((), time.time(), ends=True)) is not None:

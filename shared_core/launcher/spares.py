@@ -37,7 +37,7 @@ class Spares:
         self._startups: dict[int, float] = {}
         self._trains_since = 0.0
         self._told = False
-        self._losses: Counter[int] = Counter()
+        self._failed_ranks: Counter[int] = Counter()
         self._ready: dict[int, Prepared] = {}
         self._unfit: set[int] = set()
         self._preparing: LiveWorker | None = None
@@ -65,7 +65,7 @@ class Spares:
             self._telling.emit("preparing", number=decision.number, reason=decision.text, **fields)
             if chosen not in ("auto", 0) or (chosen == "auto" and measured.startup_s >= LEAST_STARTUP_S):
                 console(decision.text)
-        rank = next_rank(decision.number, set(ranks) - self._unfit, self._losses, self._ready)
+        rank = next_rank(decision.number, set(ranks) - self._unfit, self._failed_ranks, self._ready)
         patience_s = measured.startup_s if chosen == "auto" else 0.0
         if rank is None or time.time() - self._trains_since < patience_s or not self._fleet.can_start:
             self._next = time.monotonic() + (_LATER_S if rank is None else _SOON_S)
@@ -99,7 +99,7 @@ class Spares:
         return False
 
     def _take(self, rank: int, start: Start) -> bool:
-        self._losses[rank] += 1
+        self._failed_ranks[rank] += 1
         self._bury()
         incarnation = start.attempt.incarnations[rank]
         said = self._ready.pop(rank, None)
@@ -186,7 +186,7 @@ class Spares:
             wait_s = retry_s(self._failures)
             self._next = time.monotonic() + (wait_s if wait_s is not None else float("inf"))
             then = "no further one is prepared" if wait_s is None else f"another is prepared in {wait_s:g} s"
-            line = f"the prepared standby of rank {spare.rank} (pid {spare.pid}) is lost ({cause}); {then}"
+            line = f"the prepared standby of rank {spare.rank} (pid {spare.pid}) failed ({cause}); {then}"
             self._telling.warn(line)
             console(line)
 

@@ -16,8 +16,8 @@ from shared_core.launcher.console import Change, Story, count, host_of
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.places import Places
 from shared_core.launcher.workers import LiveWorker
+from shared_core.protocol.failure_policy import Death, FailureBook
 from shared_core.protocol.generation import Entry
-from shared_core.protocol.loss_policy import Death, LossBook
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.card import Card
 from shared_core.system.facts import facts
@@ -31,7 +31,7 @@ class Telling:
         program: that the workers run.
         options: of the agent.
         job_dir: private folder of the job.
-        book: counts losses.
+        book: counts failures.
         run_id: of this start of the job.
 
     Attributes:
@@ -39,7 +39,7 @@ class Telling:
         run_id: of this start of the job, equal on all machines.
     """
 
-    def __init__(self, program: Program, options: AgentOptions, job_dir: Path, book: LossBook, run_id: str) -> None:
+    def __init__(self, program: Program, options: AgentOptions, job_dir: Path, book: FailureBook, run_id: str) -> None:
         self._program, self._options, self._job_dir, self._book = program, options, job_dir, book
         self._budget = book.budget
         self.story = Story(console, begun())
@@ -84,7 +84,7 @@ class Telling:
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def start(self, live: Iterable[LiveWorker], config: SwiftConfig) -> None:
-        """Once an attempt: when all first workers run, or before the first loss."""
+        """Once an attempt: when all first workers run, or before the first failure."""
         attempt, places = self._attempt, self._places
         if self._start_told or attempt is None or places is None:
             return
@@ -123,10 +123,10 @@ class Telling:
             host=socket.gethostname(),
         )
 
-    def lost(self, one: LiveWorker, death: Death, *, goes_on: bool) -> None:
-        """A worker of this machine is lost."""
+    def failed(self, one: LiveWorker, death: Death, *, goes_on: bool) -> None:
+        """A worker of this machine fails."""
         self.emit(
-            "lost",
+            "failed",
             rank=death.rank,
             cause=death.cause,
             detected=death.detected,
@@ -135,13 +135,13 @@ class Telling:
             exit_code=death.exit_code,
             boundaries=death.boundaries,
         )
-        self.story.lost(death.rank, death.cause, death.detected, death.pid, goes_on=goes_on)
+        self.story.failed(death.rank, death.cause, death.detected, death.pid, goes_on=goes_on)
 
-    def lost_elsewhere(self, entry: Entry) -> None:
-        """Another machine's workers are lost, with the machine."""
-        self.story.counts(len(entry.lost))
+    def failed_elsewhere(self, entry: Entry) -> None:
+        """Another machine's workers fail, with the machine."""
+        self.story.counts(len(entry.failed))
         for cause in entry.causes:
-            self.emit("lost", rank=cause.who, cause=cause.text, detected=entry.detected)
+            self.emit("failed", rank=cause.who, cause=cause.text, detected=entry.detected)
 
     def generation(self, entry: Entry) -> None:
         """This agent has written a generation."""
@@ -150,8 +150,8 @@ class Telling:
     def report(self, said: Mapping[str, Any]) -> None:
         """A worker says how a recovery goes."""
         if (done := self.story.report(said)) is not None:
-            stall_s, lost, boundary = done
-            self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=lost, boundary=boundary)
+            stall_s, failed, boundary = done
+            self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=failed, boundary=boundary)
 
     # -- the attempt --------------------------------------------------------------------------------------------------
 

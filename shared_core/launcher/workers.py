@@ -15,8 +15,8 @@ from shared_core.errors import OutOfResources, WaitTimeout
 from shared_core.launcher.logs import ERROR_FILE
 from shared_core.launcher.standby import Preload, Standby, start_fresh
 from shared_core.plain_json import parse
+from shared_core.protocol.failure_policy import RaisedError
 from shared_core.protocol.generation import CauseKind
-from shared_core.protocol.loss_policy import RaisedError
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import Retries, what_to_do
 from shared_core.system import process
@@ -289,7 +289,7 @@ class Fleet:
             if worker is not None:
                 self._note_death(worker, code, dead)
             elif (standby := next((one for one in self._standbys if one.pid == pid), None)) is not None:
-                self._lost_standby(standby, by_signal=code is None or code < 0)
+                self._failed_standby(standby, by_signal=code is None or code < 0)
             elif self._starting:
                 self._early_deaths[pid] = -signal.SIGKILL if code is None else code
         # a worker may die before its zygote's answer with the pid was read
@@ -336,7 +336,7 @@ class Fleet:
                 if not standby.ready:
                     process.kill_group(standby.pid)
 
-    def _lost_standby(self, standby: Standby, *, by_signal: bool) -> None:
+    def _failed_standby(self, standby: Standby, *, by_signal: bool) -> None:
         """A standby is gone. Somebody may have killed it; that says nothing of the next one."""
         self._standbys.remove(standby)
         self._unregister(standby.fileno())
@@ -346,7 +346,7 @@ class Fleet:
         standby.close()
         if not standby.ready:
             self._failed_standbys += 1
-        lost = [self._starting.pop(token) for token in standby.outstanding if token in self._starting]
+        failed = [self._starting.pop(token) for token in standby.outstanding if token in self._starting]
         for token in standby.outstanding:
             self._asked.pop(token, None)
         more = self._failed_standbys - GIVE_UP_AFTER
@@ -367,7 +367,7 @@ class Fleet:
                     "others are started"
                 )
             self.fill_standbys()
-        self._waiting += [worker for worker in lost if not worker.cause]
+        self._waiting += [worker for worker in failed if not worker.cause]
 
     def _note_death(self, worker: LiveWorker, code: int | None, dead: list[tuple[LiveWorker, int]]) -> None:
         self._release(worker)

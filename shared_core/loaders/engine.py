@@ -152,7 +152,7 @@ class Engine:
         if isinstance(loader, DataLoader):
             if loader.num_workers > 0 and not loader.in_order:
                 raise Unsupported(
-                    "DataLoader(in_order=False) delivers batches in an order that depends on time, so a lost "
+                    "DataLoader(in_order=False) delivers batches in an order that depends on time, so a failed "
                     "worker's data cannot be read again; use in_order=True"
                 )
             self.in_process = loader.num_workers == 0
@@ -354,19 +354,19 @@ class Engine:
         self.say_in_proportion(f"reading batches changes {what}, which cannot be put back")
 
     def tell_cost(self, record: Record) -> None:
-        """Say so, once, if a loss takes time in proportion to the place in the pass."""
+        """Say so, once, if a failure takes time in proportion to the place in the pass."""
         again = record.delivered and record.rereads is None and record.stream is None
         if again and self.kind in (Kind.REREAD, Kind.STATE) and not self.cheap:
             self.say_in_proportion("it is a stream that cannot be told where it was")
 
     def say_in_proportion(self, why: str) -> None:
-        """A loss will take time in proportion to the place in the pass."""
+        """A failure will take time in proportion to the place in the pass."""
         if not self._said:
             self._said = True
             kind = type(self.loader).__name__
             console_once(
                 f"data-{kind}",
-                f"if a worker is lost, its replacement reads again all that was read of this pass over a {kind}, which "
+                f"if a worker fails, its replacement reads again all that was read of this pass over a {kind}, which "
                 f"takes longer the later that is: {why} (docs/loops.md)",
             )
 

@@ -176,5 +176,5 @@ def advance(state: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[
         RecoveryFailed: if another pass over the data has begun in between.
     """
     if not before["live"] or before["count"] != after["count"]:
-        raise RecoveryFailed("a pass over the data began while the worker was lost, and its order is not known")
+        raise RecoveryFailed("a pass over the data began while the worker failed, and its order is not known")
     return used(state) + used(after) - used(before)

@@ -231,7 +231,7 @@ class ResumableLoader:
         asked = notary is not None and notary.orders.asked and not notary.orders.may_drop
         if asked and self._swift_engine.indices is None and not found.exhausted:
             raise Unsupported(
-                f"a {type(self._swift_loader).__name__} gives a stream of items, and the rest of a lost worker's "
+                f"a {type(self._swift_loader).__name__} gives a stream of items, and the rest of a failed worker's "
                 "stream cannot be dealt out to the others: use a map-style DataLoader or resize.data='drop', or leave "
                 "on_failure='shrink' and resize.replace_timeout_s out"
             )

@@ -48,7 +48,7 @@ class LoaderOwner(Protocol):
 
     @property
     def reroutes(self) -> bool:
-        """Whether others compute this worker's share when it is lost."""
+        """Whether others compute this worker's share when it fails."""
 
     @property
     def joining(self) -> bool:

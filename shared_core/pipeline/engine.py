@@ -127,7 +127,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
 
     @property
     def reroutes(self) -> bool:
-        """Whether training steps go on without lost workers."""
+        """Whether training steps go on without failed workers."""
         return self._rerouting is not None
 
     @property
@@ -235,7 +235,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
         return self._call(number, data_iter, call)
 
     def _evaluate(self, rerouting: Rerouting, data_iter: Any, micro_batches: int) -> torch.Tensor:
-        """As DeepSpeed's, without workers that are lost."""
+        """As DeepSpeed's, without workers that fail."""
         self.module.eval()
         of_training = self.data_iterator
         self.set_dataiterator(data_iter)

@@ -111,7 +111,7 @@ class GuestLayers:
         if [name for name, _ in named] != description["names"] or len(buffers) != description["buffers"]:
             raise ReplicaMismatch(
                 f"rank {job.rank}: stage {number} has other parameters or buffers when it is built again to stand in "
-                "for a lost worker. Build layers the same way each time: not by rank, and without counters or random "
+                "for a failed worker. Build layers the same way each time: not by rank, and without counters or random "
                 "choices"
             )
         if _layers(module) != description["layers"]:

@@ -4,7 +4,7 @@ micro-batches of their stages.
 Replacements of neighbouring stages that start at the same place are a line. Its first draws the data or reads logged
 activations, its last reads logged gradients; each hands its part of a micro-batch to a helper, which computes all
 stages of the line and gives each replacement what its stage makes of it. The line computes its own share as a pipeline.
-All of this is apart from the program's own messages, so where somebody is lost on the way, the step is made without.
+All of this is apart from the program's own messages, so where somebody fails on the way, the step is made without.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def help_replacements(
             inner = meet(replays, replaying, line)
             _serve(replays, inner, [partial(stage_of, rank) for rank in line])
         except (RuntimeError, SwiftError):
-            return  # another loss, or the replacements need no help any more
+            return  # another failure, or the replacements need no help any more
         finally:
             if inner is not None:
                 replays.drop_side(inner)
@@ -230,7 +230,7 @@ class Helpers:
             What this replacement's stage makes of them.
 
         Raises:
-            RuntimeError: a helper or a replacement was lost; nothing was changed.
+            RuntimeError: a helper or a replacement failed; nothing was changed.
             WaitTimeout: one does not answer.
         """
         before = RawRandom()
@@ -284,7 +284,7 @@ class Helpers:
                 for place in range(self.line, len(self.inner.members)):
                     send(self.inner, place, {"do": "end"}, [])
         except (RuntimeError, WaitTimeout):
-            return  # whoever is lost needs no word
+            return  # whoever fails needs no word
         finally:
             self.replays.drop_side(self.inner)
 
@@ -293,7 +293,7 @@ def agree(replays: Replays, replaying: Replaying, line: Line, mine: Part, wish: 
     """In each replacement of a line at the same step: meet the survivors and settle how many of them compute.
 
     Raises:
-        RuntimeError: a worker was lost.
+        RuntimeError: a worker failed.
         SwiftError: somebody does not come.
     """
     inner = meet(replays, replaying, line)
@@ -335,7 +335,7 @@ def _bytes_per_s(inner: InnerGroup, helper: int) -> float:
     """Measure how fast a helper gets a message.
 
     Raises:
-        RuntimeError: a helper was lost.
+        RuntimeError: a helper failed.
         WaitTimeout: it does not answer.
     """
     probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)

@@ -108,11 +108,11 @@ class Rerouting:
 
     def _prepare(self) -> None:
         """Have plans made for what may come, and say what is planned if that has changed."""
-        lost, executor, plans = self._executor.lost, self._executor, self._plans
-        plans.fill(lost)
-        before, self._prepared = self._prepared, (lost, plans.since)
+        failed, executor, plans = self._executor.failed, self._executor, self._plans
+        plans.fill(failed)
+        before, self._prepared = self._prepared, (failed, plans.since)
         if self._prepared != before and executor.connected and self._job.rank == executor.lane.ranks[0]:
-            facts = plans.facts(lost, self._places.moves, switched=plans.since != before[1])
+            facts = plans.facts(failed, self._places.moves, switched=plans.since != before[1])
             self._job.news.emit("planned", **facts)
             if "drifted" in facts:
                 console(drift_line(facts))
@@ -129,7 +129,7 @@ class Rerouting:
         knock = result.let_in if result is not None else -1
         if executor.connected and knock >= 0:
             self._settle()
-        if executor.connected and executor.lane.number == knock:  # else somebody was lost or let in since
+        if executor.connected and executor.lane.number == knock:  # else somebody failed or was let in since
             self._let_in(Patience.NOT_AT_ALL)
 
     def wait_for_all(self) -> None:
@@ -140,7 +140,7 @@ class Rerouting:
             self._wait(Patience.FOR_ALL)
 
     def _wait(self, patience: Patience) -> None:
-        """Let replacements in that are waited for. If somebody is lost meanwhile, nobody may be in."""
+        """Let replacements in that are waited for. If somebody fails meanwhile, nobody may be in."""
         self._settle()
         self._let_in(patience)
 
@@ -195,7 +195,7 @@ class Rerouting:
         self._prepare()
 
     def evaluates(self) -> bool:
-        """Whether evaluations go over the lanes of steps: not before the first step, when all workers wait for a lost
+        """Whether evaluations go over the lanes of steps: not before the first step, when all workers wait for a failed
         one, nor in bf16, in which DeepSpeed adds losses of that type. The same at all workers.
         """
         return (

@@ -2,7 +2,7 @@
 
 Only steps that all survivors have made are shared: every message of theirs is in a log. What remains is replayed by
 the schedule, as always. Replacements of neighbouring stages (a line, see :mod:`shared_core.pipeline.lending`) still
-send each other every message, in the order of the schedule: so each can go on by itself where a helper is lost,
+send each other every message, in the order of the schedule: so each can go on by itself where a helper fails,
 whatever the others of the line have noticed.
 """
 
@@ -109,7 +109,7 @@ class SharedReplay:
         try:
             helpers = lending.agree(job.replays, replaying, self._line, self._part(micro_s), wish)
         except (RuntimeError, SwiftError):
-            return  # a loss, or nobody comes: the schedule does it
+            return  # a failure, or nobody comes: the schedule does it
         if helpers.use:
             self._helpers = helpers
         else:
@@ -197,7 +197,7 @@ class SharedReplay:
             compat.instructions_of(engine)[instruction](engine)
 
     def _helped(self, own: Stage, works: list[Work]) -> list[Computed] | None:
-        """None where somebody was lost: then this stage computes the step by itself, and the schedule those after it.
+        """None where somebody failed: then this stage computes the step by itself, and the schedule those after it.
         The others of the line notice by themselves: a cut group ends for all.
         """
         assert self._helpers is not None

@@ -1,6 +1,6 @@
 """DeepSpeed's sharded optimizers (bf16, ZeRO stage 1) under re-routing: each replica of a stage has all shards.
 
-Of a lost worker's shard somebody must have the master weights and the moments, and step it until a replacement comes.
+Of a failed worker's shard somebody must have the master weights and the moments, and step it until a replacement comes.
 All replicas have the sum of the gradients, and a step of an optimizer depends on nothing else: so each replica steps
 every shard, and all of them have the same bits. Then nothing of an update has to be sent, no pair of losses takes a
 shard with it, and a replacement is a copy of any replica. It costs the memory of an optimizer that is not sharded.

@@ -10,7 +10,7 @@ class Phase(Enum):
 
     #: It waits for a place among the machines of the job.
     MEETING = "meeting"
-    #: The attempt is under way: lost workers are replaced.
+    #: The attempt is under way: failed workers are replaced.
     RUNNING = "running"
     #: The number of workers changes: those that stay hand their state on.
     RESIZING = "resizing"
@@ -61,7 +61,7 @@ class Action(Enum):
 
     #: Start the workers of this machine.
     START = auto()
-    #: Start replacements for ranks that were lost during a change that is given up.
+    #: Start replacements for ranks that failed during a change that is given up.
     REPLACE = auto()
     #: Say that all workers start again, and why.
     TELL = auto()
@@ -69,7 +69,7 @@ class Action(Enum):
     KILL = auto()
     #: Forget what the workers of the attempt have published, except what the next one goes on from.
     CLEAR = auto()
-    #: Wait as long as the policy for losses wants.
+    #: Wait as long as the policy for failures wants.
     DELAY = auto()
     #: Take the place among the machines that go on, with their number of workers.
     REGROUP = auto()
@@ -108,7 +108,7 @@ for _phase in Phase:
     if _phase is not Phase.OVER:
         _TABLE[_phase, Event.FAILED] = Phase.OVER, ()
     if _phase not in (Phase.STOOD_DOWN, Phase.OVER):
-        # The store may be lost at any moment, while the workers are being started, too.
+        # The store may fail at any moment, while the workers are being started, too.
         _TABLE[_phase, Event.FENCED] = Phase.STOOD_DOWN, (Action.KILL, Action.FORGET)
 
 

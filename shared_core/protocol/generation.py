@@ -58,7 +58,7 @@ def still_key(generation: int) -> str:
 class Kind(Enum):
     """What happens with an entry."""
 
-    #: All ranks form the generation, the replacements of lost ones among them.
+    #: All ranks form the generation, the replacements of failed ones among them.
     FORM = "form"
     #: The others go on at once without the absent ranks, and let their replacements in later.
     GO_ON = "go on"
@@ -80,19 +80,19 @@ class Kind(Enum):
 
 
 class CauseKind(Enum):
-    """Why a worker was lost."""
+    """Why a worker failed."""
 
     #: Its process ended, or was killed because it did not go on.
     DIED = "died"
     #: It was killed because its state was damaged: replicas that are the majority have another.
     DIVERGENT = "divergent"
-    #: Its machine was lost.
+    #: Its machine failed.
     MACHINE = "machine"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One lost worker.
+    """One failed worker.
 
     Attributes:
         kind: why, for rules.
@@ -112,9 +112,9 @@ class Entry:
     Attributes:
         generation: number of the entry.
         incarnations: for each rank, how many workers held it before the present one.
-        absent: ranks that were lost and without which the others go on; None until all workers use lanes.
+        absent: ranks that failed and without which the others go on; None until all workers use lanes.
         kind: what happens.
-        causes: one for each worker that was lost just now.
+        causes: one for each worker that failed just now.
         detected: ``time.time()`` when that was noticed.
         machines: for each place, the machine that holds it, None while nobody does; empty for a job on one machine. An
             agent leaves it out where it does not change.
@@ -141,8 +141,8 @@ class Entry:
     line: Resized | None = None
 
     @property
-    def lost(self) -> tuple[int, ...]:
-        """Ranks whose workers were lost just now."""
+    def failed(self) -> tuple[int, ...]:
+        """Ranks whose workers failed just now."""
         return tuple(cause.who for cause in self.causes)
 
     def divergent(self, rank: int) -> bool:
@@ -162,7 +162,7 @@ class Entry:
         return replace(
             self,
             kind=Kind.HAND_ON,
-            stay=tuple(rank for rank in staying if rank not in self.lost),
+            stay=tuple(rank for rank in staying if rank not in self.failed),
             after=change.after if change is not None else (),
         )
 
@@ -173,7 +173,7 @@ class Entry:
             fields["absent"] = sorted(self.absent)
         fields |= {
             "incarnations": list(self.incarnations),
-            "lost": list(self.lost),
+            "failed": list(self.failed),
             "cause": {str(cause.who): cause.text for cause in self.causes},
             "detected": self.detected,
         }
@@ -273,7 +273,7 @@ def _wrong_in(entry: Entry, version: int, generation: int, world_size: int) -> s
         return f"version is {version}, not {VERSION}"
     if entry.generation != generation:
         return f"generation is {entry.generation}, not {generation}"
-    for name, ranks in (("absent", entry.absent or ()), ("causes", entry.lost), ("stay", entry.stay)):
+    for name, ranks in (("absent", entry.absent or ()), ("causes", entry.failed), ("stay", entry.stay)):
         if any(rank >= world_size for rank in ranks):
             return f"{name} names rank {max(ranks)}, and there are {world_size}"
     if not -1 <= entry.rank < world_size:

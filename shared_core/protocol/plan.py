@@ -182,7 +182,7 @@ def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]
     for frontier in frontiers.values():
         for (
             boundary
-        ) in frontier.boundaries:  # a group that no survivor is in is known from its lost members' boundaries
+        ) in frontier.boundaries:  # a group that no survivor is in is known from its failed members' boundaries
             members |= boundary.members
         members |= {name: group.ranks for name, group in frontier.groups.items()}
     groups = []

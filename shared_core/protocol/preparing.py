@@ -1,7 +1,7 @@
 """Which ranks have a prepared standby: pure decisions on what was measured.
 
-A prepared standby has run the script as one rank up to its first step boundary. At the loss of that rank the others do
-not wait for the script's start-up; until then it takes the memory of a worker.
+A prepared standby has run the script as one rank up to its first step boundary. At the failure of that rank the others
+do not wait for the script's start-up; until then it takes the memory of a worker.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def decide(wanted: int | str, ranks: Sequence[int], measured: Measured, on_failu
         wanted: a number, or ``auto``.
         ranks: of this machine.
         measured: what the job takes.
-        on_failure: the answer to a loss.
+        on_failure: the answer to a failure.
         prepared: standbys that are prepared already, whose memory is not free any more.
     """
     if on_failure in ("restart", "shrink"):
-        return Decision(0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a lost rank's place")
+        return Decision(0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a failed rank's place")
     takes = f"the script takes {measured.startup_s:.1f} s to its first batch"
     memory = (
         f"a worker has {measured.worker_bytes / _GIB:.2f} GiB, {measured.free_bytes / _GIB:.2f} GiB are free, and "
@@ -120,32 +120,34 @@ def _standbys(number: int) -> str:
     return {0: "no standby is", 1: "1 standby is"}.get(number, f"{number} standbys are")
 
 
-def order(ranks: Collection[int], losses: Mapping[int, int]) -> list[int]:
+def order(ranks: Collection[int], failures: Mapping[int, int]) -> list[int]:
     """Ranks of a machine in the order in which standbys are prepared for them.
 
-    A rank that was lost before comes first: what it has of its own (its samples, its memory, its core) may be the
+    A rank that failed before comes first: what it has of its own (its samples, its memory, its core) may be the
     cause. Rank 0 comes last, because there scripts open files for writing before they train. Nothing tells the others
     apart.
 
     Args:
         ranks: of this machine.
-        losses: how often each was lost.
+        failures: how often each failed.
     """
-    return sorted(ranks, key=lambda rank: (rank == 0, -losses.get(rank, 0), -rank))
+    return sorted(ranks, key=lambda rank: (rank == 0, -failures.get(rank, 0), -rank))
 
 
-def next_rank(number: int, ranks: Collection[int], losses: Mapping[int, int], prepared: Collection[int]) -> int | None:
+def next_rank(
+    number: int, ranks: Collection[int], failures: Mapping[int, int], prepared: Collection[int]
+) -> int | None:
     """The rank for which a standby is prepared next; None if there are enough.
 
     Args:
         number: that is wanted.
         ranks: of this machine.
-        losses: how often each was lost.
+        failures: how often each failed.
         prepared: ranks that have one.
     """
     if len(prepared) >= number:
         return None
-    return next((rank for rank in order(ranks, losses) if rank not in prepared), None)
+    return next((rank for rank in order(ranks, failures) if rank not in prepared), None)
 
 
 def retry_s(failures: int) -> float | None:

@@ -119,7 +119,7 @@ class Resizing:
         return True
 
     def shrinks(self, goodbyes: bool) -> bool:
-        """Whether a loss is answered by going on with fewer.
+        """Whether a failure is answered by going on with fewer.
 
         Args:
             goodbyes: some worker has finished: what it did after its last step boundary must not be done twice.

@@ -1,7 +1,7 @@
 """Replacements are let in while others go on without them: some in one round, more in the next, within one generation.
 
 A round is known by how many ranks are absent before it, so its number falls from round to round. Of each round one word
-counts, whatever was said first: who is in. An agent that has seen another loss says "nobody", and no round follows.
+counts, whatever was said first: who is in. An agent that has seen another failure says "nobody", and no round follows.
 """
 
 from __future__ import annotations

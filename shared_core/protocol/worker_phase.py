@@ -54,7 +54,7 @@ class Event(Enum):
     LEFT_OUT = "left out"
     #: An entry: the attempt is over.
     OVER = "over"
-    #: An entry: another worker holds this one's rank, so its machine was taken for lost.
+    #: An entry: another worker holds this one's rank, so its machine was taken for failed.
     REPLACED = "replaced"
     #: A replacement finds that its place is a step boundary.
     BOUNDARY_FOUND = "boundary found"
@@ -68,7 +68,7 @@ class Event(Enum):
     LET_IN = "let in"
     #: Some absent ranks are let in, others are still absent, and no later entry is known.
     LET_IN_SOME = "let in some"
-    #: Absent ranks are let in, and another loss has ended the generation since.
+    #: Absent ranks are let in, and another failure has ended the generation since.
     LET_IN_LATE = "let in late"
 
 
@@ -114,7 +114,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
     (Phase.KNOCKING, Event.LET_IN): (Phase.LIVE, ()),
     (Phase.KNOCKING, Event.LET_IN_SOME): (Phase.WITHOUT, ()),
     (Phase.KNOCKING, Event.LET_IN_LATE): (Phase.WITHOUT, ()),
-    # Another loss before it is in.
+    # Another failure before it is in.
     (Phase.STARTING, Event.FORM): (Phase.STARTING, (Action.WITHDRAW,)),
     (Phase.FROM_START, Event.FORM): (Phase.FROM_START, (Action.WITHDRAW, Action.POST_FRONT)),
     (Phase.BEHIND, Event.FORM): (Phase.BEHIND, (Action.WITHDRAW, Action.POST_FRONT)),
@@ -126,7 +126,7 @@ TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
     (Phase.RECOVERING, Event.INSTALLED): (Phase.LIVE, ()),
     (Phase.WITHOUT, Event.LET_IN): (Phase.LIVE, ()),
     (Phase.WITHOUT, Event.LET_IN_SOME): (Phase.WITHOUT, ()),
-    # A loss while replacements were let in: what is to be done about it has begun.
+    # A failure while replacements were let in: what is to be done about it has begun.
     (Phase.RECOVERING, Event.LET_IN_LATE): (Phase.RECOVERING, ()),
     (Phase.WITHOUT, Event.LET_IN_LATE): (Phase.WITHOUT, ()),
     (Phase.HANDING_ON, Event.LET_IN_LATE): (Phase.HANDING_ON, ()),

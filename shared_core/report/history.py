@@ -1,4 +1,4 @@
-"""The history of one run of a job: what each rank did when, what was lost and how it was answered."""
+"""The history of one run of a job: what each rank did when, what failed and how it was answered."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Answer:
 
     Attributes:
         recovery: what is known of it.
-        at: when its first loss was noticed, in seconds since the run began.
+        at: when its first failure was noticed, in seconds since the run began.
         parts: of it, in seconds from then.
     """
 
@@ -60,8 +60,8 @@ class History:
         workers: their number, from each time on at which it changed.
         machines: names of the machines that say so, in order.
         spans: what each rank did, in order of ranks and times.
-        answers: to losses, and changes of the number of workers, in the order in which they began.
-        losses: the workers that were lost.
+        answers: to failures, and changes of the number of workers, in the order in which they began.
+        failures: the workers that failed.
         turns: restarts of all workers and changes of their number.
         checkpoints: that were completed; ``at`` is when.
         begins: when rank 0 came to its first batch, of each start of all workers; ``boundary`` is the step boundary
@@ -82,7 +82,7 @@ class History:
     machines: tuple[str, ...]
     spans: tuple[Span, ...]
     answers: tuple[Answer, ...]
-    losses: tuple[Mark, ...]
+    failures: tuple[Mark, ...]
     turns: tuple[Mark, ...]
     checkpoints: tuple[Mark, ...]
     begins: tuple[Mark, ...]
@@ -111,7 +111,7 @@ def history_of(events: Sequence[Event]) -> History:
     began = min(event.time for event in events)
     last = max(event.time for event in events)
     found = recoveries(events)
-    lost = [each for each in events if each.kind == "lost"]
+    failed = [each for each in events if each.kind == "failed"]
     starts = [event for event in events if event.kind == "start"]
     ends = [str(event.fields.get("result", "ended")) for event in events if event.kind == "end"]
     begun = next((event for event in events if event.kind == "began"), None)
@@ -133,14 +133,14 @@ def history_of(events: Sequence[Event]) -> History:
         machines=tuple(dict.fromkeys(str(each.fields["host"]) for each in starts if "host" in each.fields)),
         spans=tuple(spans(events, found)),
         answers=tuple(_answers(found, began)),
-        losses=tuple(
+        failures=tuple(
             Mark(
                 float(each.fields.get("detected", each.time)) - began,
-                str(each.fields.get("cause") or "lost"),
+                str(each.fields.get("cause") or "failed"),
                 each.rank,
                 whole(each.fields, "boundaries"),
             )
-            for each in lost
+            for each in failed
         ),
         turns=tuple(
             Mark(each.time - began, _turn(each), boundary=whole(each.fields, "boundary"))
@@ -190,8 +190,8 @@ def whole(said: Mapping[str, Any], name: str) -> int | None:
 def pace(events: Sequence[Event], found: Sequence[Recovery]) -> tuple[float, int]:
     """Seconds and number of the steps that were made while nothing was lost and whose times events tell.
 
-    Such a stretch begins where a recovery ends, and the first one where training begins; it ends with the next loss.
-    That after the last loss does not count: nobody says when its last step was made.
+    Such a stretch begins where a recovery ends, and the first one where training begins; it ends with the next failure.
+    That after the last failure does not count: nobody says when its last step was made.
     """
     begins = [
         (one.detected + stall, one.boundary + 1)
@@ -206,7 +206,7 @@ def pace(events: Sequence[Event], found: Sequence[Recovery]) -> tuple[float, int
     ends = [
         (float(each.fields.get("detected", each.time)), whole(each.fields, "boundaries"))
         for each in events
-        if each.kind == "lost"
+        if each.kind == "failed"
     ] + [(each.time, None) for each in events if each.kind in ("restart", "resize")]
     ends.sort(key=lambda end: end[0])
     seconds, steps = 0.0, 0
@@ -218,7 +218,7 @@ def pace(events: Sequence[Event], found: Sequence[Recovery]) -> tuple[float, int
 
 
 def _answers(found: Sequence[Recovery], began: float) -> list[Answer]:
-    """Each recovery with its parts; what another loss has ended has none after that."""
+    """Each recovery with its parts; what another failure has ended has none after that."""
     placed = []
     for place, one in enumerate(found):
         limit_s = None

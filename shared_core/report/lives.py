@@ -20,7 +20,7 @@ class Doing(Enum):
     STARTING = "starting"
     TRAINING = "training"
     WAITING = "waiting"
-    LOST = "lost"
+    FAILED = "failed"
     CATCHING_UP = "catching up"
 
 
@@ -111,12 +111,12 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
             note = "all workers start again" if event.kind == "restart" else "the number of workers changes"
             stay = said["workers"] if is_count(said.get("workers")) else len(ranks)
             yield from (_Change(at, each, Doing.STARTING if each < stay else None, note) for each in ranks)
-        elif event.kind == "lost":
-            yield _Change(float(said.get("detected", at)), rank, Doing.LOST, str(said.get("cause", "")))
+        elif event.kind == "failed":
+            yield _Change(float(said.get("detected", at)), rank, Doing.FAILED, str(said.get("cause", "")))
         elif event.kind == "replacement_start":
             yield _Change(at, rank, Doing.STARTING, "replacement")
         elif event.kind == "replacement_ready":
-            yield _Change(at, rank, Doing.CATCHING_UP, "replacement", (Doing.STARTING, Doing.LOST))
+            yield _Change(at, rank, Doing.CATCHING_UP, "replacement", (Doing.STARTING, Doing.FAILED))
         elif event.kind == "survivor_ready":
             training = (Doing.TRAINING, Doing.CATCHING_UP)
             yield _Change(float(said.get("detected", at)), rank, Doing.WAITING, "", training)

@@ -27,7 +27,7 @@ class Part:
 
     Attributes:
         kind: what is waited for.
-        begin: in seconds from the detection of the loss; negative before it.
+        begin: in seconds from the detection of the failure; negative before it.
         seconds: how long it takes.
     """
 
@@ -37,7 +37,7 @@ class Part:
 
     @property
     def end(self) -> float:
-        """In seconds from the detection of the loss."""
+        """In seconds from the detection of the failure."""
         return self.begin + self.seconds
 
 
@@ -47,10 +47,10 @@ def parts(one: Recovery, limit_s: float | None = None) -> list[Part]:
 
     Args:
         one: the recovery.
-        limit_s: no part goes on for longer, in seconds from the detection; for one that another loss has ended.
+        limit_s: no part goes on for longer, in seconds from the detection; for one that another failure has ended.
     """
     found: list[Part] = []
-    struck = [loss.struck for loss in one.losses if loss.struck is not None]
+    struck = [failure.struck for failure in one.failures if failure.struck is not None]
     at = min(0.0, min(struck) - one.detected) if struck else 0.0
     most = float("inf") if limit_s is None else limit_s
     for kind, end in _ends(one):
@@ -68,7 +68,7 @@ def parts(one: Recovery, limit_s: float | None = None) -> list[Part]:
 def _ends(one: Recovery) -> list[tuple[PartKind, float | None]]:
     """Where parts end, in seconds from the detection; None where nobody said so."""
     last = one.longest_stall_s
-    struck = any(loss.struck is not None for loss in one.losses)
+    struck = any(failure.struck is not None for failure in one.failures)
     detected = 0.0 if struck else None
     if one.ended_s is not None:
         return [

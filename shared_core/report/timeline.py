@@ -23,14 +23,14 @@ _OF_A_RECOVERY = frozenset(
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A worker that was lost.
+class Failure:
+    """A worker that failed.
 
     Attributes:
         rank: its logical rank.
         cause: how it ended, in words; empty if it was not said.
         detected: when the agent noticed, in seconds since the epoch; ``None`` if it was not said.
-        struck: when an injected fault struck it, in seconds since the epoch; ``None`` for other losses.
+        struck: when an injected fault struck it, in seconds since the epoch; ``None`` for other failures.
         boundaries: step boundaries that it had passed; ``None`` if it was not said.
     """
 
@@ -43,13 +43,13 @@ class Loss:
 
 @dataclass
 class Recovery:
-    """One answer to a loss, or one change of the number of workers; durations are in seconds, from ``detected`` if not
-    said otherwise.
+    """One answer to a failure, or one change of the number of workers; durations are in seconds, from ``detected`` if
+    not said otherwise.
 
     Attributes:
         generation: number of the generation that was formed; for a restart, of the one that ended.
         attempt: how often all workers had been started again before, also because their number changed.
-        losses: workers whose loss made it necessary.
+        failures: workers whose failure made it necessary.
         detected: when the first of them was noticed, in seconds since the epoch.
         survivor_ready_s: by rank, until a survivor was out of its blocked call and ready to take part.
         replacement_start_s: by rank, until the replacement's process was started.
@@ -69,13 +69,13 @@ class Recovery:
         recomputed_steps: optimizer steps that a survivor computed again.
         boundary: step boundary the replacement started from; ``None`` if it was not said.
         resolution: how differing survivors were brought to the same state, in words.
-        superseded_by: number of the generation that took over because another worker was lost meanwhile.
+        superseded_by: number of the generation that took over because another worker failed meanwhile.
         answer: ``replace``, ``reroute``, ``restart``, or ``4 to 3`` where the number of workers changed.
     """
 
     generation: int
     attempt: int = 0
-    losses: list[Loss] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     detected: float = 0.0
     survivor_ready_s: dict[int, float] = field(default_factory=dict)
     replacement_start_s: dict[int, float] = field(default_factory=dict)
@@ -98,9 +98,9 @@ class Recovery:
     answer: str = "replace"
 
     @property
-    def lost(self) -> list[int]:
-        """Ranks whose loss it answers, in order."""
-        return sorted({loss.rank for loss in self.losses})
+    def failed(self) -> list[int]:
+        """Ranks whose failure it answers, in order."""
+        return sorted({failure.rank for failure in self.failures})
 
     @property
     def complete(self) -> bool:
@@ -127,8 +127,8 @@ class Recovery:
 
 
 def recoveries(events: Iterable[Event]) -> list[Recovery]:
-    """Group events into recoveries in the order in which they began: one for each generation formed after a loss, each
-    restart of all workers, and each change of their number.
+    """Group events into recoveries in the order in which they began: one for each generation formed after a failure,
+    each restart of all workers, and each change of their number.
 
     Events of one run (see :func:`shared_core.events.by_run`) in the order of their file. Whatever a killed writer could
     not say is left at its default.
@@ -162,12 +162,12 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
             # What it says counts from the decision to start again.
             stall_s = all_end.stall_s.get(event.rank, 0.0)
             all_end.stall_s[event.rank] = max(stall_s, event.time - all_end.detected)
-        elif event.kind in ("lost", "fault"):
+        elif event.kind in ("failed", "fault"):
             unplaced.add(attempt, event)
-        elif event.kind == "generation" and (event.fields.get("lost") or not event.fields.get("stay")):
+        elif event.kind == "generation" and (event.fields.get("failed") or not event.fields.get("stay")):
             recovery = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
-            for rank in event.fields.get("lost", []):
-                recovery.losses.append(unplaced.take(attempt, int(rank)))
+            for rank in event.fields.get("failed", []):
+                recovery.failures.append(unplaced.take(attempt, int(rank)))
             if "absent" in event.fields:
                 recovery.answer = "reroute"
             _date(recovery)
@@ -181,10 +181,10 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
 
 
 class _Unplaced:
-    """Losses that nothing has answered yet, and injected faults that have led to none yet."""
+    """Failures that nothing has answered yet, and injected faults that have led to none yet."""
 
     def __init__(self) -> None:
-        self._losses: list[tuple[int, Event]] = []
+        self._failures: list[tuple[int, Event]] = []
         self._struck: dict[int, float] = {}
 
     def add(self, attempt: int, event: Event) -> None:
@@ -193,37 +193,37 @@ class _Unplaced:
             if isinstance(said, dict) and said.get("kind") in FAULTS:
                 self._struck[event.rank] = event.time
         else:
-            self._losses.append((attempt, event))
+            self._failures.append((attempt, event))
 
     def ranks(self, attempt: int) -> list[int]:
-        return sorted({event.rank for of_attempt, event in self._losses if of_attempt == attempt})
+        return sorted({event.rank for of_attempt, event in self._failures if of_attempt == attempt})
 
-    def take(self, attempt: int, rank: int) -> Loss:
-        """The oldest loss of ``rank``; a bare one if it was never reported."""
-        for at, (of_attempt, event) in enumerate(self._losses):
+    def take(self, attempt: int, rank: int) -> Failure:
+        """The oldest failure of ``rank``; a bare one if it was never reported."""
+        for at, (of_attempt, event) in enumerate(self._failures):
             if of_attempt == attempt and event.rank == rank:
-                del self._losses[at]
+                del self._failures[at]
                 said, struck = event.fields, self._struck.pop(rank, None)
                 detected, boundaries = float(said.get("detected", event.time)), said.get("boundaries")
                 cause = str(said.get("cause", ""))
-                return Loss(rank, cause, detected, struck, boundaries if is_count(boundaries) else None)
-        return Loss(rank)
+                return Failure(rank, cause, detected, struck, boundaries if is_count(boundaries) else None)
+        return Failure(rank)
 
 
 def _end_all(recovery: Recovery, event: Event, unplaced: _Unplaced) -> None:
-    """All workers end, and others begin: the losses that nothing has answered yet are the reason."""
+    """All workers end, and others begin: the failures that nothing has answered yet are the reason."""
     if event.kind == "restart":
         recovery.answer = "restart"
     else:
         recovery.answer = f"{event.fields.get('before', '?')} to {event.fields.get('workers', '?')}"
     for rank in unplaced.ranks(recovery.attempt):
-        recovery.losses.append(unplaced.take(recovery.attempt, rank))
+        recovery.failures.append(unplaced.take(recovery.attempt, rank))
     _date(recovery)
     recovery.ended_s = event.time - recovery.detected
 
 
 def _date(recovery: Recovery) -> None:
-    times = [loss.detected for loss in recovery.losses if loss.detected is not None]
+    times = [failure.detected for failure in recovery.failures if failure.detected is not None]
     recovery.detected = min([recovery.detected, *times])
 
 
@@ -259,10 +259,10 @@ def _add(recovery: Recovery, event: Event) -> None:
 def format_recoveries(found: Sequence[Recovery], start: float) -> str:
     """A table of recoveries, one row each; times relative to ``start`` (seconds since the epoch)."""
     if not found:
-        return "no worker was lost"
+        return "no worker failed"
     header = (
         "generation",
-        "lost",
+        "failed",
         "cause",
         "answer",
         "detected",
@@ -280,8 +280,10 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
         rows.append(
             (
                 str(one.generation),
-                ", ".join(map(str, one.lost)) or "-",
-                _short(visible("; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses))) or "-"),
+                ", ".join(map(str, one.failed)) or "-",
+                _short(
+                    visible("; ".join(dict.fromkeys(failure.cause or "unknown" for failure in one.failures))) or "-"
+                ),
                 one.answer,
                 f"+{one.detected - start:.2f} s",
                 in_seconds(one.slowest_survivor_ready_s),
@@ -303,7 +305,7 @@ def format_timeline(events: Sequence[Event], *, color: bool = False) -> str:
 
 
 _COLORS = {
-    "lost": 31,
+    "failed": 31,
     "fault": 31,
     "restart": 31,
     "resize": 33,
@@ -347,7 +349,7 @@ def _any_fields(said: dict[str, Any]) -> str:
     return ", ".join(f"{name} {_value(name, value)}" for name, value in said.items())
 
 
-def _lost(said: dict[str, Any]) -> str:
+def _failed(said: dict[str, Any]) -> str:
     return str(said.get("cause", ""))
 
 
@@ -356,9 +358,9 @@ def _generation(said: dict[str, Any]) -> str:
         return f"ranks {', '.join(map(str, said['stay']))} hand on to another number of workers"
     if said.get("absent"):
         return f"the others go on without rank {', '.join(map(str, said['absent']))}"
-    if not said.get("lost"):
+    if not said.get("failed"):
         return "the number of workers stays as it is"
-    return f"replaces rank {', '.join(map(str, said.get('lost', [])))}"
+    return f"replaces rank {', '.join(map(str, said.get('failed', [])))}"
 
 
 def _ready(said: dict[str, Any]) -> str:
@@ -385,7 +387,7 @@ def _joined(said: dict[str, Any]) -> str:
 
 
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "lost": _lost,
+    "failed": _failed,
     "generation": _generation,
     "survivor_ready": _ready,
     "replacement_ready": _joined,

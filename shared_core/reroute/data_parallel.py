@@ -1,7 +1,7 @@
-"""Steps of data-parallel workers that go on without a lost one: its peers compute its share of each global batch.
+"""Steps of data-parallel workers that go on without a failed one: its peers compute its share of each global batch.
 
 The share of a logical rank (its data, its random numbers) can be computed by any worker. Each worker computes its own
-and those it hosts; the gradients are summed over a lane, which joins the workers that are there. After a loss the
+and those it hosts; the gradients are summed over a lane, which joins the workers that are there. After a failure the
 survivors compute what is missing in the same step and sum again. Whoever has a step's sum already gives it to those who
 have not.
 """
@@ -27,7 +27,7 @@ from shared_core.reroute.summing import (
     reduce_in_order,
     set_mean_gradients,
 )
-from shared_core.reroute.through_losses import through_losses
+from shared_core.reroute.through_failures import through_failures
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.messages.group_log import BufferPool
 from shared_core.worker.recovery.lane import Lane
@@ -85,11 +85,12 @@ class DataParallelSteps:
         compute: forward and backward of a logical rank's share of a step: ``compute(rank, step)`` leaves gradients in
             ``.grad``. All that comes of it depends on its arguments and the parameters alone.
         connect: makes the lane of the newest generation; blocks until all workers that are there have come.
-        knocking: lost ranks whose replacements wait to be let in; blocks until all of them do if its argument is true.
+        knocking: failed ranks whose replacements wait to be let in; blocks until all of them do if its argument is
+            true.
         let_in: lets those in that it is given; called by all, at the same step boundary.
         ordered: shares are added by ascending logical rank, whoever has computed them. Otherwise a worker first adds
             those that it has computed.
-        noted: called after a loss with the ranks that are gone and the number of the step.
+        noted: called after a failure with the ranks that are gone and the number of the step.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class DataParallelSteps:
         let_in: Callable[[Sequence[int]], Any],
         *,
         ordered: bool,
-        noted: Callable[[list[int], int], None] = lambda lost, step: None,
+        noted: Callable[[list[int], int], None] = lambda failed, step: None,
     ) -> None:
         self._me, self._world, self._parameters, self._compute = me, world, parameters, compute
         self._connect, self._knocking, self._let_in = connect, knocking, let_in
@@ -119,7 +120,7 @@ class DataParallelSteps:
     # -- what the loop calls -----------------------------------------------------------------------
 
     def run(self, step: int) -> list[Outcome]:
-        """Leave the mean of all logical ranks' gradients of a step in ``.grad``, through losses.
+        """Leave the mean of all logical ranks' gradients of a step in ``.grad``, through failures.
 
         Args:
             step: its number, one more than that of the last step of all workers.
@@ -142,7 +143,7 @@ class DataParallelSteps:
                     self._taken += [before.flat] if before else []
             return self._sum
 
-        found = through_losses(attempt, self._leave)
+        found = through_failures(attempt, self._leave)
         self._pool.give(self._taken)
         self._pool.next_boundary()
         self._taken = []
@@ -158,7 +159,7 @@ class DataParallelSteps:
             while self._closed != step:
                 self._agree(waits=True)
 
-        through_losses(attempt, self._leave)
+        through_failures(attempt, self._leave)
 
     def come(self) -> None:
         """This replacement is let in, but lacks the last updates: be there for the others in the step that they begin,
@@ -178,7 +179,7 @@ class DataParallelSteps:
             while not self._ended:
                 self._agree(ends=True)
 
-        through_losses(attempt, self._leave)
+        through_failures(attempt, self._leave)
 
     def _leave(self) -> None:
         self._channel = None
@@ -191,15 +192,15 @@ class DataParallelSteps:
         They tell each other where they are on a new lane, as long as somebody is away, and where they wait for all.
 
         Raises:
-            LaneBroken: somebody was lost.
+            LaneBroken: somebody failed.
         """
         lane = self._connect()
         if self._channel is None or self._channel.lane is not lane:
             self._channel, self._agreed = MessageChannel(lane, Topology(self._world, 1, 1), {}, {}), False
             # Something may still be read from, or written to, what was used on the lane before.
             self._pool, self._taken = BufferPool(), []
-            if lost := sorted({*range(self._world)} - {*lane.ranks, *lane.finished}):
-                self._noted(lost, self._step)
+            if failed := sorted({*range(self._world)} - {*lane.ranks, *lane.finished}):
+                self._noted(failed, self._step)
         if ends and lane.finished:
             self._ended = True  # who has left the program had come here before, as all others had
             return True
@@ -349,7 +350,7 @@ def steps_of(
         lambda wait: job.lanes.knocking(wait=Patience.FOR_ALL if wait else Patience.NOT_AT_ALL),
         job.lanes.let_in,
         ordered=job.config.reroute.reduction == "ordered",
-        noted=lambda lost, step: job.news.emit("rerouted", lost=lost, step=step),
+        noted=lambda failed, step: job.news.emit("rerouted", failed=failed, step=step),
     )
 
 

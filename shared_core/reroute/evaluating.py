@@ -1,8 +1,9 @@
-"""Evaluations that go on without lost workers: forwards alone, over the lane of the training steps.
+"""Evaluations that go on without failed workers: forwards alone, over the lane of the training steps.
 
-Nothing of an evaluation lasts but its losses. So after a loss it is made again by those that are there, with the data
-that were drawn. All tell each other the losses at its end, so whoever has them has them of all; who has not, after a
-loss, learns them from who has. Peers keep the data of each pipeline as in a step (:mod:`shared_core.reroute.keeping`).
+Nothing of an evaluation lasts but its losses. So after a failure it is made again by those that are there, with the
+data that were drawn. All tell each other the losses at its end, so whoever has them has them of all; who has not, after
+a loss, learns them from who has. Peers keep the data of each pipeline as in a step
+(:mod:`shared_core.reroute.keeping`).
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class When(NamedTuple):
     number: int
 
 
-def host_of(topology: Topology, lost: Collection[Worker], pipeline: int, stage: int) -> Worker:
+def host_of(topology: Topology, failed: Collection[Worker], pipeline: int, stage: int) -> Worker:
     """Who computes the micro-batches of a pipeline at a stage: its own worker, else the next peer that is there."""
     peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(topology.pipelines)]
-    return next(peer for peer in peers if peer not in lost)
+    return next(peer for peer in peers if peer not in failed)
 
 
 class Evaluating:
@@ -92,7 +93,7 @@ class Evaluating:
         self._results.update({When(boundary, index): losses for index, losses in enumerate(results)})
 
     def view(self) -> dict[str, Any]:
-        """What others are told after a loss; plain data."""
+        """What others are told after a failure; plain data."""
         pipelines = range(self._topology.pipelines)
         return {
             "now": list(self._now),
@@ -113,18 +114,18 @@ class Evaluating:
             kept = [item[part.number] if self._has_all(d, part) else None for part in self._parts]
             self._items[d, j] = kept[0], kept[1]
 
-    def run(self, channel: MessageChannel, lost: Collection[Worker]) -> Losses:
+    def run(self, channel: MessageChannel, failed: Collection[Worker]) -> Losses:
         """Make the evaluation that was begun, unless others have made it.
 
         Raises:
-            LaneBroken: somebody was lost; another call makes it again.
+            LaneBroken: somebody failed; another call makes it again.
             DataAway: its data went with both ends of a pipeline before anybody else had them.
         """
         if (known := self.known()) is not None:
             return known
         topology, stage = self._topology, self._me.stage
         pipelines = range(topology.pipelines)
-        sources = {(d, part): self._source(lost, d, part) for d in pipelines for part in self._parts}
+        sources = {(d, part): self._source(failed, d, part) for d in pipelines for part in self._parts}
         if dark := {d for (d, _), source in sources.items() if source is None}:
             reads = channel.lane.exchange(self._reader is not None)
             reader = min((rank for rank, can in reads.items() if can), default=None)
@@ -135,15 +136,15 @@ class Evaluating:
                 self._items.update({(d, j): item for d in dark for j, item in enumerate(self._reader(d))})
         for (d, part), source in sources.items():
             if source == self._rank(self._me) and self._has_all(d, part):
-                self._give(channel, lost, d, part)
+                self._give(channel, failed, d, part)
         losses: dict[int, list[float]] = {}
         with torch.no_grad():
             for j in range(self._count):
                 for d in pipelines:
-                    if host_of(topology, lost, d, stage) == self._me:
-                        self._forward(channel, lost, sources, d, j, losses)
+                    if host_of(topology, failed, d, stage) == self._me:
+                        self._forward(channel, failed, sources, d, j, losses)
         for (d, part), source in sources.items():
-            if self._me in self._takers(lost, d, part):
+            if self._me in self._takers(failed, d, part):
                 for j in range(self._count):
                     self._get(channel, source, d, j, part)
         inject.point("reroute.evaluated")
@@ -155,7 +156,7 @@ class Evaluating:
     def _forward(
         self,
         channel: MessageChannel,
-        lost: Collection[Worker],
+        failed: Collection[Worker],
         sources: Mapping[tuple[int, Part], int | None],
         d: int,
         j: int,
@@ -169,19 +170,19 @@ class Evaluating:
         if stage == 0:
             inputs = self._get(channel, sources[d, first], d, j, first)
         else:
-            before = self._rank(host_of(topology, lost, d, stage - 1))
+            before = self._rank(host_of(topology, failed, d, stage - 1))
             inputs = channel.fetch_described(self._key(MessageKind.EVALUATION, stage, d, j), before)
         labels = self._get(channel, sources[d, last], d, j, last) if self._place.last else None
         outputs = self._model.forward(inputs, labels, d, j)
         if self._place.last:
             losses.setdefault(d, []).append(float(outputs[1]))
         else:
-            behind = self._rank(host_of(topology, lost, d, stage + 1))
+            behind = self._rank(host_of(topology, failed, d, stage + 1))
             channel.send_described(self._key(MessageKind.EVALUATION, stage + 1, d, j), outputs, behind)
 
-    def _give(self, channel: MessageChannel, lost: Collection[Worker], d: int, part: Part) -> None:
+    def _give(self, channel: MessageChannel, failed: Collection[Worker], d: int, part: Part) -> None:
         having = {self._rank(self._me)} | self._held.get((d, part.kind), set())
-        for rank in sorted({self._rank(taker) for taker in self._takers(lost, d, part)} - having):
+        for rank in sorted({self._rank(taker) for taker in self._takers(failed, d, part)} - having):
             for j in range(self._count):
                 tensors = self._items[d, j][part.number]
                 channel.send_described(self._key(part.kind, part.stage, d, j), tensors or (), rank)
@@ -195,12 +196,12 @@ class Evaluating:
             self._items[d, j] = (item[0], known) if part.number else (known, item[1])
         return known
 
-    def _takers(self, lost: Collection[Worker], d: int, part: Part) -> list[Worker]:
-        return keepers(self._topology, lost, d, part.stage)
+    def _takers(self, failed: Collection[Worker], d: int, part: Part) -> list[Worker]:
+        return keepers(self._topology, failed, d, part.stage)
 
-    def _source(self, lost: Collection[Worker], d: int, part: Part) -> int | None:
+    def _source(self, failed: Collection[Worker], d: int, part: Part) -> int | None:
         for end in (part.stage, self._topology.stages - 1 - part.stage):
-            if Worker(d, end) not in lost:
+            if Worker(d, end) not in failed:
                 return self._rank(Worker(d, end))
         return min(self._held.get((d, part.kind), ()), default=None)
 

@@ -1,6 +1,6 @@
-"""Runs the plan of a step at one worker, and goes on inside the step when another is lost.
+"""Runs the plan of a step at one worker, and goes on inside the step when another fails.
 
-Everything that a step says to other workers goes over a lane, which joins those that are there. After a loss all of
+Everything that a step says to other workers goes over a lane, which joins those that are there. After a failure all of
 them tell how far they are, come to the same new plan, and send again what its readers still need. Nothing that a
 survivor has computed is thrown away: not its activations, not its gradients, which are kept apart by home pipeline
 where sums must come out bit for bit (``ordered``). Between two steps survivors may move to other stages; see
@@ -31,7 +31,7 @@ from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.spreading import Due, as_plain, from_plain, next_change, tell
 from shared_core.reroute.standing import Standing, change_entry, standings, summed_stages, text_of
 from shared_core.reroute.step import HomeModel, Item, Options, StageModel, Step, StepResult
-from shared_core.reroute.through_losses import through_losses
+from shared_core.reroute.through_failures import through_failures
 from shared_core.schedule.routing import survivors
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.recovery.lane import Lane
@@ -95,22 +95,22 @@ class Executor:
     # -- what the engine calls ---------------------------------------------------------------------
 
     @property
-    def lost(self) -> frozenset[Worker]:
+    def failed(self) -> frozenset[Worker]:
         """Places at which nobody computes, as of the present plan."""
-        return self._history.lost
+        return self._history.failed
 
     def move_to(self, step: int) -> None:
         """The next step has this number; this worker may be taking its place in a running job."""
         self.step = step
 
     def run(self) -> StepResult:
-        """Train on the next global batch, through losses.
+        """Train on the next global batch, through failures.
 
         Raises:
             RecoveryFailed: nobody can compute what was lost.
             DataAway: replacements have to be let in first, before the step; then call it again.
         """
-        through_losses(self._move, self.leave)
+        through_failures(self._move, self.leave)
         self._roles.now.measuring.begin(self.step)
         begun = self._steps.get(self.step)
         mine = self._steps[self.step] = Step(self.step)
@@ -124,7 +124,7 @@ class Executor:
             for index, item in enumerate(self._model.items()):
                 mine.items[self._me.pipeline, index] = item
             mine.reader = self._model.reader
-        through_losses(lambda: self._go_on(mine), self.leave)
+        through_failures(lambda: self._go_on(mine), self.leave)
         self.step += 1
         assert mine.result is not None
         return mine.result
@@ -145,7 +145,7 @@ class Executor:
         role.finishing.finish(step)
         assert self._channel is not None
         if self._roles.away:
-            self._roles.following.follow(self._channel, step, self.lost)
+            self._roles.following.follow(self._channel, step, self.failed)
         activations = [tensors for key, tensors in step.made.items() if key.kind is MessageKind.ACTIVATION]
         self._sent_bytes = max((sum(t.nbytes for t in tensors) for tensors in activations), default=0)
         role.measuring.agree(self._channel, step.number, activations)
@@ -155,7 +155,7 @@ class Executor:
         self._evaluating.begin(boundary, micro_batches, items, self._model.reader if items else None)
 
     def evaluate(self) -> Losses:
-        """Make the evaluation that was begun, through losses.
+        """Make the evaluation that was begun, through failures.
 
         Raises:
             RecoveryFailed: nobody can compute what was lost.
@@ -168,9 +168,9 @@ class Executor:
             if self._channel is None or self._channel.lane.broken():
                 self._change()
             assert self._channel is not None
-            return self._evaluating.run(self._channel, self._places.gone(self.lost))
+            return self._evaluating.run(self._channel, self._places.gone(self.failed))
 
-        return through_losses(attempt, self.leave)
+        return through_failures(attempt, self.leave)
 
     def settle(self) -> None:
         """Return when all workers have finished the last step.
@@ -189,7 +189,7 @@ class Executor:
             if not self._channel.lane.finished:  # who has left the program had come here before, as all others had
                 self._channel.lane.exchange(self.step)  # nobody comes here before it has finished the step
 
-        through_losses(attempt, self.leave)
+        through_failures(attempt, self.leave)
 
     @property
     def evaluations(self) -> Evaluating:
@@ -223,7 +223,7 @@ class Executor:
         """Form the lane of the newest generation, and agree on how to go on.
 
         Raises:
-            LaneBroken: somebody else was lost meanwhile.
+            LaneBroken: somebody else failed meanwhile.
             RecoveryFailed: nobody can compute what was lost.
         """
         lane = self._connect()
@@ -256,12 +256,12 @@ class Executor:
         self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
         self._roles.now.learn(self._steps, views)
         self._send_again(views)
-        self._due = next_change(self._places, self._planner, self.lost, views, max(one[0] for one in at.values()))
+        self._due = next_change(self._places, self._planner, self.failed, views, max(one[0] for one in at.values()))
         planned_s, history = time.perf_counter() - started, self._history
         if vacant:
             predicted = {"extra_s": history.extra, "rest_s": history.rest}
-            lost = [list(worker) for worker in sorted(vacant)]
-            self._noted("rerouted", {"lost": lost, "step": self.step, "planned_s": planned_s} | predicted)
+            failed = [list(worker) for worker in sorted(vacant)]
+            self._noted("rerouted", {"failed": failed, "step": self.step, "planned_s": planned_s} | predicted)
         for number in sorted(self._steps.keys() & history.steps.keys()):
             if number < self.step:  # it is over here, but others may need something of it again
                 self._roles.now.runner.run(self._steps[number], history.steps[number])
@@ -287,7 +287,7 @@ class Executor:
             self._roles.shapes()
             | {"wrong": wrong, "ready": self._planner.lies_ready(vacant), "steps": {}, "reads": _reads(self._steps)}
         )
-        # All that is needed is there: whoever is still in the exchange when somebody is lost learns of the moves later.
+        # All that is needed is there: whoever is still in the exchange when somebody fails learns of the moves later.
         self._due, found = None, [view["wrong"] for view in views.values() if view["wrong"]]
         if not found:
             self._roles.take(moves, self._steps)
@@ -299,7 +299,7 @@ class Executor:
             facts = {"moves": as_plain(moves), "step": self.step, "took_s": time.perf_counter() - began}
             self._noted("moved", facts | ({"why_not": found[0]} if found else {"bytes_moved": _bytes_in(told)}))
 
-    # -- what is told after a loss -----------------------------------------------------------------
+    # -- what is told after a failure -----------------------------------------------------------------
 
     def _tell(self) -> dict[str, Any]:
         """How far this worker is."""
@@ -327,7 +327,7 @@ class Executor:
     def _send_again(self, views: Mapping[int, Any]) -> None:
         """Send what readers still need and may not have got."""
         assert self._channel is not None
-        role, having = self._roles.now, self._roles.feed_again(self._steps, views, self.lost)
+        role, having = self._roles.now, self._roles.feed_again(self._steps, views, self.failed)
         open_steps = self._history.changed_since(2 * self._channel.lane.number - 1)
         for number in sorted(open_steps & self._steps.keys()):
             step, plan = self._steps[number], self._history.steps[number]

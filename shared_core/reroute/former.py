@@ -1,6 +1,6 @@
 """The parameters of a stage as they were before its last update.
 
-A stage makes its update when its own gradients are complete. If a worker of it is lost then together with its neighbor
+A stage makes its update when its own gradients are complete. If a worker of it fails then together with its neighbor
 in the pipeline, and the neighbor's stage has no sum yet, what passed between the two has to be made again: with these
 parameters.
 """

@@ -72,7 +72,7 @@ class Measuring:
             self._held_bytes = bytes_held(tensors, outputs, parameters)
 
     def view(self) -> dict[str, Any]:
-        """What others are told after a loss; plain data."""
+        """What others are told after a failure; plain data."""
         return {"began": self._first} | self._planner.view()
 
     def learn(self, views: Mapping[int, Any]) -> None:
@@ -90,7 +90,7 @@ class Measuring:
             activations: that this worker has sent in it.
 
         Raises:
-            LaneBroken: somebody was lost.
+            LaneBroken: somebody failed.
         """
         if self._planner.times is not None:  # always at another's place: nobody moves before there are times
             return

@@ -51,7 +51,7 @@ class MessageKind(IntEnum):
     PING = 7  # to measure what a message takes
     NORM = 8
     HEADER = 9  # of the first message of one of the kinds above, by kind in place of the micro-batch
-    AGAIN = 10  # a sum, for who lacks it after a loss
+    AGAIN = 10  # a sum, for who lacks it after a failure
     READ = 11  # all gradients of a step have come
     NOTES = 12  # of a share, for all
     EVALUATION = 13  # from the stage before, in an evaluation
@@ -129,7 +129,7 @@ class MessageChannel:
             self._begin(key, self._shapes[key.kind], rank)
 
     def fetch(self, key: MessageKey, rank: int) -> Tensors:
-        """Wait for a message whose shape its header says. Raises ``LaneBroken`` after a loss."""
+        """Wait for a message whose shape its header says. Raises ``LaneBroken`` after a failure."""
         if not self._knows(key, rank):
             header = torch.zeros(_PARTS * _ROW, dtype=torch.int64)
             self.lane.recv(header, rank, self._tag(_header_key(key))).wait()
@@ -148,7 +148,7 @@ class MessageChannel:
         self.send(key, parts, rank)
 
     def fetch_described(self, key: MessageKey, rank: int) -> Tensors:
-        """Wait for what :meth:`send_described` has sent. Raises ``LaneBroken`` after a loss."""
+        """Wait for what :meth:`send_described` has sent. Raises ``LaneBroken`` after a failure."""
         header = torch.zeros(_PARTS * _ROW, dtype=torch.int64)
         self.lane.recv(header, rank, self._tag(key, _PARTS)).wait()
         self._begin(key, _shapes(header), rank)

@@ -1,9 +1,9 @@
-"""Survivors that compute at the place of a lost worker of another stage (ReCycle's failure normalisation).
+"""Survivors that compute at the place of a failed worker of another stage (ReCycle's failure normalisation).
 
-Two losses in one stage cost far more than one loss in each of two stages. So a survivor of a stage that can do without
-it gets the state of the poorer stage from a replica, and computes there. It goes on to make the updates of its own
-stage, with sums that its peers there give it: what its script sees is always what it would see without a loss, its
-stage does not lose a replica, and it is home again as soon as it computes there again.
+Two failures in one stage cost far more than one failure in each of two stages. So a survivor of a stage that can do
+without it gets the state of the poorer stage from a replica, and computes there. It goes on to make the updates of its
+own stage, with sums that its peers there give it: what its script sees is always what it would see without a failure,
+its stage does not lose a replica, and it is home again as soon as it computes there again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Role:
     shapes: dict[MessageKind, Shapes]
 
     def facts(self, steps: Mapping[int, Step]) -> dict[str, Any]:
-        """What others are told of this worker's steps after a loss; plain data."""
+        """What others are told of this worker's steps after a failure; plain data."""
         return {str(number): step.facts() | {"data": self.keeping.held(step)} for number, step in steps.items()}
 
     def learn(self, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:
@@ -192,7 +192,7 @@ class Roles:
             Why this worker cannot move; empty if nothing is in the way.
 
         Raises:
-            LaneBroken: somebody was lost.
+            LaneBroken: somebody failed.
         """
         if len({view["terms"] for view in told.values()}) > 1:
             return "the hyper-parameters of the stages differ"
@@ -253,7 +253,7 @@ class Following:
         """Make the update of a step, which has ended at the place where this worker computes.
 
         Raises:
-            LaneBroken: somebody was lost meanwhile; another call goes on where this one was.
+            LaneBroken: somebody failed meanwhile; another call goes on where this one was.
         """
         parameters = self._model.parameters
         if step.home is None:

@@ -76,7 +76,7 @@ class RowRunner:
         """Run what is left of this worker's row.
 
         Raises:
-            LaneBroken: somebody was lost meanwhile; another call goes on where this one was.
+            LaneBroken: somebody failed meanwhile; another call goes on where this one was.
         """
         row = plan.plan.schedule.rows[self._me]
         self._finishing.tell_losses(step, row)
@@ -92,7 +92,7 @@ class RowRunner:
             made = self._act(step, plan, action)
             step.at += 1
             if made is not None:
-                self.deliver(plan, made, step.made[made])  # it is done, also if a loss comes before it is sent
+                self.deliver(plan, made, step.made[made])  # it is done, also if a failure comes before it is sent
             self._finishing.tell_losses(step, row)
 
     def _act(self, step: Step, plan: StepPlan, action: Action) -> MessageKey | None:

@@ -45,16 +45,16 @@ def due(
 ) -> Due | None:
     """Which change of who computes where is to be made, and when; a pure function of what all survivors have told.
 
-    It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the losses
+    It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the failures
     last. It costs the copies, and a step's time, because all stand at the same step boundary. Who moves makes two
     updates in each step.
 
     Args:
         topology: shape of the job.
         variant: of plans.
-        ordered: all micro-batches of a lost worker go to one peer.
+        ordered: all micro-batches of a failed worker go to one peer.
         times: measured durations in seconds; None until there are some.
-        gone: places whose workers are lost.
+        gone: places whose workers fail.
         moved: moves that are made already.
         facts: what each worker has told, by the place that belongs to it; see :func:`tell`.
         newest: newest step that anybody may have begun.

@@ -80,8 +80,8 @@ def change_entry(
 ) -> dict[str, Any]:
     """What :meth:`~shared_core.reroute.history.PlanHistory.change` takes, the same at every worker."""
     ready = sorted(set.intersection(*(set(view["ready"]) for view in views.values())))  # all have these plans
-    lost = [list(worker) for worker in sorted(vacant)]
-    return {"number": number, "lost": lost, "ready": ready, "at": at, "summed": summed, "until": until}
+    failed = [list(worker) for worker in sorted(vacant)]
+    return {"number": number, "failed": failed, "ready": ready, "at": at, "summed": summed, "until": until}
 
 
 def text_of(worker: Worker) -> str:

@@ -133,7 +133,7 @@ class Step:
         losses: of the micro-batches that this worker has computed at the last stage.
         sums: accumulated gradients, by home pipeline (all in one where the plan is not ordered).
         reduced: sum over all pipelines, once it is there; of tied layers, over their stages, too.
-        tied: sums of what stages have in common that others had before a loss, by number of :class:`Tied`.
+        tied: sums of what stages have in common that others had before a failure, by number of :class:`Tied`.
         reduce_s: what the sum took, with waiting for peers of the stage.
         norms: of the stages, as far as they are known.
         updated: the update is made.
@@ -167,7 +167,7 @@ class Step:
     followed: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """What others are told of the step after a loss; plain data."""
+        """What others are told of the step after a failure; plain data."""
         return {
             "reduced": self.reduced is not None,
             "followed": self.home is not None,

@@ -83,7 +83,7 @@ def reduce_in_order(
             longer than the sum.
 
     Raises:
-        LaneBroken: after a loss.
+        LaneBroken: after a failure.
     """
     pool = pool or BufferPool()
     peers = sorted(ranks)
@@ -136,7 +136,8 @@ def hand_over(
     held: Tensor | None,
     like: Tensor,
 ) -> Tensor | None:
-    """After a loss, one rank that has a sum gives it to those that lack it: made again it need not have the same bits.
+    """After a failure, one rank that has a sum gives it to those that lack it: made again it need not have the same
+    bits.
 
     Args:
         channel: the lane.
@@ -151,7 +152,7 @@ def hand_over(
         What this rank has got; None at the others.
 
     Raises:
-        LaneBroken: after another loss.
+        LaneBroken: after another failure.
     """
     if me == giver:
         assert held is not None

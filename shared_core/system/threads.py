@@ -38,7 +38,7 @@ def persist(make: Callable[[], _Made], what: str) -> _Made:
     """Make something that needs a thread.
 
     Where the system has no thread left it is tried again for :data:`PATIENCE_S`. Then this process ends, as one that is
-    lost: without the thread its peers would wait for it for ever.
+    failed: without the thread its peers would wait for it for ever.
 
     Args:
         make: makes it. It raises RuntimeError or OSError where there is no thread; other errors are its caller's.

@@ -11,16 +11,16 @@ class Copies:
     """Where to wait.
 
     Args:
-        wanted: ``10:1,12:2:1``: in step 12, wait for two losses and for the replacements, all but one, to begin their
+        wanted: ``10:1,12:2:1``: in step 12, wait for two failures and for the replacements, all but one, to begin their
             copies; empty for nowhere.
     """
 
     def __init__(self, wanted: str) -> None:
         rows = [list(map(int, each.split(":"))) for each in wanted.split(",") if each]
-        self._wanted = {step: (losses, sum(away)) for step, losses, *away in rows}
+        self._wanted = {step: (failures, sum(away)) for step, failures, *away in rows}
 
     def wait(self, step: int) -> None:
-        """Return when so many workers were lost and each replacement has begun to copy, or if nobody was lost.
+        """Return when so many workers failed and each replacement has begun to copy, or if nobody failed.
 
         Raises:
             WaitTimeout: if they do not.
@@ -32,18 +32,18 @@ class Copies:
         assert events is not None
 
         def begun() -> bool:
-            losses, away = 0, set[int]()
+            failures, away = 0, set[int]()
             for event in read_events(events):
                 if event.kind == "start":
-                    losses, away = 0, set()
-                elif event.kind == "lost":
-                    losses, away = losses + 1, away | {event.rank}
+                    failures, away = 0, set()
+                elif event.kind == "failed":
+                    failures, away = failures + 1, away | {event.rank}
                 elif event.kind in ("copying", "let_in"):
                     away.discard(event.rank)
-            return not losses or (losses >= wanted and len(away) <= most)
+            return not failures or (failures >= wanted and len(away) <= most)
 
         wanted, most = self._wanted[step]
-        poll(begun, lambda: False, Wait(f"step {step}", f"{wanted} losses and the copies to begin", 40.0))
+        poll(begun, lambda: False, Wait(f"step {step}", f"{wanted} failures and the copies to begin", 40.0))
 
 
 def hold(rank: int) -> None:

@@ -25,7 +25,7 @@ PIPELINES = {
 #: Sharded models by name, with the replicas of each shard; ZeRO's with its stage.
 SHARDED = {"fsdp2": 1, "hsdp": 2, "zero3": 1}
 ZERO = {"zero3": 3}
-#: Those that go on without lost workers, with their ranks.
+#: Those that go on without failed workers, with their ranks.
 REROUTED = {"rerouted-2x2": 4, "rerouted-3x2": 6, "shared-3x2": 6, "moved-3x2": 6, "machines-3x2": 6}
 #: Those that run on so many machines, with as many workers each.
 ON_MACHINES = {"machines-3x2": 3}
@@ -34,7 +34,8 @@ STEPS = 14
 LAST_STRUCK = STEPS - 2
 #: Step boundaries of the pipelines' job that train (each fourth evaluates), and those with a checkpoint.
 PIPE_BOUNDARIES, CHECKPOINTS = (1, 2, 3, 5, 6, 7, 9, 10, 11, 13), 3
-#: Share of the runs of re-routed pipelines with a loss while a replacement copies the state, and while one is let in.
+#: Share of the runs of re-routed pipelines with a failure while a replacement copies the state, and while one is let
+#: in.
 COPIED, LET_IN = 0.25, 0.2
 
 _COMMON = (
@@ -115,7 +116,7 @@ _COMES_IN = ("lane.knock", "recovery.connected", "recovery.exchanged", "recovery
 
 
 class Cut(NamedTuple):
-    """A machine that is lost.
+    """A machine that fails.
 
     Attributes:
         ranks: of its workers.
@@ -140,7 +141,7 @@ class Run:
 
     Attributes:
         copies: where workers wait until replacements have begun to copy the state; see ``testing.copies``.
-        cut: a machine that is lost besides.
+        cut: a machine that fails besides.
     """
 
     number: int
@@ -151,7 +152,7 @@ class Run:
 
     @property
     def strikes(self) -> int:
-        """Faults, a lost machine included."""
+        """Faults, a failed machine included."""
         return len(self.faults) + (self.cut is not None)
 
     def __str__(self) -> str:
@@ -165,7 +166,7 @@ def plan(
     model = models[number % len(models)]
     rng = random.Random(f"{seed}/{number}")
     if model in ON_MACHINES:
-        return _machine_lost(rng, number, model, kinds)
+        return _machine_failed(rng, number, model, kinds)
     if model == "moved-3x2":
         return Run(number, model, _moves(rng, model, kinds))
     if model == "shared-3x2":  # nobody waits for replacements
@@ -230,7 +231,7 @@ def _pipeline(rng: random.Random, model: str, world_size: int, kinds: Sequence[s
         start = rng.randrange(world_size - count + 1)
         return tuple(draw(each, step) for each in range(start, start + count))
     if how == "replay":
-        # A replacement from a checkpoint passes earlier batches again, any other one only the batch of the loss.
+        # A replacement from a checkpoint passes earlier batches again, any other one only the batch of the failure.
         earliest = step // CHECKPOINTS * CHECKPOINTS if PIPELINES[model] == world_size else step
         again = [boundary for boundary in PIPE_BOUNDARIES if max(1, earliest) <= boundary <= step]
         return first, draw(rank, rng.choice(again), 1)
@@ -241,7 +242,8 @@ def _pipeline(rng: random.Random, model: str, world_size: int, kinds: Sequence[s
     return (first,)
 
 
-# -- pipelines that go on without lost workers: each stage keeps a replica ---------------------------------------------
+# -- pipelines that go on without failed workers: each stage keeps a replica
+# ---------------------------------------------
 
 
 def _of_no_code(rng: random.Random, kinds: Sequence[str]) -> str:
@@ -256,7 +258,7 @@ def _in_a_batch(rng: random.Random, rank: int, step: int, kinds: Sequence[str]) 
 
 
 def _rerouted(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
-    """Losses at once or up to two batches apart, often of both ends of a pipeline, or of two workers of a stage."""
+    """Failures at once or up to two batches apart, often of both ends of a pipeline, or of two workers of a stage."""
     world, stages = REROUTED[model], PIPELINES[model]
     pipelines = world // stages
     home = rng.randrange(pipelines)
@@ -272,8 +274,8 @@ def _rerouted(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fau
 
 
 def _in_a_copy(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tuple[Fault, ...], str]:
-    """A loss, and another one while its replacement copies the state and the others train: of the replacement, of the
-    worker that gives it the state, or of another one. The others wait at a later step for the copy to begin.
+    """A failure, and another one while its replacement copies the state and the others train: of the replacement, of
+    the worker that gives it the state, or of another one. The others wait at a later step for the copy to begin.
     """
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
     rank, place = rng.randrange(world), rng.randrange(1, 5)  # before the first batch replacements are waited for
@@ -293,7 +295,7 @@ def _in_a_copy(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tu
 
 
 def _when_let_in(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
-    """Both ends of a pipeline are lost, so that the others wait for a replacement; and one more when replacements are
+    """Both ends of a pipeline fail, so that the others wait for a replacement; and one more when replacements are
     let in: one of these, or of the others.
     """
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
@@ -308,7 +310,7 @@ def _when_let_in(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[
 
 
 def _moves(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
-    """Two workers of a stage are lost, so that one of the other stage moves there; often another one of that stage,
+    """Two workers of a stage fail, so that one of the other stage moves there; often another one of that stage,
     while it moves or later.
     """
     pipelines = REROUTED[model] // PIPELINES[model]
@@ -323,8 +325,8 @@ def _moves(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault,
     return tuple(found)
 
 
-def _machine_lost(rng: random.Random, number: int, model: str, kinds: Sequence[str]) -> Run:
-    """A machine is lost, but not the one with the store; often a worker of another one, too."""
+def _machine_failed(rng: random.Random, number: int, model: str, kinds: Sequence[str]) -> Run:
+    """A machine fails, but not the one with the store; often a worker of another one, too."""
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
     each = world // ON_MACHINES[model]
     place = rng.randrange(1, ON_MACHINES[model])

@@ -1,5 +1,5 @@
 """Rows of one tracker. A replacement runs the script, or a batch of it, again: what the service has is not written
-twice, and what the service lost with its buffer is.
+twice, and what the service failed with its buffer is.
 """
 
 from __future__ import annotations

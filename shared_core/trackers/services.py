@@ -17,7 +17,7 @@ from shared_core.trackers.runs import files_of
 _MARGIN_S = 5.0
 #: Seconds in which rows reach the server.
 _ONLINE_S = 60.0
-#: Seconds that the process which writes for a lost worker has to notice that and to end.
+#: Seconds that the process which writes for a failed worker has to notice that and to end.
 _END_S = 10.0
 #: Names of metrics that every adapter gives to MLflow as they are.
 _PLAIN = re.compile(r"[0-9A-Za-z_/. -]+")

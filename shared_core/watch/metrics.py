@@ -91,8 +91,8 @@ def metrics_of(view: JobView) -> Iterator[Metric]:
     yield gauge("swift_step", "Batches begun by the worker of this machine that is furthest.", view.step)
     yield gauge("swift_steps_per_second", "Median of the workers of this machine.", view.steps_per_s)
     yield by(GaugeMetricFamily, "swift_worker_step", "Batches begun, by rank of this machine.", "rank", steps)
-    losses = {kind: float(count) for kind, count in view.losses_by_kind.items()}
-    yield by(CounterMetricFamily, "swift_losses", "Workers that were lost, by cause.", "cause", losses)
+    failures = {kind: float(count) for kind, count in view.failures_by_kind.items()}
+    yield by(CounterMetricFamily, "swift_failures", "Workers that failed, by cause.", "cause", failures)
     answers = {answer: float(count) for answer, count in view.recoveries.items()}
     yield by(CounterMetricFamily, "swift_recoveries", "Recoveries that are over.", "answer", answers)
     yield CounterMetricFamily(

@@ -15,7 +15,7 @@ from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.start import standing_by
 
-#: Exit code of a replacement whose place, or state, a further loss made useless; the agent starts another.
+#: Exit code of a replacement whose place, or state, a further failure made useless; the agent starts another.
 EXIT_STALE = 75
 #: How long the launcher may take to end a worker that has ended the job, in seconds.
 _END_S = 60.0
@@ -44,7 +44,7 @@ class Endings:
         self.fall_back(
             f"rank {self._runtime.rank} is in {what}, which waits for all ranks, and {ranks_text(absent)} "
             f"{'is' if len(absent) == 1 else 'are'} absent. With on_failure='reroute' only training steps go on "
-            "without a lost rank: leave other collectives out of the loop, or use on_failure='replace'"
+            "without a failed rank: leave other collectives out of the loop, or use on_failure='replace'"
         )
 
     def fail(self, error: BaseException) -> None:

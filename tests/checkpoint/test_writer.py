@@ -287,7 +287,7 @@ def test_machines_that_let_different_steps_go_agree_on_the_next(tmp_path: Path, 
 
 
 def test_an_attempt_that_another_has_followed_is_not_waited_for(tmp_path: Path, where: Path) -> None:
-    """The second machine is lost with its part of step 10; all start again, and another one has its place."""
+    """The second machine fails with its part of step 10; all start again, and another one has its place."""
     first, other = Spool(tmp_path / "a"), Spool(tmp_path / "c", 1)
     again = Spool(first.folder, 1)
     with writing(first) as one, writing(other) as two:

@@ -52,7 +52,7 @@ def test_an_observer_that_stood_still_itself_starts_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machines", "lost", "alive", "after", "ranks"),
+    ("machines", "failed", "alive", "after", "ranks"),
     [
         (["a", "b"], set(), ["a", "b", "c"], None, []),
         (["a", "b"], {"b"}, ["a", "c"], ("a", "c"), [2, 3]),
@@ -63,10 +63,10 @@ def test_an_observer_that_stood_still_itself_starts_over() -> None:
         (["a", "b"], {"b", "c"}, ["a", "c", "d"], ("a", "d"), [2, 3]),
     ],
 )
-def test_places_of_lost_machines_go_to_spare_ones(
-    machines: list[str | None], lost: set[str], alive: list[str], after: tuple[str | None, ...], ranks: list[int]
+def test_places_of_failed_machines_go_to_spare_ones(
+    machines: list[str | None], failed: set[str], alive: list[str], after: tuple[str | None, ...], ranks: list[int]
 ) -> None:
-    change = reassign(machines, lost, alive)
+    change = reassign(machines, failed, alive)
     if after is None:
         assert change is None
     else:
@@ -79,7 +79,7 @@ def losing(*ranks: int) -> Entry:
 
 
 def test_two_writers_form_one_order() -> None:
-    """Eight agents append at once; all see the same list, in which every loss is counted once."""
+    """Eight agents append at once; all see the same list, in which every failure is counted once."""
     store = MemoryStore()
     ledgers = [Ledger(store, "p/", 8, ["m"]) for _ in range(8)]
     begin = threading.Barrier(8)
@@ -168,14 +168,14 @@ def test_a_damaged_entry_is_refused(damage: dict[str, object]) -> None:
 
 
 def test_an_entry_comes_back_as_it_was() -> None:
-    causes = (Cause(CauseKind.DIVERGENT, "it differs", 1), Cause(CauseKind.MACHINE, "machine b is lost", 2))
+    causes = (Cause(CauseKind.DIVERGENT, "it differs", 1), Cause(CauseKind.MACHINE, "machine b failed", 2))
     line = Resized(0, 3, (0, 1), 7)
     full = Entry(
         generation=4, incarnations=(0, 1, 2), absent=frozenset({2}), kind=Kind.HAND_ON, causes=causes, detected=1.5,
         machines=("a", None), stay=(0, 1), after=("a",), reason="why", rank=1, workers=2, line=line,
     )  # fmt: skip
     assert Entry.from_json(full.to_json().encode(), 4, 3) == full
-    assert full.divergent(1) and not full.divergent(2) and full.lost == (1, 2)
+    assert full.divergent(1) and not full.divergent(2) and full.failed == (1, 2)
 
 
 @pytest.mark.parametrize("raw", ["", "[1]", "{", "null", "[" * 100_000, "\xff"])
@@ -196,7 +196,7 @@ def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) 
     store.add("machines/count", 1)
     one = Lease(connect, "one", 0.6, changed.set, lambda _: None)
     try:
-        while "two" not in one.lost:
+        while "two" not in one.failed:
             assert changed.wait(5.0)
             changed.clear()
     finally:
@@ -205,10 +205,10 @@ def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_who_is_absent() -> None:
-    """Nobody is until all workers use lanes; then whoever is lost, until it is said first that replacements are in."""
+    """Nobody is until all workers use lanes; then whoever fails, until it is said first that replacements are in."""
     store = MemoryStore()
     one, other = Ledger(store, "p/", 3), Ledger(store, "p/", 3)
-    lose = lambda ledger, *lost: ledger.append(lambda: losing(*lost))  # noqa: E731
+    lose = lambda ledger, *failed: ledger.append(lambda: losing(*failed))  # noqa: E731
     for rank in range(3):
         store.set("p/" + lane_key(rank, 0), "1")
     store.delete_key("p/" + lane_key(2, 0))
@@ -303,10 +303,10 @@ def test_a_lease_that_cannot_be_renewed_fences(tmp_path: Path) -> None:
         two._threads[-1].join(5.0)
         assert fenced and fenced[0] - began < 1.2
         assert fenced[0] - began > FENCE * 1.2 - 1.2 / 10 - 0.05
-        assert "two" in one.alive and "two" not in one.lost
+        assert "two" in one.alive and "two" not in one.failed
         assert "its lease in etcd could not be renewed" in two.fenced
         two.leave()
-        while "two" not in one.lost:
+        while "two" not in one.failed:
             assert changed.wait(5.0)
             changed.clear()
     finally:

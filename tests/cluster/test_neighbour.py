@@ -100,7 +100,7 @@ def test_each_has_the_other_s_newest(pair: list[OneMachine]) -> None:
 
 
 def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine]) -> None:
-    """The machine in the second place has the newer snapshot late: until then whichever is lost, there is the older
+    """The machine in the second place has the newer snapshot late: until then whichever fails, there is the older
     one."""
     first, second = pair
     for each in pair:
@@ -110,7 +110,7 @@ def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine])
     until(lambda: second.copies.begun == (0, 20))
     let_go(first)
     assert first.spool.steps() == [10, 20], "the other's copy is of step 10"
-    assert steps(first, 2) == [10], "what the second's ranks could go on from, were it lost"
+    assert steps(first, 2) == [10], "what the second's ranks could go on from, were it failed"
     assert steps(second, 0) == [10], "and the first's: the second has no step 20 of its own"
     second.snapshot(20)
     until(lambda: all(each.copies.kept == (0, 20) for each in pair))
@@ -122,7 +122,7 @@ def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine])
 
 
 def test_the_last_machine_keeps_what_belongs_to_its_copy(pair: list[OneMachine]) -> None:
-    """The other one is lost, and nobody has its place yet: the copy is of use with this machine's own snapshot only."""
+    """The other one fails, and nobody has its place yet: the copy is of use with this machine's own snapshot only."""
     first, second = pair
     for each in pair:
         each.snapshot(10)

@@ -1,4 +1,4 @@
-"""``swiftrun`` with real processes: normal ends and losses."""
+"""``swiftrun`` with real processes: normal ends and failures."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ if rank == 2:
 raise ValueError("a mistake")
 """
         job = run(tmp_path, script + mistakes, nproc=3, options=["--max-restarts=1"])
-        causes = [str(event.fields["cause"]).partition(" (at")[0] for event in job.of("lost")]
+        causes = [str(event.fields["cause"]).partition(" (at")[0] for event in job.of("failed")]
         assert job.code != 0 and causes == ["ValueError: a mistake"] * 2, job.stderr
     else:
         job = run(tmp_path, script, nproc=3)
@@ -107,11 +107,11 @@ raise ValueError("a mistake")
     assert all(f"ends {rank}" in job.stdout for rank in range(3)), "what is printed last is not lost"
 
 
-def test_a_lost_worker_is_replaced_and_its_siblings_stay(
+def test_a_failed_worker_is_replaced_and_its_siblings_stay(
     tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
-    """Three kinds of loss in one job; rank 0 lives through all of them. A child in the lost worker's group dies with
-    it, one in a session of its own at the end. Latencies are recorded, not asserted.
+    """Three kinds of failure in one job; rank 0 lives through all of them. A child in the failed worker's group dies
+    with it, one in a session of its own at the end. Latencies are recorded, not asserted.
     """
     script = (
         PRELUDE
@@ -132,7 +132,7 @@ if me.rank == 0:
     await_("up1", 1)
     show(replacement_s=time.time() - killed)
     gone = lambda: not os.path.exists(f"/proc/{child}")
-    poll(gone, lambda: False, Wait("the test", "the child of the lost worker to end", 20.0))
+    poll(gone, lambda: False, Wait("the test", "the child of the failed worker to end", 20.0))
     reach("exit")
     show(gen=generation(2))
     await_("up2", 1)
@@ -166,7 +166,7 @@ show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
     assert len(own) == 2 and own[0] == own[1]
     gens = [one["gen"] for one in said if "gen" in one]
     assert [gen["generation"] for gen in gens] == [1, 2, 3, 4]
-    assert [gen["lost"] for gen in gens] == [[1], [1], [2], [2]]
+    assert [gen["failed"] for gen in gens] == [[1], [1], [2], [2]]
     assert gens[-1]["incarnations"] == [0, 2, 2]
     assert [next(iter(gen["cause"].values())) for gen in gens] == [
         "killed by SIGKILL",
@@ -176,7 +176,7 @@ show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
     ]
     ends = sorted((one["rank"], one["incarnation"], one["generation"]) for one in said if "incarnation" in one)
     assert ends == [(0, 0, 0), (1, 2, 2), (2, 2, 4)]
-    assert [event.rank for event in job.of("lost")] == [1, 1, 2, 2]
+    assert [event.rank for event in job.of("failed")] == [1, 1, 2, 2]
     assert [event.generation for event in job.of("generation")] == [1, 2, 3, 4]
     replacements = job.of("replacement_start")
     assert [event.fields["incarnation"] for event in replacements] == [1, 2, 1, 2]
@@ -230,7 +230,7 @@ show(rank=me.rank, zero=rank_zero_only.rank, draws=[random.random(), numpy.rando
 
 
 def test_goodbye_is_not_final_before_all_have_said_it(tmp_path: Path) -> None:
-    """A worker that is lost while it waits for its peers is replaced, and says goodbye again."""
+    """A worker that fails while it waits for its peers is replaced, and says goodbye again."""
     script = (
         PRELUDE
         + """
@@ -245,7 +245,7 @@ if me.rank == 0:
     )
     job = run(tmp_path, script)
     assert job.code == 0, job.stderr
-    assert [event.rank for event in job.of("lost")] == [1]
+    assert [event.rank for event in job.of("failed")] == [1]
 
 
 def test_without_standbys_workers_are_fresh_interpreters(tmp_path: Path) -> None:

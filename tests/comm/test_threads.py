@@ -1,4 +1,4 @@
-"""Workers are lost while other threads than the program's are in collectives."""
+"""Workers fail while other threads than the program's are in collectives."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""A job without processes: workers in their phases, a launcher with its ledger, and losses at any moment.
+"""A job without processes: workers in their phases, a launcher with its ledger, and failures at any moment.
 
 What decides is the product's own: the ledger, :func:`heard` and :func:`transition`, :func:`decide`, :func:`let_in` and
 :func:`choose_cut`. Threads are generators: each yields a condition that it waits for, or the name of a place where
-it may be interrupted, or its worker lost. A seed chooses who goes on, so a seed repeats a run.
+it may be interrupted, or its worker failed. A seed chooses who goes on, so a seed repeats a run.
 """
 
 from __future__ import annotations
 
 import random
 
-from cluster_worker import Loss, Meeting, Store, Stuck, Worker
+from cluster_worker import Failure, Meeting, Store, Stuck, Worker
 
 from shared_core.launcher.ledger import Ledger
 from shared_core.protocol.frontier import StepBoundary
@@ -27,9 +27,9 @@ class Job:
         world: number of ranks.
         steps: that the program makes.
         on_failure: of the job.
-        losses: at named places.
-        chance: of a loss at every move.
-        most: random losses.
+        failures: at named places.
+        chance: of a failure at every move.
+        most: random failures.
         replicas: of each pipeline stage; 0: all ranks train the same.
     """
 
@@ -39,14 +39,14 @@ class Job:
         world: int,
         steps: int,
         on_failure: str = "replace",
-        losses: list[Loss] | None = None,
+        failures: list[Failure] | None = None,
         chance: float = 0.0,
         most: int = 0,
         replicas: int = 0,
     ) -> None:
         self.rng, self.ranks, self.steps, self.on_failure = rng, range(world), steps, on_failure
         self.lanes = on_failure == "reroute"
-        self.pending, self.chance, self.most, self.replicas = list(losses or ()), chance, most, replicas
+        self.pending, self.chance, self.most, self.replicas = list(failures or ()), chance, most, replicas
         self.store, self.lines = Store(), list[str]()
         self.ledger = Ledger(self.store, "", world)
         self.boards: list[list[StepBoundary]] = [[] for _ in self.ranks]
@@ -77,19 +77,19 @@ class Job:
             self.say(f"launcher: entry {written.generation}: {written.kind.value}{what}")
         return written
 
-    def lose(self, lost: list[Worker], how: str = "killed") -> None:
-        """The launcher notices that workers are lost, and acts as the product's does."""
+    def lose(self, failed: list[Worker], how: str = "killed") -> None:
+        """The launcher notices that workers fail, and acts as the product's does."""
         if self.ledger.over is not None:
             return
         kinds = {"killed": CauseKind.DIED, "divergent": CauseKind.DIVERGENT, "taken": CauseKind.MACHINE}
-        entry = Entry(causes=tuple(Cause(kinds[how], how, worker.rank) for worker in lost), detected=1.0)
-        for worker in lost:
+        entry = Entry(causes=tuple(Cause(kinds[how], how, worker.rank) for worker in failed), detected=1.0)
+        for worker in failed:
             self.store.values.pop(f"done/{worker.rank}", None)
-        ranks = {worker.rank for worker in lost}
+        ranks = {worker.rank for worker in failed}
         stay = sorted(self.workers.keys() - ranks) if self.on_failure == "shrink" else []
         entry = entry.while_changing(stay, self.ledger.change)
         if how != "taken":
-            self.live = [worker for worker in self.live if worker not in lost]
+            self.live = [worker for worker in self.live if worker not in failed]
         written = self.append(entry)
         assert written is not None
         if (
@@ -97,9 +97,9 @@ class Job:
             or (written.kind is Kind.HAND_ON and not written.stay)
             or len(written.absent or ()) == len(self.ranks)
         ):
-            self.restart("all workers are lost")
+            self.restart("all workers fail")
         elif written.kind is not Kind.HAND_ON:
-            for worker in lost:
+            for worker in failed:
                 self.replacement(worker.rank)
 
     def replacement(self, rank: int) -> None:
@@ -131,7 +131,7 @@ class Job:
         self.append(Entry(detected=1.0).while_changing(sorted(stay), None))
 
     def declined(self, generation: int, reason: str) -> None:
-        """The number of workers cannot change: lost ones are replaced after all."""
+        """The number of workers cannot change: failed ones are replaced after all."""
         if self.ledger.generation == generation and self.ledger.change is not None:
             self.end_late()
             self.append(Entry(detected=1.0, reason=reason))
@@ -219,15 +219,15 @@ class Job:
             return
         place = next(i for i, each in enumerate(worker.threads) if each[0] is thread)
         worker.threads[place] = thread, pause
-        for loss in self.pending:
-            if (loss.rank, loss.incarnation, loss.point) == (worker.rank, worker.incarnation, pause):
-                self.pending.remove(loss)
-                self.say(f"{worker}: at {loss.point!r}: {loss.how}")
-                if loss.how == "changed":
+        for failure in self.pending:
+            if (failure.rank, failure.incarnation, failure.point) == (worker.rank, worker.incarnation, pause):
+                self.pending.remove(failure)
+                self.say(f"{worker}: at {failure.point!r}: {failure.how}")
+                if failure.how == "changed":
                     self.append(Entry(detected=1.0).while_changing(self.ranks, None))
                     self.declined(self.ledger.generation, "the state cannot be written")
                 else:
-                    self.lose([worker, *(self.workers[rank] for rank in loss.also)], loss.how)
+                    self.lose([worker, *(self.workers[rank] for rank in failure.also)], failure.how)
                 return
 
     def end_late(self) -> None:
@@ -243,5 +243,5 @@ class Job:
             self.change()
             return
         present = list(self.workers.values())
-        lost = self.rng.sample(present, min(len(present), self.rng.choice((1, 1, 1, 2))))
-        self.lose(lost, self.rng.choice(("killed", "killed", "divergent", "taken")))
+        failed = self.rng.sample(present, min(len(present), self.rng.choice((1, 1, 1, 2))))
+        self.lose(failed, self.rng.choice(("killed", "killed", "divergent", "taken")))

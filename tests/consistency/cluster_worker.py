@@ -37,16 +37,16 @@ class Stuck(AssertionError):
 
 
 @dataclass(frozen=True)
-class Loss:
-    """One worker that is to be lost.
+class Failure:
+    """One worker that is to fail.
 
     Attributes:
         rank: which.
         point: name of the place of one of its threads: ``step 3``, ``exchange 1`` (of generation 1).
         incarnation: of the worker.
-        how: ``killed``, ``divergent`` (killed for its state), ``taken`` (its machine is taken for lost: it lives on) or
-            ``changed`` (nobody is lost, but a change of the number of workers begins and is given up at once).
-        also: ranks that are lost with it.
+        how: ``killed``, ``divergent`` (killed for its state), ``taken`` (its machine is taken for failed: it lives on)
+            or ``changed`` (nobody fails, but a change of the number of workers begins and is given up at once).
+        also: ranks that fail with it.
     """
 
     rank: int
@@ -239,7 +239,7 @@ class Worker:
             raise GenerationAbandoned("go")
         yield from self.meet(generation)
         if self.ended(generation):
-            raise GenerationAbandoned("a loss was announced at the last moment")
+            raise GenerationAbandoned("a failure was announced at the last moment")
         self.install(plan, generation, joins, Event.INSTALLED)
 
     def install(self, plan: Plan, generation: int, joins: bool, event: Event, name: str = "") -> None:
@@ -461,7 +461,7 @@ class Worker:
                 raise
             word = store.get(turn.key)
         if ranks_in(word, turn.key, turn.absent) != turn.ranks:
-            raise GenerationAbandoned("another loss came first")
+            raise GenerationAbandoned("another failure came first")
         late = self.ended(generation)
         if not late:
             self.absent = turn.away

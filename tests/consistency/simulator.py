@@ -1,4 +1,4 @@
-"""A job without processes: ranks run a program of collectives, messages and step boundaries, and are lost at any
+"""A job without processes: ranks run a program of collectives, messages and step boundaries, and fail at any
 moment.
 
 It follows the rules of the runtime: when gloo may finish an operation, what is logged and dropped, what a survivor does
@@ -160,8 +160,8 @@ class Job:
         self.issued: dict[str, dict[int, list[int]]] = {}
         self.wire: dict[tuple[int, int, int], list[int]] = {}
         self.broken = False
-        self.losses = 0
-        self.originals = set(range(self.world))  # ranks that were never lost
+        self.failures = 0
+        self.originals = set(range(self.world))  # ranks that never failed
         self.plans: list[Plan] = []
         self._fresh()
 
@@ -303,11 +303,11 @@ class Job:
         line.pop(0)
         group.received[step.channel] = index + 1
 
-    # -- losses ------------------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------
 
     def lose(self, ranks: list[int]) -> None:
-        """Lose workers at this moment, form generations (with more losses, perhaps, meanwhile) and go on."""
-        self.losses += len(ranks)
+        """Lose workers at this moment, form generations (with more failures, perhaps, meanwhile) and go on."""
+        self.failures += len(ranks)
         self.originals -= set(ranks)
         self.broken = True
         for rank in ranks:
@@ -318,11 +318,11 @@ class Job:
             self._check(plan)
             self._drift()
             self._check_donors(plan)
-            if self.rng.random() < 0.15 and self.losses < 3 * self.world:
+            if self.rng.random() < 0.15 and self.failures < 3 * self.world:
                 more = self.rng.sample(range(self.world), self.rng.randint(1, self.world - 1))
                 if all(self.workers[r].replacement or r in more for r in range(self.world)):
                     break  # nobody would be left
-                self.losses += len(more)
+                self.failures += len(more)
                 self.originals -= set(more)
                 for rank in more:
                     self.workers[rank] = Worker(rank, self.program, True)

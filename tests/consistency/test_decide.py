@@ -100,7 +100,7 @@ def test_a_root_that_ran_ahead_goes_back_to_where_the_others_are() -> None:
     assert found.transfers == (Transfer(1, 0, {"w": [2]}),)
 
 
-def test_a_root_that_was_lost_at_its_first_boundary_starts_from_the_beginning() -> None:
+def test_a_root_that_failed_at_its_first_boundary_starts_from_the_beginning() -> None:
     behind = group(1, log=[0], after=2)
     found = plan(replacement(0, boundary(1, 0, w=2)), survivor(1, w=behind), survivor(2, w=behind))
     assert found.boundaries == {0: None} and found.transfers == (Transfer(1, 0, {"w": [0]}),)
@@ -156,7 +156,7 @@ def test_a_dropped_result_ends_the_recovery_and_is_named() -> None:
         plan(replacement(0, boundary(1, 0, w=2)), survivor(1, w=group(4, log=[3])), survivor(2, w=group(4, log=[3])))
 
 
-def test_a_group_whose_members_are_all_lost() -> None:
+def test_a_group_whose_members_are_all_failed() -> None:
     """Nobody left knows who was in it but their boundaries."""
     early, late = (
         StepBoundary(

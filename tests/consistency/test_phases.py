@@ -1,4 +1,4 @@
-"""Workers in their phases: losses at any moment in thousands of seeds, and the most telling ones line by line.
+"""Workers in their phases: failures at any moment in thousands of seeds, and the most telling ones line by line.
 
 A failure names the seed that repeats it. After a change of the transcripts that is meant:
 ``SWIFT_TESTS_GOLDEN=write pytest tests/consistency/test_phases.py``.
@@ -12,29 +12,29 @@ from pathlib import Path
 
 import pytest
 from cluster import Job
-from cluster_worker import Loss, Stuck
+from cluster_worker import Failure, Stuck
 
 from shared_core.protocol.worker_phase import TRANSITIONS, Event, IllegalEvent, Phase, transition
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "phases.txt"
 HEAD = "=== "
-FIRST = Loss(1, "step 3")
+FIRST = Failure(1, "step 3")
 SCENARIOS = {
-    "a crash in a step": Job(None, 3, 4, losses=[FIRST]),
-    "a crash in the recovery": Job(None, 3, 4, losses=[FIRST, Loss(0, "exchange 1")]),
-    "two at once": Job(None, 4, 4, losses=[Loss(1, "step 3", also=(2,))]),
-    "all replicas of a stage": Job(None, 4, 4, replicas=2, losses=[Loss(2, "step 3", also=(3,))]),
-    "the replacement is lost": Job(None, 3, 4, losses=[FIRST, Loss(1, "script", incarnation=1)]),
-    "the one that decides is lost": Job(None, 3, 4, losses=[FIRST, Loss(2, "deciding 1")]),
-    "going on without a lost rank": Job(None, 3, 6, "reroute", losses=[FIRST]),
-    "a loss while letting in": Job(None, 3, 6, "reroute", losses=[FIRST, Loss(0, "exchange 1")]),
+    "a crash in a step": Job(None, 3, 4, failures=[FIRST]),
+    "a crash in the recovery": Job(None, 3, 4, failures=[FIRST, Failure(0, "exchange 1")]),
+    "two at once": Job(None, 4, 4, failures=[Failure(1, "step 3", also=(2,))]),
+    "all replicas of a stage": Job(None, 4, 4, replicas=2, failures=[Failure(2, "step 3", also=(3,))]),
+    "the replacement fails": Job(None, 3, 4, failures=[FIRST, Failure(1, "script", incarnation=1)]),
+    "the one that decides fails": Job(None, 3, 4, failures=[FIRST, Failure(2, "deciding 1")]),
+    "going on without a failed rank": Job(None, 3, 6, "reroute", failures=[FIRST]),
+    "a failure while letting in": Job(None, 3, 6, "reroute", failures=[FIRST, Failure(0, "exchange 1")]),
     "a change that is given up while letting in": Job(
-        None, 3, 6, "reroute", losses=[FIRST, Loss(1, "agreed 1", incarnation=1, how="changed")]
+        None, 3, 6, "reroute", failures=[FIRST, Failure(1, "agreed 1", incarnation=1, how="changed")]
     ),
-    "another number of workers": Job(None, 3, 4, "shrink", losses=[FIRST]),
-    "all workers are lost": Job(None, 3, 4, losses=[Loss(1, "step 3", also=(0, 2))]),
-    "a replica whose state differs": Job(None, 3, 4, losses=[Loss(1, "step 3", how="divergent")]),
-    "a machine that is taken for lost": Job(None, 3, 4, losses=[Loss(1, "step 3", how="taken")]),
+    "another number of workers": Job(None, 3, 4, "shrink", failures=[FIRST]),
+    "all workers fail": Job(None, 3, 4, failures=[Failure(1, "step 3", also=(0, 2))]),
+    "a replica whose state differs": Job(None, 3, 4, failures=[Failure(1, "step 3", how="divergent")]),
+    "a machine that is taken for failed": Job(None, 3, 4, failures=[Failure(1, "step 3", how="taken")]),
 }
 
 
@@ -54,12 +54,12 @@ def finished(job: Job, which: str) -> Job:
 
 def many(on_failure: str, seeds: range) -> set[tuple[Phase, Event]]:
     jobs = [simulate(on_failure, seed) for seed in seeds]
-    assert sum(job.ledger.generation for job in jobs) > len(seeds) // 2, "losses did happen"
+    assert sum(job.ledger.generation for job in jobs) > len(seeds) // 2, "failures did happen"
     return set[tuple[Phase, Event]]().union(*(job.rows for job in jobs))
 
 
 @pytest.mark.parametrize("on_failure", ["replace", "reroute", "shrink"])
-def test_losses_in_any_phase(on_failure: str) -> None:
+def test_failures_in_any_phase(on_failure: str) -> None:
     rows = many(on_failure, range(100))
     if on_failure == "reroute":
         assert {(Phase.KNOCKING, Event.LET_IN_SOME), (Phase.WITHOUT, Event.LET_IN_SOME)} <= rows
@@ -68,8 +68,8 @@ def test_losses_in_any_phase(on_failure: str) -> None:
 def given_up(seed: int) -> Job:
     """A change of the number of workers begins while replacements are let in, and is given up."""
     rng = random.Random(seed)
-    change = Loss(rng.choice((0, 2)), "agreed 1", how="changed")
-    job = Job(rng, 3, 6, "reroute", losses=[FIRST, change])
+    change = Failure(rng.choice((0, 2)), "agreed 1", how="changed")
+    job = Job(rng, 3, 6, "reroute", failures=[FIRST, change])
     return finished(job, f"seed {seed}")
 
 
@@ -88,7 +88,7 @@ def test_many_more() -> None:
     assert not TRANSITIONS.keys() - rows
 
 
-def test_the_most_telling_losses_line_by_line() -> None:
+def test_the_most_telling_failures_line_by_line() -> None:
     for job in SCENARIOS.values():
         job.run()
     found = "".join(f"{HEAD}{name}\n" + "".join(f"{line}\n" for line in job.lines) for name, job in SCENARIOS.items())

@@ -293,7 +293,9 @@ def test_goes_on_identically(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def back_to_the_loss(folder: Path) -> None:
-    """The files as they were when the first run was at its step boundary, and a little further: what a loss leaves."""
+    """The files as they were when the first run was at its step boundary, and a little further:
+    what a failure leaves.
+    """
     then = folder.with_suffix(".then")
     shutil.rmtree(folder)
     then.rename(folder)

@@ -1,4 +1,4 @@
-"""Loaders of many kinds, and a process that reads one, is lost, and is replaced."""
+"""Loaders of many kinds, and a process that reads one, fails, and is replaced."""
 
 from __future__ import annotations
 

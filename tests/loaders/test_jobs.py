@@ -123,9 +123,9 @@ CASES = [
     Case("accelerate", "own_parts", HALF, again="pass"),
     Case("accelerate", "own_workers_stream", HALF, again="pass"),
 ]
-#: By name: epoch and batch at which a rank is lost, in this order; a rank that is lost twice, the second time as the
+#: By name: epoch and batch at which a rank fails, in this order; a rank that fails twice, the second time as the
 #: replacement of the first.
-LOSSES = {
+FAILURES = {
     "middles": [(1, 0, 3), (0, 1, 2), (1, 2, 4)],
     "ends": [(0, 0, -1), (1, 1, 0), (0, 2, -1)],
     "again": [(1, 1, 2), (1, 1, 4), (0, 2, 0)],
@@ -135,25 +135,25 @@ DAILY = {("lightning-workers_shaken", "middles"), ("accelerate-plain", "ends")}
 
 
 def cases() -> list[Any]:
-    """Cases and losses."""
+    """Cases and failures."""
     found = []
     for case in CASES:
-        for losses in LOSSES:
-            marks = [] if (case.name, losses) in DAILY else [pytest.mark.nightly]
-            found.append(pytest.param(case, losses, marks=marks, id=f"{case.name}-{losses}"))
+        for failures in FAILURES:
+            marks = [] if (case.name, failures) in DAILY else [pytest.mark.nightly]
+            found.append(pytest.param(case, failures, marks=marks, id=f"{case.name}-{failures}"))
     return found
 
 
-@pytest.mark.parametrize("case, losses", cases())
-def test_a_loss_changes_no_bit_and_reads_nothing_again(case: Case, losses: str, jobs: Jobs) -> None:
+@pytest.mark.parametrize("case, failures", cases())
+def test_a_failure_changes_no_bit_and_reads_nothing_again(case: Case, failures: str, jobs: Jobs) -> None:
     args = [case.framework, case.kind, "--epochs", str(EPOCHS), *(["--still"] if case.still else [])]
-    places = [(rank, epoch, batch % case.batches) for rank, epoch, batch in LOSSES[losses]]
-    faults, lost = [], {0: 0, 1: 0}
+    places = [(rank, epoch, batch % case.batches) for rank, epoch, batch in FAILURES[failures]]
+    faults, failed = [], {0: 0, 1: 0}
     for rank, epoch, batch in places:
-        faults.append(case.fault(rank, epoch, batch, lost[rank]))
-        lost[rank] += 1
+        faults.append(case.fault(rank, epoch, batch, failed[rank]))
+        failed[rank] += 1
     result = jobs.check("read.py", faults=faults, args=args)
-    for rank in {rank for rank, *_ in places}:  # replacements that were lost again may have read ahead
+    for rank in {rank for rank, *_ in places}:  # replacements that failed again may have read ahead
         *before, (_, epoch, batch) = [place for place in places if place[0] == rank]
         # All items had been read in epoch 0, but by an earlier process than one that began in this pass.
         new = before[-1][2] if before and before[-1][1] == epoch else batch

@@ -32,8 +32,8 @@ def assert_same(one: Any, two: Any, what: str) -> None:
     assert one is None or torch.equal(one, two), (what, one, two)
 
 
-def live_and_die(name: str, ahead: int, leave: int, losses: list[tuple[int, int]]) -> None:
-    """One life as stock has it, beside another in which workers are lost before given batches."""
+def live_and_die(name: str, ahead: int, leave: int, failures: list[tuple[int, int]]) -> None:
+    """One life as stock has it, beside another in which workers fail before given batches."""
     draws = name not in ALL_AGAIN
     stock = Life(name, ahead, leave, wrapped=False, draws=draws)
     expected: list[tuple[tuple[int, int], Any, Any]] = []
@@ -45,7 +45,7 @@ def live_and_die(name: str, ahead: int, leave: int, losses: list[tuple[int, int]
     for place, before, batch in expected:
         assert (worker.epoch, worker.number) == place
         state = worker.state()  # as at every step boundary
-        if place in losses:
+        if place in failures:
             del worker
             torch.rand(5), random.random(), np.random.rand()
             worker = Life(name, ahead, leave, state=state, draws=draws)
@@ -57,7 +57,7 @@ def live_and_die(name: str, ahead: int, leave: int, losses: list[tuple[int, int]
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_in_process(name: str, ahead: int) -> None:
-    """Lost in the first epoch, twice; in the second; at the last one's first and last batch."""
+    """Failed in the first epoch, twice; in the second; at the last one's first and last batch."""
     later = [] if name in ALL_AGAIN else [(1, 0), (1, 5), (2, 0), (2, 9)]
     live_and_die(name, ahead, 0, [(0, 0), (0, 4), (0, 7), *later])
 
@@ -93,13 +93,13 @@ def test_with_loader_workers(name: str, leave: int, ahead: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100))
-def test_losses_anywhere(seed: int) -> None:
-    """Several losses, each of which may be of a replacement that has only just found its place."""
+def test_failures_anywhere(seed: int) -> None:
+    """Several failures, each of which may be of a replacement that has only just found its place."""
     rng = random.Random(seed)
     name, ahead, leave = rng.choice(list(KINDS)), rng.randint(0, 1), rng.choice([0, 1, 2, 5])
     epochs = 1 if name in ALL_AGAIN else EPOCHS
-    losses = {(rng.randrange(epochs), rng.randrange(leave or 10)) for _ in range(rng.randint(1, 6))}
-    live_and_die(name, ahead, leave, sorted(losses))
+    failures = {(rng.randrange(epochs), rng.randrange(leave or 10)) for _ in range(rng.randint(1, 6))}
+    live_and_die(name, ahead, leave, sorted(failures))
 
 
 @pytest.mark.parametrize("name", ["plain", "workers", "lasting", "workers_parts", "lasting_parts"])

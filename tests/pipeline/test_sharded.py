@@ -62,7 +62,7 @@ def test_one_of_each_stage_at_once(jobs: Jobs, mode: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
-def test_a_replacement_is_lost_too(jobs: Jobs, mode: str) -> None:
+def test_a_replacement_fails_too(jobs: Jobs, mode: str) -> None:
     faults = [
         Fault(2, 3, "update.during", "SIGKILL", 20),
         Fault(2, 3, "update.during", "SIGKILL", 10, incarnation=1),

@@ -44,7 +44,7 @@ def test_a_replay_is_shared_and_bitwise_the_same(jobs: Jobs, tmp_path: Path, ran
     assert helped(result) == [2]  # from the checkpoint at step boundary 6 to step boundary 8, and no further
 
 
-#: Log groups, and who is lost. The line that replays together is the whole group, or all neighbours that are lost. From
+#: Log groups, and who fails. The line that replays together is the whole group, or all neighbours that fail. From
 #: the checkpoint at step boundary 4 to step boundary 7: by then the first messages since are dropped from memory.
 LINES = {
     "first two stages": ("0-1", [Fault(1, 7, "pipe.forward", "SIGKILL", 2)]),
@@ -68,7 +68,7 @@ def test_the_replay_of_several_stages_is_shared(jobs: Jobs, tmp_path: Path, line
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("groups", ["worker", "1-2"])
-def test_a_helper_that_is_lost_costs_only_its_share(jobs: Jobs, tmp_path: Path, groups: str) -> None:
+def test_a_helper_that_fails_costs_only_its_share(jobs: Jobs, tmp_path: Path, groups: str) -> None:
     """With its share computed, and nothing of it handed back."""
     faults = [Fault(1, 7, "pipe.forward", "SIGKILL", 2), Fault(3, ANY_STEP, "replay.helped", "SIGKILL")]
     run(jobs, tmp_path, faults, log_groups=groups, checkpoint_every_steps="4")
@@ -76,7 +76,7 @@ def test_a_helper_that_is_lost_costs_only_its_share(jobs: Jobs, tmp_path: Path, 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", [1, 2])
-def test_a_replacement_of_several_is_lost_again(jobs: Jobs, tmp_path: Path, rank: int) -> None:
+def test_a_replacement_of_several_fails_again(jobs: Jobs, tmp_path: Path, rank: int) -> None:
     """In its first shared step, with all messages of it sent: the other may be in the next step by then."""
     faults = [
         Fault(1, 7, "pipe.forward", "SIGKILL", 2),

@@ -147,7 +147,7 @@ def test_the_newest_that_all_ranks_have(tmp_path: Path) -> None:
     for step in (4, 8):
         for rank in range(2):
             snapshot(tmp_path, 0, step, rank, float(step))
-    snapshot(tmp_path, 0, 12, 0, 12.0)  # rank 1 was lost before it had copied its part
+    snapshot(tmp_path, 0, 12, 0, 12.0)  # rank 1 failed before it had copied its part
     found = agree(tmp_path)
     assert steps(found) == [8, 8]
     for rank, each in enumerate(found):

@@ -172,14 +172,14 @@ def _front(
 
 def test_a_donor_has_the_state_at_the_boundary_or_will_have_it() -> None:
     boundary = StepBoundary(7, 4, 0, "batch", {"w": 5})
-    lost = _front(2, replacement=True, boundaries=(boundary,))
+    failed = _front(2, replacement=True, boundaries=(boundary,))
 
     def donor(*survivors: Frontier) -> int:
-        return decide({front.rank: front for front in (*survivors, lost)}).donors[2]
+        return decide({front.rank: front for front in (*survivors, failed)}).donors[2]
 
     ahead = _front(0, outside=True, boundary=8, kept=[8])  # the state at 7 is gone
     assert donor(ahead, _front(1, outside=True, boundary=8, kept=[7, 8])) == 1
     assert donor(ahead, _front(1, outside=True, boundary=6, kept=[6])) == 1, "it passes 7 by itself"
     waiting = _front(1, outside=True, boundary=6, kept=[6], done=4)  # in a collective before 7
-    assert decide({0: ahead, 1: waiting, 2: lost}).boundaries[2] is None, "then an earlier start is chosen"
+    assert decide({0: ahead, 1: waiting, 2: failed}).boundaries[2] is None, "then an earlier start is chosen"
     assert donor(_front(0), _front(1)) == 0

@@ -368,12 +368,12 @@ def test_what_is_published_is_private(tmp_path: pathlib.Path) -> None:
 
 def test_ends_of_entries(tmp_path: pathlib.Path) -> None:
     board = Board(tmp_path / "rank0")
-    board.publish_end(0, [{"loss": 0.5}], {"loop": {"step": 3}})
-    assert Board(tmp_path / "rank0").read_end(0) == ([{"loss": 0.5}], {"loop": {"step": 3}})
+    board.publish_end(0, [{"failure": 0.5}], {"loop": {"step": 3}})
+    assert Board(tmp_path / "rank0").read_end(0) == ([{"failure": 0.5}], {"loop": {"step": 3}})
 
 
 def test_what_a_checkpoint_has_is_published_once(tmp_path: pathlib.Path) -> None:
-    """A replacement may have been lost while it did that."""
+    """A replacement may have failed while it did that."""
     records = [(RecordKey(0, "results", str(number), 3), [torch.tensor(float(number))]) for number in range(3)]
     board = Board(tmp_path / "rank0")
     board.records.add(*records[0])

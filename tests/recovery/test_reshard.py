@@ -137,12 +137,12 @@ def test_what_is_fetched_ahead_is_not_used(batches_used: int, ahead: int) -> Non
 
 @FIXED
 @given(st.integers(0, 20), st.integers(0, 3), st.integers(0, 3), st.integers(0, 2))
-def test_a_lost_worker_is_as_far_as_the_others(begin: int, steps: int, offset: int, ahead: int) -> None:
-    lost, before, after = (loader(n + ahead, ahead) for n in (begin + offset, begin, begin + steps))
-    assert advance(lost, before, after) == used(lost) + steps == begin + offset + steps
+def test_a_failed_worker_is_as_far_as_the_others(begin: int, steps: int, offset: int, ahead: int) -> None:
+    failed, before, after = (loader(n + ahead, ahead) for n in (begin + offset, begin, begin + steps))
+    assert advance(failed, before, after) == used(failed) + steps == begin + offset + steps
 
 
-def test_a_pass_that_began_while_a_worker_was_lost_is_not_guessed_at() -> None:
+def test_a_pass_that_began_while_a_worker_failed_is_not_guessed_at() -> None:
     with pytest.raises(RecoveryFailed, match="its order is not known"):
         advance(loader(9), loader(9), loader(1, count=2))
     with pytest.raises(RecoveryFailed, match="its order is not known"):

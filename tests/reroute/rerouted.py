@@ -17,7 +17,7 @@ ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUC
 def kill(
     rank: int, step: int, nth: int = 4, point: str = "reroute.action", incarnation: int = 0, after: int | None = None
 ) -> Fault:
-    """The worker is lost in a step, by default before its fourth action."""
+    """The worker fails in a step, by default before its fourth action."""
     return Fault(rank, step, point, "SIGKILL", nth=nth, incarnation=incarnation, after=after)
 
 

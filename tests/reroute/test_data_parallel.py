@@ -20,15 +20,15 @@ from shared_core.reroute.data_parallel import DataParallelSteps, Outcome, hosts
 WORLD, STEPS, PATIENCE_S = 3, 6, 30.0
 
 
-class Lost(BaseException):
+class Failed(BaseException):
     """This thread is killed."""
 
 
 class Network:
-    """Workers as threads. A loss begins a new generation; replacements wait until all others let them in.
+    """Workers as threads. A failure begins a new generation; replacements wait until all others let them in.
 
     Args:
-        kills: for each incarnation of a rank, before which of its operations it is lost.
+        kills: for each incarnation of a rank, before which of its operations it fails.
     """
 
     def __init__(self, kills: dict[tuple[int, int], int]) -> None:
@@ -57,7 +57,7 @@ class Network:
     def _main(self, rank: int, incarnation: int) -> None:
         try:
             Worker(self, rank, incarnation).main()
-        except Lost:
+        except Failed:
             with self.changed:
                 self.generation += 1
                 self.losses += 1
@@ -145,7 +145,7 @@ class Worker:
         with network.changed:
             due = network.kills.get((self.rank, self.incarnation)) == self.operations
             if due and len(set(network.present) - network.finished) > 1:
-                raise Lost
+                raise Failed
         return network
 
     def compute(self, rank: int, step: int) -> Outcome:
@@ -248,22 +248,22 @@ def simulate(kills: dict[tuple[int, int], int]) -> Network:
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1500), marks=pytest.mark.nightly)], ids=str)
-def test_any_losses_change_no_bit(seeds: range) -> None:
+def test_any_failures_change_no_bit(seeds: range) -> None:
     value, outcomes = simulate({}).results[0]
-    lost = let_in = some_let_in = 0
+    failed = let_in = some_let_in = 0
     for seed in seeds:
         draw = random.Random(seed)
         kills = {(draw.randrange(WORLD), 0): draw.randint(1, 90) for _ in range(draw.randint(1, WORLD))}
         kills |= {(rank, 1): draw.randint(1, 60) for rank, _ in list(kills) if draw.random() < 0.4}
         network = simulate(kills)
-        lost, let_in = lost + network.losses, let_in + network.let_in
+        failed, let_in = failed + network.losses, let_in + network.let_in
         some_let_in += network.some_let_in
-        if not network.results:  # all were lost before a replacement had the state: a job starts again
+        if not network.results:  # all failed before a replacement had the state: a job starts again
             assert {rank for rank, number in kills if not number} == {*range(WORLD)}, f"kills {kills}"
             continue
         for rank, (found, seen) in network.results.items():
             assert torch.equal(found, value) and seen == outcomes, f"rank {rank}, kills {kills}"
-    assert lost > len(seeds) // 2 and let_in > len(seeds) // 4 and some_let_in > 0
+    assert failed > len(seeds) // 2 and let_in > len(seeds) // 4 and some_let_in > 0
 
 
 def test_hosts_share_the_load() -> None:

@@ -1,4 +1,4 @@
-"""Pipelines of Lightning's and Accelerate's go on without a lost worker, and let a replacement in
+"""Pipelines of Lightning's and Accelerate's go on without a failed worker, and let a replacement in
 where all are needed.
 """
 
@@ -68,7 +68,7 @@ NOT_HOOKS = ("all", "callbacks", "loops", "steps", "generators", "checkpoints", 
 
 
 @pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"waits_at_the_validation", "both"})))
-def test_a_stage_is_lost_under_lightning(name: str, jobs: Jobs) -> None:
+def test_a_stage_fails_under_lightning(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     run(jobs, LIGHTNING, faults, ["--no-dropout", *args], NOT_HOOKS if name == "bf16" else None)
 
@@ -106,7 +106,7 @@ COMPARED = ("parameters", "buffers", "optimizers", "schedulers", "losses", "trai
 
 
 @pytest.mark.parametrize("name", most(LOOPS, *(LOOPS.keys() - {"first_and_last_stage"})))
-def test_a_stage_is_lost_under_accelerate(name: str, jobs: Jobs) -> None:
+def test_a_stage_fails_under_accelerate(name: str, jobs: Jobs) -> None:
     args, faults = LOOPS[name]
     run(jobs, ACCELERATE, faults, ["--no-dropout", *args], COMPARED)
 

@@ -1,4 +1,4 @@
-"""Pipelines that go on without a lost worker: its peers compute its micro-batches, and a
+"""Pipelines that go on without a failed worker: its peers compute its micro-batches, and a
 replacement is let in later.
 """
 
@@ -29,7 +29,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", most(MODELS, *(MODELS.keys() - {"several", "checkpointing"})))
-def test_without_a_loss_it_is_deepspeed(jobs: Jobs, model: str) -> None:
+def test_without_a_failure_it_is_deepspeed(jobs: Jobs, model: str) -> None:
     args = ("--dropout", "0", *MODELS[model])
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
     compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), theirs)
@@ -37,7 +37,7 @@ def test_without_a_loss_it_is_deepspeed(jobs: Jobs, model: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("pipelines", [3, 4])
-def test_more_pipelines_are_deepspeed_with_a_loss_too(jobs: Jobs, pipelines: int) -> None:
+def test_more_pipelines_are_deepspeed_with_a_failure_too(jobs: Jobs, pipelines: int) -> None:
     """From three ranks on, gloo does not add gradients in rank order."""
     args, nproc = ("--dropout", "0", "--clip", "0.5", "--evaluate-after", "4"), 2 * pipelines
     theirs = jobs.reference(SCRIPT, nproc=nproc, args=args)
@@ -49,7 +49,7 @@ def test_more_pipelines_are_deepspeed_with_a_loss_too(jobs: Jobs, pipelines: int
 
 
 @pytest.mark.parametrize("rank", most("0123", "0", "2", "3"))
-def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: str) -> None:
+def test_a_worker_fails_inside_a_step(jobs: Jobs, rank: str) -> None:
     result = go_on(jobs, [Fault(int(rank), 3, "reroute.action", "SIGKILL", nth=5)], ["--autocast"])
     assert result.kinds("rerouted"), result.tail()
 
@@ -62,7 +62,7 @@ def test_a_replacement_is_let_in(jobs: Jobs, rank: str) -> None:
     assert [event.rank for event in result.kinds("let_in")] == [int(rank)], result.tail()
 
 
-#: Losses around a copy of the state, the options, and steps that wait for losses and their copies.
+#: Failures around a copy of the state, the options, and steps that wait for failures and their copies.
 COPIES: dict[str, tuple[list[Fault], tuple[str, ...], str]] = {
     "clipped": ([Fault(3, 2, "reroute.action", "SIGKILL", nth=3)], ("--clip", "0.5", "--decay", "0.01"), "5:1"),
     "tied": ([Fault(0, 2, "reroute.action", "SIGKILL", nth=3)], TIED, "5:1"),
@@ -100,7 +100,7 @@ def test_replacements_copy_the_state_while_the_others_train(jobs: Jobs, name: st
 
 @pytest.mark.parametrize("rank", most("0123", "0", "1", "2"))
 def test_a_collective_waits_for_all(jobs: Jobs, rank: str) -> None:
-    """One replacement passes by the step in which its predecessor was lost, the other several."""
+    """One replacement passes by the step in which its predecessor failed, the other several."""
     faults = [
         Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3),
         Fault(int(rank) ^ 2, 4, "reroute.step", "SIGKILL"),
@@ -122,7 +122,7 @@ def test_plans_go_by_measured_times(jobs: Jobs) -> None:
     withheld = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}  # a replacement that is quick has plans made again
     result = go_on(jobs, [Fault(3, 5, "reroute.action", "SIGKILL", nth=5)], env=withheld)
     before, after = [event.fields for event in result.kinds("planned")]
-    assert before["lost"] == [] and after["lost"] == [[1, 1]], result.tail()
+    assert before["failed"] == [] and after["failed"] == [[1, 1]], result.tail()
     assert before["times"] == after["times"] and len(before["times"]["stages"]) == 2
     assert before["room"] == after["room"] and len(set(before["room"])) == 1, "more than 1F1B holds: it all fits"
     (planned,) = {tuple(event.fields["rest_s"]) for event in result.kinds("rerouted")}

@@ -18,7 +18,7 @@ WIDE = Topology(3, 4, 12)
 EQUAL = [{"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0, "OPT": 3.0}] * 4
 
 
-def test_room_is_what_fits_and_never_less_than_without_a_loss() -> None:
+def test_room_is_what_fits_and_never_less_than_without_a_failure() -> None:
     topology = Topology(2, 3, 4)
     assert room_of(topology, 0) == (3, 2, 1), "nothing is known yet"
     assert room_of(topology, 2) == (3, 2, 2) and room_of(topology, 99) == (8, 8, 8)
@@ -54,12 +54,12 @@ def test_a_job_plans_within_its_room(tmp_path: Path) -> None:
     places = {text_of(worker): Standing(0, 8, {}).to_plain() for worker in WIDE.workers()}
     start = dict.fromkeys(places, Standing(0, 0, {}).to_plain())
     usual = {"ready": [], "until": None, "summed": []}
-    past.change(usual | {"number": 0, "lost": [], "at": start})
-    past.change(usual | {"number": 1, "lost": [[1, 2]], "at": {w: p for w, p in places.items() if w != "1:2"}})
+    past.change(usual | {"number": 0, "failed": [], "at": start})
+    past.change(usual | {"number": 1, "failed": [[1, 2]], "at": {w: p for w, p in places.items() if w != "1:2"}})
     running, following = past.steps[0], past.begin(1)
     done = {str(worker): [one.text(worker) for one in row] for worker, row in running.done.items()}
     assert max(map(len, done.values())) == 8
     examine(running.plan.to_dict(), Case(EQUAL, apart=True, room=room, done=done))
     case = Case(EQUAL, apart=True, room=room)
     held = examine(following.plan.to_dict(), case)
-    assert held[str(Worker(0, 2))] == 2 and following.plan.lost == (Worker(1, 2),)
+    assert held[str(Worker(0, 2))] == 2 and following.plan.failed == (Worker(1, 2),)

@@ -1,4 +1,4 @@
-"""Both ends of a pipeline are lost, whose data any worker can read: nobody waits for a replacement,
+"""Both ends of a pipeline fail, whose data any worker can read: nobody waits for a replacement,
 and no bit differs.
 """
 
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
     "one_after_the_other": ((), 4, [kill(1, 2, 5), kill(3, 4, 3)]),
     "at_the_sum": ((), 4, [kill(0, 4, 1, "reroute.reduce"), kill(2, 4, 9)]),
     "one_stage_is_ahead": ((), 4, [kill(2, 5), kill(0, 4, 1, "reroute.reduce", after=0)]),
-    "who_reads_is_lost": ((), 6, [kill(0, 3, 2), kill(3, 3, 2), kill(1, 5, 3)]),
+    "who_reads_fails": ((), 6, [kill(0, 3, 2), kill(3, 3, 2), kill(1, 5, 3)]),
     "three_stages": (("--stages", "3"), 6, [kill(0, 3, 2), kill(4, 3, 3)]),
     "before_an_evaluation": (("--evaluate-after", "4"), 4, [kill(0, 3, 2), kill(2, 3, 2)]),
     "in_an_evaluation": (

@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--stream", action="store_true", help="an IterableDataset")
-    parser.add_argument("--last", type=int, default=-1, help="a rank that is lost when all others have finished")
+    parser.add_argument("--last", type=int, default=-1, help="a rank that fails when all others have finished")
     parser.add_argument("--optimizer", default="AdamW")
     parser.add_argument("--one-optimizer", action="store_true")
     parser.add_argument("--sharded", type=int, default=0, help="replicas of each shard; 0 for DDP")

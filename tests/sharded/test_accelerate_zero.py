@@ -1,10 +1,12 @@
-"""Accelerate with DeepSpeed's ZeRO loses workers and ends, on every rank, with the bits of the run that lost none."""
+"""Accelerate with DeepSpeed's ZeRO loses workers and ends, on every rank, with the bits of the run in which nobody
+failed.
+"""
 
 from __future__ import annotations
 
 import pytest
 from harness import Jobs, few
-from shard_losses import EVERYWHERE
+from shard_failures import EVERYWHERE
 
 from shared_core.faults import Fault
 
@@ -29,7 +31,7 @@ WAYS: dict[str, tuple[list[str], bool]] = {
 
 
 @pytest.mark.parametrize("case", few(CASES, "2-a_reduction", "3-in_the_update"))
-def test_a_loss_changes_no_bit(case: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(case: str, jobs: Jobs) -> None:
     stage, name = CASES[case]
     nproc, faults = LOSSES[name]
     result = jobs.check("acc_zero.py", nproc=nproc, args=["--stage", stage], faults=faults)

@@ -1,11 +1,12 @@
-"""Sharded models lose workers and end, on every rank, with the bits of the run that lost none: all shards of the
-parameters and of the optimizer's state, counters, generators."""
+"""Sharded models lose workers and end, on every rank, with the bits of the run in which nobody failed: all shards of
+the parameters and of the optimizer's state, counters, generators.
+"""
 
 from __future__ import annotations
 
 import pytest
 from harness import Jobs, few
-from shard_losses import EVERYWHERE
+from shard_failures import EVERYWHERE
 
 from shared_core.faults import Fault
 from shared_core.testing.runner import compare
@@ -57,13 +58,13 @@ AFTER_EVALUATIONS = [
     "name",
     few(FSDP, "a_gather_in_forward", "a_reduction_in_backward", "in_the_update", "at_a_step_boundary"),
 )
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     nproc, faults = FSDP[name]
     jobs.check("sharded.py", nproc=nproc, faults=faults)
 
 
 @pytest.mark.parametrize("name", few(HSDP, "in_the_update", "both_replicas_of_a_shard"))
-def test_a_loss_among_replicas_of_shards_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_among_replicas_of_shards_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("sharded.py", nproc=4, args=["--replicas", "2"], faults=HSDP[name])
 
 
@@ -85,8 +86,8 @@ def test_evaluations_before_and_between(root: str, jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("replicas", ["1", "2"])
-def test_without_a_loss_nothing_differs(replicas: str, jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(replicas: str, jobs: Jobs) -> None:
     args = ["--replicas", replicas]
     result = jobs.run("sharded.py", nproc=4, args=args)
     compare(result, jobs.reference("sharded.py", nproc=4, args=args))
-    assert not result.kinds("lost")
+    assert not result.kinds("failed")

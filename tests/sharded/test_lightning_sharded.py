@@ -1,5 +1,5 @@
 """Lightning trains models that ``configure_model`` shards, loses workers and ends, on every rank, with the bits of the
-stock ``ModelParallelStrategy`` that lost none: shards, statistics, logged values, loops, generators, files."""
+stock ``ModelParallelStrategy`` that failed none: shards, statistics, logged values, loops, generators, files."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ WAYS: dict[str, list[str]] = {
         "in_a_validation",
     ),
 )
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     nproc, faults = FIT[name]
     jobs.check("lit_sharded.py", nproc=nproc, faults=faults)
 
 
 @pytest.mark.parametrize("name", few(HSDP, "both_replicas_of_a_shard"))
-def test_a_loss_among_replicas_of_shards_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_among_replicas_of_shards_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("lit_sharded.py", nproc=4, args=["--replicas", "2"], faults=HSDP[name])
 
 
@@ -109,9 +109,9 @@ def test_ways_of_training(way: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     result = jobs.check("lit_sharded.py", faults=[])
-    assert not result.kinds("lost")
+    assert not result.kinds("failed")
 
 
 def test_a_model_that_is_not_sharded_is_refused(jobs: Jobs) -> None:
@@ -121,7 +121,7 @@ def test_a_model_that_is_not_sharded_is_refused(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_other_answers_to_a_loss_are_refused(jobs: Jobs) -> None:
+def test_other_answers_to_a_failure_are_refused(jobs: Jobs) -> None:
     result = jobs.run("lit_sharded.py", env={"SWIFT_RECOVERY_ON_FAILURE": "reroute"})
     assert result.status == 1
     assert "on_failure='reroute' does not work with sharded models" in result.stderr, result.tail()

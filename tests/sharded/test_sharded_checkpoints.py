@@ -1,5 +1,6 @@
-"""Sharded jobs of which nobody is left go on from their checkpoints: with the bits of the run that lost nobody, or with
-another number of workers."""
+"""Sharded jobs of which nobody is left go on from their checkpoints: with the bits of the run in which nobody failed,
+or with another number of workers.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from harness import Jobs, few
-from shard_losses import EVERYWHERE
+from shard_failures import EVERYWHERE
 
 from shared_core.faults import Fault
 from shared_core.testing.runner import compare
@@ -74,7 +74,7 @@ CASES = {f"{stage}-{name}": (stage, name) for stage in STAGES for name in LOSSES
 
 
 @pytest.mark.parametrize("case", few(CASES, *(f"{stage}-{name}" for stage, name in USUAL)))
-def test_a_loss_changes_no_bit(case: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(case: str, jobs: Jobs) -> None:
     stage, name = CASES[case]
     nproc, faults = LOSSES[name]
     result = jobs.check("zero.py", nproc=nproc, args=["--stage", stage], faults=faults)
@@ -97,7 +97,7 @@ def test_ways_of_training(way: str, jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_a_loss_nothing_differs(stage: str, jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(stage: str, jobs: Jobs) -> None:
     result = jobs.run("zero.py", nproc=4, args=["--stage", stage])
     compare(result, jobs.reference("zero.py", nproc=4, args=["--stage", stage]))
-    assert not result.kinds("lost")
+    assert not result.kinds("failed")

@@ -168,7 +168,7 @@ class Checkpoints:
             self._decisions.joined(boundary.version)
 
     def rolled_back(self) -> None:
-        """A loss has sent workers back to a checkpoint."""
+        """A failure has sent workers back to a checkpoint."""
         if self.pricing is not None:
             self.pricing.rolled_back()
 
@@ -261,7 +261,7 @@ class Checkpoints:
     def _await(self, boundary: StepBoundary, taken: bool) -> bool:
         """Wait until the checkpoint of a step boundary is committed; whether it is.
 
-        A loss ends the wait: the lost rank's part may never come.
+        A failure ends the wait: the failed rank's part may never come.
         """
         if not taken or self._snapshots is None:
             return False
@@ -325,7 +325,7 @@ class Checkpoints:
         if self._origins is None:
             return None
         runtime = self._runtime
-        # At the start nobody was lost: a script comes here when it does, as without this product.
+        # At the start nobody failed: a script comes here when it does, as without this product.
         limit_s = runtime.groups.longest_s(runtime.world) if runtime.world is not None else None
         try:
             loaded = self._origins.choose(limit_s)

@@ -72,9 +72,11 @@ class Origins:
             lineage.tell_passed((*there.doubts(key), *passed), taken)
         if loaded is None and self.told:
             raise Unsupported(f"checkpoint.resume_from: no checkpoint at {self.told} can be read on every rank")
-        lost = sum(each.tier == recovery_line.STORAGE for each in found) + sum(bool(each.run) for each in passed)
-        if loaded is None and lost and not self._env.incarnation:  # later there is what this attempt has made itself
-            raise lineage.none_usable(self._where, lost, f"rank {self._env.rank}: ")
+        unusable = sum(each.tier == recovery_line.STORAGE for each in found) + sum(bool(each.run) for each in passed)
+        if (
+            loaded is None and unusable and not self._env.incarnation
+        ):  # later there is what this attempt has made itself
+            raise lineage.none_usable(self._where, unusable, f"rank {self._env.rank}: ")
         return loaded
 
     def adopted(self, line: Line) -> str:

@@ -34,7 +34,7 @@ class Pricing:
 
     Attributes:
         name: of the run, in the job-history file.
-        went_back: this attempt begins with a checkpoint, because the one before was lost.
+        went_back: this attempt begins with a checkpoint, because the one before failed.
 
     Args:
         world_size: ranks of the job.
@@ -53,7 +53,7 @@ class Pricing:
         self._meter = CostMeter()
         self._fitter, self._pieces = CurveFitter(), Pieces()
         self._losses: list[tuple[int, torch.Tensor | float]] = []
-        self._fit, self._fitted = Fit(why="no loss is known"), 0.0
+        self._fit, self._fitted = Fit(why="no failure is known"), 0.0
         self._ending: Ending | None = None
         self._before = Hazard()
         self._begun: dict[int, float] = {}
@@ -135,7 +135,7 @@ class Pricing:
                 self._feed()
 
     def rolled_back(self) -> None:
-        """A loss has sent workers back to a checkpoint."""
+        """A failure has sent workers back to a checkpoint."""
         self._rolled_back += 1
 
     # -- the decision ------------------------------------------------------------------------------

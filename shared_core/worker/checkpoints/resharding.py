@@ -97,7 +97,7 @@ def load(line: Line, env: WorkerEnv) -> Loaded:
 def sources(stay: Collection[int], published: Collection[int], world_size: int) -> list[int | None]:
     """For each new rank the old one whose rank-local state it takes over; None for one that is added.
 
-    Rank 0 goes on as rank 0, even if its worker is lost, as long as it published the step boundary: loggers and
+    Rank 0 goes on as rank 0, even if its worker fails, as long as it published the step boundary: loggers and
     files are its own.
 
     Args:

@@ -1,6 +1,6 @@
 """What happens to the groups when a generation ends and when the next one begins.
 
-When a rank is lost the inner groups are cut; what was in flight stays pending, and is served or issued again in the
+When a rank fails the inner groups are cut; what was in flight stays pending, and is served or issued again in the
 next generation.
 """
 
@@ -111,13 +111,13 @@ class Generations:
         self._state.changed.notify_all()
 
     def break_off(self) -> None:
-        """A rank is lost: cut every connection, and wait until gloo has given everything back. A group of this rank
+        """A rank fails: cut every connection, and wait until gloo has given everything back. A group of this rank
         alone goes on while others are absent.
         """
         state = self._state
         with state.lock:
             state.broken = True
-            self._others.at_loss()
+            self._others.at_failure()
             self._connections.cut_sides()
             cut = [group for group in self._groups.all() if not state.absent or group.size > 1]
             inners = [group.inner for group in cut if group.inner is not None]
@@ -188,7 +188,7 @@ class Generations:
     def _connect_own(self) -> None:
         for group in [each for each in self._groups.all() if each.size == 1]:
             while group.inner is None:
-                with suppress(GenerationAbandoned):  # by a loss, which has nothing to do with it
+                with suppress(GenerationAbandoned):  # by a failure, which has nothing to do with it
                     self._connect(group, self._state.latest)
 
     def _connect_later(self, group: GroupState, generation: int) -> None:

@@ -37,7 +37,7 @@ _device_lock = threading.Lock()
 _UNKNOWN = "unknown"
 _Hex = Annotated[str, Form(r"([0-9a-f]{2})*", "bytes in hexadecimal")]
 #: How long gloo may take to give operations back once their sockets are shut down. It takes 2 ms, or it never does:
-#: that is so in one loss of eight, and then all of this is added to the stall.
+#: that is so in one failure of eight, and then all of this is added to the stall.
 STUCK_S = 0.05
 
 

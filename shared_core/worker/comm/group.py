@@ -54,7 +54,7 @@ def _reduce_detail(opts: Any) -> int:
 
 
 class SwiftProcessGroup(GroupIdentity):
-    """A process group whose communicator is replaced when a rank is lost, while every user keeps this object."""
+    """A process group whose communicator is replaced when a rank fails, while every user keeps this object."""
 
     # -- helpers -----------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class Groups(dict[str, GroupState]):
         return "the default group" if group is self.world else f"group {group.name!r} of {ranks_text(group.ranks)}"
 
     def longest_s(self, group: GroupState) -> float:
-        """How long a member that was never lost is waited for, in seconds: as long as torch does, at least."""
+        """How long a member that never failed is waited for, in seconds: as long as torch does, at least."""
         return max(self._state.wait_timeout_s, group.timeout.total_seconds())
 
     def log_bytes(self) -> int:

@@ -138,7 +138,7 @@ class SwiftWork(dist.Work):
         """Block until the result is in the caller's tensors.
 
         Raises:
-            RuntimeError: what gloo reported, when no rank was lost (a mismatch between ranks, say).
+            RuntimeError: what gloo reported, when no rank failed (a mismatch between ranks, say).
             WaitTimeout: after ``timeout``, if one is given.
         """
         future = self._op.future

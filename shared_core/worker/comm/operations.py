@@ -223,7 +223,8 @@ class Operations:
         if not same_call(called, op.signature):
             raise state.end(
                 ReplayDivergence(
-                    f"rank {state.rank} takes over from a lost worker and calls {describe(op.signature)} as operation "
+                    f"rank {state.rank} takes over from a failed worker and calls {describe(op.signature)} as "
+                    "operation "
                     f"{op.seq} of group {group.name!r} from {state.place.now}, but its predecessor had called "
                     f"{describe(called)} there. The training code must do the same when it is run again: seed every "
                     "random number, and do not branch on time or on files the run itself writes."
@@ -233,7 +234,7 @@ class Operations:
         with state.lock:
             self.served += 1
             entry = self._results.keep(group, op)
-            group.replay.pop(op.seq, None)  # not earlier: after another loss, nobody else may have it
+            group.replay.pop(op.seq, None)  # not earlier: after another failure, nobody else may have it
             state.changed.notify_all()
         self._results.archive(group, op.seq, entry, op.results)
         inject.point("collective.after", operation=op.signature[0])
@@ -244,7 +245,7 @@ class Operations:
         if expected is not None and expected != op.checksum and state.listener.exact():
             raise state.end(
                 ReplayDivergence(
-                    f"rank {state.rank} takes over from a lost worker, and its input to operation {op.seq} of group "
+                    f"rank {state.rank} takes over from a failed worker, and its input to operation {op.seq} of group "
                     f"{group.name!r} ({describe(op.signature)}, from {state.place.now}) has checksum "
                     f"{op.checksum:08x}, its predecessor's had {expected:08x}. The training code computed something "
                     "else when it was run again: an unseeded or unregistered random number, or state that was not "

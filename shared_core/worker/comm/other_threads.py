@@ -2,7 +2,7 @@
 ``torch.distributed.checkpoint`` does.
 
 A replacement begins at a step boundary, and what a thread of its predecessor was doing there nobody does again. So when
-a worker is lost while such a call reaches across a step boundary, the others would wait for ever.
+a worker fails while such a call reaches across a step boundary, the others would wait for ever.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OtherThreads:
         self._open: list[_Call] = []
         self._callers: set[threading.Thread] = set()
         self._busy_at_boundary: frozenset[threading.Thread] = frozenset()
-        self._at_loss: frozenset[threading.Thread] = frozenset()
+        self._at_failure: frozenset[threading.Thread] = frozenset()
 
     def called(self, what: Callable[[], str], done: Callable[[], bool]) -> None:
         """A thread calls a collective, or a receive.
@@ -64,16 +64,16 @@ class OtherThreads:
         """The program has published a step boundary."""
         self._program = threading.current_thread()
         alive = frozenset(threading.enumerate())
-        self._at_loss &= alive
+        self._at_failure &= alive
         self._callers &= alive
         self._busy_at_boundary = alive - {each for each in self._callers if _is_idle(each)}
         for call in self._open:
             call.across = True
         self._check()
 
-    def at_loss(self) -> None:
-        """A worker is lost: calls from before are not made again by its replacement."""
-        self._at_loss = frozenset(threading.enumerate())
+    def at_failure(self) -> None:
+        """A worker fails: calls from before are not made again by its replacement."""
+        self._at_failure = frozenset(threading.enumerate())
 
     def recovered(self) -> None:
         """What others had finished is served; the replacement takes part in the rest."""
@@ -82,10 +82,10 @@ class OtherThreads:
     def _check(self) -> None:
         state = self._state
         for call in self._open:
-            if call.across and call.thread in self._at_loss and not call.done():
+            if call.across and call.thread in self._at_failure and not call.done():
                 state.listener.unrepeatable(
                     f"rank {state.rank}: thread {call.thread.name!r} of the script is in {call.what}, and what it does "
-                    "began before the last step boundary. A worker was lost meanwhile, and its replacement, which "
+                    "began before the last step boundary. A worker failed meanwhile, and its replacement, which "
                     "begins "
                     "at "
                     "a step boundary, does not do this again. Wait for such work in the batch in which it begins "

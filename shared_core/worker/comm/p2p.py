@@ -51,7 +51,7 @@ class P2PWork(dist.Work):
 
         Raises:
             PlaceMismatch: if it was sent from another place of the program.
-            RuntimeError: what gloo reported, when no rank was lost.
+            RuntimeError: what gloo reported, when no rank failed.
         """
         self.channels.wait(self)
         return True
@@ -93,7 +93,7 @@ class Channels:
 
     Args:
         group: this rank's place in it.
-        suspect: told of errors that a loss may explain.
+        suspect: told of errors that a failure may explain.
         others: told of receives.
     """
 
@@ -381,7 +381,9 @@ class Channels:
                 work.inner_work = None
 
     def fail(self, error: Exception) -> None:
-        """No loss explains why operations failed: whoever waits for such a message is told. Callers hold the lock."""
+        """No failure explains why operations failed: whoever waits for such a message is told.
+        Callers hold the lock.
+        """
         for works in self._works.values():
             for work in works:
                 if work.inner_work is None:

@@ -38,8 +38,8 @@ class SharedState:
         turn: whose turn it is to compute.
         generation: the one that is installed; -1 before the first.
         latest: the newest that was announced.
-        broken: a loss is known and the next generation is not yet live.
-        absent: ranks that were lost and without which the others go on (``on_failure="reroute"``).
+        broken: a failure is known and the next generation is not yet live.
+        absent: ranks that failed and without which the others go on (``on_failure="reroute"``).
         ended: why the job cannot go on; None while it can.
         starting: a replacement before its join: operations are answered from its predecessor's records.
         in_startup: results are recorded for later replacements, which start as this worker does.
@@ -57,7 +57,7 @@ class SharedState:
         checksums: whether inputs are summed and published.
         bucket_checksums: whether DDP's buckets are: with unused parameters they hold leftovers that mean nothing.
         stages: operations on tensors of devices run over host memory.
-        restarts: all workers start again when one is lost.
+        restarts: all workers start again when one fails.
         beside: what the program's thread waits for outside of the program's groups: since when, of whom, what.
     """
 

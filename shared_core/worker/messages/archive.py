@@ -269,7 +269,7 @@ class Archive:
             what_to_do = f"to have the log again, {see} or choose another folder"
         console(
             f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but if a "
-            "worker is lost whose state no other one holds, all workers start again. "
+            "worker fails whose state no other one holds, all workers start again. "
             f"{what_to_do[0].upper()}{what_to_do[1:]}"
         )
 

@@ -94,7 +94,7 @@ class DiskLog:
         size = log_budget.segment_bytes(config.log.segment_bytes, budget, env.world_size)
         archive = Archive(folder, ring_bytes=config.log.ring_bytes, segment_bytes=size, owner=owner, again=again)
         if budget:
-            # Files of earlier attempts may still be there, and who was lost may have had less than an equal part.
+            # Files of earlier attempts may still be there, and who failed may have had less than an equal part.
             first = not env.restart and not env.incarnation
             archive.lease(budget // env.world_size if first else archive.stats.bytes_on_disk)
         if again:

@@ -67,7 +67,7 @@ class StepBoundaries:
         pending = self._updates.steps.pending_gradients()
         if pending:
             self._deferred += 1
-            # Gradients of a worker that is lost could not be dealt out to others. Those of a shard are small, and those
+            # Gradients of a worker that fails could not be dealt out to others. Those of a shard are small, and those
             # that a whole step has left behind are there at each boundary.
             if shard is None and (self._resizes or (self._deferred <= _MAX_DEFERRED and not updated)):
                 return False

@@ -105,7 +105,7 @@ class Trained:
         self._buckets.attach(modules)
         if self._buckets.modules and self._config.reroutes:
             raise Unsupported(
-                "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one, and "
+                "on_failure='reroute' needs a loop in which any worker can compute the share of a failed one, and "
                 "DistributedDataParallel sums what each has computed itself: attach the model without it and loop over "
                 "job.shared_steps(loader, epochs) (with Accelerate: plugin.shared_steps), or choose "
                 "on_failure='replace'"

@@ -2,7 +2,7 @@
 
 Survivors and these replacements say where they stand, and the last to do so computes the plan for all
 (:mod:`shared_core.protocol.admission`). They connect, move what the plan says, and meet at a barrier; then the first
-word counts, of one of them or of an agent that has seen another loss. While others are absent they connect for this
+word counts, of one of them or of an agent that has seen another failure. While others are absent they connect for this
 alone, and go on without the default group. In the round of the last of them the generation goes live.
 """
 
@@ -44,7 +44,7 @@ class Admitting:
         """Let the replacements of a round in; all survivors stand at the same step boundary.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile, and the replacements are not in.
+            GenerationAbandoned: if somebody failed meanwhile, and the replacements are not in.
             RecoveryFailed: if they cannot be let in.
             WaitTimeout: if a rank does not take part in time.
             DamagedRecord: what another rank has said is no frontier, or no plan.
@@ -89,7 +89,7 @@ class Admitting:
             return Agreed(None, str(error))
 
     def _agree(self, turn: Round, plan: Plan, store: Store) -> InnerGroup | None:
-        """Connect, move, and settle whether the replacements are in. A group, or None if another loss has ended the
+        """Connect, move, and settle whether the replacements are in. A group, or None if another failure has ended the
         generation with the replacements in.
 
         Raises:
@@ -98,7 +98,8 @@ class Admitting:
         inner = None
         try:
             inner = self._forming.connect_round(turn, plan)
-            # Whoever is first says whether the replacements are in: one of us, or an agent that has seen another loss.
+            # Whoever is first says whether the replacements are in: one of us, or an agent that has seen another
+            # failure.
             said = store.compare_set(turn.key, "", turn.word)
             inject.point("lane.agreed")
         except GenerationAbandoned:
@@ -110,4 +111,4 @@ class Admitting:
             return inner
         if inner is not None:
             inner.discard()
-        raise GenerationAbandoned("another loss came first")
+        raise GenerationAbandoned("another failure came first")

@@ -1,7 +1,7 @@
 """How the ranks of a generation agree on its plan: one of them computes it for all.
 
 Each rank says where it stands and counts itself. Whoever is the last finds all that a plan needs: it computes the plan
-and publishes it. If it is lost before, that is a loss like any other: the next generation is formed. The others wait
+and publishes it. If it fails before, that is a failure like any other: the next generation is formed. The others wait
 for one key, in which the watcher of their ledger blocks. Whoever ends the generation sets that key too: nobody polls.
 """
 

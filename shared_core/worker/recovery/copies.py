@@ -81,7 +81,7 @@ class Copies:
     # -- giving: a thread for each replacement --------------------------------------------------------
 
     def offer(self) -> None:
-        """A loss is announced, and this worker goes on: be ready to give the replacements their state."""
+        """A failure is announced, and this worker goes on: be ready to give the replacements their state."""
         with self._runtime.lock:
             generation, absent = self._runtime.latest, self._runtime.absent
         mine = absent.intersection(self._replicas() or range(self._env.world_size))
@@ -147,7 +147,7 @@ class Copies:
         better, or only, had when all stand still.
 
         Raises:
-            GenerationAbandoned: if another rank is lost meanwhile.
+            GenerationAbandoned: if another rank fails meanwhile.
         """
         self._stop()
         runtime, state, store = self._runtime, self._updates.replicated, self._store.below()

@@ -97,7 +97,7 @@ class Exchange:
         return received
 
     def sever(self) -> None:
-        """A further loss is known: cut what is being connected. Call it under the runtime's lock."""
+        """A further failure is known: cut what is being connected. Call it under the runtime's lock."""
         if self._inner is not None:
             self._inner.sever()
 
@@ -110,7 +110,7 @@ class Exchange:
             members: a group of these ranks is connected instead, for this alone.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
+            GenerationAbandoned: if somebody failed meanwhile.
             RecoveryFailed: if it cannot be done.
         """
         attempt = 0
@@ -131,8 +131,8 @@ class Exchange:
         """One attempt.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
-            NotConnected: if it broke off although nobody was lost.
+            GenerationAbandoned: if somebody failed meanwhile.
+            NotConnected: if it broke off although nobody failed.
         """
         runtime = self._runtime
 
@@ -162,7 +162,7 @@ class Exchange:
             if isinstance(error, (SwiftError, inject.FaultInjected)):
                 raise
             with runtime.lock:
-                # A broken connection mostly means a loss, which is announced in a moment.
+                # A broken connection mostly means a failure, which is announced in a moment.
                 if self._lifecycle.wait(given_up, 2.0):
                     raise GenerationAbandoned(str(error)) from error
             raise NotConnected(str(error)) from error

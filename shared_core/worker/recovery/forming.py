@@ -1,7 +1,7 @@
 """The forming of a generation, as every rank does it (DESIGN section 6, steps 4 to 7).
 
 All post their frontier, one computes the plan for all (:mod:`shared_core.worker.recovery.agreement`), they connect,
-move what the plan says, and install it only after a barrier. If anybody is lost meanwhile, the generation is abandoned
+move what the plan says, and install it only after a barrier. If anybody fails meanwhile, the generation is abandoned
 and the next one formed: nothing is ever half-installed.
 """
 
@@ -74,7 +74,7 @@ class Forming:
         """Replacement: the step boundary where it starts, as all ranks see it; None for the beginning of the script.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
+            GenerationAbandoned: if somebody failed meanwhile.
             RecoveryFailed: if nobody can serve it.
             WaitTimeout: if a rank does not say where it stands.
         """
@@ -90,7 +90,7 @@ class Forming:
             generation: which one.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile; nothing is installed then.
+            GenerationAbandoned: if somebody failed meanwhile; nothing is installed then.
             RecoveryFailed: if nobody can serve a replacement.
             WaitTimeout: if a rank does not take part in time.
         """
@@ -129,15 +129,15 @@ class Forming:
         """Connect the members of a round, and move what its plan says. In the last round it is the default group.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
+            GenerationAbandoned: if somebody failed meanwhile.
             RecoveryFailed: if it cannot be done.
         """
         members = turn.members(self._env.world_size) if turn.away else None
         return self._connect(plan, turn.generation, members)
 
     def install_round(self, turn: Round, plan: Plan, inner: InnerGroup | None) -> Received:
-        """The replacements of a round are in: take over what was moved. While others are absent, or if another loss has
-        ended the generation, it does not go live.
+        """The replacements of a round are in: take over what was moved. While others are absent, or if another failure
+        has ended the generation, it does not go live.
 
         Args:
             turn: the round.
@@ -206,14 +206,14 @@ class Forming:
             joins: this worker is a replacement.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
+            GenerationAbandoned: if somebody failed meanwhile.
         """
         runtime, lifecycle = self._runtime, self._lifecycle
         with runtime.lock:
             # From here on this worker counts as a survivor; entries are heard under the same lock.
             if lifecycle.ended(generation):
                 inner.discard()
-                raise GenerationAbandoned("a loss was announced at the last moment")
+                raise GenerationAbandoned("a failure was announced at the last moment")
             runtime.absent = frozenset()
             lifecycle.step(Event.INSTALLED)
             runtime.generation = generation

@@ -44,7 +44,7 @@ class Fronts:
         """How long others are waited for in a generation, in seconds, and the name of that bound."""
         limit_s, world = self._runtime.wait_timeout_s, self._runtime.world
         if generation == 0 and world is not None and self._runtime.groups.longest_s(world) > limit_s:
-            # Nobody was lost: the scripts come here when they do, as without this product.
+            # Nobody failed: the scripts come here when they do, as without this product.
             return self._runtime.groups.longest_s(world), "time-out of the process group"
         return limit_s, "detection.wait_timeout_s"
 

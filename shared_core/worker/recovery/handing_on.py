@@ -30,12 +30,12 @@ class HandingOn:
         self._donor, self._fronts = donor, fronts
 
     def hand_on(self, entry: Entry) -> None:
-        """Hand on; if that cannot be done, the launcher is told, and lost workers are replaced after all."""
+        """Hand on; if that cannot be done, the launcher is told, and failed workers are replaced after all."""
         with self._lifecycle.acting:
             try:
                 self._hand_on(entry)
             except GenerationAbandoned:
-                return  # somebody else was lost, or nobody leaves
+                return  # somebody else failed, or nobody leaves
             except Exception as error:  # noqa: BLE001 (a full disk, too: whatever it is, another way must be found)
                 if not isinstance(error, DamagedRecord):
                     traceback.print_exc()

@@ -1,9 +1,9 @@
-"""``on_failure="reroute"``: the workers that are there go on without a lost one, and let a replacement in later.
+"""``on_failure="reroute"``: the workers that are there go on without a failed one, and let a replacement in later.
 
 A *lane* connects the ranks that are present. An executor does all communication of a training step over it, so that a
-step waits for nobody who is absent; at a loss the lane breaks, and the executor asks for another. Everything else that
-communicates goes on to mean all ranks. A replacement runs the user's script up to its first step boundary and knocks
-there; the others let it in when all of them stand at a step boundary, as a copy of one of its replicas.
+step waits for nobody who is absent; at a failure the lane breaks, and the executor asks for another. Everything else
+that communicates goes on to mean all ranks. A replacement runs the user's script up to its first step boundary and
+knocks there; the others let it in when all of them stand at a step boundary, as a copy of one of its replicas.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LaneWork:
         """Return when the message is there.
 
         Raises:
-            LaneBroken: if a worker was lost meanwhile.
+            LaneBroken: if a worker failed meanwhile.
             RuntimeError: what gloo reported, if none was.
         """
         inject.point("lane.wait")
@@ -82,7 +82,7 @@ class Lane:
     """Connects the ranks that are present in one generation. Used by the program's thread.
 
     Attributes:
-        generation: a loss ends it.
+        generation: a failure ends it.
         number: rises with each lane: a generation has several, each with more ranks.
         ranks: who is connected, ascending.
         finished: ranks that had left the program for good before this lane was formed; neither here nor absent.
@@ -94,13 +94,13 @@ class Lane:
         self.generation, self.ranks, self.finished = generation, ranks, finished
         self.number = generation * (runtime.world_size + 1) + len(ranks) + len(finished)
         self._runtime, self._inner = runtime, inner
-        #: Of one operation; a loss ends it at once.
+        #: Of one operation; a failure ends it at once.
         self.timeout = runtime.world.timeout if runtime.world is not None else PATIENCE
         self._sent: SimpleQueue[tuple[Any, torch.Tensor] | None] = SimpleQueue()
         threads.start(_keep, (self._sent,), name="swift-lane-sends")
 
     def broken(self) -> bool:
-        """Whether a worker was lost since: what is under way may never finish."""
+        """Whether a worker failed since: what is under way may never finish."""
         return self._runtime.latest > self.generation
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
@@ -112,7 +112,7 @@ class Lane:
             tag: at least 0; tells messages between the same two ranks apart that are under way together.
 
         Raises:
-            LaneBroken: if a worker was lost meanwhile.
+            LaneBroken: if a worker failed meanwhile.
         """
         inject.point("lane.send")
         tensor = tensor.detach()
@@ -127,7 +127,7 @@ class Lane:
             tag: the sender's.
 
         Raises:
-            LaneBroken: if a worker was lost meanwhile.
+            LaneBroken: if a worker failed meanwhile.
         """
         return LaneWork(self, self._issue(lambda pg: pg.recv([tensor], self.ranks.index(rank), tag)), rank)
 
@@ -138,7 +138,7 @@ class Lane:
             value: plain data that JSON can hold.
 
         Raises:
-            LaneBroken: if a worker was lost meanwhile; others may have got the answer.
+            LaneBroken: if a worker failed meanwhile; others may have got the answer.
         """
         mine = pack(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
@@ -154,7 +154,7 @@ class Lane:
         """Return when all ranks have called it.
 
         Raises:
-            LaneBroken: if a worker was lost meanwhile; others may have returned.
+            LaneBroken: if a worker failed meanwhile; others may have returned.
         """
         self._run(lambda pg: pg.barrier(dist.BarrierOptions()))
 
@@ -168,12 +168,12 @@ class Lane:
         return self._runtime.waiting_beside(ranks, what)
 
     def explain(self, error: RuntimeError) -> None:
-        """An operation failed. Raises LaneBroken once a loss is announced that explains it, else ``error``."""
+        """An operation failed. Raises LaneBroken once a failure is announced that explains it, else ``error``."""
         with self._runtime.lock:
             self._runtime.changed.wait_for(lambda: self.broken() or self._runtime.ended, timeout=SUSPECT_S)
             self._runtime.raise_if_ended()
         if self.broken():
-            raise LaneBroken(f"a worker was lost after generation {self.generation}") from error
+            raise LaneBroken(f"a worker failed after generation {self.generation}") from error
         assert self._runtime.world is not None
         others = ranks_text(rank for rank in self.ranks if rank != self._runtime.rank)
         raise self._runtime.suspicion.overdue(error, self._runtime.world, f"the training step (with {others},")
@@ -186,7 +186,7 @@ class Lane:
     def _issue(self, start: Callable[[Any], Any]) -> Any:
         pg = self._inner.pg
         if pg is None or self.broken():
-            raise LaneBroken(f"a worker was lost after generation {self.generation}")
+            raise LaneBroken(f"a worker failed after generation {self.generation}")
         try:
             return start(pg)
         except RuntimeError as error:

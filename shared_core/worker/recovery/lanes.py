@@ -86,12 +86,12 @@ class Lanes:
 
     @property
     def formed(self) -> bool:
-        """Whether there has been a lane: then every worker uses lanes, and no loss is answered by a replay."""
+        """Whether there has been a lane: then every worker uses lanes, and no failure is answered by a replay."""
         return self._lane is not None
 
     @property
     def absent(self) -> frozenset[int]:
-        """Ranks that were lost and have not been let in again, as of the newest announcement."""
+        """Ranks that failed and have not been let in again, as of the newest announcement."""
         return self._runtime.absent
 
     def lane(self) -> Lane:
@@ -105,12 +105,12 @@ class Lanes:
         """
         runtime, started = self._runtime, time.time()
         if self._env.config.on_failure != "reroute":
-            raise ConfigError("lanes are for on_failure='reroute': in all other cases a lost rank is waited for")
+            raise ConfigError("lanes are for on_failure='reroute': in all other cases a failed rank is waited for")
         if self._lane is None:
             self._recovery.store.below().set(lane_key(self._env.rank, self._env.incarnation), "1")
         while True:
             with runtime.lock:
-                # A loss before all use lanes, or without a replacement, is answered by forming the generation.
+                # A failure before all use lanes, or without a replacement, is answered by forming the generation.
                 while not runtime.absent and runtime.generation < runtime.latest:
                     runtime.raise_if_ended()
                     runtime.changed.wait(1.0)
@@ -145,9 +145,9 @@ class Lanes:
         store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
         store.set(f"{meeting}/{rank}", "1")
         arrivals = _Arrivals(store, meeting)
-        # As long as torch waits at least: nobody that is present was lost, so whoever is late computes.
+        # As long as torch waits at least: nobody that is present failed, so whoever is late computes.
         limit_s = runtime.groups.longest_s(runtime.world) if runtime.world is not None else runtime.wait_timeout_s
-        what = f"to begin the next training step (in generation {generation}, without the lost ranks)"
+        what = f"to begin the next training step (in generation {generation}, without the failed ranks)"
         self._wait(arrivals, {each: str(each) for each in present}, generation, limit_s, what)
         # Whoever comes here does not finish in between, and whoever has finished does not come.
         ranks = tuple(each for each in present if arrivals.come(each))
@@ -188,7 +188,7 @@ class Lanes:
         """Wait for keys, and end the job if they do not come.
 
         Raises:
-            GenerationAbandoned: if another rank is lost meanwhile.
+            GenerationAbandoned: if another rank fails meanwhile.
         """
         with self._runtime.lock:
             self._runtime.note_waiting(+1)
@@ -204,7 +204,7 @@ class Lanes:
 
     def before_collectives(self, call: Callable[[], None]) -> None:
         """Have ``call`` run before a collective of all ranks while some are absent; also for one that waits already
-        when they are lost, on another thread then. It lets them in. The newest ``call`` counts.
+        when they fail, on another thread then. It lets them in. The newest ``call`` counts.
         """
         self._lets_in = call
 
@@ -247,7 +247,7 @@ class Lanes:
         Ask on one rank, right after :meth:`Job.step_boundary`, and tell the others: they may see it later.
 
         Args:
-            wait: block until all absent ranks do, or one of them, or until another rank is lost; otherwise this returns
+            wait: block until all absent ranks do, or one of them, or until another rank fails; otherwise this returns
                 at once. If they do not come in ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
         """
         with self._runtime.lock:
@@ -260,7 +260,7 @@ class Lanes:
             store.set(still_key(generation), "1")
             timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
             try:
-                what = "to be let in (they were lost, and their replacements run the script up to the training loop)"
+                what = "to be let in (they failed, and their replacements run the script up to the training loop)"
                 bound = "reroute.rejoin_after_s and detection.wait_timeout_s"
                 those = _AnyOf(store) if wait is Patience.FOR_ONE else store
                 self._wait(those, keys, generation, timeout_s, what, bound=bound)
@@ -301,7 +301,7 @@ class Lanes:
             ranks: what :meth:`knocking` gave, on one of them. Other absent ranks stay absent.
 
         Returns:
-            Whether they are in. If not, another rank was lost meanwhile. In both cases ask for the next lane.
+            Whether they are in. If not, another rank failed meanwhile. In both cases ask for the next lane.
         """
         assert self._lane is not None
         runtime, recovery, lane = self._runtime, self._recovery, self._lane

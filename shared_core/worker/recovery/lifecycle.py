@@ -61,8 +61,8 @@ class Lifecycle:
         return self.newest > generation
 
     def break_off(self, entry: Entry) -> bool:
-        """Cut the connections of the generations before this entry: whoever waits for a lost rank must not wait for us.
-        Call it while acting.
+        """Cut the connections of the generations before this entry: whoever waits for a failed rank must not wait for
+        us. Call it while acting.
 
         Returns:
             Whether there is something left to be done about the entry. There is not where its generation or a later one
@@ -104,9 +104,8 @@ class Lifecycle:
         """Why ranks are waited for that are to do something, for the line that says so."""
         entry = self.entries.get(generation)
         if entry is not None and None in entry.machines:
-            return f"to {do} (their machine was lost, and no other one has taken its place yet)"
-        if entry is None or not entry.lost:
+            return f"to {do} (their machine failed, and no other one has taken its place yet)"
+        if entry is None or not entry.failed:
             return f"to {do}"
-        its = "its replacement runs" if len(entry.lost) == 1 else "their replacements run"
-        verb = "was" if len(entry.lost) == 1 else "were"
-        return f"to {do} ({ranks_text(entry.lost)} {verb} lost, {its} the script up to there)"
+        its = "its replacement runs" if len(entry.failed) == 1 else "their replacements run"
+        return f"to {do} ({ranks_text(entry.failed)} failed, {its} the script up to there)"

@@ -18,7 +18,7 @@ class RecoveryListener(Protocol):
         """Why no failed worker of this job can be replaced; empty where one can."""
 
     def rerouted(self, detected: float) -> None:
-        """Recovery thread of a survivor: it goes on without a rank whose loss was noticed at this time."""
+        """Recovery thread of a survivor: it goes on without a rank whose failure was noticed at this time."""
 
     def replaying(self, replaying: Replaying) -> None:
         """Replacements run on from a checkpoint, and this survivor waits for them."""

@@ -43,7 +43,7 @@ class Patience:
     """Watches the waits of one worker's program, on a thread of its own.
 
     Args:
-        recovery: knows the store, and whether there was a loss.
+        recovery: knows the store, and whether there was a failure.
         endings: ends a job of which no rank can go on.
     """
 

@@ -162,7 +162,7 @@ class Recovery:
         """Let replacements in that have knocked; see :meth:`Admitting.let_in`.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile, and the replacements are not in.
+            GenerationAbandoned: if somebody failed meanwhile, and the replacements are not in.
         """
         with self.lifecycle.acting:
             try:

@@ -39,7 +39,7 @@ def take_over(env: WorkerEnv, resized: Resized) -> Restored:
 
     Raises:
         CorruptFile: if what was handed on is damaged.
-        RecoveryFailed: if a lost worker's place in the data cannot be told.
+        RecoveryFailed: if a failed worker's place in the data cannot be told.
     """
     mine, added = local_state(env, resized)
     folder = env.rank_dir / f"attempt{env.restart}"
@@ -69,7 +69,7 @@ def local_state(env: WorkerEnv, resized: Resized) -> tuple[_Old, bool]:
 
     Raises:
         CorruptFile: if a publication is damaged.
-        RecoveryFailed: if a lost worker's place in the data cannot be told.
+        RecoveryFailed: if a failed worker's place in the data cannot be told.
     """
     old = {rank: found for rank in range(resized.world_size) if (found := _read(env, resized, rank)) is not None}
     there = {rank for rank, each in old.items() if each.boundary.index == resized.boundary}
@@ -117,7 +117,7 @@ def _deal(
             raise RecoveryFailed(f"rank {rank} has published no place in the data, so its rest cannot be dealt out")
         done = used(theirs)
         if each.boundary.index != mine.boundary.index:
-            # It was lost between its last contribution to a batch and the next boundary: that batch is used.
+            # It failed between its last contribution to a batch and the next boundary: that batch is used.
             done = advance(theirs, *_between(resized, old, path, each.boundary.index))
         rests.append(_order(each.board, theirs)[done:])
     return taken_up(state, divide(rests, env.world_size)[env.rank])
@@ -138,4 +138,4 @@ def _between(
             before, after = at_path(old[rank].board.read_boundary(boundary), path), at_path(old[rank].parts, path)
             if before is not None and after is not None:
                 return before, after
-    raise RecoveryFailed(f"nobody has step boundary {boundary} any more, where a lost worker was seen last")
+    raise RecoveryFailed(f"nobody has step boundary {boundary} any more, where a failed worker was seen last")

@@ -1,4 +1,4 @@
-"""What a survivor does after a loss: it forms the next generation, or goes on without the lost ranks."""
+"""What a survivor does after a failure: it forms the next generation, or goes on without the failed ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared_core.worker.recovery.listener import RecoveryListener
 
 
 class Survivor:
-    """Recovers this worker after the loss of others. Each method runs on a thread of its own.
+    """Recovers this worker after failures of others. Each method runs on a thread of its own.
 
     Args:
         endings: what is done where that is impossible.
@@ -69,7 +69,7 @@ class Survivor:
         inject.point("recovery.frontier")
         received = self._forming.form(entry.generation)
         fields = {
-            "lost": list(entry.lost),
+            "failed": list(entry.failed),
             "detected": entry.detected,
             "bytes_moved": received.nbytes,
             "exchange_s": received.seconds,

@@ -115,7 +115,7 @@ class _Looker:
             return max([own, *(other for other in others if other <= self.started)])
         if env.events is None:
             return None
-        # Its workers were on another machine, which is lost.
+        # Its workers were on another machine, which fails.
         began = [each.time for each in read_events(env.events) if each.kind == "began" and each.run == env.run]
         return int(began[-1] * 1e9) + _LATER_NS if began else None
 

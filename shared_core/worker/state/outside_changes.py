@@ -154,6 +154,6 @@ class Outside:
         if self.active or (self._watch is not None and self._watch.counted):
             raise RecoveryFailed(
                 f"the script has just changed {self._changed} outside an optimizer's update for the first time, so the "
-                "state at the lost worker's step boundary is gone. From the next step boundary on it is kept; with "
+                "state at the failed worker's step boundary is gone. From the next step boundary on it is kept; with "
                 "state.preimages='always' it is kept from the start"
             )

@@ -240,7 +240,7 @@ class Board:
         self._kept.clear()
 
     def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
-        """Publish what a checkpoint has of a predecessor and this board has not: it was on a machine that is lost, and
+        """Publish what a checkpoint has of a predecessor and this board has not: it was on a machine that fails, and
         its copies too.
         """
         known = {key for key, _ in self.records.read()}

@@ -30,7 +30,8 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
     zero = sys.modules.get(_ZERO)  # what is not imported is not used
     if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         raise UnsupportedOptimizer(
-            f"{name} divides the optimizer's state over the ranks, so nobody has that of a lost one: use the optimizer "
+            f"{name} divides the optimizer's state over the ranks, so nobody has that of a failed one: use the "
+            "optimizer "
             "inside by itself, or fully_shard() (docs/sharded.md)"
         )
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):

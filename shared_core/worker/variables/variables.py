@@ -410,7 +410,7 @@ class Variables:
         self._tell(
             f"seldom {name}",
             f"`{name}` is so large that it is looked at every {seconds:.1f} s only: if the script changes it while "
-            "training, other than by reading, a worker that is lost before that goes on with what it was at the start",
+            "training, other than by reading, a worker that fails before that goes on with what it was at the start",
         )
 
     @contextmanager
@@ -502,12 +502,12 @@ class Variables:
             return
         scopes, origin = self._untold.scopes, self._untold.origin
         self._untold = _Untold(None, "same")
-        lost = [name for name, (wanted, has_changed) in scopes.items() if wanted and has_changed]
-        if lost and origin != "other":
+        gone = [name for name, (wanted, has_changed) in scopes.items() if wanted and has_changed]
+        if gone and origin != "other":
             self._refuse(
-                f"rank {self._rank}: the attributes of `{lost[0]}` have changed in the failed worker, and this part of "
+                f"rank {self._rank}: the attributes of `{gone[0]}` have changed in the failed worker, and this part of "
                 "the script is not in its replacement. Give the same callbacks, data modules and models to each call; "
-                f"if nothing depends on what they hold, write job.ignore({next(iter(scopes[lost[0]][0]))!r})",
+                f"if nothing depends on what they hold, write job.ignore({next(iter(scopes[gone[0]][0]))!r})",
                 origin,
             )
 

@@ -1,4 +1,4 @@
-"""Rank 1 gives a result to rank 0's replacement, and is lost before the replacement has copied it."""
+"""Rank 1 gives a result to rank 0's replacement, and fails before the replacement has copied it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from ..json_values import plain_json, text_keys
 
 #: What the product says with its events.
 _SAID: dict[str, st.SearchStrategy[Any]] = {
-    "lost": st.lists(st.integers(0, 3), max_size=2),
+    "failed": st.lists(st.integers(0, 3), max_size=2),
     "cause": st.text(max_size=12),
     "detected": st.floats(0, 1e6),
     "ready_s": st.floats(0, 9),

@@ -105,7 +105,7 @@ def _trace(data: bytes, folder: Path, name: str) -> Any:
     found = read_trace(folder / name, workers=16)
     found.jittered(1)
     found.with_spares(2)
-    return found.losses
+    return found.failures
 
 
 def _secret(data: bytes, folder: Path) -> Any:

@@ -95,7 +95,7 @@ meetings = st.fixed_dictionaries(
 words = st.sampled_from(
     [
         ("fail", {"message": "no", "rank": 1}),
-        ("restart", {"reason": "lost"}),
+        ("restart", {"reason": "failed"}),
         ("saved", {"done": True, "boundary": 3}),
         ("checkpoints", {"checkpoint.keep": 3, "checkpoint.dir": None}),
         ("handed", {"generation": 1, "boundary": 3}),

@@ -1,4 +1,4 @@
-"""Losses that strike a sharded job whatever has divided its model: how many workers, and what is lost."""
+"""Failures that strike a sharded job whatever has divided its model: how many workers, and what fails."""
 
 from __future__ import annotations
 

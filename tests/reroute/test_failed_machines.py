@@ -1,4 +1,4 @@
-"""A machine is lost under ``on_failure="reroute"``: the others go on where each stage keeps a replica."""
+"""A machine fails under ``on_failure="reroute"``: the others go on where each stage keeps a replica."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared_core.testing.runner import JobResult, compare
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
 
-#: Steps so long that the machines are lost in forwards.
+#: Steps so long that the machines fail in forwards.
 LONG = ("--work-ms", "40")
 
 
@@ -30,7 +30,7 @@ class Layout:
     Attributes:
         machines: places.
         nproc: workers of each.
-        lost: machines that are lost at once; the first, which has the store, is never one.
+        failed: machines that fail at once; the first, which has the store, is never one.
         spares: machines that wait for a place.
         args: of the script.
         restarts: all go back to the checkpoint.
@@ -38,7 +38,7 @@ class Layout:
 
     machines: int
     nproc: int
-    lost: tuple[int, ...]
+    failed: tuple[int, ...]
     spares: int = 0
     args: tuple[str, ...] = ("--steps", "14")
     restarts: bool = False
@@ -60,7 +60,7 @@ LAYOUTS = {
 
 
 def run(jobs: Jobs, layout: Layout, folder: Path) -> JobResult:
-    """Lose the machines, and end with the bits of the run that lost nobody, on every rank that reports."""
+    """Lose the machines, and end with the bits of the run in which nobody failed, on every rank that reports."""
     args = [*LONG, *layout.args]
     nproc = layout.machines * layout.nproc
     reference = jobs.reference(SCRIPT, nproc=nproc, args=args, env=ORDERED, launcher="swiftrun")
@@ -70,7 +70,7 @@ def run(jobs: Jobs, layout: Layout, folder: Path) -> JobResult:
         contextlib.closing(_Running(jobs, made[: layout.machines + layout.spares], layout, args, folder)) as running,
     ):
         cluster = running.cluster
-        places = [cluster.place_of(rank) for rank in (place * layout.nproc for place in layout.lost)]
+        places = [cluster.place_of(rank) for rank in (place * layout.nproc for place in layout.failed)]
         cluster.until(lambda: cluster.boundaries(0) >= 4, 60.0)
         for place in places:
             made[place].cut()
@@ -103,7 +103,7 @@ class _Running:
 
 
 @pytest.mark.parametrize("name", most(LAYOUTS, *(LAYOUTS.keys() - {"one_worker"})))
-def test_a_machine_is_lost(jobs: Jobs, name: str, tmp_path: Path) -> None:
+def test_a_machine_fails(jobs: Jobs, name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     result = run(jobs, layout, tmp_path)
     assert bool(result.kinds("restart")) == layout.restarts, result.tail()

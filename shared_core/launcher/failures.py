@@ -1,4 +1,4 @@
-"""Workers of this machine that are lost: what the others are told first, and who takes their place."""
+"""Workers of this machine that fail: what the others are told first, and who takes their place."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import Event, Phase
+from shared_core.protocol.failure_policy import AS_ANY, Death, FailureBook, Verdict
 from shared_core.protocol.generation import Entry, Kind
-from shared_core.protocol.loss_policy import AS_ANY, Death, LossBook, Verdict
 from shared_core.protocol.resizing import Resizing
 from shared_core.system import process
 
-Lost = list[tuple[LiveWorker, Death]]
+Failed = list[tuple[LiveWorker, Death]]
 
 
-class Losses:
+class Failures:
     """Answers the deaths of workers.
 
     Args:
@@ -44,7 +44,7 @@ class Losses:
         fleet: Fleet,
         wakeup: Wakeup,
         telling: Telling,
-        book: LossBook,
+        book: FailureBook,
         resizing: Resizing,
     ) -> None:
         self._config, self._alone, self._attempts, self._fleet = config, alone, attempts, fleet
@@ -56,16 +56,16 @@ class Losses:
         if attempts.phase is Phase.ENDING:
             _note_late(dead)
             return
-        lost = [(one, self._death(one, code, detected)) for one, code in dead]
+        failed = [(one, self._death(one, code, detected)) for one, code in dead]
         if attempts.phase is Phase.RESIZING:  # a replacement that was too late has no part in what follows
-            lost = [(one, death) for one, death in lost if death.rank in self._resizing.stay]
-        if not lost:
+            failed = [(one, death) for one, death in failed if death.rank in self._resizing.stay]
+        if not failed:
             return
-        deaths = [death for _, death in lost]
+        deaths = [death for _, death in failed]
         attempts.roster.lose(death.rank for death in deaths)
         verdicts = [self._book.judge(death) for death in deaths]
         ending = next((verdict for verdict in verdicts if verdict.action == "end"), None)
-        everyone = self._alone and attempts.roster.lost >= set(attempts.places.ranks)
+        everyone = self._alone and attempts.roster.failed >= set(attempts.places.ranks)
         restart = everyone or self._config.on_failure == "restart"
         entry: Entry | None = None
         if ending is None and not restart:
@@ -74,30 +74,30 @@ class Losses:
             if entry is None:
                 self._wakeup.tell()  # another machine ended this attempt first
                 return
-            restart = self._answer(entry, lost, verdicts)
+            restart = self._answer(entry, failed, verdicts)
         attempts.tell_start()
         goes_on = entry is not None and entry.absent is not None and not restart
-        for one, death in lost:
-            self._telling.lost(one, death, goes_on=goes_on)
+        for one, death in failed:
+            self._telling.failed(one, death, goes_on=goes_on)
         if ending is not None:
             self._fail(ending)
         elif restart:
             self._book.count_once(len(deaths))
-            why = "on_failure is restart" if self._config.on_failure == "restart" else "all workers are lost"
+            why = "on_failure is restart" if self._config.on_failure == "restart" else "all workers fail"
             attempts.restart_all(why, max(verdict.delay_s for verdict in verdicts), line=self._resizing.line)
         elif entry is not None:
             self._telling.generation(entry)
 
     def _write(self, deaths: list[Death], detected: float) -> Entry | None:
-        """The generation that follows. Among several machines a lost worker is replaced by its own; alone, the others
+        """The generation that follows. Among several machines a failed worker is replaced by its own; alone, the others
         may go on without it.
         """
         attempts = self._attempts
         shrinks = self._alone and self._resizing.shrinks(attempts.now.goodbyes())
-        stay = sorted(set(attempts.places.ranks) - attempts.roster.lost) if shrinks else []
+        stay = sorted(set(attempts.places.ranks) - attempts.roster.failed) if shrinks else []
         return attempts.now.next_generation(deaths, detected, stay)
 
-    def _answer(self, entry: Entry, lost: Lost, verdicts: list[Verdict]) -> bool:
+    def _answer(self, entry: Entry, failed: Failed, verdicts: list[Verdict]) -> bool:
         """Do what the generation says. Returns whether all have to start again instead."""
         attempts, resizing = self._attempts, self._resizing
         if entry.kind is Kind.HAND_ON:
@@ -108,9 +108,9 @@ class Losses:
             return False
         if len(entry.absent or ()) == len(entry.incarnations):
             return True  # nobody is left who could let a replacement in
-        resizing.expect([death.rank for _, death in lost], time.monotonic())
+        resizing.expect([death.rank for _, death in failed], time.monotonic())
         delay = self._config.reroute.rejoin_after_s if entry.absent is not None else 0.0
-        for (one, _), verdict in zip(lost, verdicts, strict=True):
+        for (one, _), verdict in zip(failed, verdicts, strict=True):
             attempts.roster.replace_in(max(verdict.delay_s, delay), one.local_rank)
         attempts.start_due()
         return False

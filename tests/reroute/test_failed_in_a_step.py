@@ -35,28 +35,28 @@ def variant(name: str) -> dict[str, str]:
     return {"SWIFT_RECOVERY_REROUTE_PLAN": name}
 
 
-def test_a_loss_comes_while_others_compute(jobs: Jobs) -> None:
+def test_a_failure_comes_while_others_compute(jobs: Jobs) -> None:
     """What they have just computed cannot be sent any more, and yet is not computed again."""
     args = ("--work-ms", "50", "--micro-batches", "3", "--steps", "4")
     once(jobs, [kill(3, 2, 2)], args)
 
 
 @pytest.mark.nightly
-def test_the_worker_that_gathers_losses_is_lost(jobs: Jobs) -> None:
+def test_the_worker_that_gathers_losses_fails(jobs: Jobs) -> None:
     """Stage 1 has its sum by then, and computes nothing again: its losses are known to its peer."""
     once(jobs, [kill(2, 3, 1, "reroute.step")])
 
 
-def test_who_has_sent_gradients_is_lost_after_its_update(jobs: Jobs) -> None:
+def test_who_has_sent_gradients_fails_after_its_update(jobs: Jobs) -> None:
     """Rank 1 reads late. Nobody can make its gradients again after the update, so it is not made before it has them."""
     once(jobs, [kill(3, 2, 1, "reroute.step")], ("--slow-ms", "100", "--steps", "4"))
 
 
-def test_two_workers_of_three_pipelines_are_lost_in_a_step(jobs: Jobs) -> None:
+def test_two_workers_of_three_pipelines_fail_in_a_step(jobs: Jobs) -> None:
     once(jobs, [kill(3, 3, 4), kill(4, 3, 6)], nproc=6)
 
 
-def test_the_last_worker_of_a_stage_is_lost(jobs: Jobs) -> None:
+def test_the_last_worker_of_a_stage_fails(jobs: Jobs) -> None:
     """Then the job goes back to its beginning: there is no checkpoint."""
     result = go(jobs, [kill(2, 3, 4), kill(3, 3, 6)])
     assert result.kinds("restart"), result.tail()
@@ -69,7 +69,7 @@ TIED_CASES = {
     "last_stage": [kill(3, 3, 6)],
     "sum": [kill(2, 3, 1, "reroute.reduce")],
     "one_has_the_sum": [kill(1, 3, 1, "reroute.step")],
-    # The last stage has the sum of both, of which the lost worker computed a part; the first stage has not.
+    # The last stage has the sum of both, of which the failed worker computed a part; the first stage has not.
     "one_stage_has_the_sum": [kill(0, 3, 13, "lane.send")],
     "both_stages": [kill(0, 3, 3), kill(3, 4, 5)],
 }
@@ -139,7 +139,7 @@ def test_every_place(jobs: Jobs, rank: int, point: str, nth: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("later", (0, 1), ids=("same-step", "next-step"))
 @pytest.mark.parametrize("first", range(6))
-def test_two_losses_of_three_pipelines(jobs: Jobs, first: int, later: int) -> None:
+def test_two_failures_of_three_pipelines(jobs: Jobs, first: int, later: int) -> None:
     draw = random.Random(10 * first + later)
     for second in range(6):
         ends = {first, second} in ({0, 3}, {1, 4}, {2, 5})
@@ -158,7 +158,7 @@ def test_four_stages(jobs: Jobs, rank: int, plan: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("first", "second"), [(0, 3), (2, 5), (4, 6), (7, 2), (3, 4)])
-def test_two_losses_of_four_stages(jobs: Jobs, first: int, second: int) -> None:
+def test_two_failures_of_four_stages(jobs: Jobs, first: int, second: int) -> None:
     draw = random.Random(first)
     faults = [kill(first, 3, draw.randint(1, ROW)), kill(second, 3, draw.randint(ROW, ROW + 4))]
     once(jobs, faults, ("--stages", "4"), 8)
@@ -170,14 +170,14 @@ LONG = ("--steps", "16", "--work-ms", "30", "--micro-batches", "2")
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["lane.knock", "lane.agreed", "recovery.installed", "reroute.action"])
-def test_a_replacement_is_lost_again(jobs: Jobs, point: str) -> None:
+def test_a_replacement_fails_again(jobs: Jobs, point: str) -> None:
     again = Fault(3, ANY_STEP, point, "SIGKILL", incarnation=1)
     assert len(once(jobs, [kill(3, 2, 3), again], LONG).struck) == 2
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["lane.let_in", "lane.agreed", "recovery.installed"])
-def test_a_survivor_is_lost_while_a_replacement_is_let_in(jobs: Jobs, point: str) -> None:
+def test_a_survivor_fails_while_a_replacement_is_let_in(jobs: Jobs, point: str) -> None:
     once(jobs, [kill(3, 2, 3), Fault(0, ANY_STEP, point, "SIGKILL")], LONG)
 
 

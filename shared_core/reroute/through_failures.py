@@ -1,4 +1,4 @@
-"""How every part of a re-routed step goes on after a loss: by another attempt, on the next lane."""
+"""How every part of a re-routed step goes on after a failure: by another attempt, on the next lane."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shared_core.errors import LaneBroken
 T = TypeVar("T")
 
 
-def through_losses(attempt: Callable[[], T], leave_lane: Callable[[], None]) -> T:
-    """Call ``attempt`` until no loss interrupts it.
+def through_failures(attempt: Callable[[], T], leave_lane: Callable[[], None]) -> T:
+    """Call ``attempt`` until no failure interrupts it.
 
     Args:
         attempt: forms a lane where there is none, and goes on where the attempt before was interrupted.

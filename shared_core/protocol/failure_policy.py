@@ -1,4 +1,6 @@
-"""What to do about a loss: pure decisions of plain data (budget, crash loops, back-off), testable without a process."""
+"""What to do about a failure: pure decisions of plain data (budget, crash loops, back-off),
+testable without a process.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def _place(trace: str) -> str:
 
 @dataclass(frozen=True)
 class Death:
-    """One lost worker.
+    """One failed worker.
 
     Attributes:
         rank: logical rank.
@@ -106,8 +108,8 @@ class Verdict:
 
 
 @dataclass
-class LossBook:
-    """Counts losses and judges each.
+class FailureBook:
+    """Counts failures and judges each.
 
     Attributes:
         budget: replacements left.
@@ -159,9 +161,9 @@ class LossBook:
         self.budget -= 1
         return True
 
-    def count_once(self, lost: int) -> None:
+    def count_once(self, failed: int) -> None:
         """So many ranks were judged, and a restart of all, which counts once, answers them."""
-        self.budget += lost - 1
+        self.budget += failed - 1
 
     def forget_ranks(self) -> None:
         """The ranks are renumbered: no count of consecutive deaths carries over."""

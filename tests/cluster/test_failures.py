@@ -1,10 +1,10 @@
-"""What follows a loss, without any process."""
+"""What follows a failure, without any process."""
 
 from __future__ import annotations
 
 import pytest
 
-from shared_core.protocol.loss_policy import BACK_OFF_S, Death, LossBook, RaisedError
+from shared_core.protocol.failure_policy import BACK_OFF_S, Death, FailureBook, RaisedError
 
 
 def death(rank: int = 1, code: int = -9, boundaries: int = 0, error: RaisedError | None = None) -> Death:
@@ -15,8 +15,8 @@ def raised(message: str = "bad", line: int = 3) -> RaisedError:
     return RaisedError(f"ValueError: {message}", f"train.py:{line}")
 
 
-def test_losses_are_replaced_until_the_budget_is_spent() -> None:
-    book = LossBook(budget=2)
+def test_failures_are_replaced_until_the_budget_is_spent() -> None:
+    book = FailureBook(budget=2)
     assert [book.judge(death(rank)).action for rank in (0, 1)] == ["replace", "replace"]
     end = book.judge(death(2))
     assert (end.action, "--max-restarts" in end.reason) == ("end", True)
@@ -24,7 +24,7 @@ def test_losses_are_replaced_until_the_budget_is_spent() -> None:
 
 
 def test_a_row_of_like_deaths_without_progress_ends_the_job() -> None:
-    book = LossBook(budget=100)
+    book = FailureBook(budget=100)
     first = death(code=-11, boundaries=5)
     verdicts = [book.judge(first), book.judge(death(code=-11, boundaries=5)), book.judge(death(code=-11, boundaries=5))]
     assert [verdict.action for verdict in verdicts] == ["replace", "replace", "end"]
@@ -36,13 +36,13 @@ def test_a_row_of_like_deaths_without_progress_ends_the_job() -> None:
     "other", [death(rank=2), death(boundaries=1), death(code=-11)], ids=["rank", "progress", "signal"]
 )
 def test_a_death_of_another_kind_breaks_the_row(other: Death) -> None:
-    book = LossBook(budget=100)
+    book = FailureBook(budget=100)
     deaths = [death(), death(), other, death(boundaries=other.boundaries)]
     assert [book.judge(one).action for one in deaths[:3]] == ["replace"] * 3
 
 
 def test_the_same_exception_at_the_same_place_twice_is_shown_once() -> None:
-    book = LossBook(budget=100)
+    book = FailureBook(budget=100)
     first = death(code=1, error=raised())
     assert book.judge(first).action == "replace"
     end = book.judge(death(code=1, error=raised()))
@@ -51,20 +51,20 @@ def test_the_same_exception_at_the_same_place_twice_is_shown_once() -> None:
 
 def test_a_mistake_in_the_program_is_not_tried_again() -> None:
     mistake = RaisedError("ConfigError: no such option\nat all", "train.py:3")
-    end = LossBook(budget=100).judge(death(code=1, error=mistake))
+    end = FailureBook(budget=100).judge(death(code=1, error=mistake))
     assert (end.action, end.first and end.first.error) == ("end", mistake)
     assert end.reason == "rank 1 raised ConfigError: no such option at all (at train.py:3), as any replacement would"
 
 
 def test_exceptions_elsewhere_or_after_progress_are_not_the_same() -> None:
-    book = LossBook(budget=100)
+    book = FailureBook(budget=100)
     assert book.judge(death(code=1, error=raised())).action == "replace"
     assert book.judge(death(code=1, error=raised(line=9))).action == "replace"
     assert book.judge(death(code=1, boundaries=4, error=raised())).action == "replace"
 
 
 def test_exceptions_that_differ_in_words_only_are_a_crash_loop() -> None:
-    book = LossBook(budget=100)
+    book = FailureBook(budget=100)
     deaths = [death(code=1, error=raised(f"at {when}")) for when in range(3)]
     assert [book.judge(one).action for one in deaths] == ["replace", "replace", "end"]
 
