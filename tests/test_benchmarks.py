@@ -58,7 +58,7 @@ def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_curves_are_drawn_from_the_rows_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = [point for point in recovery_curves.POINTS if point.curve in (recovery_curves.PLACE, recovery_curves.SIZE)]
-    loss = recovery_curves.Loss(0.125, 0.1, 0.01)
+    loss = recovery_curves.Failure(0.125, 0.1, 0.01)
     measured = {("swift", point): loss for point in points} | {("torchrun", points[0]): replace(loss, stall_s=6.0)}
     rows = recovery_curves.rows_of(measured) + [
         at_most(f"{size} simulated workers", scale.AGREED, took, "s", 1.0) for size, took in ((8, 0.02), (1000, 0.5))

@@ -192,7 +192,7 @@ BACK: dict[str, tuple[list[str], list[Fault], str]] = {
     "nobody_is_left_who_could_let_in": (
         ["--let-in-at", "99"],
         [Fault(1, 4, "lane.wait", "SIGKILL", nth=3), Fault(0, 9, "lane.wait", "SIGKILL")],
-        "all workers fail",
+        "all workers failed",
     ),
 }
 

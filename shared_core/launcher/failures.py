@@ -83,7 +83,7 @@ class Failures:
             self._fail(ending)
         elif restart:
             self._book.count_once(len(deaths))
-            why = "on_failure is restart" if self._config.on_failure == "restart" else "all workers fail"
+            why = "on_failure is restart" if self._config.on_failure == "restart" else "all workers failed"
             attempts.restart_all(why, max(verdict.delay_s for verdict in verdicts), line=self._resizing.line)
         elif entry is not None:
             self._telling.generation(entry)

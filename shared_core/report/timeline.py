@@ -318,7 +318,7 @@ _COLORS = {
 
 def _line(event: Event, start: float, color: bool) -> str:
     who = f"rank {event.rank}" if event.rank >= 0 else "job"
-    kind = f"{event.kind:<15}"
+    kind = f"{event.kind:<17}"
     if color and event.kind in _COLORS:
         kind = f"\x1b[{_COLORS[event.kind]}m{kind}\x1b[0m"
     say = _WORDS.get(event.kind, _any_fields)

@@ -113,7 +113,7 @@ show(rank=me.rank, restart=me.restart, generation=me.generation, incarnation=me.
     assert job.code == 0, job.stderr
     assert sorted(one["rank"] for one in shown(job)) == [0, 1]
     assert all((one["restart"], one["generation"], one["incarnation"]) == (1, 0, 0) for one in shown(job))
-    assert job.of("restart")[0].fields["reason"] == "all workers fail"
+    assert job.of("restart")[0].fields["reason"] == "all workers failed"
     assert len(job.of("start")) == 2
 
 

@@ -97,7 +97,7 @@ class Job:
             or (written.kind is Kind.HAND_ON and not written.stay)
             or len(written.absent or ()) == len(self.ranks)
         ):
-            self.restart("all workers fail")
+            self.restart("all workers failed")
         elif written.kind is not Kind.HAND_ON:
             for worker in failed:
                 self.replacement(worker.rank)

@@ -55,7 +55,7 @@ def test_moves_cost_time() -> None:
     assert normalise(TOPOLOGY, failed, moving=[100], iterations=4).moving == 100
     with pytest.raises(ConfigError, match="moving needs 1 value or one for each of 4 stages, got 2"):
         normalise(TOPOLOGY, failed, moving=[1, 2])
-    with pytest.raises(ConfigError, match="all 3 workers of stage 1 fail"):
+    with pytest.raises(ConfigError, match="all 3 workers of stage 1 failed"):
         normalise(TOPOLOGY, places((0, 1), (1, 1), (2, 1)))
 
 

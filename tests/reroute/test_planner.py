@@ -164,7 +164,7 @@ def test_who_computes_what() -> None:
     assert {route[0, 1, j] for j in range(4)} == {Worker(1, 1)}
     one = deal(topology, workers((1, 0), (3, 0)), times=slow, ordered=True)
     assert set(one.values()) == {Worker(0, 0)}, "15 micro-batches there take less than 10 at the slow one"
-    with pytest.raises(ConfigError, match="all 2 workers of stage 1 fail: nobody holds its parameters"):
+    with pytest.raises(ConfigError, match="all 2 workers of stage 1 failed: nobody holds its parameters"):
         plan(Topology(2, 2, 2), workers((0, 1), (1, 1)))
     with pytest.raises(ConfigError, match="failed worker 5:0 does not exist: there are 2 pipelines of 2 stages"):
         plan(Topology(2, 2, 2), workers((5, 0)))

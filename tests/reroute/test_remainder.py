@@ -114,5 +114,5 @@ def test_a_failure_after_its_stage_has_stepped() -> None:
 
 def test_nobody_left() -> None:
     first = plan(Topology(2, 2, 2), [Worker(0, 1)])
-    with pytest.raises(ConfigError, match="all 2 workers of stage 1 fail"):
+    with pytest.raises(ConfigError, match="all 2 workers of stage 1 failed"):
         replan(first, {}, [Worker(1, 1)])
