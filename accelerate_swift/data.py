@@ -90,9 +90,9 @@ class Gate:
         return len(self._tracked.loader)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the next pass is one that a predecessor has begun."""
-        return self._tracked.goes_on
+    def continues(self) -> bool:
+        """Whether the next pass is one that a failed worker has begun."""
+        return self._tracked.continues
 
     def __iter__(self) -> Iterator[Any]:
         loop, watch = self._watch.loop, self._watch
@@ -119,7 +119,7 @@ class _Bare(Gate):
 class _Synchronized(list[Any]):
     """The generators that Accelerate makes equal in all ranks when a pass begins.
 
-    There are none where a predecessor has begun the pass: the others did so in an earlier batch.
+    There are none where a failed worker has begun the pass: the others did so in an earlier batch.
     """
 
     def __init__(self, rng_types: Iterable[Any], below: Gate) -> None:
@@ -130,7 +130,7 @@ class _Synchronized(list[Any]):
         return list, (list(super().__iter__()),)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(()) if self._below.goes_on else super().__iter__()
+        return iter(()) if self._below.continues else super().__iter__()
 
 
 def _itself(loader: Any) -> Any:
@@ -138,21 +138,21 @@ def _itself(loader: Any) -> Any:
 
 
 class _Inner(Iterator[Any]):
-    """Iterates a loader, from a predecessor's place if it had begun this pass; no step boundaries."""
+    """Iterates a loader, from a failed worker's place if it had begun this pass; no step boundaries."""
 
     def __init__(self, tracked: TrackedLoader, skip: int) -> None:
         self._tracked, self._skip = tracked, skip
         self._position = iter(tracked.loader)
 
     def __next__(self) -> Any:
-        if self._tracked.goes_on:
+        if self._tracked.continues:
             self._skip = 0
             ahead = self._tracked.resume(self._position)
             return ahead[-1] if ahead else next(self._position)
         return self.next_here()
 
     def next_here(self) -> Any:
-        """The next item, where no predecessor has begun this pass."""
+        """The next item, where no failed worker has begun this pass."""
         while self._skip:
             self._skip -= 1
             next(self._position)
@@ -177,7 +177,7 @@ class _Boundaries(Iterator[Any]):
         if not self._begun:
             self._begun = True
             if self._loop.joining:
-                # The batch at hand is the one that the predecessor had at its boundary.
+                # The batch at hand is the one that the failed worker had at its boundary.
                 with self._loop.variables_held():
                     self._joined = self._loop.step_boundary()
                     return next(self._inner)

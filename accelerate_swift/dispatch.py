@@ -86,11 +86,11 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         if marks_boundaries:
             loop.activate(position)
             loop.walk(own[0]())
-            goes_on = loop.joining and loop.step_boundary()
+            continues = loop.joining and loop.step_boundary()
         else:
-            goes_on = self._tracked.goes_on
-        if goes_on:
-            ahead = self._ahead  # the predecessor's
+            continues = self._tracked.continues
+        if continues:
+            ahead = self._ahead  # the failed worker's
             items = self._tracked.resume(position)
             if self.state.process_index == 0:
                 ahead.batch = items[-1] if self.split_batches else concatenate(items[-ahead.items :], dim=0)

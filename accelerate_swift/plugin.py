@@ -44,7 +44,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         init_process_group: Accelerate's own handler for ``init_process_group``; only one of the two can be passed to
             it.
         options: options of :class:`shared_core.SwiftConfig`, by name: ``checkpoint={"dir": "checkpoints",
-            "resume": "always"}`` makes checkpoints of the job, from which the same command goes on by itself;
+            "resume": "always"}`` makes checkpoints of the job, from which the same command continues by itself;
             ``checkpoint={..., "resume_from": PATH}`` begins with a checkpoint of another command.
 
     Raises:
@@ -132,8 +132,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             yield epoch
 
     def steps(self, loader: Any) -> Iterator[tuple[int, Any]]:
-        """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; but a replacement goes on with its
-        predecessor's number, where ``enumerate`` would begin with 0.
+        """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; but a replacement continues with
+        its failed worker's number, where ``enumerate`` would begin with 0.
 
         Args:
             loader: as ``accelerator.prepare`` has returned it, or a progress bar around it.

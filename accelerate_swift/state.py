@@ -39,7 +39,7 @@ class RunState:
 
     def save_again(self, folder: str | None, save: Callable[[str | None], Any]) -> Any:
         """``save_state``; Accelerate names the folders itself and refuses one that exists, which in a replacement is
-        the one that its predecessor had begun.
+        the one that the failed worker had begun.
         """
         project = self._accelerator.project_configuration
         if not (self._job.env.incarnation or self._job.env.restart) or not project.automatic_checkpoint_naming:

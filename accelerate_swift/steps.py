@@ -15,7 +15,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._now: dict[int, int] = {}
-        #: Of the predecessor's passes that this replacement has not reached yet.
+        #: Of the failed worker's passes that this replacement has not reached yet.
         self._theirs: dict[int, int] = {}
 
     def over(self, loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:

@@ -1,4 +1,4 @@
-"""``SwiftTrainer``: ``transformers.Trainer`` that loses workers and goes on.
+"""``SwiftTrainer``: ``transformers.Trainer`` that loses workers and continues.
 
 ``transformers`` creates the process group with ``TrainingArguments``, before there is a Trainer. So importing this
 module in a worker of ``swiftrun`` is what makes the group one that survives.
@@ -32,8 +32,8 @@ _NAME = "transformers.state"
 _LAST = 3
 #: Numbers the calls of train() in this process, of all Trainers.
 _CALLS = count(1)
-#: In the place of a checkpoint's folder: go on in the middle of an epoch, but load nothing.
-_PLACE = "the predecessor's place"
+#: In the place of a checkpoint's folder: continue in the middle of an epoch, but load nothing.
+_PLACE = "the failed worker's place"
 
 
 class SwiftTrainer(transformers.Trainer):

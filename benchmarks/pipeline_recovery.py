@@ -6,7 +6,7 @@ sleeps instead of computing, so that a few cores are as good as one for each sta
 
 - stall: from the kill until the step has next returned on all ranks; part of it is the step itself;
 - delay: how much later than without the kill the job is once it is two steps beyond where it was;
-- replay: from the replacement's join until it is through the last step that its predecessor had finished; where all
+- replay: from the replacement's join until it is through the last step that the failed worker had finished; where all
   ranks are in one group, so that all go back to the checkpoint, from the first forward pass after that;
 - regained: until all ranks are beyond the furthest step that any had made before the kill;
 - recomputed: forward passes of micro-batches that a rank had made before.

@@ -67,7 +67,7 @@ FACTOR_TARGET = 8.0
 READY_TARGET_MS = 60.0
 #: Stall of FSDP2 and ZeRO-3 over that of DDP with a shard's parameters.
 SHARDED_TARGET = 2.0
-#: Seconds that a job goes on with fewer workers, starting them included, until it grows again.
+#: Seconds that a job continues with fewer workers, starting them included, until it grows again.
 GROW_AFTER_S = 4.0
 #: Seconds that a spare machine waits before the next fails, so that its standby has imported what it needs.
 SPARE_WAITS_S = 5.0
@@ -86,7 +86,7 @@ class System:
         every: steps between two checkpoints or commits.
         heartbeat_ms: torchft's heartbeat time-out.
         timeout_s: torchft's other time-outs.
-        resizes: the others go on without the failed worker, and the job grows again later.
+        resizes: the others continue without the failed worker, and the job grows again later.
         machines: whole machines are killed, and one more waits.
         model: its layers and their width.
         sharded: what divides the model: ``fsdp2``, with checkpoints of ``torch.distributed.checkpoint``, or ``zero3``;
@@ -257,7 +257,7 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
 
 
 def wait_for_a_moment(workers: Workers, traces: Traces, rng: random.Random, step_s: float, pace: int) -> None:
-    """Let the job go on until somewhere in a step, up to ``pace`` steps later: anywhere between two checkpoints."""
+    """Let the job continue until somewhere in a step, up to ``pace`` steps later: anywhere between two checkpoints."""
     target = traces.furthest() + rng.randint(5, pace)
     wait(traces, workers, lambda: traces.furthest() >= target)
     time.sleep(rng.random() * step_s)
@@ -329,7 +329,7 @@ def measure(failed: Sequence[int], at: float, workers: Workers, traces: Traces, 
 
 
 def resize(rank: int, workers: Workers, traces: Traces, events: Path) -> Kill:
-    """Kill a worker; wait until the others have gone on without it, in new processes, and until the job has grown."""
+    """Kill a worker; wait until the others have continued without it, in new processes, and until the job has grown."""
     before = traces.pids()
     killed, at = traces.lines[rank][-1]["pid"], time.time()
     os.kill(killed, signal.SIGKILL)
@@ -370,7 +370,7 @@ def wait(traces: Traces, workers: Workers, done: Any) -> None:
     while not done():
         workers.check()
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{workers.system} did not go on within {PATIENCE_S:.0f} s\n{workers.tail()}")
+            raise RuntimeError(f"{workers.system} did not continue within {PATIENCE_S:.0f} s\n{workers.tail()}")
         time.sleep(0.005)
         traces.refresh()
 

@@ -92,7 +92,7 @@ def _accelerate(net: nn.Module, optimizer: Any, out: Path, trace: Trace, begin: 
 
 
 def _shared(net: nn.Module, optimizer: Any, out: Path, trace: Trace, begin: float) -> None:
-    """The same training in a loop whose workers go on at once without a failed one."""
+    """The same training in a loop whose workers continue at once without a failed one."""
     import shared_core
 
     shared_core.install()

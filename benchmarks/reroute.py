@@ -11,7 +11,7 @@ good as one for each worker. Rows:
 - first re-routed: from the kill until the first forward of a failed worker's micro-batch begins at a peer;
 - extra: how much longer the step took in which the worker was killed; beside it what was predicted when the rest of the
   step was planned, which was after everybody had finished what he was at and was connected again;
-- let in: how much later the others are, when a replacement was let in, than they would be without;
+- admitted: how much later the others are, when a replacement was admitted, than they would be without;
 - two of a stage: with and without a survivor of the other stage that moves there;
 - straggler: a peer of the failed worker takes twice as long in forward and backward from some step on. The period until
   the plan for its new times holds, and from then on.
@@ -141,11 +141,11 @@ class Straggling(NamedTuple):
 
 @dataclass
 class Outcome:
-    """All phases of a case, what letting a replacement in took, and periods with a straggler."""
+    """All phases of a case, what admitting a replacement took, and periods with a straggler."""
 
     case: Case
     phases: list[Phase] = field(default_factory=list)
-    let_in_s: float | None = None
+    admitted_s: float | None = None
     straggling: Straggling | None = None
 
 
@@ -207,7 +207,7 @@ class Run:
             last = outcome.phases[-1]
             say(f"{case.name}: failed {worker}: period {last.period_s:.3f} s (slots {case.slots(failed):.3f} s)")
             if case.rejoins:
-                outcome.let_in_s = self.await_replacement(ranks, normal, outcome.phases[-1].period_s)
+                outcome.admitted_s = self.await_replacement(ranks, normal, outcome.phases[-1].period_s)
         if case.spreads:
             outcome.phases[-1] = self.spread(failed, ranks)  # the move came while that phase was measured
         if case.straggler is not None:
@@ -267,13 +267,13 @@ class Run:
         return Phase(vacant, period, self.expected(vacant), os.getloadavg()[0], moved_s=took_s, moves=moves)
 
     def await_replacement(self, others: Sequence[int], normal_s: float, re_routed_s: float) -> float:
-        """How much later the others are for having let a replacement in."""
-        self.when(lambda: len(self.events("let_in")) > 0)
-        at = self.events("let_in")[0].time
+        """How much later the others are for having admitted a replacement."""
+        self.when(lambda: len(self.events("admitted")) > 0)
+        at = self.events("admitted")[0].time
         self.traces.refresh()
         before = min(max(step for step, end in self.ends(rank).items() if end <= at) for rank in others)
         self.until(before + 3, others)
-        # The step after the letting in, as compared with one with all workers; it fills the pipeline again.
+        # The step after the admitting, as compared with one with all workers; it fills the pipeline again.
         took = max(self.ends(rank)[before + 1] - self.ends(rank)[before] for rank in others)
         return took - normal_s
 
@@ -298,8 +298,8 @@ def rows_of(outcome: Outcome) -> list[Row]:
     emulated = COMPUTE[case.compute].slot_s > 0
     normal = outcome.phases[0].period_s
     pipelines = case.topology.pipelines
-    if outcome.let_in_s is not None:
-        return [at_most(case.name, "let in: later than without, in steps", outcome.let_in_s / normal, "steps", 1.0)]
+    if outcome.admitted_s is not None:
+        return [at_most(case.name, "admitted: later than without, in steps", outcome.admitted_s / normal, "steps", 1.0)]
     if outcome.straggling is not None:
         found = outcome.straggling
         return [
@@ -384,7 +384,7 @@ def _slots(topology: Topology) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a target is missed."""
-    parser = arguments("reroute", "Pipelines that go on without failed workers.")
+    parser = arguments("reroute", "Pipelines that continue without failed workers.")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains this")
     options = parser.parse_args(argv)
     leave_nothing()

@@ -62,7 +62,7 @@ class Fronts:
         self._members = {"0": members_text(range(env.world_size)), f"near{first}": members_text(near)}
 
     def front(self, boundaries: Sequence[StepBoundary] | None = None) -> Frontier:
-        """Of a survivor, or of a replacement whose predecessor has passed two step boundaries."""
+        """Of a survivor, or of a replacement whose failed worker has passed two step boundaries."""
         env = self._env
         if env.incarnation:
             passed = tuple(
@@ -124,7 +124,7 @@ def worker(rank: int, incarnation: int, world_size: int, folder: Path, heard: An
 
 
 def process(ranks: Sequence[int], world_size: int, folders: Any, heard: Any, over: Any) -> None:
-    """Simulated workers of some ranks. The replacement is a thread of its predecessor's process."""
+    """Simulated workers of some ranks. The replacement is a thread of the failed worker's process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = folders.get()
     threads = [

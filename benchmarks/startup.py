@@ -1,4 +1,4 @@
-"""What a script's start-up adds to a failure, with and without a prepared standby, and what one costs while it waits.
+"""What a script's start-up adds to a failure, with and without a hot standby, and what one costs while it waits.
 
 Plain DDP on a 6-layer MLP of width 512 with four workers. Before its loop the script takes 8 s, half of them computing.
 The last rank is killed (SIGKILL), when its standby is prepared where it has one; the cases take turns.
@@ -70,7 +70,7 @@ class Run:
         """Kill the rank, and return the stall."""
         self.wait("step", lambda: (self.out / f"trace{RANK}.jsonl").exists())
         if self._prepared:
-            self.wait("prepared standby", lambda: bool(self.events("prepared")))
+            self.wait("hot standby", lambda: bool(self.events("prepared")))
         time.sleep(0.5)
         [start] = self.events("start")
         os.kill(start.fields["pids"][str(RANK)], signal.SIGKILL)
@@ -112,7 +112,7 @@ def measure(folder: Path, rounds: int, turns: int) -> list[Row]:
 
 def _meanwhile(run: Run, turns: int) -> list[Row]:
     """What a standby costs while it waits, and while it is prepared."""
-    run.wait("prepared standby", lambda: len(run.events("prepared")) > 1)
+    run.wait("hot standby", lambda: len(run.events("prepared")) > 1)
     pid = run.events("prepared")[-1].fields["pid"]
     spans: dict[signal.Signals, list[tuple[float, float]]] = {signal.SIGCONT: [], signal.SIGSTOP: []}
     begun, used = time.time(), _processor_s(pid)
@@ -141,9 +141,7 @@ def _processor_s(pid: int) -> float:
 
 
 def main() -> int:
-    parser = arguments(
-        "startup", "Stall of a failure in a script that starts slowly, with and without a prepared standby."
-    )
+    parser = arguments("startup", "Stall of a failure in a script that starts slowly, with and without a hot standby.")
     options = parser.parse_args()
     leave_nothing()
     with scratch() as folder:

@@ -14,7 +14,7 @@ _HANDLED = ("", "lightning", *_SOURCES)
 
 
 class _Quiet(logging.Filter):
-    """Drops what Lightning says below a warning, until a replacement has its predecessor's place.
+    """Drops what Lightning says below a warning, until a replacement has the failed worker's place.
 
     Args:
         job: of this worker.

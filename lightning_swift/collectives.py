@@ -16,7 +16,7 @@ _BROADCAST_BYTES = 1024
 
 
 class CollectiveStrategy(ParallelStrategy):
-    """A strategy whose collectives can be left out, and whose sources go on with what was delivered.
+    """A strategy whose collectives can be left out, and whose sources continue with what was delivered.
 
     It stands before the strategy of Lightning's whose collectives these are.
 
@@ -36,7 +36,7 @@ class CollectiveStrategy(ParallelStrategy):
         return tensor if self.quiet else super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As Lightning's, except that the source, too, goes on with what was delivered.
+        """As Lightning's, except that the source, too, continues with what was delivered.
 
         Decisions that rest on the clock or on files (a time limit, the name of a checkpoint) may come out differently
         when a replacement on the source rank takes them again; its peers already act on the first one.

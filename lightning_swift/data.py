@@ -110,7 +110,7 @@ class Data:
         """Put back what :meth:`capture` took.
 
         Args:
-            data: from this rank's predecessor.
+            data: from this rank's failed worker.
             resized: of another number of workers.
             copied: it is that of a peer, who reads another part of the data.
         """

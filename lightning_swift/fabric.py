@@ -97,7 +97,7 @@ class _Surviving(ParallelStrategy):
 
 
 class SwiftFabricStrategy(_Surviving, DDPStrategy):
-    """Fabric's ``DDPStrategy`` in which a run goes on through the failure of workers, bit for bit.
+    """Fabric's ``DDPStrategy`` in which a run continues through the failure of workers, bit for bit.
 
     The script's loop must say where epochs and batches begin, see :func:`lightning_swift.attach`. With ``python
     train.py`` and several devices the script is started again under ``swiftrun``.
@@ -124,8 +124,8 @@ class SwiftFabricStrategy(_Surviving, DDPStrategy):
 
 
 class SwiftFabricFSDPStrategy(_Surviving, ModelParallelStrategy):
-    """Fabric's ``ModelParallelStrategy`` in which a run with FSDP2 or HSDP goes on through the failure of workers, bit
-    for bit. Data, and the model with them, are divided over all workers.
+    """Fabric's ``ModelParallelStrategy`` in which a run with FSDP2 or HSDP continues through the failure of workers,
+    bit for bit. Data, and the model with them, are divided over all workers.
 
     Args:
         parallelize_fn: given a module and the device mesh, calls ``fully_shard`` with ``mesh["data_parallel"]``, or

@@ -104,7 +104,7 @@ class FabricLoop:
         return self._loaders
 
     def _early(self) -> None:
-        """In a replacement, before the epoch of its predecessor begins: it runs the epoch from its start."""
+        """In a replacement, before the epoch of the failed worker begins: it runs the epoch from its start."""
         assert self.loop.job is not None
         published: Mapping[str, Any] | None = self.loop.job.peek(_PASSES)
         if published is not None and published["call"] == self._call:

@@ -1,6 +1,6 @@
 """Log files after the failure of rank 0: the same version, every row once.
 
-A replacement reuses the version its predecessor chose (noted on disk when it was chosen), writes nothing before it
+A replacement reuses the version the failed worker chose (noted on disk when it was chosen), writes nothing before it
 joins, and at the join cuts each file to the length it had at the step boundary; the batch it runs again then writes its
 rows again.
 """
@@ -35,12 +35,12 @@ def _joining() -> bool:
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
-#: By id of a logger: the version that a run had which goes on from a checkpoint.
+#: By id of a logger: the version that a run had which continues from a checkpoint.
 _former: dict[int, Any] = {}
 
 
 def _take_up_version(logger: Logger, version: Any) -> None:
-    """Have a logger that has opened nothing yet go on in the folder of its predecessor's."""
+    """Have a logger that has opened nothing yet continue in the folder of the failed worker's."""
     if compat.opened(logger) is not None:
         return
     # Asked for here, so that a later logger of the same folder finds the version that is its own in the notes.
@@ -87,7 +87,7 @@ class SwiftExperimentWriter(csv_logs.ExperimentWriter):
     rows = 0
 
     def _check_log_dir_exists(self) -> None:
-        if not _joining():  # the folder is our predecessor's
+        if not _joining():  # the folder is the failed worker's
             super()._check_log_dir_exists()
 
     def save(self) -> None:
@@ -183,7 +183,7 @@ def _watch_additions(writer: Any) -> None:
 
 
 def _restore_tensorboard(logger: TensorBoardLogger, data: Mapping[str, Any]) -> None:
-    """Drop what this process wrote while starting up, cut the predecessor's files, go on in its current one."""
+    """Drop what this process wrote while starting up, cut the failed worker's files, continue in its current one."""
     experiment = logger.experiment
     own = [compat.file_of(writer) for writer in compat.event_writers(logger)]
     experiment.close()
@@ -301,7 +301,7 @@ class Missed:
         return {"boundary": self._job.position.boundaries, "rows": list(self._rows)}
 
     def _restore(self, data: Mapping[str, Any]) -> None:
-        """Of a peer: in a replacement of rank 0, go on where its predecessor had published its logs."""
+        """Of a peer: in a replacement of rank 0, continue where the failed worker had published its logs."""
         if self._job.rank != 0:
             self._rows = list(data["rows"])
             return

@@ -58,7 +58,7 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
                 ) from stop
             if not self.done and not compat.validates_next(self, data_fetcher):
                 return
-            # What follows talks to all workers. A replacement is let in at a step boundary, so this is one.
+            # What follows talks to all workers. A replacement is admitted at a step boundary, so this is one.
             sharing.behind = True
             strategy.step_boundary(accumulating=compat.accumulates(self))
         sharing.wait_for_all()
@@ -67,7 +67,7 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
     def _broadcast_sigterm_tensor(self) -> None:
         """Nothing: :class:`SwiftSignalConnector` never sets the flag that rank 0 would give out here.
 
-        Lightning also drops whatever error this collective meets, so the rank would go on beside the others.
+        Lightning also drops whatever error this collective meets, so the rank would continue beside the others.
         """
 
 
@@ -86,7 +86,7 @@ class SwiftFitLoop(compat.FitLoop):
     """
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        # A replacement gets its predecessor's place at the step boundary. The file may be newer than that
+        # A replacement gets the failed worker's place at the step boundary. The file may be newer than that
         # (ckpt_path="last"), even of the end, and then no step boundary would follow.
         if not _strategy(self.trainer).joining:
             super().load_state_dict(state_dict, prefix)

@@ -125,7 +125,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
         )
         if self.config.resizes:
             raise Unsupported(
-                "a pipeline cannot go on with another number of workers: use on_failure='replace' or 'restart', and "
+                "a pipeline cannot continue with another number of workers: use on_failure='replace' or 'restart', and "
                 "leave resize.replace_timeout_s out"
             )
         self.stages = stages
@@ -244,7 +244,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
     averages = False
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
-        """Make the groups, the layers and the engine that the predecessor made in this call."""
+        """Make the groups, the layers and the engine that the failed worker made in this call."""
         self.setup(trainer)
         if ended is not None:
             self.put_back(ended)

@@ -134,7 +134,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_CALLBACKS}:ModelCheckpoint._train_time_interval", "it asks rank 0 in every batch; refused"),
     # -- loggers
     (f"{_LOGGERS}:CSVLogger._experiment", "the writer, without making one"),
-    (f"{_LOGGERS}:CSVLogger._version", "a run that was started before goes on in its folder"),
+    (f"{_LOGGERS}:CSVLogger._version", "a run that was started before continues in its folder"),
     (f"{_LOGGERS}:TensorBoardLogger._experiment", "as for CSV"),
     (f"{_LOGGERS}:TensorBoardLogger._version", "as for CSV"),
     (f"{_LOGGERS}:WandbLogger._wandb_init", "which run to write to is known only when the logger has been made"),
@@ -142,13 +142,13 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_LOGGERS}:MLFlowLogger._run_id", "the same"),
     (f"{_LOGGERS}:MLFlowLogger._prefix", "what it puts before the names of metrics"),
     ("torch.utils.tensorboard:SummaryWriter._get_file_writer(self)", "opens the files of a replacement"),
-    (f"{_EVENTS}:EventFileWriter._file_name", "files are cut to what the predecessor had published"),
+    (f"{_EVENTS}:EventFileWriter._file_name", "files are cut to what the failed worker had published"),
     (f"{_EVENTS}:EventFileWriter._general_file_writer", "and continued"),
-    (f"{_LOGGERS}.csv_logs:ExperimentWriter._check_log_dir_exists(self)", "the folder is the predecessor's"),
+    (f"{_LOGGERS}.csv_logs:ExperimentWriter._check_log_dir_exists(self)", "the folder is the failed worker's"),
     ("lightning.fabric.loggers.csv_logs:_ExperimentWriter._rewrite_with_new_header(self, fieldnames)", "made atomic"),
-    # -- patches: a replacement must reuse what its predecessor chose, in loggers that the script has made itself
+    # -- patches: a replacement must reuse what the failed worker chose, in loggers that the script has made itself
     (f"{_LOGGERS}.csv_logs:ExperimentWriter", "replaced: CSVLogger makes its writer by this name; no hook"),
-    ("lightning.fabric.loggers.csv_logs:CSVLogger._get_next_version(self)", "wrapped: the predecessor's version"),
+    ("lightning.fabric.loggers.csv_logs:CSVLogger._get_next_version(self)", "wrapped: the failed worker's version"),
     ("lightning.fabric.loggers.tensorboard:TensorBoardLogger._get_next_version(self)", "the same"),
     (f"{_LOGGERS}.tensorboard:TensorBoardLogger._get_next_version(self)", "the same"),
     # -- Fabric

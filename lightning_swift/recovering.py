@@ -99,7 +99,7 @@ class RecoveringStrategy(CollectiveStrategy):
         self._run_state = RunState(trainer, held=self.averages and not self.reroutes)
         self._begun = False
         self._run_state.register(self.job)
-        # Only rank 0 has any. A prepared standby of another rank goes on to its first batch.
+        # Only rank 0 has any. A hot standby of another rank continues to its first batch.
         logged = self.job.peek("lightning.loggers") if trainer.is_global_zero else None
         self._run_state.loggers.prepare(self.job, logged)
         if not self._listening:
@@ -145,7 +145,7 @@ class RecoveringStrategy(CollectiveStrategy):
         self.run_state.averages.load(ended["averages"])
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
-        """A replacement has skipped an entry call: make what its predecessor made in it with collectives.
+        """A replacement has skipped an entry call: make what the failed worker made in it with collectives.
 
         Args:
             trainer: its trainer.
@@ -160,7 +160,7 @@ class RecoveringStrategy(CollectiveStrategy):
 
     @property
     def joining(self) -> bool:
-        """Whether this is a replacement that has not reached its predecessor's place yet."""
+        """Whether this is a replacement that has not reached the failed worker's place yet."""
         return self.job is not None and self.job.joining
 
     @property
@@ -194,7 +194,7 @@ class RecoveringStrategy(CollectiveStrategy):
     # ---------------------------------------------------------------------------------------------------
 
     def step_boundary(self, accumulating: bool) -> None:
-        """The step boundary of a training batch; a replacement takes its predecessor's place in here."""
+        """The step boundary of a training batch; a replacement takes the failed worker's place in here."""
         if self.job is not None:
             # Hooks up to here, and the last batch.
             if self.run_state.averages.made(begun=self._begun):

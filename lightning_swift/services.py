@@ -65,7 +65,7 @@ class Services:
                 vars(logger)[_ROWS] = _Lazy(job, logger)
 
     def take_up(self, logger: Logger, run: str | None) -> None:
-        """Before a logger opens its run: have it take up the predecessor's."""
+        """Before a logger opens its run: have it take up the failed worker's."""
         if run is not None:
             compat.take_up_run(logger, run)
 

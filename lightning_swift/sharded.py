@@ -115,7 +115,7 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         """As in ``ModelParallelStrategy``; but a replacement whose place is further on leaves it out: the others take
-        no part any more, and its predecessor has taken it.
+        no part any more, and the failed worker has taken it.
         """
         if self.joining:
             return
@@ -124,7 +124,7 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """As in ``ModelParallelStrategy``; but a replacement whose place is further on reads no weights: the others
-        take no part any more, and it takes its predecessor's shard.
+        take no part any more, and it takes the failed worker's shard.
         """
         if not self.joining:
             return super().load_checkpoint(checkpoint_path, weights_only)

@@ -29,7 +29,7 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
     Args:
         standbys: processes kept ready to replace a failed worker, when this strategy starts ``swiftrun`` itself.
         on_failure: ``replace`` a failed worker, ``reroute``: have the others compute its batches too until a
-            replacement is there, ``shrink``: go on with fewer, or ``restart`` all from the newest checkpoint.
+            replacement is there, ``shrink``: continue with fewer, or ``restart`` all from the newest checkpoint.
         data: ``restore``, ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         checkpoint_dir: where checkpoints for ``restart`` are written.
         checkpoint_every_steps: step boundaries between two of them; 0 writes none.

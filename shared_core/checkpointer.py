@@ -1,7 +1,7 @@
 """Checkpoints of a script in plain PyTorch, without ``swiftrun``: one process, or data parallel under torchrun.
 
 It measures what a checkpoint costs and decides when the next one pays; the script names what it trains and nothing
-else. Nobody replaces a failed worker here: the next start of the script goes on from the newest checkpoint, in the
+else. Nobody replaces a failed worker here: the next start of the script continues from the newest checkpoint, in the
 middle of an epoch, with the bits of a run that was not interrupted.
 """
 
@@ -64,7 +64,7 @@ _made = 0
 
 
 class Checkpointer(TrainingLoop):
-    """Checkpoints when they pay, written while training continues, and the loop that goes on from them.
+    """Checkpoints when they pay, written while training continues, and the loop that continues from them.
 
     ::
 
@@ -199,7 +199,7 @@ class _NoReplacements:
     def between(self, phase: int, epoch: int | None, pass_: int) -> None:
         """The same."""
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         """The same."""
 
     @property
@@ -247,7 +247,7 @@ class Alone(_NoReplacements):
         self.register("hyperparameters", attached.groups, attached.restore_groups)
         wrapped = [each for each in models if isinstance(each, nn.parallel.DistributedDataParallel)]
         self._loose = Loose(self._replicated, {id(p) for ddp in wrapped for p in ddp.parameters()})
-        #: The script changes something outside updates: a snapshot cannot be copied while it goes on.
+        #: The script changes something outside updates: a snapshot cannot be copied while it continues.
         self._outside, self._watch = self._loose.own, Watch(self._replicated)
         self.register("loose", lambda: self._loose.capture() if self._outside else {}, self._loose.restore)
         for optimizer in optimizers:
@@ -342,7 +342,8 @@ class Alone(_NoReplacements):
             signal.signal(signal.SIGTERM, self._on_sigterm)
         atexit.register(self.close)
 
-    # -- going on ------------------------------------------------------------------------------------------------------
+    # -- continuing
+    # ------------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
         """Find the checkpoint to begin with, if there is one; rank 0 decides."""

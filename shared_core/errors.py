@@ -87,7 +87,8 @@ class ReplayDivergence(SwiftError, RuntimeError):
 
 
 class Deadlock(SwiftError, RuntimeError):
-    """Ranks wait for each other, so that none of them can ever go on. The job ends within seconds, not at a time-out.
+    """Ranks wait for each other, so that none of them can ever continue. The job ends within seconds, not at a
+    time-out.
 
     The message names the place where each of them waits. They do not make the same calls in the same order: look for a
     branch on the rank around a collective, a message that nobody sends, or ranks that run different numbers of batches.
@@ -110,7 +111,7 @@ class ReplicaMismatch(SwiftError, RuntimeError):
 
     The message names the first parameter that differs. Usual causes, the likeliest first: the script changes parameters
     in a way that depends on the rank, the ranks have built different models, or memory is damaged. With three or more
-    replicas a minority is replaced, and the job goes on. See
+    replicas a minority is replaced, and the job continues. See
     docs/how_it_works.md#what-a-script-changes-by-itself.
     """
 
@@ -195,7 +196,7 @@ class CollectiveTimeout(WaitTimeout, RuntimeError):
 class StorageFull(SwiftError, OSError):
     """There is no room to write a checkpoint. Earlier checkpoints are as they were.
 
-    A job goes on without a checkpoint that it makes by itself. Make room, or set ``checkpoint.dir`` to a larger disk.
+    A job continues without a checkpoint that it makes by itself. Make room, or set ``checkpoint.dir`` to a larger disk.
     ``checkpoint.keep`` and ``checkpoint.quota_bytes`` limit what checkpoints take:
     docs/checkpoint_files.md#when-storage-fails.
     """

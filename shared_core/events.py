@@ -32,7 +32,7 @@ KINDS = (
     "lane",
     "copying",
     "copied",
-    "let_in",
+    "admitted",
     "rerouted",
     "update_taken_back",
     "took_over",
@@ -65,7 +65,7 @@ _CALCULATED = frozenset(
         "replacement_ready",
         "recovered",
         "resumed",
-        "let_in",
+        "admitted",
     }
 )
 _SECONDS = ("detected", "ready_s", "start_s", "joined_s", "exchange_s", "stall_s")

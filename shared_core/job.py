@@ -1,9 +1,9 @@
 """The one face adapters use: attach what is trained, mark the step boundaries, register what only this rank has.
 
-A replacement runs the user's script from the start like its predecessor did; in its first :meth:`Job.step_boundary` of
-the right entry call it joins: it gets the replicated state from a survivor and the rank-local state that its
-predecessor had published, and from there on it runs the predecessor's batch again with logged results until it is level
-with the others.
+A replacement runs the user's script from the start like the failed worker did; in its first :meth:`Job.step_boundary`
+of the right entry call it joins: it gets the replicated state from a survivor and the rank-local state that its
+failed worker had published, and from there on it runs the failed worker's batch again with logged results until it is
+level with the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Job:
         updates: of the replicated state.
         checkpoints: of the job.
         options: those that the script gives.
-        lanes: by which the others go on without a failed rank.
+        lanes: by which the others continue without a failed rank.
         replays: for pipelines whose replacements run on from a checkpoint.
         news: events and recoveries.
         runtime: the process groups.
@@ -70,7 +70,7 @@ class Job:
 
     @property
     def reroutes(self) -> bool:
-        """Whether the others go on at once when a rank fails (``on_failure="reroute"``)."""
+        """Whether the others continue at once when a rank fails (``on_failure="reroute"``)."""
         return self.config.reroutes
 
     @property
@@ -141,7 +141,7 @@ class Job:
         self.parts.register(name, capture, restore, forward_mutated=forward_mutated, main=main)
 
     def peek(self, name: str) -> Any:
-        """The predecessor's newest published value of a registered name, or None; for what must be known before the
+        """The failed worker's newest published value of a registered name, or None; for what must be known before the
         join (log file names).
         """
         return self._worker.start.beginning.peek(name)
@@ -154,7 +154,7 @@ class Job:
             epoch: number of the epoch, of a loop that does not count epochs by :class:`TrainingLoop`.
 
         Returns:
-            Whether this process has just joined; then everything registered was restored to the predecessor's batch
+            Whether this process has just joined; then everything registered was restored to the failed worker's batch
             boundary.
         """
         return self._worker.boundaries.batch(accumulating, epoch)

@@ -1,7 +1,7 @@
-"""Epochs and batches of a training loop that the user writes: where a replacement takes its predecessor's place.
+"""Epochs and batches of a training loop that the user writes: where a replacement takes the failed worker's place.
 
-A replacement runs the script from its start. :meth:`TrainingLoop.epochs` begins with the predecessor's epoch, and the
-first batch that the replacement asks a training loader for is the predecessor's: there it joins.
+A replacement runs the script from its start. :meth:`TrainingLoop.epochs` begins with the failed worker's epoch, and the
+first batch that the replacement asks a training loader for is the failed worker's: there it joins.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shared_core.worker.sharded.own import Owner
 from shared_core.worker.variables.around import Walks, is_bare
 from shared_core.worker.variables.variables import Variables
 
-#: Passes of an epoch that a replacement may skip with the random generators that its predecessor had after each.
+#: Passes of an epoch that a replacement may skip with the random generators that the failed worker had after each.
 _ANCHORS = 8
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
 
@@ -88,7 +88,7 @@ _GIVE = (
 
 
 class _Warnings:
-    """Warns, once of each, of loops that a replacement cannot go on with as the script expects.
+    """Warns, once of each, of loops that a replacement cannot continue with as the script expects.
 
     Args:
         unmarked: what to say of an epoch that makes updates in batches that nothing marks.
@@ -177,7 +177,7 @@ class _Anchors:
             self.taken.pop(passes - _ANCHORS, None)
 
     def restore(self, taken: Mapping[int, bytes], passes: int) -> None:
-        """Put back what a predecessor has taken there."""
+        """Put back what a failed worker has taken there."""
         if passes not in taken:
             return
         found = loads(taken[passes])
@@ -223,10 +223,11 @@ class TrainingLoop:
     # -- what the user calls ------------------------------------------------------------------------------------------
 
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
-        """Numbers from ``start`` up to ``count``; a replacement begins with its predecessor's.
+        """Numbers from ``start`` up to ``count``; a replacement begins with the failed worker's.
 
         Code between the start of an epoch and its training loader is run by a replacement with the random generators
-        and registered values that its predecessor had there, but before it has the model's state: write no files there.
+        and registered values that the failed worker had there, but before it has the model's state: write no files
+        there.
 
         Args:
             count: end of the range.
@@ -250,7 +251,7 @@ class TrainingLoop:
             try:
                 for number in numbers if target is None else range(target["epoch"], count):
                     if self.job is not None:
-                        self._go_on(own[0](), number - start, target)
+                        self._carry_on(own[0](), number - start, target)
                     self._begin_epoch(number, target)
                     target = None
                     yield number
@@ -326,8 +327,8 @@ class TrainingLoop:
     ) -> Iterator[SharedStep]:
         """Steps of which any worker can compute any rank's share; the only loop for ``on_failure="reroute"``.
 
-        With it the workers go on at once when one fails: its peers compute its share of each global batch, and a
-        replacement is let in later. Without a failure, with other options and without ``swiftrun`` it is a
+        With it the workers continue at once when one fails: its peers compute its share of each global batch, and a
+        replacement is admitted later. Without a failure, with other options and without ``swiftrun`` it is a
         data-parallel loop as well::
 
             job = shared_core.attach(model, optimizer)        # no DistributedDataParallel around the model
@@ -399,7 +400,7 @@ class TrainingLoop:
         Args:
             job: of this worker.
             config: the options.
-            replays: replacements run the whole script, and so count and draw all that their predecessors did.
+            replays: replacements run the whole script, and so count and draw all that the failed workers did.
         """
         self.job, self._config, self._replays = job, config, replays
         self._loaders = self._anchors.loaders = Loaders(job, config)
@@ -414,7 +415,7 @@ class TrainingLoop:
 
     @property
     def joining(self) -> bool:
-        """Whether this is a replacement that has not reached its predecessor's place yet."""
+        """Whether this is a replacement that has not reached the failed worker's place yet."""
         return self.job is not None and self.job.joining
 
     @property
@@ -441,11 +442,13 @@ class TrainingLoop:
             raise Unsupported(_SHARED_STEPS_ONLY.format(_SHARED_STEPS[self._name]))
 
     def begin_round(self) -> bool:
-        """A training loader is about to be iterated. False in a replacement whose predecessor had finished with it."""
+        """A training loader is about to be iterated. False in a replacement whose failed worker had
+        finished with it.
+        """
         assert self.job is not None
         self._round += 1
         self._warnings.begins(self.job)
-        self.job.entries.goes_on()
+        self.job.entries.continues()
         self.job.checkpoints.note_reachable(self.epoch is not None or self._round == 1)
         target = self._target()
         if target is None:
@@ -496,7 +499,7 @@ class TrainingLoop:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _target(self) -> dict[str, Any] | None:
-        """The predecessor's place, in a replacement that has not joined."""
+        """The failed worker's place, in a replacement that has not joined."""
         if self.job is None or not self.joining:
             return None
         found: dict[str, Any] | None = self.job.peek(_PLACE)
@@ -517,7 +520,7 @@ class TrainingLoop:
             self._loaders.look_around(frame, self._phase)
 
     def _begin_epoch(self, number: int, target: Mapping[str, Any] | None) -> None:
-        """With the predecessor's place, if it is in this epoch."""
+        """With the failed worker's place, if it is in this epoch."""
         self.epoch, self._round = number, 0
         if self.job is None:
             return
@@ -545,8 +548,8 @@ class TrainingLoop:
                 console_once(f"around {where}", message)
         return found
 
-    def _go_on(self, epochs: Any, given: int, target: Mapping[str, Any] | None) -> None:
-        """``epochs`` gives the next number, in a replacement that of its predecessor's epoch."""
+    def _carry_on(self, epochs: Any, given: int, target: Mapping[str, Any] | None) -> None:
+        """``epochs`` gives the next number, in a replacement that of the failed worker's epoch."""
         if target is None:
             self._walks.look(epochs)
         else:

@@ -2,7 +2,7 @@
 
 Each logical rank's share of a step is a function of the parameters, the step and the rank: its data come from
 :class:`~shared_core.loaders.shards.Shards`, its random numbers from a seed. So no state of a loader is published, and
-a replacement that is let in has only to know the number of the step.
+a replacement that is admitted has only to know the number of the step.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class StepSharing:
             return
         if self._next != number:
             raise ConfigError(
-                f"wait_for_all() was called after backward() of step {number}: replacements are let in between "
+                f"wait_for_all() was called after backward() of step {number}: replacements are admitted between "
                 "steps, so "
                 "call it before"
             )
@@ -198,7 +198,7 @@ def shared_steps(sharing: StepSharing, epochs: int, position: Any, boundary: Cal
         sharing: computes them.
         epochs: how many.
         position: its attribute ``total_steps`` is the number of the next step; it is restored in a replacement.
-        boundary: marks the step boundaries; a replacement takes its predecessor's place in one.
+        boundary: marks the step boundaries; a replacement takes the failed worker's place in one.
     """
     while True:
         sharing.clear()

@@ -32,7 +32,7 @@ def options(folder: Path, every: int = 0, **more: Any) -> dict[str, str]:
 
 
 class Running:
-    """A job on this machine that goes on while the test looks.
+    """A job on this machine that continues while the test looks.
 
     Args:
         jobs: starts it.
@@ -191,7 +191,7 @@ def committed(folder: Path, world_size: int = 2) -> list[int]:
     return [each.step for each in saved(folder) if each.checkpoint.meta["world_size"] == world_size]
 
 
-def went_on_from(result: JobResult) -> set[int]:
-    """Step boundaries from which ranks say that they went on."""
+def continued_from(result: JobResult) -> set[int]:
+    """Step boundaries from which ranks say that they continued."""
     marker = "continues from the checkpoint at step boundary "
     return {int(line.split(marker)[1].split()[0]) for line in result.stderr.splitlines() if marker in line}

@@ -69,7 +69,7 @@ def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
 def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     result = jobs.run("acc.py")
     compare(result, jobs.reference("acc.py"))
-    assert "the loop at" not in result.stderr, result.tail()  # enumerate() goes on at its place
+    assert "the loop at" not in result.stderr, result.tail()  # enumerate() continues at its place
 
 
 def test_the_handler_alone_survives_failures_in_the_first_epoch_and_warns(jobs: Jobs) -> None:

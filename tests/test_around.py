@@ -14,7 +14,7 @@ _WITH_ACCELERATE = [Fault(1, 4, "bucket", "SIGKILL"), Fault(0, 16, "forward", "S
 
 
 @pytest.mark.parametrize("way", ["enumerate", "generator", "zip", "count", "both", "map"])
-def test_what_counts_for_itself_goes_on_at_its_place(way: str, jobs: Jobs) -> None:
+def test_what_counts_for_itself_continues_at_its_place(way: str, jobs: Jobs) -> None:
     jobs.check("around.py", args=[way], faults=FAILED)
 
 
@@ -27,7 +27,7 @@ CANNOT = [("first", "zip"), ("islice", "islice"), ("pairwise", "pairwise"), ("ow
 
 
 @pytest.mark.parametrize(("way", "name"), CANNOT)
-def test_what_cannot_go_on_is_refused_by_name(way: str, name: str, jobs: Jobs) -> None:
+def test_what_cannot_continue_is_refused_by_name(way: str, name: str, jobs: Jobs) -> None:
     result = jobs.run("around.py", args=[way], faults=[Fault(1, 5, "bucket", "SIGKILL")])
     compare(result, jobs.reference("around.py", args=[way]))
     [restart] = result.kinds("restart")

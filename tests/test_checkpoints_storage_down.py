@@ -1,4 +1,4 @@
-"""Storage is down when the job begins: training goes on, and checkpoints are written once it is up."""
+"""Storage is down when the job begins: training continues, and checkpoints are written once it is up."""
 
 from __future__ import annotations
 

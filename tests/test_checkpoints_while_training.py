@@ -139,7 +139,7 @@ def test_a_writer_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("failed", ["SIGKILL", pytest.param("os._exit", marks=pytest.mark.nightly)])
-def test_a_restart_goes_on_from_memory(jobs: Jobs, tmp_path: Path, failed: str) -> None:
+def test_a_restart_continues_from_memory(jobs: Jobs, tmp_path: Path, failed: str) -> None:
     """Nothing was ever written: the storage cannot be used. All workers start again from the snapshot in memory."""
     env = options(NOWHERE, every=5)
     args = ["--norm", "--steps", "20"]

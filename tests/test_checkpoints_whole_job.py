@@ -1,4 +1,4 @@
-"""The whole job is killed, or told to end: the same command, started again, goes on by itself."""
+"""The whole job is killed, or told to end: the same command, started again, continues by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from checkpointed import Running, committed, finished, options, running, went_on_from
+from checkpointed import Running, committed, continued_from, finished, options, running
 from harness import Jobs
 
 from shared_core.protocol.keys import ENDING
@@ -19,7 +19,7 @@ LONG = ["--norm", "--steps", "400"]
 RESTART = ["--on-failure=restart"]
 
 
-def kill_and_go_on(jobs: Jobs, folder: Path, seed: int) -> None:
+def kill_and_continue(jobs: Jobs, folder: Path, seed: int) -> None:
     """Kill the job at two random moments of its training, and let it end then."""
     chance = random.Random(seed)
     env = options(folder, every=chance.choice([1, 3, 10]))
@@ -37,24 +37,24 @@ def kill_and_go_on(jobs: Jobs, folder: Path, seed: int) -> None:
     with running(jobs, SCRIPT, ARGS, env=env, launcher_args=RESTART) as job:
         result = finished(job)
     compare(result, jobs.reference(SCRIPT, args=ARGS))
-    assert went_on_from(result) == newest, result.tail()
+    assert continued_from(result) == newest, result.tail()
     ran = {int(key.split()[1]) for report in result.reports.values() for key in report["counts"]}
     assert min(ran) == max(passed - 1, 0), (passed, min(ran))
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
-def test_killed_at_a_random_moment_it_goes_on_where_it_was(jobs: Jobs, tmp_path: Path, seed: int) -> None:
-    kill_and_go_on(jobs, tmp_path / "checkpoints", seed)
+def test_killed_at_a_random_moment_it_continues_where_it_was(jobs: Jobs, tmp_path: Path, seed: int) -> None:
+    kill_and_continue(jobs, tmp_path / "checkpoints", seed)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_killed_at_many_random_moments(jobs: Jobs, tmp_path: Path, seed: int) -> None:
-    kill_and_go_on(jobs, tmp_path / "checkpoints", seed)
+    kill_and_continue(jobs, tmp_path / "checkpoints", seed)
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
-def test_a_replacement_makes_checkpoints_of_the_run_that_the_others_went_on_with(
+def test_a_replacement_makes_checkpoints_of_the_run_that_the_others_continued_with(
     jobs: Jobs, tmp_path: Path, rank: int
 ) -> None:
     """It has not read the checkpoint from which they began."""
@@ -70,17 +70,17 @@ def test_a_replacement_makes_checkpoints_of_the_run_that_the_others_went_on_with
         result = finished(job)
     compare(result, jobs.reference(SCRIPT, args=ARGS))
     assert [event.rank for event in result.kinds("failed")] == [rank], result.tail()
-    assert went_on_from(result) == {begins} and committed(tmp_path)[-1] >= 235, result.tail()
+    assert continued_from(result) == {begins} and committed(tmp_path)[-1] >= 235, result.tail()
     with running(jobs, SCRIPT, ARGS, env=env) as job:
-        assert not went_on_from(finished(job)), "the run had ended"
+        assert not continued_from(finished(job)), "the run had ended"
 
 
-def test_a_run_that_has_ended_well_is_not_gone_on_with(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_run_that_has_ended_well_is_not_continued(jobs: Jobs, tmp_path: Path) -> None:
     env, args = options(tmp_path, every=5), ["--norm", "--steps", "20"]
     for _ in range(2):
         with running(jobs, SCRIPT, args, env=env, launcher_args=RESTART) as job:
             result = finished(job)
-        assert not went_on_from(result), result.tail()
+        assert not continued_from(result), result.tail()
         compare(result, jobs.reference(SCRIPT, args=args))
 
 
@@ -112,7 +112,7 @@ def test_told_to_end_nothing_is_lost(jobs: Jobs, tmp_path: Path, number: int, to
     with running(jobs, SCRIPT, LONG, env=env, launcher_args=[*RESTART, grace]) as job:
         again = finished(job)
     compare(again, jobs.reference(SCRIPT, args=LONG))
-    assert went_on_from(again) == {newest}, again.tail()
+    assert continued_from(again) == {newest}, again.tail()
 
 
 def verdicts(result: JobResult) -> list[str]:
@@ -147,7 +147,7 @@ def test_told_to_end_while_storage_is_slow(jobs: Jobs, tmp_path: Path, again: bo
     with running(jobs, SCRIPT, LONG, env=env, launcher_args=args) as job:
         result = finished(job)
     compare(result, jobs.reference(SCRIPT, args=LONG))
-    assert went_on_from(result) == {newest}, result.tail()
+    assert continued_from(result) == {newest}, result.tail()
 
 
 @pytest.mark.nightly

@@ -155,7 +155,7 @@ def test_several_failures_in_one_generation_and_repeated_ranks() -> None:
     assert first.failed == [1, 3]
     assert [failure.cause for failure in first.failures] == ["killed by SIGKILL", "killed by SIGSEGV"]
     assert [failure.cause for failure in second.failures] == ["exit code 1"]
-    assert second.superseded_by is None and not second.complete  # the job ended before anybody went on
+    assert second.superseded_by is None and not second.complete  # the job ended before anybody continued
 
 
 def test_generations_of_a_restarted_job_are_kept_apart() -> None:
@@ -187,7 +187,7 @@ def test_generations_before_and_after_a_resize_are_kept_apart() -> None:
     ]
     found = recoveries([*cut, resize, at(5.3, "start"), *one_failure(1, when=9.0)])
     assert [(one.attempt, one.generation, one.failed) for one in found] == [(0, 1, [2]), (1, 1, [2])]
-    # Nobody goes on in the generation in which the workers hand over, and the next attempt does not take it over.
+    # Nobody continues in the generation in which the workers hand over, and the next attempt does not take it over.
     assert not found[0].complete and found[0].superseded_by is None and found[0].survivor_ready_s == {}
     assert found[1].longest_stall_s == 0.43
     # The first of the new workers says when it trains.
@@ -314,7 +314,7 @@ def test_two_jobs_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_torn_lines_leave_the_rest_readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "events.jsonl"
     lines = [event.to_json() + "\n" for event in one_failure()]
-    lines[0] = lines[0][:30] + lines[0]  # a writer was killed, and another went on in its line
+    lines[0] = lines[0][:30] + lines[0]  # a writer was killed, and another continued in its line
     lines[3] = "\x00\x00\xff[1]\n"
     path.write_bytes("".join(lines).encode("latin-1") + b'{"kind":"resumed","ti')
     torn: list[str] = []

@@ -70,7 +70,7 @@ def restored(folder: Path) -> str:
 
 
 @pytest.mark.nightly
-def test_when_all_fail_they_go_on_from_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+def test_when_all_fail_they_continue_from_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     both = [Fault(rank, 10, "bucket", "SIGKILL") for rank in (0, 1)]
     result = jobs.run("fabric.py", faults=both, env=env)

@@ -1,4 +1,4 @@
-"""``on_failure="reroute"``: the others go on without a failed rank, and let its replacement in at a step boundary."""
+"""``on_failure="reroute"``: the others continue without a failed rank, and admit its replacement at a step boundary."""
 
 from __future__ import annotations
 
@@ -50,41 +50,41 @@ CASES: dict[str, tuple[list[Fault], int]] = {
         [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(2, 9, "update.before", "SIGKILL", incarnation=1)],
         6,
     ),
-    "another_after_the_let_in": (
+    "another_after_the_admission": (
         [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(1, 9, "lane.wait", "SIGKILL", nth=3)],
         6,
     ),
-    "the_replacement_before_it_knocks": (
-        [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(2, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
+    "the_replacement_before_it_asks_to_join": (
+        [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(2, ANY_STEP, "lane.join_request", "SIGKILL", incarnation=1)],
         6,
     ),
-    "the_replacement_while_let_in": (
+    "the_replacement_while_admitted": (
         [
             Fault(2, 3, "lane.wait", "SIGKILL", nth=3),
             Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1),
         ],
         6,
     ),
-    "the_replacement_when_let_in": (
+    "the_replacement_when_admitted": (
         [
             Fault(2, 3, "lane.wait", "SIGKILL", nth=3),
             Fault(2, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1),
         ],
         6,
     ),
-    "a_survivor_before_letting_in": (
-        [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(1, ANY_STEP, "lane.let_in", "SIGKILL")],
+    "a_survivor_before_admitting": (
+        [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(1, ANY_STEP, "lane.admit", "SIGKILL")],
         6,
     ),
-    "the_donor_while_letting_in": (
+    "the_donor_while_admitting": (
         [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(0, ANY_STEP, "recovery.connected", "SIGKILL")],
         6,
     ),
-    "a_survivor_after_letting_in": (
+    "a_survivor_after_admitting": (
         [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(0, ANY_STEP, "recovery.exchanged", "SIGKILL")],
         6,
     ),
-    "a_survivor_that_has_let_in": (
+    "a_survivor_that_has_admitted": (
         [Fault(2, 3, "lane.wait", "SIGKILL", nth=3), Fault(3, ANY_STEP, "recovery.installed", "SIGKILL")],
         6,
     ),
@@ -100,13 +100,13 @@ CASES: dict[str, tuple[list[Fault], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"in_a_step", "the_donor_while_letting_in"}))
+@pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"in_a_step", "the_donor_while_admitting"}))
 def test_a_failure(name: str, jobs: Jobs) -> None:
     """The bits are those of the run without a failure, and nobody else starts again."""
-    faults, let_in_at = CASES[name]
-    result = run(jobs, faults, "--let-in-at", str(let_in_at))
+    faults, admitted_at = CASES[name]
+    result = run(jobs, faults, "--let-in-at", str(admitted_at))
     reference = jobs.reference("lane.py", nproc=4)
-    away = {event.rank for event in result.kinds("failed")} if let_in_at > 12 else set()
+    away = {event.rank for event in result.kinds("failed")} if admitted_at > 12 else set()
     there = {rank: report for rank, report in reference.reports.items() if rank not in away}
     compare(result, replace(reference, reports=there))
     check_survivors(result)
@@ -119,8 +119,8 @@ def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     compare(result, jobs.reference("lane.py", nproc=4))
     ranks = [event.fields["ranks"] for event in result.kinds("lane")]
     assert ranks == [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3]], result.tail()
-    (let_in,) = result.kinds("let_in")
-    assert (let_in.rank, let_in.fields["boundary"]) == (2, 8), result.tail()
+    (admitted,) = result.kinds("admitted")
+    assert (admitted.rank, admitted.fields["boundary"]) == (2, 8), result.tail()
     assert [event.fields["boundary"] for event in result.kinds("checkpoint")] == [2, 4, 10, 12], result.tail()
     extra = {rank: report["extra"] for rank, report in result.reports.items()}
     assert [extra[rank]["rejoined"] for rank in range(4)] == [False, False, True, False]
@@ -130,22 +130,22 @@ def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
 #: Two fail in step 4, and the replacement of rank 3 waits until another one is in. What fails meanwhile.
 TURNS: dict[str, list[Fault]] = {
     "nobody": [],
-    "the_replacement_while_let_in": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
+    "the_replacement_while_admitted": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
     "the_replacement_when_agreed": [Fault(1, ANY_STEP, "lane.agreed", "SIGKILL", incarnation=1)],
-    "the_replacement_when_let_in": [Fault(1, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
-    "a_survivor_before_letting_in": [Fault(2, ANY_STEP, "lane.let_in", "SIGKILL")],
-    "the_one_that_decides": [Fault(0, ANY_STEP, "lane.let_in", "SIGKILL")],
-    "the_donor_while_letting_in": [Fault(0, ANY_STEP, "recovery.connected", "SIGKILL")],
+    "the_replacement_when_admitted": [Fault(1, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "a_survivor_before_admitting": [Fault(2, ANY_STEP, "lane.admit", "SIGKILL")],
+    "the_one_that_decides": [Fault(0, ANY_STEP, "lane.admit", "SIGKILL")],
+    "the_donor_while_admitting": [Fault(0, ANY_STEP, "recovery.connected", "SIGKILL")],
     "a_survivor_when_agreed": [Fault(2, ANY_STEP, "lane.agreed", "SIGKILL")],
-    "a_survivor_that_has_let_in": [Fault(2, ANY_STEP, "recovery.installed", "SIGKILL")],
-    "the_one_that_waits": [Fault(3, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
+    "a_survivor_that_has_admitted": [Fault(2, ANY_STEP, "recovery.installed", "SIGKILL")],
+    "the_one_that_waits": [Fault(3, ANY_STEP, "lane.join_request", "SIGKILL", incarnation=1)],
     "the_replacement_later": [Fault(1, 9, "lane.wait", "SIGKILL", nth=3, incarnation=1)],
 }
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TURNS)
-def test_replacements_are_let_in_one_by_one(name: str, jobs: Jobs) -> None:
+def test_replacements_are_admitted_one_by_one(name: str, jobs: Jobs) -> None:
     """The others train on with the first while the second is still starting."""
     failed = [Fault(rank, 4, "lane.wait", "SIGKILL", nth=3) for rank in (1, 3)]
     args = ["--let-in-at", "7", "--last-at", "10", "--wait-for", "one", "--hold", "3"]
@@ -153,7 +153,7 @@ def test_replacements_are_let_in_one_by_one(name: str, jobs: Jobs) -> None:
     compare(result, jobs.reference("lane.py", nproc=4))
     check_survivors(result)
     assert len(result.struck) == 2 + len(TURNS[name]), result.tail()
-    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("let_in")}
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("admitted")}
     assert {1, 3} <= boundaries.keys(), result.tail()
     if name == "nobody":
         assert boundaries == {1: 8, 3: 11}, result.tail()
@@ -172,7 +172,7 @@ def test_the_replacement_may_be_started_later(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_replicas_are_compared_after_the_let_in(jobs: Jobs) -> None:
+def test_replicas_are_compared_after_the_admission(jobs: Jobs) -> None:
     """The damaged replacement is in the minority, and is replaced by another."""
     result = run(jobs, [Fault(2, 4, "lane.wait", "SIGKILL", nth=3)], "--let-in-at", "6", "--steps", "20", "--damage")
     assert [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("failed")] == [
@@ -189,7 +189,7 @@ BACK: dict[str, tuple[list[str], list[Fault], str]] = {
         [Fault(1, 4, "lane.wait", "SIGKILL", nth=3)],
         "rank 0 is in barrier() of group '0', which waits for all ranks, and rank 1 is absent",
     ),
-    "nobody_is_left_who_could_let_in": (
+    "nobody_is_left_who_could_admit": (
         ["--let-in-at", "99"],
         [Fault(1, 4, "lane.wait", "SIGKILL", nth=3), Fault(0, 9, "lane.wait", "SIGKILL")],
         "all workers failed",
@@ -199,7 +199,7 @@ BACK: dict[str, tuple[list[str], list[Fault], str]] = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", BACK)
-def test_where_others_cannot_go_on(name: str, jobs: Jobs) -> None:
+def test_where_others_cannot_continue(name: str, jobs: Jobs) -> None:
     args, faults, words = BACK[name]
     result = jobs.run("lane.py", nproc=2, faults=faults, args=args, launcher_args=REROUTE)
     compare(result, jobs.reference("lane.py", nproc=2))

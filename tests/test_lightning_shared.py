@@ -23,7 +23,7 @@ def check(jobs: Jobs, faults: list[Fault], args: list[str], nproc: int = 3) -> J
     assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
     compare(result, reference)
     assert result.kinds("rerouted") and not result.kinds("restart"), result.tail()
-    assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
+    assert {event.rank for event in result.kinds("admitted")} == {fault.rank for fault in faults}, result.tail()
     return result
 
 
@@ -46,11 +46,11 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "frozen": ([], [Fault(1, 3, "reroute.reduce", "SIGSTOP")]),
     "replacement": (
         [],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.join_request", "SIGKILL", incarnation=1)],
     ),
-    "letting_in": (
+    "admitting": (
         [],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "lane.let_in", "SIGKILL")],
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "lane.admit", "SIGKILL")],
     ),
     "accumulate": (["--feature", "accumulate"], [Fault(1, 5, "reroute.backward", "SIGKILL")]),
     "accumulate_short": (["--feature", "accumulate"], [Fault(0, 7, "reroute.forward", "SIGKILL")]),
@@ -75,7 +75,7 @@ def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("point", ["startup", "lane.connect"])
 def test_a_failure_before_the_first_step_is_answered_by_a_replacement(point: str, jobs: Jobs) -> None:
-    """Nobody has anything to go on with yet."""
+    """Nobody has anything to continue with yet."""
     reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")
     result = jobs.run(SCRIPT, nproc=3, env=ORDERED, faults=[Fault(0, ANY_STEP, point, "SIGKILL")])
     assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
@@ -123,15 +123,15 @@ def test_a_failure_in_the_validation_goes_back_to_the_checkpoint(jobs: Jobs, tmp
 
 
 def test_others_train_on_until_the_replacement_is_there(jobs: Jobs) -> None:
-    """The next step is committed before the replacement is started, and it is let in between two others."""
+    """The next step is committed before the replacement is started, and it is admitted between two others."""
     args, faults = ["--epochs", "1", "--size", "600"], [Fault(1, 3, "reroute.forward", "SIGKILL")]
     result = jobs.run(SCRIPT, nproc=3, args=args, env=ORDERED, faults=faults)
     assert result.status == 0, result.tail()
-    [let_in] = result.kinds("let_in")
+    [admitted] = result.kinds("admitted")
     resumed = result.kinds("resumed")
     assert {event.rank for event in resumed} == {0, 2}, result.tail()
-    assert max(event.time for event in resumed) < let_in.time
-    assert 3 < let_in.fields["boundary"], result.tail()
+    assert max(event.time for event in resumed) < admitted.time
+    assert 3 < admitted.fields["boundary"], result.tail()
 
 
 #: What is said of each mistake.

@@ -135,7 +135,7 @@ def test_a_replacement_that_cuts_off_a_log_says_so(mode: str, jobs: Jobs, tmp_pa
 
 @pytest.mark.parametrize("checkpoints", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_workers_that_start_again_and_cut_off_a_log_say_so(checkpoints: bool, jobs: Jobs, tmp_path: Path) -> None:
-    """Where they go on from a checkpoint: else they write all of it again."""
+    """Where they continue from a checkpoint: else they write all of it again."""
     env = {"TMPDIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     options = ["--on-failure=restart", "--checkpoint-dir=kept"] if checkpoints else []
     faults = [Fault(rank, 10, "bucket", "SIGKILL") for rank in ((1,) if checkpoints else (0, 1))]

@@ -114,7 +114,7 @@ def test_a_replacement_on_another_machine_that_cuts_off_a_log_says_so(site: Site
 
 
 def test_with_c10d_the_failure_of_the_store_s_machine_ends_the_job(site: Site, tmp_path: Path) -> None:
-    """Started again, it goes on from its checkpoint."""
+    """Started again, it continues from its checkpoint."""
     (tmp_path / "swift.json").write_text(
         json.dumps({"checkpoint.every_steps": 10, "checkpoint.dir": str(tmp_path), "checkpoint.background": False})
     )
@@ -160,7 +160,7 @@ def test_a_frozen_agent_loses_its_place(site: Site) -> None:
 
 
 @pytest.mark.nightly
-def test_on_failure_restart_goes_on_from_the_checkpoint(site: Site, tmp_path: Path) -> None:
+def test_on_failure_restart_continues_from_the_checkpoint(site: Site, tmp_path: Path) -> None:
     (tmp_path / "swift.json").write_text(
         json.dumps({"checkpoint.every_steps": 10, "checkpoint.dir": str(tmp_path), "checkpoint.background": False})
     )
@@ -222,7 +222,7 @@ def test_two_machines_at_once(jobs: Jobs) -> None:
 @pytest.mark.nightly
 @needs_etcd
 def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None:
-    """The machine of rank 0 is cut off. The others go on from its last checkpoint, and none is written twice."""
+    """The machine of rank 0 is cut off. The others continue from its last checkpoint, and none is written twice."""
     kept = tmp_path / "kept"
     each = {"checkpoint.every_steps": 5, "checkpoint.dir": str(kept), "checkpoint.background": False}
     (tmp_path / "swift.json").write_text(json.dumps(each))
@@ -306,7 +306,7 @@ def test_the_failure_of_etcd_s_machine_is_survived(jobs: Jobs, tmp_path: Path) -
 
 @pytest.mark.nightly
 def test_a_machine_that_was_cut_off_stops_and_comes_back(site: Site) -> None:
-    """Only the side with the store goes on; the other comes back and takes the next failed machine's place."""
+    """Only the side with the store continues; the other comes back and takes the next failed machine's place."""
     cluster = site.start(site.machines, LONG, options=["--lease=3"])
     cluster.until(lambda: cluster.boundaries(2) >= 20)
     spare = site.spare(cluster)
@@ -373,12 +373,12 @@ def check_exact(cluster: Cluster, worlds: set[int]) -> JobResult:
     return result
 
 
-def test_fewer_machines_go_on_and_more_are_let_in(site: Site) -> None:
-    """One is cut off: the other goes on alone, until the first is there again."""
+def test_fewer_machines_continue_and_more_are_admitted(site: Site) -> None:
+    """One is cut off: the other continues alone, until the first is there again."""
     cluster = site.start(site.machines[:2], ["--epochs", "8", "--until", "4"], "resize.py", nnodes="1:2")
     cluster.until(lambda: cluster.boundaries(2) >= 5)
     site.machines[1].cut()
-    cluster.until(lambda: "2 workers go on after" in cluster.said(0))
+    cluster.until(lambda: "2 workers continue after" in cluster.said(0))
     site.machines[1].heal()
     result = check_exact(cluster, {4})
     assert [event.fields["workers"] for event in result.kinds("resize")] == [2, 4]
@@ -395,7 +395,7 @@ FEWER: dict[str, tuple[str, list[int], set[int]]] = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FEWER)
-def test_fewer_machines_go_on(name: str, site: Site) -> None:
+def test_fewer_machines_continue(name: str, site: Site) -> None:
     nnodes, failed, worlds = FEWER[name]
     cluster = site.start(site.machines, ["--epochs", "4"], "resize.py", nnodes=nnodes)
     cluster.until(lambda: cluster.boundaries(0) >= 5)
@@ -433,4 +433,4 @@ def test_with_fewer_machines_than_the_least_the_job_waits(site: Site) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("time", range(5))
 def test_fewer_machines_again(time: int, site: Site) -> None:
-    test_fewer_machines_go_on_and_more_are_let_in(site)
+    test_fewer_machines_continue_and_more_are_admitted(site)

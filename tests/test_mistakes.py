@@ -33,12 +33,12 @@ def test_unseeded_random_numbers_are_found_when_they_matter(jobs: Jobs) -> None:
     result = jobs.run("plain_ddp.py", faults=FAILURE, args=["--mistake", "unseeded"])
     assert result.status == 1
     assert "ReplayDivergence: rank 1" in result.stderr, result.tail()
-    assert re.search(r"input to operation \d+ of group .* has checksum \w+, its predecessor's had \w+", result.stderr)
+    assert re.search(r"input to operation \d+ of group .* has checksum \w+, the failed worker's had \w+", result.stderr)
     assert "unseeded or unregistered random number" in result.stderr
     assert "docs/troubleshooting.md#replaydivergence" in result.stderr
 
 
-def test_another_collective_than_the_predecessors_is_found(jobs: Jobs) -> None:
+def test_another_collective_than_the_failed_workers_is_found(jobs: Jobs) -> None:
     result = jobs.run("plain_ddp.py", faults=[Fault(1, 6, "step_boundary", "SIGKILL")], args=["--mistake", "branch"])
     assert result.status == 1
     assert "ReplayDivergence" in result.stderr, result.tail()

@@ -1,4 +1,4 @@
-"""A prepared standby takes a failed rank's place: the bits are those of the run without a failure,
+"""A hot standby takes a failed rank's place: the bits are those of the run without a failure,
 and it has served.
 """
 
@@ -40,7 +40,7 @@ def run(
     """Rank of each replacement, and where its process came from; the result is that of the run without a failure.
 
     Args:
-        awaited: by number of a forward pass: prepared standbys that workers wait for there, and how many failed
+        awaited: by number of a forward pass: hot standbys that workers wait for there, and how many failed
             before.
     """
     env = {"SWIFT_RECOVERY_STANDBY_PREPARED": str(prepared), AWAIT: json.dumps(awaited)}
@@ -55,7 +55,7 @@ def run(
     [start] = result.kinds("start")
     survivors = {str(rank): report["pid"] for rank, report in result.reports.items() if rank not in struck}
     assert survivors.items() <= start.fields["pids"].items(), result.tail()
-    said = [line for line in result.stderr.splitlines() if "the prepared standby of rank" in line]
+    said = [line for line in result.stderr.splitlines() if "the hot standby of rank" in line]
     assert len(said) == len(failed_spares), result.tail()
     _check_output(result)
     return [(event.rank, event.fields["how"]) for event in result.kinds("replacement_start")]

@@ -25,10 +25,10 @@ from shared_core.protocol import worker_messages as said
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_fronts
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, knock_key
+from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, join_request_key
 from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.plan import Plan, Transfer
-from shared_core.protocol.rounds import let_in_key
+from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.standstill import Standing
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.system.wire import connect
@@ -60,7 +60,7 @@ ENTRY = Entry(
     generation=1,
     incarnations=(0, 1),
     absent=frozenset({1}),
-    kind=Kind.GO_ON,
+    kind=Kind.CARRY_ON,
     causes=(FAILURE,),
     detected=1.5,
     machines=("a", "b"),
@@ -237,13 +237,13 @@ def test_a_frontier_that_would_take_for_ever_is_refused(damage: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("raw", [b"perhaps", b"", b"\xff", b"1", b"[0]", b"[1, 2]", b"[-1]", b'["1"]'])
-def test_who_was_let_in_was_absent(raw: bytes) -> None:
+def test_who_was_admitted_was_absent(raw: bytes) -> None:
     store = MemoryStore()
     one = Ledger(store, "p/", 2)
     store.set("p/gen/1", ENTRY.to_json())
     one.follow()
-    store.set("p/" + let_in_key(1, 1), raw)
-    with pytest.raises(DamagedRecord, match="gen/1/let_in"):
+    store.set("p/" + admit_key(1, 1), raw)
+    with pytest.raises(DamagedRecord, match="gen/1/admit"):
         one.present()
 
 
@@ -310,7 +310,7 @@ def test_what_is_no_machines_name_is_not_connected_to(name: str) -> None:
         connect(name, b"")
 
 
-def test_a_damaged_knock_lets_nobody_in(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_join_request_admits_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     store = MemoryStore()
     runtime = SimpleNamespace(lock=threading.RLock(), latest=1, absent={1})
     env = SimpleNamespace(rank=0, config=SwiftConfig())
@@ -318,11 +318,11 @@ def test_a_damaged_knock_lets_nobody_in(capsys: pytest.CaptureFixture[str]) -> N
     recovery: Any = SimpleNamespace(runtime=runtime, env=env, lifecycle=lifecycle, store=job_store)
     unused: Any = None
     lanes = Lanes(recovery, unused, Position())
-    store.set(knock_key(1, 1), "x")
-    assert lanes.knocking() == lanes.knocking() == ()
-    assert capsys.readouterr().err.count(f"the entry {knock_key(1, 1)} in the job's store is damaged") == 1
-    store.set(knock_key(1, 1), "-1")
-    assert lanes.knocking() == (1,)
+    store.set(join_request_key(1, 1), "x")
+    assert lanes.joining_ranks() == lanes.joining_ranks() == ()
+    assert capsys.readouterr().err.count(f"the entry {join_request_key(1, 1)} in the job's store is damaged") == 1
+    store.set(join_request_key(1, 1), "-1")
+    assert lanes.joining_ranks() == (1,)
 
 
 HOSTILE = "hostile.py"

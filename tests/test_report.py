@@ -118,7 +118,7 @@ def test_parts_follow_each_other() -> None:
     assert short[-1].end == pytest.approx(0.05)
 
 
-def test_a_job_that_goes_on_without_the_failed_worker() -> None:
+def test_a_job_that_continues_without_the_failed_worker() -> None:
     """``reroute``: the survivor's first lines come before the failure is told, and still count generation 0."""
     events = [
         start(workers=2),
@@ -128,7 +128,7 @@ def test_a_job_that_goes_on_without_the_failed_worker() -> None:
         at(5.06, "failed", 1, 1, cause="killed by SIGKILL", detected=START + 5, boundaries=3),
         at(5.06, "generation", generation=1, failed=[1], absent=[1]),
         at(5.1, "replacement_start", 1, 1),
-        at(6.0, "let_in", 1, 1, boundary=9, stall_s=0.2),
+        at(6.0, "admitted", 1, 1, boundary=9, stall_s=0.2),
         at(6.01, "replacement_ready", 1, 1, boundary=9),
         at(8, "end", result="succeeded"),
     ]
@@ -137,7 +137,7 @@ def test_a_job_that_goes_on_without_the_failed_worker() -> None:
     assert told(found.spans, 0)[1:] == [("training", 3.0, 5.0), *waits]
     assert told(found.spans, 1)[2:] == [("failed", 5.0, 5.1), ("starting", 5.1, 6.0), ("training", 6.0, 8.0)]
     (answer,) = found.answers
-    assert [part.kind for part in answer.parts] == [PartKind.AGREEMENT, PartKind.BATCH, PartKind.LETTING_IN]
+    assert [part.kind for part in answer.parts] == [PartKind.AGREEMENT, PartKind.BATCH, PartKind.ADMITTING]
     assert answer.recovery.longest_stall_s == 0.05
     (saving,) = savings(found).each
     assert saving.took_s == pytest.approx(0.25)
@@ -380,7 +380,7 @@ def test_curves(tmp_path: Path) -> None:
 
 
 def test_a_trace_keeps_recoveries_that_overlap_apart() -> None:
-    """One replacement is let in long after another failure was answered."""
+    """One replacement is admitted long after another failure was answered."""
     found = history_of([start(), *one_failure(10), at(20, "end")])
     (one,) = found.answers
     other = replace(one, at=one.at + 0.2)

@@ -78,7 +78,7 @@ def check_exact(result: JobResult, workers: int) -> None:
 
 
 @pytest.mark.parametrize("name", most(CASES, *RARE))
-def test_the_others_go_on(name: str, jobs: Jobs) -> None:
+def test_the_others_continue(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     result = run(jobs, faults, *args)
     check_exact(result, 3 - len(faults))
@@ -95,7 +95,7 @@ TORN = {
 
 
 @pytest.mark.parametrize("name", most(TORN, *(TORN.keys() - {"after_a_bucket"})))
-def test_torn_survivors_go_on(name: str, jobs: Jobs) -> None:
+def test_torn_survivors_continue(name: str, jobs: Jobs) -> None:
     result = run(jobs, TORN[name], "--one-optimizer", "--epochs", "5", SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE="true")
     check_exact(result, 3 - len(TORN[name]))
 
@@ -194,7 +194,7 @@ def test_a_restart_in_a_pass_that_was_dealt_out(jobs: Jobs, tmp_path: Path) -> N
 
 @pytest.mark.nightly
 def test_a_failure_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
-    """The replacement goes on in the middle of the pass, where the checkpoint was."""
+    """The replacement continues in the middle of the pass, where the checkpoint was."""
     at_8, at_9 = (
         Fault(1, 8, "bucket", "SIGKILL"),
         [Fault(rank, 9, "bucket", "SIGKILL", incarnation=rank) for rank in (0, 1)],
@@ -221,7 +221,7 @@ def test_a_worker_failed_after_others_have_finished_is_replaced(jobs: Jobs) -> N
 
 
 def test_between_two_calls_of_the_trainer_a_failed_worker_is_replaced(jobs: Jobs) -> None:
-    """The workers that stay have no batch to go on from, so the agent is told that the number cannot change."""
+    """The workers that stay have no batch to continue from, so the agent is told that the number cannot change."""
     result = run(jobs, [], "--devices", "3", "--failed-after", "1", script="lit_resize.py")
     check_exact(result, 3)
     assert "the number of workers cannot change now" in result.stderr, result.tail()

@@ -1,4 +1,4 @@
-"""Data-parallel loops that go on without a failed worker: the bits are those of the run in which nobody failed."""
+"""Data-parallel loops that continue without a failed worker: the bits are those of the run in which nobody failed."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "two_at_once": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(2, 4, "reroute.reduce", "SIGKILL")]),
     "two_in_turn": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(1, 5, "lane.wait", "SIGKILL")]),
     "frozen": ([], [Fault(1, 3, "reroute.reduce", "SIGSTOP")]),
-    "let_in": (["--evaluate"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
-    "rank_0_let_in": (["--evaluate"], [Fault(0, 3, "lane.wait", "SIGKILL")]),
+    "admitted": (["--evaluate"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
+    "rank_0_admitted": (["--evaluate"], [Fault(0, 3, "lane.wait", "SIGKILL")]),
     "all_in_turn": (["--evaluate"], [Fault(r, 3 + 6 * r, "reroute.backward", "SIGKILL") for r in range(3)]),
     "replacement": (
         ["--evaluate"],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.join_request", "SIGKILL", incarnation=1)],
     ),
-    "letting_in": (
+    "admitting": (
         ["--evaluate"],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "lane.let_in", "SIGKILL")],
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "lane.admit", "SIGKILL")],
     ),
     "accumulate": (["--evaluate", "--accumulate", "4"], [Fault(1, 3, "reroute.backward", "SIGKILL", nth=3)]),
     "workers": (["--workers", "1", "--evaluate"], [Fault(2, 4, "reroute.forward", "SIGKILL")]),
 }
 
 
-@pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"in_the_sum", "let_in"}))
+@pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"in_the_sum", "admitted"}))
 def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     result = check(jobs, "shared_steps.py", faults, args)
     if "--evaluate" in args:
-        assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
+        assert {event.rank for event in result.kinds("admitted")} == {fault.rank for fault in faults}, result.tail()
 
 
 #: Faults around a copy of the state that is made while the others train; steps that wait for losses and their copies.
@@ -84,7 +84,7 @@ COPIES: dict[str, tuple[list[Fault], str]] = {
         [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(2, 11, "reroute.forward", "SIGKILL")],
         "10:1,12:2",
     ),
-    "while_let_in": (
+    "while_admitted": (
         [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "recovery.connected", "SIGKILL")],
         "10:1,50:2",
     ),
@@ -95,7 +95,7 @@ COPIES: dict[str, tuple[list[Fault], str]] = {
 def test_replacements_copy_the_state_while_the_others_train(name: str, jobs: Jobs) -> None:
     faults, copies = COPIES[name]
     result = check(jobs, "shared_steps.py", faults, ["--epochs", "45", "--copies", copies])
-    assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
+    assert {event.rank for event in result.kinds("admitted")} == {fault.rank for fault in faults}, result.tail()
     copied = [event.rank for event in result.kinds("copied") if not event.fields["why"]]
     assert {*copied} == {fault.rank for fault in faults}, result.tail()
 
@@ -103,7 +103,7 @@ def test_replacements_copy_the_state_while_the_others_train(name: str, jobs: Job
 #: The replacement of rank 2 waits until another one is in; who fails besides.
 HELD: dict[str, list[Fault]] = {
     "nobody": [],
-    "the_replacement_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "the_replacement_when_admitted": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
     "the_replacement_before_its_last_updates": [Fault(0, ANY_STEP, "lane.connect", "SIGKILL", incarnation=1)],
     "the_donor": [Fault(1, ANY_STEP, "lane.agreed", "SIGKILL")],
     "a_survivor": [Fault(3, ANY_STEP, "recovery.exchanged", "SIGKILL")],
@@ -112,12 +112,12 @@ HELD: dict[str, list[Fault]] = {
 
 @pytest.mark.parametrize("name", most(HELD, *HELD.keys() - {"nobody"}))
 def test_a_replacement_does_not_wait_for_another(name: str, jobs: Jobs) -> None:
-    """The others copy their state to the first, let it in, and train on while the second is still starting."""
+    """The others copy their state to the first, admit it, and train on while the second is still starting."""
     failed = [Fault(rank, 3, "reroute.forward", "SIGKILL") for rank in (0, 2)]
     args = ["--epochs", "45", "--copies", "10:2:1", "--hold", "2"]
     result = check(jobs, "shared_steps.py", [*failed, *HELD[name]], args, nproc=4)
     assert len(result.struck) == 2 + len(HELD[name]), result.tail()
-    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("let_in")}
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("admitted")}
     assert boundaries.keys() == {fault.rank for fault in [*failed, *HELD[name]]}, result.tail()
     if name == "nobody":
         assert boundaries[0] < boundaries[2], result.tail()
@@ -138,7 +138,7 @@ def test_a_failure_under_accelerate(name: str, jobs: Jobs) -> None:
     pytest.importorskip("accelerate")
     args, faults = ACCELERATE[name]
     result = check(jobs, "acc_shared.py", faults, args)
-    assert result.kinds("let_in"), result.tail()  # evaluation needs all
+    assert result.kinds("admitted"), result.tail()  # evaluation needs all
 
 
 @pytest.mark.parametrize("script", most(["shared_steps.py", "acc_shared.py"], "acc_shared.py"))

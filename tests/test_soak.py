@@ -47,7 +47,7 @@ def test_many_random_faults(how: str) -> None:
 
 def test_failures_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
     """What fails: both ends of a pipeline, two workers of a stage, a machine; when: in a step, in a copy, while
-    replacements are let in, while workers move.
+    replacements are admitted, while workers move.
     """
     kinds = Counter[str]()
     for model, world in draws.REROUTED.items():
@@ -64,7 +64,7 @@ def test_failures_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
                 kinds[fault.point] += 1
     assert all(kinds[each] > 150 for each in ("both ends", "one stage", "machine")), kinds
     assert kinds["copy.take"] > 20 and kinds["copy.give"] > 5 and kinds["reroute.move"] > 30, kinds
-    assert all(kinds[each] > 3 for each in ("lane.let_in", "lane.knock", "recovery.installed")), kinds
+    assert all(kinds[each] > 3 for each in ("lane.admit", "lane.join_request", "recovery.installed")), kinds
 
 
 @pytest.mark.nightly

@@ -35,7 +35,7 @@ def test_a_replacement_in_another_collective_ends_the_job(how: str, jobs: Jobs) 
     assert result.status == 1, result.tail()
     held = rf"ranks 0, 2 wait for rank 1 in all_reduce\(float32\[4, 3\]\) .*{ELSEWHERE[how]}"
     ends = r"this ends with an error in \d s \(detection.wait_timeout_s\)$"
-    assert len(_said(result, rf"no rank can go on: {held}.*; {ends}")) == 1
+    assert len(_said(result, rf"no rank can continue: {held}.*; {ends}")) == 1
     assert (
         len(
             _said(
@@ -44,7 +44,7 @@ def test_a_replacement_in_another_collective_ends_the_job(how: str, jobs: Jobs) 
         )
         == 1
     )
-    assert re.search(rf"no rank can go on, for \d+ s \(detection.wait_timeout_s\): {held}", result.stderr), (
+    assert re.search(rf"no rank can continue, for \d+ s \(detection.wait_timeout_s\): {held}", result.stderr), (
         result.tail()
     )
     assert len(result.kinds("failed")) == 1
@@ -90,7 +90,7 @@ def test_torchs_time_out_holds_and_says_who_was_late(jobs: Jobs) -> None:
 def test_a_standstill_without_a_failure_ends_as_one(jobs: Jobs) -> None:
     result = _run(jobs, "mistake", wait_s=300, failure=False)
     assert result.status == 1, result.tail()
-    assert len(_said(result, r"no rank can go on: .* \(none of them does anything else\)$")) == 1, result.tail()
+    assert len(_said(result, r"no rank can continue: .* \(none of them does anything else\)$")) == 1, result.tail()
     assert "ReplayDivergence" not in result.stderr and "Deadlock" in result.stderr, result.tail()
 
 
@@ -99,4 +99,4 @@ def test_ranks_that_end_an_epoch_at_different_batches_are_named(jobs: Jobs) -> N
     result = jobs.run("uneven.py", env={"SWIFT_RECOVERY_DETECTION_WAIT_TIMEOUT_S": "2"})
     assert result.status == 1, result.tail()
     bucket, barrier = r"rank 0 waits for rank 1 in all_reduce\(float32\[5\]\)", "rank 1 waits for rank 0 in barrier"
-    assert len(_said(result, rf"no rank can go on: {bucket} .*; {barrier}")) == 1, result.tail()
+    assert len(_said(result, rf"no rank can continue: {bucket} .*; {barrier}")) == 1, result.tail()

@@ -1,4 +1,4 @@
-"""The web server of a job: who is let in by which name, and who may keep others waiting."""
+"""The web server of a job: who is admitted by which name, and who may keep others waiting."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_all_start_again_and_another_number() -> None:
     assert (view.resizes, view.world_size) == (1, 2)
 
 
-def test_a_stall_of_those_that_go_on_without() -> None:
+def test_a_stall_of_those_that_continue_without() -> None:
     """Their lanes have no generation."""
     rerouted = [
         *FAILURE[:3],

@@ -174,7 +174,7 @@ def describe(event: Event) -> str | None:
     if event.kind == "failed":
         return f"rank {event.rank} fails: {event.fields.get('cause', 'unknown cause')}"[:100]
     if event.kind == "replacement_ready":
-        return f"rank {event.rank} has a new worker, which goes on at step boundary {event.fields.get('boundary')}"
+        return f"rank {event.rank} has a new worker, which continues at step boundary {event.fields.get('boundary')}"
     return None
 
 

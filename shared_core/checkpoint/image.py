@@ -380,7 +380,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         for at in range(0, len(whole), _CHUNK):
             yield whole[at : at + _CHUNK]
         return
-    stream = torch.Stream(tensor.device)  # beside the program's work, which goes on
+    stream = torch.Stream(tensor.device)  # beside the program's work, which continues
     with stream:
         flat = _flat(tensor)
     buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)

@@ -66,7 +66,7 @@ class Snapshots:
         images: Mapping[str, tuple[Mapping[str, torch.Tensor], Mapping[str, str]]],
         meta: Mapping[str, Any],
     ) -> bool:
-        """Take a snapshot of the present values; the caller goes on before all of them are copied.
+        """Take a snapshot of the present values; the caller continues before all of them are copied.
 
         Args:
             step: step boundaries passed.

@@ -7,7 +7,7 @@
     spare/                                  files whose memory may be used again
     bell                                    a named pipe: a byte in it makes the writer look
     status.json                             what the writer has done; replaced by it
-    claim.json                              the run that the job goes on with: the writer holds its lock
+    claim.json                              the run that the job continues with: the writer holds its lock
     held.json                               snapshots that the writer does not let go: another machine has a copy
     kept/                                   the copy of another machine's snapshot, a folder like this one
 

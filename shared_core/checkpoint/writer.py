@@ -395,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m shared_core.checkpoint.writer", description=__doc__)
     parser.add_argument("folder", type=Path, help="the spool")
-    parser.add_argument("--grace", type=float, default=5.0, help="seconds to go on when whoever started it has died")
+    parser.add_argument("--grace", type=float, default=5.0, help="seconds to continue when whoever started it has died")
     parser.add_argument("--events", help="events.jsonl of the job")
     options = parser.parse_args(argv)
     # Whoever started it decides when it ends; a scheduler's notices go to every process of a job.

@@ -1,4 +1,4 @@
-"""``swiftrun``: torchrun's flags; a failed worker is replaced and its siblings go on."""
+"""``swiftrun``: torchrun's flags; a failed worker is replaced and its siblings continue."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         prog="swiftrun",
         allow_abbrev=False,  # options of the script may begin like one of ours
         description="Starts a distributed training job with torchrun's flags. A worker that fails is replaced by a "
-        "replacement, which takes its place bit for bit; the other workers go on.",
+        "replacement, which takes its place bit for bit; the other workers continue.",
         parents=[_torchrun_parser()],
         add_help=False,  # torchrun's has it
     )
@@ -61,7 +61,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         elif action.dest == "nnodes":
             action.help = (
                 "Number of machines, one agent on each, or MIN:MAX: the job continues while there are at "
-                "least MIN, and lets others in up to MAX. Default: 1."
+                "least MIN, and admits others up to MAX. Default: 1."
             )
     ours = parser.add_argument_group("recovery")
 
@@ -116,7 +116,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     flag(
         "resume-from",
         "Begin with this checkpoint, whatever command has made it: the folder of one (step-...), or a folder of "
-        "checkpoints, of which the newest whole one is taken. The next start goes on with what this one makes.",
+        "checkpoints, of which the newest whole one is taken. The next start continues with what this one makes.",
         metavar="PATH",
     )
     flag(

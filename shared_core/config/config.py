@@ -81,9 +81,9 @@ class SwiftConfig(Section):
         Choice(("replace", "reroute", "shrink", "restart")),
         "`replace`: a replacement takes the failed rank's place. `reroute`: the others compute its share of each "
         "step at "
-        "once, and let a replacement in at a later step boundary; data-parallel loops need `shared_steps` "
+        "once, and admit a replacement at a later step boundary; data-parallel loops need `shared_steps` "
         "([rerouting.md](rerouting.md#data-parallel)) or Lightning's `swift_ddp` "
-        "([there](rerouting.md#lightning)), others are refused. `shrink`: the others go on without it "
+        "([there](rerouting.md#lightning)), others are refused. `shrink`: the others continue without it "
         "([resizing.md](resizing.md)). `restart`: all workers start again from the newest checkpoint",
     )
     data: str = option(
@@ -129,7 +129,7 @@ class SwiftConfig(Section):
 
     @property
     def reroutes(self) -> bool:
-        """Whether the others go on at once when a rank fails."""
+        """Whether the others continue at once when a rank fails."""
         return self.on_failure == "reroute"
 
     @property

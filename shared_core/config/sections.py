@@ -110,7 +110,7 @@ class ResizeOptions(Section):
         60.0,
         _SECONDS,
         "seconds after which the places of workers that failed are filled again, where the number of workers has "
-        "become smaller; 0 leaves them empty. A machine that joins is let in at once",
+        "become smaller; 0 leaves them empty. A machine that joins is admitted at once",
         formerly="grow_after_s",
     )
     data: str = option(
@@ -130,7 +130,8 @@ class RerouteOptions(Section):
     rejoin_after_s: float = option(
         0.0,
         _SECONDS,
-        "seconds between a failure and the start of the replacement. Each one that is let in costs the others a short "
+        "seconds between a failure and the start of the replacement. Each one that is admitted costs the others a "
+        "short "
         "stall",
         formerly="rejoin_after_s",
     )

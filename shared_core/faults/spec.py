@@ -24,7 +24,7 @@ REFUSALS: tuple[str, ...] = ("ENOSPC", "EROFS", "EIO", "EAGAIN", "ENOMEM", "EMFI
 POINTS: tuple[str, ...] = (
     "startup",
     "join",
-    # A prepared standby: it has made the process group; it waits for the place of its rank.
+    # A hot standby: it has made the process group; it waits for the place of its rank.
     "spare.prepares",
     "spare.waits",
     # A call of the trainer (fit, validate, test, predict) begins.
@@ -68,13 +68,13 @@ POINTS: tuple[str, ...] = (
     "resize.severed",
     "resize.cut",
     # on_failure="reroute": before a lane is connected, before a wait in it, before survivors and replacements meet,
-    # after they have agreed that replacements are in, and a replacement that asks to be let in.
+    # after they have agreed that replacements are in, and a replacement that asks to be admitted.
     "lane.connect",
     "lane.send",
     "lane.wait",
-    "lane.let_in",
+    "lane.admit",
     "lane.agreed",
-    "lane.knock",
+    "lane.join_request",
     # A copy of the state that is made while the others train: before each message, in the worker that gives it, and
     # behind each in the replacement.
     "copy.give",

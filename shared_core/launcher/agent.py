@@ -182,7 +182,7 @@ class Agent:
         self._wakeup.handle(self._last_checkpoint.signals(self._options.signals))
         try:
             if self._program.mode != "exec":
-                self._fleet.fill_standbys()  # they import while the rendezvous goes on
+                self._fleet.fill_standbys()  # they import while the rendezvous continues
             result = self._run()
             self.records.result(result, self._attempts.roster.pids)
             return result
@@ -316,6 +316,6 @@ class Agent:
             progress = progress_file.read_progress(self._attempts.progress_file(one.rank))
             if progress is not None:
                 boundaries, inside, changed = progress
-                # an entry older than the worker is its predecessor's
+                # an entry older than the worker is the failed worker's
                 if boundaries and not inside and changed >= one.started and time.time() - changed > limit:
                     one.kill(f"no progress for {limit:g} s (detection.progress_timeout_s), killed by the agent")

@@ -164,7 +164,7 @@ class Attempt:
             deaths: who failed.
             detected: when that was noticed.
             stay: ranks that hand their state on, because the number of workers changes. A change that is under way
-                goes on with those that are left.
+                continues with those that are left.
             ends: it is given up.
         """
         entry = Entry(causes=tuple(Cause(death.kind, death.cause, death.rank) for death in deaths), detected=detected)
@@ -179,7 +179,7 @@ class Attempt:
         self._client.set(self.key(name), "1")
 
     def give_place(self, rank: int, incarnation: int) -> None:
-        """A prepared standby takes its rank's place, in the newest generation."""
+        """A hot standby takes its rank's place, in the newest generation."""
         self._client.set(self.key(place_key(rank, incarnation)), str(self.generation))
 
     def goodbyes(self) -> bool:

@@ -269,8 +269,8 @@ class Attempts:
         self._attempt = Attempt(self.number, place, store, mine, self.places.world_size, self._wakeup.tell, team)
         self._telling.begins(self._attempt, self.places)
         if team is not None:
-            went_on = self._resizing.line
-            self._attempt.begin(team.machines, went_on.to_json() if went_on is not None else "")
+            continued = self._resizing.line
+            self._attempt.begin(team.machines, continued.to_json() if continued is not None else "")
         self.roster.begin(mine)
         if crew is not None:
             ledger = self._attempt.ledger
@@ -296,7 +296,7 @@ class Attempts:
         fleet.cancel_starts()
         # One that hangs in a file system cannot be killed, and its place must not be taken twice.
         whom = lambda: f"{ranks_text(one.rank for one in fleet.live.values())} to end, killed with SIGKILL"  # noqa: E731
-        wait = Wait("the launcher", whom, math.inf, ends="it goes on when they have ended")
+        wait = Wait("the launcher", whom, math.inf, ends="it continues when they have ended")
         while fleet.live or fleet.starting:
             wait.look()
             fleet.started()

@@ -141,7 +141,7 @@ class Story:
         """So many workers failed on other machines."""
         self._failures += failed
 
-    def failed(self, rank: int, cause: str, detected: float, pid: int = 0, *, goes_on: bool = False) -> None:
+    def failed(self, rank: int, cause: str, detected: float, pid: int = 0, *, continues: bool = False) -> None:
         """A worker of this machine failed, or a rank is taken over from another machine.
 
         Args:
@@ -149,14 +149,14 @@ class Story:
             cause: how it ended, in words.
             detected: when that was noticed, in seconds since the epoch.
             pid: of the worker; 0 if it ran on another machine.
-            goes_on: the others do not wait for its replacement.
+            continues: the others do not wait for its replacement.
         """
         self._failures += bool(pid)
         before = self._away.get(rank)
         since = detected if before is None or before.back else before.detected
         self._away[rank] = away = Away(rank, cause, since, pid)
         self._pids.pop(rank, None)
-        if goes_on:
+        if continues:
             away.told = True
             self._say(f"rank {rank} failed ({away.who}); the others compute its share until it is back")
         if len(self._away) == 1:
@@ -351,7 +351,7 @@ def _answer(config: SwiftConfig) -> str:
     if config.on_failure == "restart":
         return "if one fails, all start again" + (" from the newest checkpoint" if config.checkpoint.dir else "")
     if config.on_failure == "shrink":
-        return "if one fails, the others go on without it"
+        return "if one fails, the others continue without it"
     if config.on_failure == "reroute":
         return "if one fails, the others compute its share until it is replaced"
     return "a failed one is replaced where what it trains is attached"

@@ -76,9 +76,9 @@ class Failures:
                 return
             restart = self._answer(entry, failed, verdicts)
         attempts.tell_start()
-        goes_on = entry is not None and entry.absent is not None and not restart
+        continues = entry is not None and entry.absent is not None and not restart
         for one, death in failed:
-            self._telling.failed(one, death, goes_on=goes_on)
+            self._telling.failed(one, death, continues=continues)
         if ending is not None:
             self._fail(ending)
         elif restart:
@@ -90,7 +90,7 @@ class Failures:
 
     def _write(self, deaths: list[Death], detected: float) -> Entry | None:
         """The generation that follows. Among several machines a failed worker is replaced by its own; alone, the others
-        may go on without it.
+        may continue without it.
         """
         attempts = self._attempts
         shrinks = self._alone and self._resizing.shrinks(attempts.now.goodbyes())
@@ -107,7 +107,7 @@ class Failures:
             attempts.step(Event.CHANGE)
             return False
         if len(entry.absent or ()) == len(entry.incarnations):
-            return True  # nobody is left who could let a replacement in
+            return True  # nobody is left who could admit a replacement
         resizing.expect([death.rank for _, death in failed], time.monotonic())
         delay = self._config.reroute.rejoin_after_s if entry.absent is not None else 0.0
         for (one, _), verdict in zip(failed, verdicts, strict=True):

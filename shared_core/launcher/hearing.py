@@ -65,19 +65,19 @@ class Hearing:
         """Act on all that is new, until the attempt ends."""
         attempts, attempt = self._attempts, self._attempts.now
 
-        def goes_on() -> bool:
+        def continues() -> bool:
             return attempts.now is attempt and attempts.result is None
 
         for pid, wish in self._control.wishes():
             self._wish(pid, wish)
         for entry in attempt.ledger.follow():
             self._follow(entry)
-            if not goes_on():
+            if not continues():
                 return
         for name, value in attempt.look():
             if name in self._words:
                 self._words[name](value)
-            if not goes_on():
+            if not continues():
                 return
         if attempts.phase.trains and attempt.release():
             attempts.step(Event.RELEASED)
@@ -143,7 +143,7 @@ class Hearing:
     def _restart(self, said: Any) -> None:
         reason = said.reason
         if self._book.take():
-            # No line: a worker that says so could not go on from the present one.
+            # No line: a worker that says so could not continue from the present one.
             self._attempts.restart_all(reason, 0.0, line=None)
             return
         reason += "; no replacements are left (--max-restarts)"

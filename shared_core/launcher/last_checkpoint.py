@@ -85,7 +85,7 @@ class LastCheckpoint:
     def saved(self, fields: Mapping[str, Any]) -> None:
         """Rank 0 says that the last checkpoint is committed, or cannot be."""
         if self.deadline is None:
-            return  # another machine's: this one goes on
+            return  # another machine's: this one continues
         self._committed = bool(fields.get("done"))
         self._boundary = int(fields.get("boundary", 0))
         self._over = True

@@ -64,7 +64,7 @@ class Observations:
 
 @dataclass
 class _Duty:
-    """A lease that must be renewed for the workers to go on."""
+    """A lease that must be renewed for the workers to continue."""
 
     name: str
     renew: Callable[[], bool]

@@ -33,7 +33,7 @@ class Ledger:
         gone: machines that have lost their place; each has another name if it comes back.
         detected: when the failure was noticed that the newest generation answers; 0 before there is one.
         change: the newest generation, while the number of workers changes; else None.
-        absent: ranks that failed and without which the others went on, as of the newest generation; None where every
+        absent: ranks that failed and without which the others continued, as of the newest generation; None where every
             failure is answered by forming a generation with its replacement.
 
     Args:
@@ -115,7 +115,7 @@ class Ledger:
             incarnations[rank] += 1
         if not kind.over:
             absent = self._absent_after(entry.failed)
-            kind = kind if kind is Kind.HAND_ON else Kind.GO_ON if absent else Kind.FORM
+            kind = kind if kind is Kind.HAND_ON else Kind.CARRY_ON if absent else Kind.FORM
         return replace(
             entry,
             generation=self.generation + 1,
@@ -128,8 +128,8 @@ class Ledger:
     def _absent_after(self, failed: Sequence[int]) -> frozenset[int] | None:
         """``absent`` of the generation that follows these failures.
 
-        Once every worker uses lanes, the others go on without a failed rank. Replacements that are being let in are in,
-        or they are not: this settles it.
+        Once every worker uses lanes, the others continue without a failed rank. Replacements that are being admitted
+        are in, or they are not: this settles it.
         """
         if self.absent is None:
             keys = [self._prefix + lane_key(rank, n) for rank, n in enumerate(self.incarnations)]

@@ -150,7 +150,7 @@ class Crew:
             raise ConnectionError("the job's store is not here")
 
     def check(self, ledger: Ledger) -> None:
-        """May this machine's workers go on?
+        """May this machine's workers continue?
 
         Raises:
             Fenced: if not.
@@ -170,7 +170,7 @@ class Crew:
         return (self._meeting.lease.fenced if self._meeting.lease is not None else "") or str(error)
 
     def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing, *, restart: bool) -> Entry | None:
-        """Give the places of failed machines to spare ones, or go on with another number of machines.
+        """Give the places of failed machines to spare ones, or continue with another number of machines.
 
         Args:
             attempt: the present one.
@@ -206,7 +206,7 @@ class Crew:
                 stay = [rank for rank in stay if rank not in entry.failed]
                 entry = replace(entry, kind=Kind.HAND_ON, stay=tuple(stay), after=after)
                 why = f"{why}; " if why else ""
-                why += "1 machine goes on" if len(after) == 1 else f"{len(after)} machines go on"
+                why += "1 machine continues" if len(after) == 1 else f"{len(after)} machines continue"
             return replace(entry, reason=why) if why else None
 
         entry = attempt.append(make)
@@ -221,12 +221,12 @@ class Crew:
             Fenced: if it has none.
         """
         if not self._meeting.regroup(machines, number) or self._meeting.team is None:
-            raise Fenced("the others go on without this machine")
+            raise Fenced("the others continue without this machine")
         return self._meeting.team.slot
 
     @property
     def line(self) -> str:
-        """What the attempt goes on from in which this machine was given its place; see :class:`Resizing`."""
+        """What the attempt continues from in which this machine was given its place; see :class:`Resizing`."""
         return self._meeting.line
 
     def gather(self, machines: Sequence[str | None], line: Resized) -> None:

@@ -1,7 +1,7 @@
 """A copy of each rank's publications on one other machine, so that they outlive their own (DESIGN section 3).
 
 What a rank publishes lies in the memory of its machine. Each worker also sends it to the agent of the machine in the
-next place, and goes on when that agent has it: before the rank contributes to any collective of that batch. A spare
+next place, and continues when that agent has it: before the rank contributes to any collective of that batch. A spare
 machine that takes a place asks the others for what they hold of its ranks.
 
 It goes in the frames of :mod:`~shared_core.system.wire`. Files are written whole and renamed.

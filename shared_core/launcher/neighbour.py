@@ -136,7 +136,7 @@ class Copies:
         if self._over.is_set():
             raise ConnectionError("the job ends on this machine")
         if self.kept is not None and key < self.kept:
-            return _NOT_YET  # from a machine that the others have gone on without
+            return _NOT_YET  # from a machine that the others have continued without
         self.begun = key
         self.hold(_KEPT, self.kept, key)
         if self.kept is not None and self._has_own(self.kept) and not self._awaits_own(key):

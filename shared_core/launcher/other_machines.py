@@ -33,7 +33,7 @@ class OtherMachines:
         self._attempts, self._resizes, self._telling, self._resizing = attempts, resizes, telling, resizing
 
     def check(self) -> None:
-        """May this machine's workers go on?
+        """May this machine's workers continue?
 
         Raises:
             Fenced: if not.
@@ -42,7 +42,7 @@ class OtherMachines:
             self._crew.check(self._attempts.now.ledger)
 
     def look(self) -> None:
-        """Give the places of failed machines away, or go on with another number of machines."""
+        """Give the places of failed machines away, or continue with another number of machines."""
         attempts = self._attempts
         entry = self._crew.replace_machines(attempts.now, self._nproc, self._resizing, restart=self._restart)
         if entry is None:
@@ -56,7 +56,7 @@ class OtherMachines:
             self._telling.generation(entry)
 
     def stand_down(self, error: Exception) -> None:
-        """This machine may not go on: its workers end, and it is as if it had just been started."""
+        """This machine may not continue: its workers end, and it is as if it had just been started."""
         reason = self._crew.why(error)
         console(f"the workers of this machine are stopped: {reason}")
         self._telling.warn(f"workers stopped: {reason}")

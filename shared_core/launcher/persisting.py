@@ -33,7 +33,7 @@ class Persisting:
     Args:
         job_dir: private folder of the job; a worker that leaves a snapshot there makes the writer needed.
         events: path of ``events.jsonl``, if there is one.
-        grace_s: how long it may go on when this process has been killed.
+        grace_s: how long it may continue when this process has been killed.
         say: prints a line for the user.
     """
 
@@ -76,7 +76,7 @@ class Persisting:
         """Let it write what is there, then end it; if it fails meanwhile, another does. A second call does nothing.
 
         Args:
-            deadline: ``time.monotonic()`` until which it may go on; None as long as it takes.
+            deadline: ``time.monotonic()`` until which it may continue; None as long as it takes.
             wait: waits for at most so many seconds, less where something happens; reaps no children.
             enough: whether it is to be ended at once.
 

@@ -52,7 +52,7 @@ class Meeting(RendezvousHandler):
         run_id: id of this start of the job, equal on all machines; empty before they have met.
         ports: that this machine opens.
         keeper: name of the machine that has the job's store; empty before there is one.
-        line: what the workers of the attempt go on from, if their number has changed; see :class:`Resizing`.
+        line: what the workers of the attempt continue from, if their number has changed; see :class:`Resizing`.
 
     Args:
         register: where the machines meet.

@@ -137,7 +137,7 @@ class Register:
 
         Raises:
             Gone, OSError, RendezvousConnectionError: if it cannot be reached now. Call again: a connection that was
-                begun goes on.
+                begun continues.
             ConfigError: if it will not be by trying again.
         """
         if self.backend == ETCD:

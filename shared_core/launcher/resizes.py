@@ -56,7 +56,7 @@ class Resizes:
         self._begin(here, resizing.full)
 
     def shrink_late(self) -> None:
-        """Go on without ranks whose replacements have not joined in time."""
+        """Continue without ranks whose replacements have not joined in time."""
         attempts, resizing = self._attempts, self._resizing
         if not self._alone:
             return
@@ -67,7 +67,7 @@ class Resizes:
             return
         limit_s = self._config.resize.replace_timeout_s
         why = f"nobody has taken the place of {ranks(late)} within {limit_s:g} s (resize.replace_timeout_s)"
-        console(f"{why}: the others go on without {'it' if len(late) == 1 else 'them'}")
+        console(f"{why}: the others continue without {'it' if len(late) == 1 else 'them'}")
         if self._begin(stay, len(stay)):
             attempts.roster.lose(late)
             attempts.kill_ranks(late, why)
@@ -88,7 +88,7 @@ class Resizes:
         return started is not None and progress is not None and bool(progress[0]) and progress[2] >= started
 
     def handed_on(self, generation: int, boundary: int) -> None:
-        """The state is handed on: end this attempt and go on with another number of workers."""
+        """The state is handed on: end this attempt and continue with another number of workers."""
         resizing, attempts, attempt = self._resizing, self._attempts, self._attempts.now
         if attempts.phase is not Phase.RESIZING or generation != attempt.generation:
             return

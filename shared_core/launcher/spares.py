@@ -1,4 +1,4 @@
-"""The prepared standbys of one machine: made one at a time while the job trains, and given their ranks' places."""
+"""The hot standbys of one machine: made one at a time while the job trains, and given their ranks' places."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Spares:
         self._telling.emit("prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held)
 
     def start(self, local_rank: int, start: Start) -> bool:
-        """Start a worker: its rank's place goes to the prepared standby, else to a process that is asked for.
+        """Start a worker: its rank's place goes to the hot standby, else to a process that is asked for.
 
         Args:
             local_rank: its place on this machine.
@@ -186,7 +186,7 @@ class Spares:
             wait_s = retry_s(self._failures)
             self._next = time.monotonic() + (wait_s if wait_s is not None else float("inf"))
             then = "no further one is prepared" if wait_s is None else f"another is prepared in {wait_s:g} s"
-            line = f"the prepared standby of rank {spare.rank} (pid {spare.pid}) failed ({cause}); {then}"
+            line = f"the hot standby of rank {spare.rank} (pid {spare.pid}) failed ({cause}); {then}"
             self._telling.warn(line)
             console(line)
 

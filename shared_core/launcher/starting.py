@@ -30,7 +30,7 @@ class Start:
         attempt: that is under way.
         store: where workers find the job's store, see :class:`~shared_core.protocol.worker_env.WorkerEnv`.
         address: of this machine, where there are several.
-        line: what the attempt goes on from, if the number of workers has changed.
+        line: what the attempt continues from, if the number of workers has changed.
         run_id: of this start of the job.
     """
 
@@ -86,7 +86,7 @@ class Starter:
         self._fleet.start(self._worker(local_rank, start, start.attempt.incarnations[rank]))
 
     def prepare(self, local_rank: int, start: Start) -> LiveWorker:
-        """Ask for a prepared standby: the worker that follows the present one of its rank."""
+        """Ask for a hot standby: the worker that follows the present one of its rank."""
         rank = start.places.workers[local_rank].global_rank
         spare = self._worker(local_rank, start, start.attempt.incarnations[rank] + 1)
         spare.request.env[worker_env.SPARE] = "1"

@@ -123,7 +123,7 @@ class Telling:
             host=socket.gethostname(),
         )
 
-    def failed(self, one: LiveWorker, death: Death, *, goes_on: bool) -> None:
+    def failed(self, one: LiveWorker, death: Death, *, continues: bool) -> None:
         """A worker of this machine fails."""
         self.emit(
             "failed",
@@ -135,7 +135,7 @@ class Telling:
             exit_code=death.exit_code,
             boundaries=death.boundaries,
         )
-        self.story.failed(death.rank, death.cause, death.detected, death.pid, goes_on=goes_on)
+        self.story.failed(death.rank, death.cause, death.detected, death.pid, continues=continues)
 
     def failed_elsewhere(self, entry: Entry) -> None:
         """Another machine's workers fail, with the machine."""
@@ -174,16 +174,16 @@ class Telling:
         self._change(what, why, whence, reached, line, 0, tell=places.speaks)
 
     def resizes(self, before: int, places: Places, line: Resized | None, reached: int) -> None:
-        """Another number of workers goes on.
+        """Another number of workers continues.
 
         Args:
             before: their number so far.
             places: of this machine in the next attempt.
-            line: what they go on from.
+            line: what they continue from.
             reached: step boundaries that were passed.
         """
         workers = places.world_size
-        what = f"{count(workers, 'worker')} {'goes on' if workers == 1 else 'go on'}"
+        what = f"{count(workers, 'worker')} {'continues' if workers == 1 else 'continue'}"
         whence = "" if line is None else f"from step boundary {line.boundary}"
         self._change(what, "", whence, reached, line, before, tell=places.speaks)
 

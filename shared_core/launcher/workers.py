@@ -50,7 +50,7 @@ class LiveWorker:
         started: ``time.time()`` when it was asked for.
         born: ``time.time()`` when its process existed.
         how: ``standby``, ``respawn`` or ``prepared``.
-        spare: a prepared standby: it holds no rank yet.
+        spare: a hot standby: it holds no rank yet.
         pidfd: readable when it dies, if the kernel has that.
         stopped_looks: looks in a row that found it in state T.
         cause: why the agent killed it, if it did.
@@ -77,7 +77,7 @@ class LiveWorker:
         process.kill_group(self.pid)
 
     def take_place(self) -> None:
-        """This was a prepared standby, and holds its rank from now on."""
+        """This was a hot standby, and holds its rank from now on."""
         self.spare, self.started, self.how = False, time.time(), "prepared"
 
     def raised(self, code: int) -> RaisedError | None:
@@ -112,7 +112,7 @@ class Fleet:
 
     Attributes:
         live: workers that run, by pid.
-        spares: prepared standbys that run, by pid.
+        spares: hot standbys that run, by pid.
     """
 
     def __init__(
@@ -240,14 +240,14 @@ class Fleet:
         self._new.append(worker)
 
     def promote(self, spare: LiveWorker) -> None:
-        """A prepared standby takes its rank's place: from now on it is a worker; see :meth:`started`."""
+        """A hot standby takes its rank's place: from now on it is a worker; see :meth:`started`."""
         del self.spares[spare.pid]
         spare.take_place()
         self.live[spare.pid] = spare
         self._new.append(spare)
 
     def fallen(self) -> list[tuple[LiveWorker, int]]:
-        """``(standby, exit code)`` of prepared standbys that died since the last call."""
+        """``(standby, exit code)`` of hot standbys that died since the last call."""
         fallen, self._fallen = self._fallen, []
         return fallen
 

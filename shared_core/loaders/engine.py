@@ -66,7 +66,7 @@ class _Notary:
 
 
 class Kind(enum.Enum):
-    """What a replacement does about the items that its predecessor had been given."""
+    """What a replacement does about the items that the failed worker had been given."""
 
     REREAD = "they are read again"
     RESTORE = "what reading them changed is put back"
@@ -166,7 +166,7 @@ class Engine:
                 vars(self.iterated)["_iterator"] = None
                 self.times = [0] * self.workers
         self.owned = OwnedState(self._roots)
-        listed = isinstance(loader, (list, tuple, range))  # going on in it reads nothing
+        listed = isinstance(loader, (list, tuple, range))  # continuing in it reads nothing
         self.cheap = mode == "refetch" or listed
         self.compared = not listed and self.kind is not Kind.SEEDED
         self._watch: Watch | None = None
@@ -311,7 +311,7 @@ class Engine:
         self.owned.restore(owned, leave)
 
     def finish(self, state: Mapping[str, Any]) -> None:
-        """The place of a predecessor is reached: take over what it had changed in all."""
+        """The place of a failed worker is reached: take over what it had changed in all."""
         last = state["iterations"][-1] if state["iterations"] else {}
         where = state.get("where")
         self.restore_owned(state["owned"], where if where is not None else last.get("stream"))
@@ -322,7 +322,7 @@ class Engine:
         self.pool, self._last = [], lambda: None
 
     def replace(self, record: Record) -> None:
-        """What is known of the newest pass comes from a predecessor."""
+        """What is known of the newest pass comes from a failed worker."""
         if self.notary is not None and self.notary.record is not None:
             record.order = self.notary.record.order or record.order
             self.notary.record = record

@@ -105,7 +105,7 @@ class Drawing(Iterator[Any]):
         return found if at == number else None
 
     def arrive(self) -> None:
-        """All that a predecessor had read is drawn, and the next is asked for as in any pass."""
+        """All that a failed worker had read is drawn, and the next is asked for as in any pass."""
         if not self._follow.ends:
             with suppress(StopIteration):
                 self._draw_up_to(self._follow.way.begin - 1)

@@ -82,7 +82,7 @@ class Way:
 def way_to(
     record: Record, *, ahead: int, workers: int, seeded: bool = False, taken: int = 0, told: bool = False
 ) -> Way:
-    """How a replacement reaches the place of its predecessor.
+    """How a replacement reaches the place of the failed worker.
 
     Args:
         record: of the pass.

@@ -132,7 +132,7 @@ class Position(Iterator[Any]):
         told: list[Note],
         items: list[Any],
     ) -> None:
-        """Go on where the pass of a predecessor was.
+        """Continue where the pass of a failed worker was.
 
         Args:
             record: of that pass.

@@ -1,4 +1,4 @@
-"""A replacement reaches its predecessor's place in a pass."""
+"""A replacement reaches the failed worker's place in a pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[An
 
     Args:
         engine: of the loader.
-        state: of a predecessor's loader.
+        state: of a failed worker's loader.
         taken: items that this process has taken of a loader that cannot be started again.
         items: receives the last ones delivered.
 
@@ -108,7 +108,7 @@ class _Replay:
         done = 0
         wait = Wait(
             f"rank {engine.place[1]}",
-            lambda: f"its place in the data: {done} of {len(way.lead)} batches of its predecessor are read again",
+            lambda: f"its place in the data: {done} of {len(way.lead)} batches of the failed worker are read again",
             math.inf,
             ends="it takes as long as reading them did before",
         )
@@ -168,7 +168,7 @@ class _Replay:
         """Put this process where it was before a batch was drawn and read."""
         engine, record = self._engine, self._record
         if number >= record.delivered:
-            return  # its predecessor had not come to this one
+            return  # the failed worker had not come to this one
         if number == 0 and record.owned_first:
             engine.restore_owned(record.owned_first, record.stream)
         write_random(record.fetches.get(number, {}))

@@ -108,7 +108,7 @@ def order_name(state: Mapping[str, Any]) -> str:
 
 
 def taken_up(state: Mapping[str, Any], indices: list[Any]) -> dict[str, Any]:
-    """Changes to a loader's state, so that it goes on with ``indices`` in the pass in progress."""
+    """Changes to a loader's state, so that it continues with ``indices`` in the pass in progress."""
     last = state["iterations"][-1]
     record = dict(last) | {
         "delivered": min(state["ahead"], len(indices)),

@@ -24,7 +24,7 @@ class ResumableLoader:
     ``isinstance(wrapper, type(loader))`` holds, attributes are read and written through, ``len`` and workers behave
     as before.
     :meth:`state` is plain data; :meth:`restore` in another process, on a wrapper around the same loader built by the
-    same code, makes the iteration in progress go on with the next item, bit for bit.
+    same code, makes the iteration in progress continue with the next item, bit for bit.
 
     Args:
         loader: the loader.
@@ -177,7 +177,7 @@ class ResumableLoader:
         Global generators are left in an undefined state: the caller restores its own afterwards.
 
         Args:
-            state: of this rank's predecessor.
+            state: of this rank's failed worker.
             position: an iterator of this loader.
             copied: it is another rank's: what its sampler was built with (the rank) does not follow, what has changed
                 since does.

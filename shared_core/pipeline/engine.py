@@ -127,7 +127,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
 
     @property
     def reroutes(self) -> bool:
-        """Whether training steps go on without failed workers."""
+        """Whether training steps continue without failed workers."""
         return self._rerouting is not None
 
     @property
@@ -136,7 +136,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
         return self._calls is not None and (self._calls.behind or (self._job is not None and self._job.joining))
 
     def wait_for_all(self) -> None:
-        """Let replacements in until no worker is away (``on_failure="reroute"``). Called by all workers at the same
+        """Admit replacements until no worker is away (``on_failure="reroute"``). Called by all workers at the same
         place, between two steps; a collective of all workers does so by itself.
         """
         if self._rerouting is not None:
@@ -262,7 +262,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
             count, taken, mine = self._calls.count, self._calls.draws, self._hyperparameters()
             self._calls.begin()
             self._job.step_boundary()
-            if self._job.position.rejoined and self._calls.let_in(count, taken):
+            if self._job.position.rejoined and self._calls.admit(count, taken):
                 # A scheduler of the script's steps through the calls that are skipped now.
                 self._others = self._hyperparameters()
                 self._set_hyperparameters(mine)

@@ -45,7 +45,8 @@ class StageState:
     @property
     def hooked(self) -> bool:
         """Whether the script has hooks on the optimizer of this worker's stage, but for which workers could move: they
-        may belong to the parameters of this stage, and a worker that has moved makes the other one's optimizer anew.
+        may belong to the parameters of this stage, and a worker that has moved makes the other one's optimizer from
+        scratch.
         """
         if not self._possible:
             return False

@@ -84,7 +84,7 @@ class Rerouting:
             self._places,
             self._layers,
             job.lanes.lane,
-            lambda: bool(job.lanes.knocking()),
+            lambda: bool(job.lanes.joining_ranks()),
             self._plans,
             Options(
                 ordered=ordered,
@@ -118,38 +118,38 @@ class Rerouting:
                 console(drift_line(facts))
 
     def at_boundary(self) -> None:
-        """Before each step and evaluation: let replacements in, if the last step has said so. They begin at step
-        boundaries, so an evaluation in the batch of a step, as Lightning's validations are, lets nobody in.
+        """Before each step and evaluation: admit replacements, if the last step has said so. They begin at step
+        boundaries, so an evaluation in the batch of a step, as Lightning's validations are, admits nobody.
         """
         executor, job, result = self._executor, self._job, self.result
         executor.move_to(int(self._engine.global_steps))
         if job.position.boundaries == self._stepped_at:
             return
         self.result = None
-        knock = result.let_in if result is not None else -1
-        if executor.connected and knock >= 0:
+        join_request = result.admit if result is not None else -1
+        if executor.connected and join_request >= 0:
             self._settle()
-        if executor.connected and executor.lane.number == knock:  # else somebody failed or was let in since
-            self._let_in(Patience.NOT_AT_ALL)
+        if executor.connected and executor.lane.number == join_request:  # else somebody failed or was admitted since
+            self._admit(Patience.NOT_AT_ALL)
 
     def wait_for_all(self) -> None:
-        """Let replacements in until nobody is away. Called by all workers at the same place, at a step boundary or
+        """Admit replacements until nobody is away. Called by all workers at the same place, at a step boundary or
         after the step that followed: replacements begin at that boundary, and pass by that step.
         """
         while self._job.lanes.absent and not self._job.joining:
             self._wait(Patience.FOR_ALL)
 
     def _wait(self, patience: Patience) -> None:
-        """Let replacements in that are waited for. If somebody fails meanwhile, nobody may be in."""
+        """Admit replacements that are waited for. If somebody fails meanwhile, nobody may be in."""
         self._settle()
-        self._let_in(patience)
+        self._admit(patience)
 
-    def _let_in(self, patience: Patience) -> None:
-        """Let replacements in that are ready, as one worker sees them. All have come from :meth:`_settle`."""
+    def _admit(self, patience: Patience) -> None:
+        """Admit replacements that are ready, as one worker sees them. All have come from :meth:`_settle`."""
         executor, job = self._executor, self._job
         lane = executor.lane
         try:
-            mine = job.lanes.knocking(wait=patience) if job.rank == lane.ranks[0] else ()
+            mine = job.lanes.joining_ranks(wait=patience) if job.rank == lane.ranks[0] else ()
             ranks = list(lane.exchange(list(mine))[lane.ranks[0]])
         except LaneBroken:
             return
@@ -159,7 +159,7 @@ class Rerouting:
                 job.notes.keep(_RESULT, "", [job.position.boundaries, self._newest.to_tensor(), gradients, norm])
             boundary = job.position.boundaries
             job.notes.keep(_EVALUATIONS, "", [boundary, executor.evaluations.results(boundary)])
-            job.lanes.let_in(ranks)
+            job.lanes.admit(ranks)
         executor.leave()
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class Rerouting:
         return mean / len(sums) if len(sums) > 1 else mean
 
     def _pass_by(self) -> None:
-        """The others had made this step when they let this replacement in: count it, and take its data."""
+        """The others had made this step when they admitted this replacement: count it, and take its data."""
         engine = self._engine
         if engine.is_first_stage() or engine.is_last_stage():
             self._layers.items()
@@ -240,7 +240,7 @@ class Rerouting:
         engine.before_step()
         compat.step(engine)
         self._executor.move_to(int(engine.global_steps))
-        self.result = replace(StepResult.from_tensor(result, self._topology), let_in=-1)
+        self.result = replace(StepResult.from_tensor(result, self._topology), admit=-1)
 
     def total_loss(self) -> Tensor:
         """The mean loss of the last global batch, with DeepSpeed's arithmetic."""

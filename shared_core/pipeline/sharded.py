@@ -4,7 +4,7 @@ Each rank keeps the master weights in fp32 and the moments of its part of the st
 are rank-local state: published with every step boundary, to the machine's shared memory and, where there are several,
 to another machine. That is what the recovery of such a stage costs: 12 bytes a parameter with Adam, divided by the
 data-parallel degree, are copied at each step, and kept up to three times. A replacement therefore runs each update of
-its predecessor's batch, with reduced gradients and gathered parameters from the log, and has the newest parameters
+the failed worker's batch, with reduced gradients and gathered parameters from the log, and has the newest parameters
 after.
 """
 

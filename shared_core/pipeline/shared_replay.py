@@ -1,8 +1,8 @@
-"""A replacement's steps between the checkpoint and its predecessor's place, computed together with the survivors.
+"""A replacement's steps between the checkpoint and the failed worker's place, computed together with the survivors.
 
 Only steps that all survivors have made are shared: every message of theirs is in a log. What remains is replayed by
 the schedule, as always. Replacements of neighbouring stages (a line, see :mod:`shared_core.pipeline.lending`) still
-send each other every message, in the order of the schedule: so each can go on by itself where a helper fails,
+send each other every message, in the order of the schedule: so each can continue by itself where a helper fails,
 whatever the others of the line have noticed.
 """
 
@@ -89,7 +89,7 @@ class SharedReplay:
         return self._helpers is not None
 
     def _has_trained(self) -> bool:
-        """Whether a step has been made, here or by the predecessor, in which the shapes of messages became known; the
+        """Whether a step has been made, here or by the failed worker, in which the shapes of messages became known; the
         same at all replacements of a line.
         """
         engine = self._engine

@@ -236,7 +236,7 @@ def _another(inner: torch.optim.Optimizer, masters: Sequence[Sequence[Tensor]]) 
     """An optimizer like ``inner`` for other parameters, with the same moments for those that it has.
 
     Of a class of its own: the stage's parameters follow from its masters, outside its step, so who copies the state
-    while updates go on cannot make them again from gradients alone.
+    while updates continue cannot make them again from gradients alone.
     """
     kind = type(f"Whole{type(inner).__name__}", (type(inner),), {"__module__": __name__})
     made: torch.optim.Optimizer = object.__new__(kind)

@@ -2,8 +2,8 @@
 
 Each rank publishes all that it has at each step boundary: with stage 3 its partition of the parameters, with stages 1
 and 2 all of them, and its partition of the masters and moments. Stage 0 divides nothing, and is published whole. A
-replacement takes that, and runs its predecessor's batch again with its updates. What ranks gather they gather again for
-it; what they reduce comes from the log, or is reduced again.
+replacement takes that, and runs the failed worker's batch again with its updates. What ranks gather they gather again
+for it; what they reduce comes from the log, or is reduced again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How replacements take their places beside survivors that have gone on without them, as a pure function.
+"""How replacements take their places beside survivors that have continued without them, as a pure function.
 
 All survivors stand at the same place after the same step boundary: at the boundary itself, or with nothing but the step
 made since. Nothing is under way. So nothing is replayed: a replacement is a copy of a replica, as it was at the
@@ -16,12 +16,12 @@ from shared_core.protocol.members import Members, members_of
 from shared_core.protocol.plan import Plan, totals
 
 
-def let_in(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Plan:
+def admit(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Plan:
     """The plan by which replacements join at the step boundary at which all survivors stand.
 
     Args:
-        frontiers: of survivors and of those that are let in; who stays away has none. A survivor's ``boundaries`` ends
-            with the step boundary that it has passed last.
+        frontiers: of survivors and of those that are admitted; who stays away has none. A survivor's ``boundaries``
+            ends with the step boundary that it has passed last.
         late: ranks that were absent when the generation began. The others may have copied their state to replacements
             since, so they give it.
 
@@ -72,7 +72,7 @@ def let_in(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Pla
 
 def _place(front: Frontier) -> tuple[int, int, int, str, int]:
     if not front.boundaries or front.version not in (front.boundaries[-1].version, front.boundaries[-1].version + 1):
-        raise RecoveryFailed(f"rank {front.rank} lets replacements in more than a step after a step boundary")
+        raise RecoveryFailed(f"rank {front.rank} admits replacements more than a step after a step boundary")
     boundary = front.boundaries[-1]
     return boundary.index, boundary.version, boundary.entry, boundary.kind, front.version
 
@@ -96,14 +96,16 @@ def _check_quiet(name: str, here: Mapping[int, GroupFrontier]) -> None:
     open_at = [rank for rank, group in here.items() if not Done.from_json(group.done).covers(group.next)]
     if len(set(issued.values())) != 1 or open_at:
         raise RecoveryFailed(
-            f"a collective of group {name!r} is under way while a replacement is let in (issued: {issued}, "
+            f"a collective of group {name!r} is under way while a replacement is admitted (issued: {issued}, "
             "unfinished at "
             f"ranks {open_at}): wait for what was called with async_op=True before the next batch"
         )
 
 
 def _check_unused(name: str, here: Mapping[int, GroupFrontier], survivors: Mapping[int, Frontier]) -> None:
-    """A replacement goes on from the boundary, alone. Raises RecoveryFailed if the others have used the group since."""
+    """A replacement continues from the boundary, alone. Raises RecoveryFailed if the others have
+    used the group since.
+    """
     for rank, group in here.items():
         boundary = survivors[rank].boundaries[-1]
         if group.next != boundary.groups.get(name, 0):

@@ -16,7 +16,7 @@ class Phase(Enum):
     RESIZING = "resizing"
     #: All workers are ended, and those of the next attempt are started.
     RESTARTING = "restarting"
-    #: This machine may not go on: its workers are ended, and it begins as if it had just come.
+    #: This machine may not continue: its workers are ended, and it begins as if it had just come.
     STOOD_DOWN = "stood down"
     #: All workers have said goodbye: they leave.
     ENDING = "ending"
@@ -36,13 +36,13 @@ class Event(Enum):
     CAME = "came"
     #: It has a place, or the next attempt is begun.
     PLACED = "placed"
-    #: A change of the number of workers begins, or goes on with others that stay.
+    #: A change of the number of workers begins, or continues with others that stay.
     CHANGE = "change"
     #: There is no change of the number of workers, or no longer one.
     NO_CHANGE = "no change"
     #: The ledger says that all workers start again.
     RESTART = "restart"
-    #: The ledger says that another number of workers goes on.
+    #: The ledger says that another number of workers continues.
     RESIZED = "resized"
     #: The ledger says that all workers have said goodbye.
     RELEASED = "released"
@@ -67,11 +67,11 @@ class Action(Enum):
     TELL = auto()
     #: Kill every worker, and wait until all are gone.
     KILL = auto()
-    #: Forget what the workers of the attempt have published, except what the next one goes on from.
+    #: Forget what the workers of the attempt have published, except what the next one continues from.
     CLEAR = auto()
     #: Wait as long as the policy for failures wants.
     DELAY = auto()
-    #: Take the place among the machines that go on, with their number of workers.
+    #: Take the place among the machines that continue, with their number of workers.
     REGROUP = auto()
     #: Forget the attempt.
     FORGET = auto()

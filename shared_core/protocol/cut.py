@@ -1,6 +1,6 @@
-"""Where a job whose number of workers changes is cut: the step boundary from which it goes on, as a pure function.
+"""Where a job whose number of workers changes is cut: the step boundary from which it continues, as a pure function.
 
-Workers that stay say what they have (:class:`Offer`); nobody goes on meanwhile. The cut is the newest step boundary
+Workers that stay say what they have (:class:`Offer`); nobody continues meanwhile. The cut is the newest step boundary
 that all of them have published. What lies behind it is undone: rank-local state is that of the publication, and whoever
 has published nothing newer can put parameters and optimizer state back to it.
 """

@@ -131,9 +131,9 @@ class Frontier(Record):
     Attributes:
         rank: logical rank.
         incarnation: which worker holds it.
-        replacement: whether it has yet to take over its predecessor's place.
+        replacement: whether it has yet to take over the failed worker's place.
         version: optimizer steps its state contains.
-        boundaries: step boundaries it has published (a replacement: its predecessor's, newest last).
+        boundaries: step boundaries it has published (a replacement: the failed worker's, newest last).
         groups: its groups by name (empty for a replacement).
         together: ranks that start again together, this one among them: messages between them are not on disk.
         boundary: number of the newest step boundary that this survivor has published.

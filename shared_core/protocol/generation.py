@@ -40,9 +40,9 @@ def lane_key(rank: int, incarnation: int) -> str:
     return f"lane/{rank}.{incarnation}"
 
 
-def knock_key(generation: int, rank: int) -> str:
-    """Set by the replacement of an absent rank that asks to be let in: the number of its entry call."""
-    return f"gen/{generation}/knock/{rank}"
+def join_request_key(generation: int, rank: int) -> str:
+    """Set by the replacement of an absent rank that asks to be admitted: the number of its entry call."""
+    return f"gen/{generation}/join_request/{rank}"
 
 
 def copy_key(generation: int, rank: int) -> str:
@@ -60,15 +60,15 @@ class Kind(Enum):
 
     #: All ranks form the generation, the replacements of failed ones among them.
     FORM = "form"
-    #: The others go on at once without the absent ranks, and let their replacements in later.
-    GO_ON = "go on"
+    #: The others continue at once without the absent ranks, and admit their replacements later.
+    CARRY_ON = "continue"
     #: The number of workers changes: those that stay hand their state on, and nothing is formed.
     HAND_ON = "hand on"
     #: The attempt is over: all workers said goodbye.
     RELEASE = "release"
     #: The attempt is over: all workers start again.
     RESTART = "restart"
-    #: The attempt is over: another number of workers goes on.
+    #: The attempt is over: another number of workers continues.
     RESIZE = "resize"
     #: The attempt is over: the job has failed.
     FAIL = "fail"
@@ -82,7 +82,7 @@ class Kind(Enum):
 class CauseKind(Enum):
     """Why a worker failed."""
 
-    #: Its process ended, or was killed because it did not go on.
+    #: Its process ended, or was killed because it did not continue.
     DIED = "died"
     #: It was killed because its state was damaged: replicas that are the majority have another.
     DIVERGENT = "divergent"
@@ -112,18 +112,18 @@ class Entry:
     Attributes:
         generation: number of the entry.
         incarnations: for each rank, how many workers held it before the present one.
-        absent: ranks that failed and without which the others go on; None until all workers use lanes.
+        absent: ranks that failed and without which the others continue; None until all workers use lanes.
         kind: what happens.
         causes: one for each worker that failed just now.
         detected: ``time.time()`` when that was noticed.
         machines: for each place, the machine that holds it, None while nobody does; empty for a job on one machine. An
             agent leaves it out where it does not change.
         stay: ranks that hand their state on.
-        after: machines that go on after that.
+        after: machines that continue after that.
         reason: for people.
         rank: whose error ends the job; -1 for none.
-        workers: number of them that goes on.
-        line: what the next attempt goes on from, if not from a checkpoint or the beginning.
+        workers: number of them that continues.
+        line: what the next attempt continues from, if not from a checkpoint or the beginning.
     """
 
     generation: int = 0
@@ -150,7 +150,8 @@ class Entry:
         return any(cause.who == rank and cause.kind is CauseKind.DIVERGENT for cause in self.causes)
 
     def while_changing(self, stay: Sequence[int], change: Entry | None) -> Entry:
-        """This entry where the number of workers changes; a change that is under way goes on with those that are left.
+        """This entry where the number of workers changes; a change that is under way continues with those that are
+        left.
 
         Args:
             stay: ranks that are to hand their state on, if a change begins.
@@ -252,7 +253,7 @@ class _Stored(TypedDict):
 
     version: Count
     generation: Count
-    kind: Literal["form", "go on", "hand on", "release", "restart", "resize", "fail"]
+    kind: Literal["form", "continue", "hand on", "release", "restart", "resize", "fail"]
     size: Count
     replaced: list[tuple[Count, Count]]
     absent: list[Count] | None
@@ -278,6 +279,6 @@ def _wrong_in(entry: Entry, version: int, generation: int, world_size: int) -> s
             return f"{name} names rank {max(ranks)}, and there are {world_size}"
     if not -1 <= entry.rank < world_size:
         return f"rank is {entry.rank}, and there are {world_size}"
-    if entry.kind in (Kind.FORM, Kind.GO_ON) and (entry.kind is Kind.GO_ON) != bool(entry.absent):
+    if entry.kind in (Kind.FORM, Kind.CARRY_ON) and (entry.kind is Kind.CARRY_ON) != bool(entry.absent):
         return f"kind is {entry.kind.value!r}, with {len(entry.absent or ())} absent ranks"
     return ""

@@ -1,6 +1,6 @@
-"""Which ranks have a prepared standby: pure decisions on what was measured.
+"""Which ranks have a hot standby: pure decisions on what was measured.
 
-A prepared standby has run the script as one rank up to its first step boundary. At the failure of that rank the others
+A hot standby has run the script as one rank up to its first step boundary. At the failure of that rank the others
 do not wait for the script's start-up; until then it takes the memory of a worker.
 """
 
@@ -16,7 +16,7 @@ from shared_core.protocol.codec import Count
 LEAST_STARTUP_S = 2.0
 #: ``auto`` leaves this share of the machine's memory free, and at least so many bytes.
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 1 << 30
-#: Seconds from a failure of a prepared standby to the next try, by failures in a row; after the last none follows.
+#: Seconds from a failure of a hot standby to the next try, by failures in a row; after the last none follows.
 RETRY_S = (1.0, 5.0, 25.0)
 #: Exit code of a standby that cannot serve: its rank has no replica, so a replacement runs on from a checkpoint.
 EXIT_UNFIT = 76
@@ -24,7 +24,7 @@ _GIB = 1 << 30
 
 
 def place_key(rank: int, incarnation: int) -> str:
-    """Key under which a prepared standby finds the generation in which it takes its rank's place."""
+    """Key under which a hot standby finds the generation in which it takes its rank's place."""
     return f"place/{rank}.{incarnation}"
 
 
@@ -86,7 +86,7 @@ class Decision:
 
 
 def decide(wanted: int | str, ranks: Sequence[int], measured: Measured, on_failure: str, prepared: int = 0) -> Decision:
-    """How many of a machine's ranks have a prepared standby.
+    """How many of a machine's ranks have a hot standby.
 
     Args:
         wanted: a number, or ``auto``.

@@ -22,10 +22,10 @@ class Resizing:
         target: number of workers after it.
         grow_at: ``time.monotonic()`` when empty places are filled again; None if not at all.
         due: until when the replacement of a rank has to have joined.
-        line: what the present workers went on from, when their number last changed.
+        line: what the present workers continued from, when their number last changed.
         least: machines that are enough.
         most: machines that there may be.
-        after: machines that go on after the change under way.
+        after: machines that continue after the change under way.
         vacant: ``time.monotonic()`` since when a machine's place is empty.
         declined: the number of workers could not change; it is not tried again before places change hands.
     """
@@ -60,7 +60,7 @@ class Resizing:
     def machines(
         self, machines: Sequence[str | None], alive: Sequence[str], *, changed: bool, now: float
     ) -> tuple[str, ...] | None:
-        """The machines that are to go on, if their number is to change now.
+        """The machines that are to continue, if their number is to change now.
 
         Args:
             machines: who holds which place.
@@ -119,7 +119,7 @@ class Resizing:
         return True
 
     def shrinks(self, goodbyes: bool) -> bool:
-        """Whether a failure is answered by going on with fewer.
+        """Whether a failure is answered by continuing with fewer.
 
         Args:
             goodbyes: some worker has finished: what it did after its last step boundary must not be done twice.

@@ -1,4 +1,4 @@
-"""Whether ranks that wait wait for each other, so that none can ever go on; pure functions on what each has said."""
+"""Whether ranks that wait wait for each other, so that none can ever continue; pure functions on what each has said."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def _matches(one: str, other: str) -> bool:
 
 
 def stuck(standings: Mapping[int, Standing]) -> dict[int, tuple[int, ...]]:
-    """Ranks that wait for ranks that wait themselves, or have finished, so that none of them can go on; each with those
-    it waits for. Who is not in ``standings`` may be computing, and holds nobody up for ever.
+    """Ranks that wait for ranks that wait themselves, or have finished, so that none of them can continue; each with
+    those it waits for. Who is not in ``standings`` may be computing, and holds nobody up for ever.
     """
     left = dict(standings)
     while True:

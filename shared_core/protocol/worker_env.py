@@ -30,7 +30,7 @@ RESIZED = "SWIFT_RECOVERY_RESIZED"
 MACHINES = "SWIFT_RECOVERY_MACHINES"
 JOB = "SWIFT_RECOVERY_JOB"
 COMMAND = "SWIFT_RECOVERY_COMMAND"
-#: Set in a prepared standby, until it takes the place of its rank.
+#: Set in a hot standby, until it takes the place of its rank.
 SPARE = "SWIFT_RECOVERY_SPARE"
 #: Set where a script was started by itself and has become ``swiftrun``: its user gives no flags.
 HANDED_OVER = "SWIFT_RECOVERY_HANDED_OVER"
@@ -75,9 +75,9 @@ class WorkerEnv:
         command: the program and its arguments.
         handed_over: the script was started by itself, so that its user gives ``swiftrun`` no flags.
         machines: who holds which place in the generation in which this worker starts; empty on one machine.
-        resized: the attempt from which this one goes on, if the number of workers has changed.
+        resized: the attempt from which this one continues, if the number of workers has changed.
         run: id of this start of the job, equal on all machines and in all attempts.
-        spare: this is a prepared standby: the worker of the rank lives, and ``generation`` is not known yet.
+        spare: this is a hot standby: the worker of the rank lives, and ``generation`` is not known yet.
     """
 
     rank: int
@@ -166,7 +166,7 @@ def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) ->
 
 
 def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
-    """What predecessors on this machine have left with :func:`leave_environment`.
+    """What failed workers on this machine have left with :func:`leave_environment`.
 
     Raises:
         CorruptFile: it is damaged.

@@ -16,19 +16,19 @@ class Phase(Enum):
 
     #: The script runs up to its default process group; a replacement does not know its place yet.
     STARTING = "starting"
-    #: A replacement whose predecessor has passed no step boundary runs the script as the first workers did.
+    #: A replacement whose failed worker has passed no step boundary runs the script as the first workers did.
     FROM_START = "from the start"
-    #: A replacement runs the script up to its predecessor's step boundary; collectives are answered from records.
+    #: A replacement runs the script up to the failed worker's step boundary; collectives are answered from records.
     BEHIND = "behind"
-    #: The same, but the others go on without it: at its first step boundary it asks to be let in.
-    KNOCKING = "knocking"
+    #: The same, but the others continue without it: at its first step boundary it asks to be admitted.
+    ASKS_TO_JOIN = "asking to join"
     #: The program's thread forms the first generation of this worker.
     JOINING = "joining"
     #: Connected.
     LIVE = "live"
     #: A survivor forms the next generation.
     RECOVERING = "recovering"
-    #: A survivor goes on without absent ranks.
+    #: A survivor continues without absent ranks.
     WITHOUT = "without absent ranks"
     #: A survivor hands its state on, because the number of workers changes.
     HANDING_ON = "handing on"
@@ -38,7 +38,7 @@ class Phase(Enum):
     @property
     def answers(self) -> bool:
         """Whether collectives are answered from records."""
-        return self in (Phase.BEHIND, Phase.KNOCKING)
+        return self in (Phase.BEHIND, Phase.ASKS_TO_JOIN)
 
 
 class Event(Enum):
@@ -46,8 +46,8 @@ class Event(Enum):
 
     #: An entry: all ranks form the generation.
     FORM = "form"
-    #: An entry: the others go on without the absent ranks.
-    GO_ON = "go on"
+    #: An entry: the others continue without the absent ranks.
+    CARRY_ON = "continue"
     #: An entry: the number of workers changes, and this one hands its state on.
     HAND_ON = "hand on"
     #: An entry: the number of workers changes without this one.
@@ -64,12 +64,12 @@ class Event(Enum):
     ARRIVED = "arrived"
     #: The generation is formed, and no later entry is known.
     INSTALLED = "installed"
-    #: All absent ranks are let in, and no later entry is known.
-    LET_IN = "let in"
-    #: Some absent ranks are let in, others are still absent, and no later entry is known.
-    LET_IN_SOME = "let in some"
-    #: Absent ranks are let in, and another failure has ended the generation since.
-    LET_IN_LATE = "let in late"
+    #: All absent ranks are admitted, and no later entry is known.
+    ADMITTED = "admitted"
+    #: Some absent ranks are admitted, others are still absent, and no later entry is known.
+    ADMITTED_SOME = "admitted some"
+    #: Absent ranks are admitted, and another failure has ended the generation since.
+    ADMITTED_LATE = "admitted late"
 
 
 class Action(Enum):
@@ -77,8 +77,8 @@ class Action(Enum):
 
     #: Cut the connections and form the generation.
     RECOVER = auto()
-    #: Cut the connections to the absent ranks, and go on.
-    GO_ON = auto()
+    #: Cut the connections to the absent ranks, and continue.
+    CARRY_ON = auto()
     #: Cut the connections, agree on a step boundary with those that stay, and write the state there.
     HAND_ON = auto()
     #: Nobody leaves: what was held for handing on is free again.
@@ -98,12 +98,12 @@ class IllegalEvent(Exception):
 Outcome = tuple[Phase, tuple[Action, ...]]
 
 _SURVIVORS = (Phase.LIVE, Phase.RECOVERING, Phase.WITHOUT, Phase.HANDING_ON)
-_NOT_JOINED = (Phase.STARTING, Phase.FROM_START, Phase.BEHIND, Phase.KNOCKING, Phase.JOINING)
+_NOT_JOINED = (Phase.STARTING, Phase.FROM_START, Phase.BEHIND, Phase.ASKS_TO_JOIN, Phase.JOINING)
 
 #: The phase that follows and what is to be done, for each event that can happen in a phase.
 TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
     # A replacement's place: what its own entry says, then what all have agreed on.
-    (Phase.STARTING, Event.GO_ON): (Phase.KNOCKING, ()),
+    (Phase.STARTING, Event.CARRY_ON): (Phase.ASKS_TO_JOIN, ()),
     (Phase.STARTING, Event.BOUNDARY_FOUND): (Phase.BEHIND, ()),
     (Phase.STARTING, Event.NO_BOUNDARY): (Phase.FROM_START, ()),
     # Its way into the job.
@@ -111,35 +111,35 @@ TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
     (Phase.FROM_START, Event.ARRIVED): (Phase.JOINING, ()),
     (Phase.BEHIND, Event.ARRIVED): (Phase.JOINING, ()),
     (Phase.JOINING, Event.INSTALLED): (Phase.LIVE, ()),
-    (Phase.KNOCKING, Event.LET_IN): (Phase.LIVE, ()),
-    (Phase.KNOCKING, Event.LET_IN_SOME): (Phase.WITHOUT, ()),
-    (Phase.KNOCKING, Event.LET_IN_LATE): (Phase.WITHOUT, ()),
+    (Phase.ASKS_TO_JOIN, Event.ADMITTED): (Phase.LIVE, ()),
+    (Phase.ASKS_TO_JOIN, Event.ADMITTED_SOME): (Phase.WITHOUT, ()),
+    (Phase.ASKS_TO_JOIN, Event.ADMITTED_LATE): (Phase.WITHOUT, ()),
     # Another failure before it is in.
     (Phase.STARTING, Event.FORM): (Phase.STARTING, (Action.WITHDRAW,)),
     (Phase.FROM_START, Event.FORM): (Phase.FROM_START, (Action.WITHDRAW, Action.POST_FRONT)),
     (Phase.BEHIND, Event.FORM): (Phase.BEHIND, (Action.WITHDRAW, Action.POST_FRONT)),
-    # It is being let in: only then nobody is absent.
-    (Phase.KNOCKING, Event.FORM): (Phase.RECOVERING, (Action.RECOVER,)),
+    # It is being admitted: only then nobody is absent.
+    (Phase.ASKS_TO_JOIN, Event.FORM): (Phase.RECOVERING, (Action.RECOVER,)),
     (Phase.JOINING, Event.FORM): (Phase.JOINING, (Action.WITHDRAW,)),
-    (Phase.KNOCKING, Event.GO_ON): (Phase.KNOCKING, (Action.WITHDRAW,)),
+    (Phase.ASKS_TO_JOIN, Event.CARRY_ON): (Phase.ASKS_TO_JOIN, (Action.WITHDRAW,)),
     # A survivor's way back.
     (Phase.RECOVERING, Event.INSTALLED): (Phase.LIVE, ()),
-    (Phase.WITHOUT, Event.LET_IN): (Phase.LIVE, ()),
-    (Phase.WITHOUT, Event.LET_IN_SOME): (Phase.WITHOUT, ()),
-    # A failure while replacements were let in: what is to be done about it has begun.
-    (Phase.RECOVERING, Event.LET_IN_LATE): (Phase.RECOVERING, ()),
-    (Phase.WITHOUT, Event.LET_IN_LATE): (Phase.WITHOUT, ()),
-    (Phase.HANDING_ON, Event.LET_IN_LATE): (Phase.HANDING_ON, ()),
+    (Phase.WITHOUT, Event.ADMITTED): (Phase.LIVE, ()),
+    (Phase.WITHOUT, Event.ADMITTED_SOME): (Phase.WITHOUT, ()),
+    # A failure while replacements were admitted: what is to be done about it has begun.
+    (Phase.RECOVERING, Event.ADMITTED_LATE): (Phase.RECOVERING, ()),
+    (Phase.WITHOUT, Event.ADMITTED_LATE): (Phase.WITHOUT, ()),
+    (Phase.HANDING_ON, Event.ADMITTED_LATE): (Phase.HANDING_ON, ()),
 }
 for _phase in _SURVIVORS:
     TRANSITIONS[_phase, Event.FORM] = Phase.RECOVERING, (Action.RECOVER,)
-    TRANSITIONS[_phase, Event.GO_ON] = Phase.WITHOUT, (Action.GO_ON,)
+    TRANSITIONS[_phase, Event.CARRY_ON] = Phase.WITHOUT, (Action.CARRY_ON,)
     TRANSITIONS[_phase, Event.HAND_ON] = Phase.HANDING_ON, (Action.HAND_ON,)
 for _phase in _NOT_JOINED:
     # It says that it has no state, and runs on: that may yet be withdrawn.
     TRANSITIONS[_phase, Event.HAND_ON] = _phase, (Action.HAND_ON,)
 for _phase in (*_NOT_JOINED, Phase.LIVE, Phase.RECOVERING):
-    if _phase is not Phase.KNOCKING:
+    if _phase is not Phase.ASKS_TO_JOIN:
         TRANSITIONS[_phase, Event.LEFT_OUT] = _phase, ()  # a replacement that came too late: the launcher ends it
 
 
@@ -152,8 +152,8 @@ def transition(phase: Phase, event: Event) -> Outcome:
     if event is Event.REPLACED:
         return Phase.ENDED, (Action.EXIT,)
     if event is Event.OVER:
-        # Who knocks waits until the launcher ends it: alone it must not go on.
-        return Phase.KNOCKING if phase is Phase.KNOCKING else Phase.ENDED, (Action.STOP_WATCHING,)
+        # Who asks to join waits until the launcher ends it: alone it must not continue.
+        return Phase.ASKS_TO_JOIN if phase is Phase.ASKS_TO_JOIN else Phase.ENDED, (Action.STOP_WATCHING,)
     if phase is Phase.ENDED:
         return Phase.ENDED, ()  # the program may come a little further before it is ended
     try:
@@ -176,4 +176,4 @@ def heard(entry: Entry, rank: int, incarnation: int) -> Event:
         return Event.REPLACED
     if entry.kind is Kind.HAND_ON:
         return Event.HAND_ON if rank in entry.stay else Event.LEFT_OUT
-    return Event.GO_ON if entry.kind is Kind.GO_ON else Event.FORM
+    return Event.CARRY_ON if entry.kind is Kind.CARRY_ON else Event.FORM

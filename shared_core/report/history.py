@@ -173,12 +173,12 @@ def outages(answers: Sequence[Answer]) -> list[list[Answer]]:
 
 
 def stall_s(outage: Sequence[Answer]) -> float:
-    """For how long workers stood still, in seconds: until all went on and, where they went on without a replacement,
-    for its entry later.
+    """For how long workers stood still, in seconds: until all continued and, where they continued without a
+    replacement, for its entry later.
     """
     last = outage[-1].recovery
     until = outage[-1].at - outage[0].at + (last.longest_stall_s or 0.0)
-    return until + max(last.let_in_stall_s.values(), default=0.0)
+    return until + max(last.admitted_stall_s.values(), default=0.0)
 
 
 def whole(said: Mapping[str, Any], name: str) -> int | None:

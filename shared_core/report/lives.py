@@ -126,10 +126,10 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
             yield from (_Change(at, each, Doing.TRAINING, "", _HELD_UP) for each in ranks)
         elif event.kind == "resumed":
             yield _Change(at, rank, Doing.TRAINING, "", _HELD_UP)
-        elif event.kind == "let_in":
+        elif event.kind == "admitted":
             since = at - float(said.get("stall_s", 0.0))
             yield from (
-                _Change(since, each, Doing.WAITING, "a replacement is let in", (Doing.TRAINING,)) for each in ranks
+                _Change(since, each, Doing.WAITING, "a replacement is admitted", (Doing.TRAINING,)) for each in ranks
             )
             yield from (_Change(at, each, Doing.TRAINING, "", (Doing.WAITING,)) for each in ranks)
             yield _Change(at, rank, Doing.TRAINING)

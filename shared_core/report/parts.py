@@ -18,7 +18,7 @@ class PartKind(Enum):
     AGREEMENT = "agreement"
     STATE = "state and logs"
     BATCH = "batch again"
-    LETTING_IN = "replacement let in"
+    ADMITTING = "replacement admitted"
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Part:
 
 def parts(one: Recovery, limit_s: float | None = None) -> list[Part]:
     """The parts of a recovery in order, as far as events say where they end. Each begins where the one before ends, but
-    for the letting in of replacements, for which those that went on stand still once more.
+    for the admitting of replacements, for which those that continued stand still once more.
 
     Args:
         one: the recovery.
-        limit_s: no part goes on for longer, in seconds from the detection; for one that another failure has ended.
+        limit_s: no part continues for longer, in seconds from the detection; for one that another failure has ended.
     """
     found: list[Part] = []
     struck = [failure.struck for failure in one.failures if failure.struck is not None]
@@ -57,11 +57,11 @@ def parts(one: Recovery, limit_s: float | None = None) -> list[Part]:
         if end is not None and min(end, most) > at:
             found.append(Part(kind, at, min(end, most) - at))
             at = min(end, most)
-    for rank, let_in in sorted(one.let_in_s.items(), key=lambda entry: entry[1]):
-        begin = max(at, let_in - one.let_in_stall_s.get(rank, 0.0))
-        if min(let_in, most) > begin:
-            found.append(Part(PartKind.LETTING_IN, begin, min(let_in, most) - begin))
-            at = min(let_in, most)
+    for rank, admitted in sorted(one.admitted_s.items(), key=lambda entry: entry[1]):
+        begin = max(at, admitted - one.admitted_stall_s.get(rank, 0.0))
+        if min(admitted, most) > begin:
+            found.append(Part(PartKind.ADMITTING, begin, min(admitted, most) - begin))
+            at = min(admitted, most)
     return found
 
 

@@ -18,7 +18,7 @@ class Saving:
     Attributes:
         failed: ranks.
         at: when the first was noticed, in seconds since the run began.
-        took_s: until all went on, and what a replacement's entry cost the others later.
+        took_s: until all continued, and what a replacement's entry cost the others later.
         steps: that a restart would have repeated: step boundaries since the last checkpoint; None if unknown.
         restart_s: what a restart would have taken, by the assumptions; None if unknown.
     """
@@ -74,7 +74,7 @@ def _saving(found: History, outage: Sequence[Answer], start_s: float | None) -> 
 
 
 def _last_line(found: History, at: float) -> int:
-    """Step boundary from which a restart at that time would have gone on."""
+    """Step boundary from which a restart at that time would have continued."""
     lines = [mark for mark in (*found.begins, *found.checkpoints, *found.turns) if mark.at <= at]
     known = [mark.boundary for mark in sorted(lines, key=lambda mark: mark.at) if mark.boundary is not None]
     return known[-1] if known else 0

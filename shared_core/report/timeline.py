@@ -18,7 +18,7 @@ NO_ID = "none"
 _NAMED = 10
 #: Kinds that say something about one generation's recovery.
 _OF_A_RECOVERY = frozenset(
-    {"survivor_ready", "replacement_start", "replacement_ready", "recovered", "resumed", "let_in"}
+    {"survivor_ready", "replacement_start", "replacement_ready", "recovered", "resumed", "admitted"}
 )
 
 
@@ -61,9 +61,9 @@ class Recovery:
         ended_s: until all workers were told to end, where they are started again; ``None`` elsewhere.
         started_s: until the processes of the next workers ran, where all are started again; ``None`` elsewhere.
         began_s: until the next workers came to their first batch, where all are started again; ``None`` elsewhere.
-        let_in_s: by rank, until a replacement was let in by those that went on without it.
-        let_in_stall_s: by rank, how long the others stood still for it then.
-        stall_s: by rank, until it went on with its batch.
+        admitted_s: by rank, until a replacement was admitted by those that continued without it.
+        admitted_stall_s: by rank, how long the others stood still for it then.
+        stall_s: by rank, until it continued with its batch.
         bytes_moved: state and logs that crossed the network.
         served_operations: finished operations handed from logs to whoever lacked them.
         recomputed_steps: optimizer steps that a survivor computed again.
@@ -86,8 +86,8 @@ class Recovery:
     ended_s: float | None = None
     started_s: float | None = None
     began_s: float | None = None
-    let_in_s: dict[int, float] = field(default_factory=dict)
-    let_in_stall_s: dict[int, float] = field(default_factory=dict)
+    admitted_s: dict[int, float] = field(default_factory=dict)
+    admitted_stall_s: dict[int, float] = field(default_factory=dict)
     stall_s: dict[int, float] = field(default_factory=dict)
     bytes_moved: int = 0
     served_operations: int = 0
@@ -104,12 +104,12 @@ class Recovery:
 
     @property
     def complete(self) -> bool:
-        """Whether a worker went on in this generation; not so where it was abandoned or the job ended first."""
+        """Whether a worker continued in this generation; not so where it was abandoned or the job ended first."""
         return bool(self.stall_s)
 
     @property
     def longest_stall_s(self) -> float | None:
-        """Stall of the worker that waited longest; ``None`` while nobody has gone on."""
+        """Stall of the worker that waited longest; ``None`` while nobody has continued."""
         return max(self.stall_s.values(), default=None)
 
     @property
@@ -154,7 +154,7 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
         elif event.kind == "began" and all_end is not None and all_end.began_s is None:
             all_end.began_s = event.time - all_end.detected
         elif event.kind == "resumed" and answering.get(event.rank, 0) > max(event.generation, 0):
-            # `reroute`: it goes on without the absent ranks, in the generation before.
+            # `reroute`: it continues without the absent ranks, in the generation before.
             key = (attempt, answering[event.rank], "")
             _add(found.setdefault(key, Recovery(key[1], attempt, detected=event.time)), event)
         elif event.kind == "resumed" and event.generation == 0 and all_end is not None:
@@ -239,11 +239,11 @@ def _add(recovery: Recovery, event: Event) -> None:
         started = recovery.replacement_start_s.get(event.rank, 0.0)
         recovery.user_start_s[event.rank] = float(said.get("start_s", ready - started - said.get("joined_s", 0.0)))
     elif event.kind in ("recovered", "resumed") and "stall_s" in said:
-        # A survivor may report both: ready to go on, and past its next optimizer step.
+        # A survivor may report both: ready to continue, and past its next optimizer step.
         recovery.stall_s[event.rank] = max(float(said["stall_s"]), recovery.stall_s.get(event.rank, 0.0))
-    elif event.kind == "let_in":
-        recovery.let_in_s[event.rank] = event.time - recovery.detected
-        recovery.let_in_stall_s[event.rank] = float(said.get("stall_s", 0.0))
+    elif event.kind == "admitted":
+        recovery.admitted_s[event.rank] = event.time - recovery.detected
+        recovery.admitted_stall_s[event.rank] = float(said.get("stall_s", 0.0))
     if event.kind == "recovered":
         recovery.formed_s[event.rank] = event.time - recovery.detected
         if "exchange_s" in said:
@@ -357,7 +357,7 @@ def _generation(said: dict[str, Any]) -> str:
     if said.get("stay"):
         return f"ranks {', '.join(map(str, said['stay']))} hand on to another number of workers"
     if said.get("absent"):
-        return f"the others go on without rank {', '.join(map(str, said['absent']))}"
+        return f"the others continue without rank {', '.join(map(str, said['absent']))}"
     if not said.get("failed"):
         return "the number of workers stays as it is"
     return f"replaces rank {', '.join(map(str, said.get('failed', [])))}"

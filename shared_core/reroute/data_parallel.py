@@ -1,4 +1,4 @@
-"""Steps of data-parallel workers that go on without a failed one: its peers compute its share of each global batch.
+"""Steps of data-parallel workers that continue without a failed one: its peers compute its share of each global batch.
 
 The share of a logical rank (its data, its random numbers) can be computed by any worker. Each worker computes its own
 and those it hosts; the gradients are summed over a lane, which joins the workers that are there. After a failure the
@@ -85,9 +85,9 @@ class DataParallelSteps:
         compute: forward and backward of a logical rank's share of a step: ``compute(rank, step)`` leaves gradients in
             ``.grad``. All that comes of it depends on its arguments and the parameters alone.
         connect: makes the lane of the newest generation; blocks until all workers that are there have come.
-        knocking: failed ranks whose replacements wait to be let in; blocks until all of them do if its argument is
-            true.
-        let_in: lets those in that it is given; called by all, at the same step boundary.
+        joining_ranks: failed ranks whose replacements wait to be admitted; blocks until all of them do if its argument
+            is true.
+        admit: admits those that it is given; called by all, at the same step boundary.
         ordered: shares are added by ascending logical rank, whoever has computed them. Otherwise a worker first adds
             those that it has computed.
         noted: called after a failure with the ranks that are gone and the number of the step.
@@ -100,14 +100,14 @@ class DataParallelSteps:
         parameters: Sequence[torch.nn.Parameter],
         compute: Callable[[int, int], Outcome],
         connect: Callable[[], Lane],
-        knocking: Callable[[bool], Sequence[int]],
-        let_in: Callable[[Sequence[int]], Any],
+        joining_ranks: Callable[[bool], Sequence[int]],
+        admit: Callable[[Sequence[int]], Any],
         *,
         ordered: bool,
         noted: Callable[[list[int], int], None] = lambda failed, step: None,
     ) -> None:
         self._me, self._world, self._parameters, self._compute = me, world, parameters, compute
-        self._connect, self._knocking, self._let_in = connect, knocking, let_in
+        self._connect, self._joining_ranks, self._admit = connect, joining_ranks, admit
         self._ordered, self._noted = ordered, noted
         self._channel: MessageChannel | None = None
         self._sum: _Sum | None = None
@@ -152,7 +152,7 @@ class DataParallelSteps:
         return found.outcomes()
 
     def wait_for_all(self, step: int) -> None:
-        """Let replacements in until all ranks are there. Call it before :meth:`run` of this step, at all ranks."""
+        """Admit replacements until all ranks are there. Call it before :meth:`run` of this step, at all ranks."""
         self._step = step
 
         def attempt() -> None:
@@ -162,8 +162,8 @@ class DataParallelSteps:
         through_failures(attempt, self._leave)
 
     def come(self) -> None:
-        """This replacement is let in, but lacks the last updates: be there for the others in the step that they begin,
-        in which they compute its share.
+        """This replacement is admitted, but lacks the last updates: be there for the others in the step that they
+        begin, in which they compute its share.
         """
         try:
             if self._agree(idle=True):
@@ -217,7 +217,7 @@ class DataParallelSteps:
                 "closed": self._closed == self._step,
                 "ends": ends,
                 "idle": idle,
-                "knocking": list(self._knocking(waits)) if asks else [],
+                "joining": list(self._joining_ranks(waits)) if asks else [],
             }
         )
         self._idle = [rank for rank in lane.ranks if views[rank]["idle"]]
@@ -237,8 +237,8 @@ class DataParallelSteps:
         if closed:
             # What follows the waiting has begun somewhere: a replacement would begin it alone.
             self._closed, self._waits = self._step, False
-        elif not self._idle and (knocking := views[lane.ranks[0]]["knocking"]):
-            self._let_in(knocking)
+        elif not self._idle and (joining_ranks := views[lane.ranks[0]]["joining"]):
+            self._admit(joining_ranks)
             return False
         self._ended = any(view["ends"] for view in views.values())
         self._agreed = True
@@ -347,8 +347,8 @@ def steps_of(
         parameters,
         compute,
         job.lanes.lane,
-        lambda wait: job.lanes.knocking(wait=Patience.FOR_ALL if wait else Patience.NOT_AT_ALL),
-        job.lanes.let_in,
+        lambda wait: job.lanes.joining_ranks(wait=Patience.FOR_ALL if wait else Patience.NOT_AT_ALL),
+        job.lanes.admit,
         ordered=job.config.reroute.reduction == "ordered",
         noted=lambda failed, step: job.news.emit("rerouted", failed=failed, step=step),
     )

@@ -1,4 +1,4 @@
-"""Evaluations that go on without failed workers: forwards alone, over the lane of the training steps.
+"""Evaluations that continue without failed workers: forwards alone, over the lane of the training steps.
 
 Nothing of an evaluation lasts but its losses. So after a failure it is made again by those that are there, with the
 data that were drawn. All tell each other the losses at its end, so whoever has them has them of all; who has not, after
@@ -89,7 +89,7 @@ class Evaluating:
         return [self._results[when] for when in sorted(self._results) if when.boundary == boundary]
 
     def adopt(self, boundary: int, results: Sequence[Losses]) -> None:
-        """Others had made these evaluations since a step boundary when they let this replacement in."""
+        """Others had made these evaluations since a step boundary when they admitted this replacement."""
         self._results.update({When(boundary, index): losses for index, losses in enumerate(results)})
 
     def view(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs the plan of a step at one worker, and goes on inside the step when another fails.
+"""Runs the plan of a step at one worker, and continues inside the step when another fails.
 
 Everything that a step says to other workers goes over a lane, which joins those that are there. After a failure all of
 them tell how far they are, come to the same new plan, and send again what its readers still need. Nothing that a
@@ -45,7 +45,7 @@ class Executor:
         places: where all are.
         model: its stage.
         connect: makes the lane of the newest generation; blocks until all workers that are there have come.
-        knocking: whether a replacement waits to be let in; asked at one worker only.
+        joining_ranks: whether a replacement waits to be admitted; asked at one worker only.
         planner: makes the plans.
         options: see :class:`Options`.
         noted: called with the kind of what has happened, and plain facts: ``rerouted`` after each change of plan,
@@ -62,13 +62,13 @@ class Executor:
         places: Places,
         model: HomeModel,
         connect: Callable[[], Lane],
-        knocking: Callable[[], bool],
+        joining_ranks: Callable[[], bool],
         planner: Plans,
         options: Options,
         noted: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
     ) -> None:
         self._places, self._topology, self._model = places, places.topology, model
-        self._connect, self._noted, self._knocking, self._options = connect, noted, knocking, options
+        self._connect, self._noted, self._joining_ranks, self._options = connect, noted, joining_ranks, options
         self._planner, self._history = planner, PlanHistory(planner)
         self._steps: dict[int, Step] = {}
         self._channel: MessageChannel | None = None
@@ -87,7 +87,7 @@ class Executor:
         reports = Reports(place, self._planner, measuring, self._history)
         former, keeping = FormerParameters(model), Keeping(place)
         finishing = Finishing(
-            place, model, former, self._history, self._steps, self._knocking, self._options, measuring, reports
+            place, model, former, self._history, self._steps, self._joining_ranks, self._options, measuring, reports
         )
         runner = RowRunner(place, model, former, self._options, finishing, keeping, measuring, self._noted)
         return Role(place, model, measuring, reports, finishing, keeping, runner, {})
@@ -108,7 +108,7 @@ class Executor:
 
         Raises:
             RecoveryFailed: nobody can compute what was lost.
-            DataAway: replacements have to be let in first, before the step; then call it again.
+            DataAway: replacements have to be admitted first, before the step; then call it again.
         """
         through_failures(self._move, self.leave)
         self._roles.now.measuring.begin(self.step)
@@ -124,12 +124,12 @@ class Executor:
             for index, item in enumerate(self._model.items()):
                 mine.items[self._me.pipeline, index] = item
             mine.reader = self._model.reader
-        through_failures(lambda: self._go_on(mine), self.leave)
+        through_failures(lambda: self._carry_on(mine), self.leave)
         self.step += 1
         assert mine.result is not None
         return mine.result
 
-    def _go_on(self, step: Step) -> None:
+    def _carry_on(self, step: Step) -> None:
         """Run what is left of a step."""
         changed = self._channel is None or self._channel.lane.broken()
         if changed:
@@ -159,7 +159,7 @@ class Executor:
 
         Raises:
             RecoveryFailed: nobody can compute what was lost.
-            DataAway: replacements have to be let in first; then call it again.
+            DataAway: replacements have to be admitted first; then call it again.
         """
 
         def attempt() -> Losses:
@@ -198,7 +198,7 @@ class Executor:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a lane; a replacement that has just been let in has none."""
+        """Whether there is a lane; a replacement that has just been admitted has none."""
         return self._channel is not None
 
     @property
@@ -214,13 +214,13 @@ class Executor:
         return None if last is None else last.home if self._roles.away else last.reduced
 
     def leave(self) -> None:
-        """The lane is of no more use: replacements are let in now."""
+        """The lane is of no more use: replacements are admitted now."""
         self._channel = None
 
     # -- losses ------------------------------------------------------------------------------------
 
     def _change(self) -> None:
-        """Form the lane of the newest generation, and agree on how to go on.
+        """Form the lane of the newest generation, and agree on how to continue.
 
         Raises:
             LaneBroken: somebody else failed meanwhile.

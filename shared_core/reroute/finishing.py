@@ -21,7 +21,7 @@ from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied
 from shared_core.reroute.summing import flatten, hand_over, reduce_in_order
 from shared_core.schedule.schedule import Action, Kind, Worker
 
-#: What comes before the losses in their message: who is let in, their type, and a word about times.
+#: What comes before the losses in their message: who is admitted, their type, and a word about times.
 _FLAGS = 3
 
 
@@ -32,7 +32,7 @@ class Finishing:
         former: its parameters before the last update.
         history: who is there, and the plans.
         steps: those under way and the one before, by number; the caller's own, as it is.
-        knocking: whether a replacement waits to be let in; asked at one worker only.
+        joining_ranks: whether a replacement waits to be admitted; asked at one worker only.
         reports: has a word to tell with the losses.
 
     Attributes:
@@ -48,14 +48,14 @@ class Finishing:
         former: FormerParameters,
         history: PlanHistory,
         steps: Mapping[int, Step],
-        knocking: Callable[[], bool],
+        joining_ranks: Callable[[], bool],
         options: Options,
         measuring: Measuring,
         reports: Reports,
     ) -> None:
         self._place, self._model, self._former = place, model, former
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
-        self._history, self._steps, self._knocking = history, steps, knocking
+        self._history, self._steps, self._joining_ranks = history, steps, joining_ranks
         self._options, self._measuring, self._reports = options, measuring, reports
         self._last = place.last
         self._told: set[tuple[int, str]] = set()
@@ -200,7 +200,7 @@ class Finishing:
         """From summed gradients to the next step: update, and gather what all are told.
 
         Raises:
-            LaneBroken: somebody failed meanwhile; another call goes on where this one was.
+            LaneBroken: somebody failed meanwhile; another call continues where this one was.
         """
         assert step.reduced is not None
         if not step.updated:
@@ -280,10 +280,10 @@ class Finishing:
         if told or not self._last or any(action.kind is Kind.F for action in row[step.at :]):
             return
         self._told.add((step.number, "losses"))
-        if self._me == self._tails()[0] and self._history.failed and self._knocking():
-            step.let_in = self.channel.lane.number
+        if self._me == self._tails()[0] and self._history.failed and self._joining_ranks():
+            step.admit = self.channel.lane.number
         word = self._reports.word(step.number)
-        head = [step.let_in, DTYPES.index(step.loss_type), word]
+        head = [step.admit, DTYPES.index(step.loss_type), word]
         table = torch.cat([torch.tensor(head, dtype=torch.float64), table_of(step.losses, self._topology)])
         key = MessageKey(step.number, MessageKind.LOSSES, self._me.stage, self._me.pipeline)
         for worker in self._topology.workers():
@@ -308,7 +308,7 @@ class Finishing:
         merge(step.losses, table[_FLAGS:], self._topology)
         step.loss_type = DTYPES[int(table[1])]
         if worker == self._tails()[0]:
-            step.let_in = int(table[0])
+            step.admit = int(table[0])
             self._reports.hear(step.number, Word(int(table[2])))
 
     def _gather_result(self, step: Step) -> None:
@@ -319,7 +319,7 @@ class Finishing:
             self._hear(step, worker)
         topology = self._topology
         rows = table_of(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
-        step.result = StepResult(tuple(map(tuple, rows)), step.let_in, step.loss_type)
+        step.result = StepResult(tuple(map(tuple, rows)), step.admit, step.loss_type)
 
 
 def _goes_back(action: Action) -> bool:

@@ -1,9 +1,9 @@
 """Survivors that compute at the place of a failed worker of another stage (ReCycle's failure normalisation).
 
 Two failures in one stage cost far more than one failure in each of two stages. So a survivor of a stage that can do
-without it gets the state of the poorer stage from a replica, and computes there. It goes on to make the updates of its
-own stage, with sums that its peers there give it: what its script sees is always what it would see without a failure,
-its stage does not lose a replica, and it is home again as soon as it computes there again.
+without it gets the state of the poorer stage from a replica, and computes there. It continues to make the updates of
+its own stage, with sums that its peers there give it: what its script sees is always what it would see without a
+failure, its stage does not lose a replica, and it is home again as soon as it computes there again.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class Following:
         """Make the update of a step, which has ended at the place where this worker computes.
 
         Raises:
-            LaneBroken: somebody failed meanwhile; another call goes on where this one was.
+            LaneBroken: somebody failed meanwhile; another call continues where this one was.
         """
         parameters = self._model.parameters
         if step.home is None:

@@ -215,7 +215,7 @@ class Filling:
         """Until all plans are there.
 
         Raises:
-            WaitTimeout: they are not after so many seconds; the process goes on.
+            WaitTimeout: they are not after so many seconds; the process continues.
             ConfigError: it failed; its error is on the console.
         """
         try:

@@ -66,7 +66,7 @@ class Reports:
         return Reported(self._measuring.recent(step - EVERY), self._planner.ready_for(self._history.failed))
 
     def report(self, step: int) -> None:
-        """A step whose losses are not known yet begins, or goes on over a new lane: report, if it is due.
+        """A step whose losses are not known yet begins, or continues over a new lane: report, if it is due.
 
         Raises:
             LaneBroken: somebody failed.

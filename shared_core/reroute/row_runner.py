@@ -76,7 +76,7 @@ class RowRunner:
         """Run what is left of this worker's row.
 
         Raises:
-            LaneBroken: somebody failed meanwhile; another call goes on where this one was.
+            LaneBroken: somebody failed meanwhile; another call continues where this one was.
         """
         row = plan.plan.schedule.rows[self._me]
         self._finishing.tell_losses(step, row)

@@ -1,4 +1,4 @@
-"""How every part of a re-routed step goes on after a failure: by another attempt, on the next lane."""
+"""How every part of a re-routed step continues after a failure: by another attempt, on the next lane."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def through_failures(attempt: Callable[[], T], leave_lane: Callable[[], None]) -
     """Call ``attempt`` until no failure interrupts it.
 
     Args:
-        attempt: forms a lane where there is none, and goes on where the attempt before was interrupted.
+        attempt: forms a lane where there is none, and continues where the attempt before was interrupted.
         leave_lane: the lane in use is broken.
     """
     while True:

@@ -26,7 +26,7 @@ class Bamboo:
         layout: without failures.
         rendezvous_s: stall of a meeting of all workers.
         shared_batch: what if pipelines shared the batch in proportion to their speed, which its code does not do: a
-            pipeline with doubled stages slows only itself, so all go on with doubled stages and never meet.
+            pipeline with doubled stages slows only itself, so all continue with doubled stages and never meet.
         checkpoints: for when a worker and its predecessor fail together.
     """
 

@@ -28,8 +28,9 @@ class CheckpointRestart:
         write_s: stall of a saving.
         restart_s: from the failure, or from the moment the place is filled, until all train again.
         overhead: time of a step over that without the system, savings apart.
-        elastic: whether it goes on with as many whole pipelines as are left; else it waits for the place to be filled.
-        joins_between: whether an elastic job lets workers in without going back.
+        elastic: whether it continues with as many whole pipelines as are left; else it waits for the place to be
+            filled.
+        joins_between: whether an elastic job admits workers without going back.
         name: as in tables.
     """
 
@@ -52,7 +53,7 @@ class CheckpointRestart:
         return FailureCost(self.restart_s, self.interval_s)
 
     def join(self, before: Pattern, after: Pattern) -> FailureCost:
-        """An elastic job starts again to let the worker in; another that has waited starts now."""
+        """An elastic job starts again to admit the worker; another that has waited starts now."""
         if self.elastic:
             return FailureCost(self.restart_s, None if self.joins_between else self.interval_s)
         return FailureCost() if after.vacant else FailureCost(self.restart_s)
@@ -60,11 +61,11 @@ class CheckpointRestart:
 
 @dataclass(frozen=True)
 class TorchFT:
-    """torchft: a pipeline with a failed worker is out, its batches with it; the others go on after a new quorum.
+    """torchft: a pipeline with a failed worker is out, its batches with it; the others continue after a new quorum.
 
     Attributes:
         layout: the job's shape; each pipeline is a replica group.
-        quorum_s: stall until the others go on: 10.3 s were measured with the defaults of its nightly of 2026.10.26.
+        quorum_s: stall until the others continue: 10.3 s were measured with the defaults of its nightly of 2026.10.26.
         overhead: time of a step over that without it. Given: its all-reduce through Gloo is said to be slower.
         name: as in tables.
     """
@@ -80,7 +81,7 @@ class TorchFT:
         return (1 - damaged / self.layout.pipelines) / self.overhead
 
     def failure(self, before: Pattern, after: Pattern, event: TraceEvent) -> FailureCost:
-        """A new quorum; with all pipelines gone there is no state to go on from, and no checkpoint is modelled."""
+        """A new quorum; with all pipelines gone there is no state to continue from, and no checkpoint is modelled."""
         return FailureCost(self.quorum_s)
 
     def join(self, before: Pattern, after: Pattern) -> FailureCost:

@@ -1,4 +1,4 @@
-"""Systems whose survivors go on: this one, ReCycle's ideal, and throughput in proportion to the live workers."""
+"""Systems whose survivors continue: this one, ReCycle's ideal, and throughput in proportion to the live workers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class MeasuredStalls:
             workers on two cores; data parallelism was at 1.00 to 1.12.
         replace_s: stall of a replacement by a standby, without what it replays of a step: median of ten kills.
         reroute_s: from a failure until re-routed work starts. The design's target; measured were 0.08 to 0.34 s.
-        admit_s: stall when a worker is let in again.
+        admit_s: stall when a worker is admitted again.
         copy_s: to move the state of a worker to its replacement, while all wait. Given; 0 for small models.
     """
 
@@ -118,8 +118,8 @@ class ThisSystem:
       had accumulated is computed again by its peers: on average half of its micro-batches. Where failures are better
       spread over the stages, survivors move when so much time is lost as that costs: copies of state, and a step. If a
       stage has nobody left, all go back to the checkpoint and wait for a replacement. If a pipeline has lost both its
-      ends, the step goes on, and the next one waits for a replacement of either, which draws its data. Replacements are
-      let in one by one.
+      ends, the step continues, and the next one waits for a replacement of either, which draws its data. Replacements
+      are admitted one by one.
     - ``replace``: all wait until the place is filled; then the replacement runs its part of the step, on average half.
     - ``replay``: the same without a replica: the replacement runs all steps since the checkpoint with logged messages,
       alone and so without bubbles, in ``m / (m + S - 1)`` of their time (Swift, arXiv 2302.06173).
@@ -190,7 +190,7 @@ class ThisSystem:
         )
 
     def join(self, before: Pattern, after: Pattern) -> FailureCost:
-        """A replacement is let in; where all wait for it, that is what a failure costs."""
+        """A replacement is admitted; where all wait for it, that is what a failure costs."""
         if self.on_failure == "reroute":
             return FailureCost(self.measured.admit_s)
         return FailureCost() if after.vacant else self._replacement()

@@ -133,7 +133,7 @@ class JobDir:
         ranks have trained.
 
         Args:
-            keep: number of an attempt from which the next one goes on: its publications and what it handed on stay.
+            keep: number of an attempt from which the next one continues: its publications and what it handed on stay.
         """
         with suppress(OSError):
             for left in [*self._logs.glob("rank*"), *self._logs.glob(f"{ON_DISK}*/attempt*")]:

@@ -38,7 +38,7 @@ class Copies:
                     failures, away = 0, set()
                 elif event.kind == "failed":
                     failures, away = failures + 1, away | {event.rank}
-                elif event.kind in ("copying", "let_in"):
+                elif event.kind in ("copying", "admitted"):
                     away.discard(event.rank)
             return not failures or (failures >= wanted and len(away) <= most)
 
@@ -47,7 +47,7 @@ class Copies:
 
 
 def hold(rank: int) -> None:
-    """In replacements of ``rank``: return when one of another rank was let in.
+    """In replacements of ``rank``: return when one of another rank was admitted.
 
     Raises:
         WaitTimeout: if none is.
@@ -56,5 +56,5 @@ def hold(rank: int) -> None:
     if job is not None and job.rank == rank and job.env.incarnation:
         events = job.env.events
         assert events is not None
-        wait = Wait(f"rank {rank}", "another replacement to be let in", 60.0)
-        poll(lambda: any(event.kind == "let_in" for event in read_events(events)), lambda: False, wait)
+        wait = Wait(f"rank {rank}", "another replacement to be admitted", 60.0)
+        poll(lambda: any(event.kind == "admitted" for event in read_events(events)), lambda: False, wait)

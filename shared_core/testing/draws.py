@@ -1,4 +1,4 @@
-"""What a soak does to its jobs: faults drawn from a seed, so that each leaves the job a way to go on."""
+"""What a soak does to its jobs: faults drawn from a seed, so that each leaves the job a way to continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PIPELINES = {
 #: Sharded models by name, with the replicas of each shard; ZeRO's with its stage.
 SHARDED = {"fsdp2": 1, "hsdp": 2, "zero3": 1}
 ZERO = {"zero3": 3}
-#: Those that go on without failed workers, with their ranks.
+#: Those that continue without failed workers, with their ranks.
 REROUTED = {"rerouted-2x2": 4, "rerouted-3x2": 6, "shared-3x2": 6, "moved-3x2": 6, "machines-3x2": 6}
 #: Those that run on so many machines, with as many workers each.
 ON_MACHINES = {"machines-3x2": 3}
@@ -36,7 +36,7 @@ LAST_STRUCK = STEPS - 2
 PIPE_BOUNDARIES, CHECKPOINTS = (1, 2, 3, 5, 6, 7, 9, 10, 11, 13), 3
 #: Share of the runs of re-routed pipelines with a failure while a replacement copies the state, and while one is let
 #: in.
-COPIED, LET_IN = 0.25, 0.2
+COPIED, ADMITTED = 0.25, 0.2
 
 _COMMON = (
     "step_boundary",
@@ -110,9 +110,9 @@ _REROUTED_TRAINS: dict[str, int] = {
     "update.after": 1,
 }
 _REROUTED_EVALUATES: dict[str, int] = {"step_boundary": 1, "reroute.evaluate": 4, "reroute.evaluated": 1}
-#: Points at which a survivor, and a replacement, passes when replacements are let in.
-_LETS_IN = ("lane.let_in", "recovery.connected", "recovery.exchanged", "recovery.installed")
-_COMES_IN = ("lane.knock", "recovery.connected", "recovery.exchanged", "recovery.installed")
+#: Points at which a survivor, and a replacement, passes when replacements are admitted.
+_ADMITS = ("lane.admit", "recovery.connected", "recovery.exchanged", "recovery.installed")
+_COMES_IN = ("lane.join_request", "recovery.connected", "recovery.exchanged", "recovery.installed")
 
 
 class Cut(NamedTuple):
@@ -175,7 +175,7 @@ def plan(
         what = rng.random()
         if what < COPIED:
             return Run(number, model, *_in_a_copy(rng, model, kinds))
-        draw = _when_let_in if what < COPIED + LET_IN else _rerouted
+        draw = _when_admitted if what < COPIED + ADMITTED else _rerouted
         return Run(number, model, draw(rng, model, kinds))
     if model in PIPELINES:
         return Run(number, model, _pipeline(rng, model, world_size, kinds))
@@ -242,7 +242,7 @@ def _pipeline(rng: random.Random, model: str, world_size: int, kinds: Sequence[s
     return (first,)
 
 
-# -- pipelines that go on without failed workers: each stage keeps a replica
+# -- pipelines that continue without failed workers: each stage keeps a replica
 # ---------------------------------------------
 
 
@@ -294,16 +294,16 @@ def _in_a_copy(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tu
     return (first, second), f"{place + 2}:{2 if whose == 'replacement' else 1}"
 
 
-def _when_let_in(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
+def _when_admitted(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
     """Both ends of a pipeline fail, so that the others wait for a replacement; and one more when replacements are
-    let in: one of these, or of the others.
+    admitted: one of these, or of the others.
     """
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
     home, step = rng.randrange(pipelines), rng.choice(PIPE_BOUNDARIES[1:-3])
     ends = [home, world - pipelines + home]
     others = [rank for rank in range(world) if rank not in ends] if pipelines > 2 else []
     if others and rng.random() < 0.5:
-        third = Fault(rng.choice(others), ANY_STEP, rng.choice(_LETS_IN), _of_no_code(rng, kinds))
+        third = Fault(rng.choice(others), ANY_STEP, rng.choice(_ADMITS), _of_no_code(rng, kinds))
     else:
         third = Fault(rng.choice(ends), ANY_STEP, rng.choice(_COMES_IN), _of_no_code(rng, kinds), incarnation=1)
     return (*(_in_a_batch(rng, rank, step, kinds) for rank in ends), third)

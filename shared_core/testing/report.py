@@ -23,7 +23,7 @@ from shared_core.events import read_events
 from shared_core.testing.digest import digest
 
 OUT = "SWIFT_TEST_OUT"
-#: Number of a forward pass of a worker -> how many prepared standbys it waits for there, and of how many it must have
+#: Number of a forward pass of a worker -> how many hot standbys it waits for there, and of how many it must have
 #: been said before that they failed; as JSON.
 AWAIT = "SWIFT_TEST_AWAIT"
 _AWAIT_S = 60.0
@@ -115,6 +115,6 @@ def _wait_prepared(events: str, number: int, failed: int) -> None:
 def _prepared_after(events: str, failed: int) -> int:
     found = 0
     for event in read_events(events):
-        failed -= event.kind == "warning" and "the prepared standby" in event.fields["message"]
+        failed -= event.kind == "warning" and "the hot standby" in event.fields["message"]
         found += event.kind == "prepared" and failed <= 0
     return found

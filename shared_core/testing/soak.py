@@ -2,8 +2,8 @@
 
 Each run trains a small model with one to three faults drawn from the seed (:mod:`shared_core.testing.draws`) and is
 compared, on every rank and bit for bit, with the run of the same script under the stock strategy on plain gloo (three
-pipelines that go on without failed workers, and jobs on other devices: with the same run without faults). Failures of
-machines need network namespaces, so root.
+pipelines that continue without failed workers, and jobs on other devices: with the same run without faults). Failures
+of machines need network namespaces, so root.
 """
 
 from __future__ import annotations

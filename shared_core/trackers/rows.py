@@ -34,13 +34,13 @@ class Service:
         return None
 
     def has(self, place: Any, row: Row, step: Any) -> bool | None:
-        """Whether it has this row of a predecessor; None if it cannot tell."""
+        """Whether it has this row of a failed worker; None if it cannot tell."""
         return None
 
     def passed(self, place: Any, step: Any) -> None:
         """A row was not written, because :meth:`has` said that it is there."""
 
-    def go_on(self, place: Any) -> None:
+    def carry_on(self, place: Any) -> None:
         """The row that comes next, to ``place``, is the first that is missing."""
 
     def wrote(self, place: Any, step: Any) -> None:
@@ -51,10 +51,10 @@ class Service:
         return None
 
     def restore(self, state: Any) -> None:
-        """In a replacement: be where the predecessor was."""
+        """In a replacement: be where the failed worker was."""
 
 
-def has_predecessor(job: Job) -> bool:
+def replaces_a_worker(job: Job) -> bool:
     """Whether another worker may have written what this one comes to."""
     return bool(job.joining or job.env.incarnation or job.env.restart)
 
@@ -76,8 +76,8 @@ class Rows:
         self._done = 0
         self._written = job.notes.tally(f"rows.{name}")
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=_KEPT)
-        #: A predecessor may have written what comes next.
-        self._behind = has_predecessor(job)
+        #: A failed worker may have written what comes next.
+        self._behind = replaces_a_worker(job)
 
     def give(self, row: Row, step: Any = None, **more: Any) -> None:
         """The script logs a row.
@@ -107,7 +107,7 @@ class Rows:
         return {"count": self._count, "recent": [row for _, row in self._recent], "service": self._service.state()}
 
     def restore(self, state: Any) -> None:
-        """In a replacement: go on from its predecessor's :meth:`state`, and write what the service has lost."""
+        """In a replacement: continue from the failed worker's :meth:`state`, and write what the service has lost."""
         self._service.restore(state["service"])
         self._recent.clear()
         for packed in state["recent"]:
@@ -126,7 +126,7 @@ class Rows:
 
     def _catch_up(self, place: Any) -> None:
         self._behind = False
-        self._service.go_on(place)
+        self._service.carry_on(place)
 
     def _has(self, number: int, place: Any, row: Row, step: Any) -> bool:
         has = self._service.has(place, row, step)

@@ -50,7 +50,7 @@ def take_up(names: Mapping[str, str] | None) -> None:
     """In a replacement that has not found the names in its environment, because it is on another machine.
 
     Args:
-        names: what :func:`note_runs` has returned to its predecessor.
+        names: what :func:`note_runs` has returned to the failed worker.
     """
     for name, value in (names or {}).items():
         os.environ.setdefault(name, value)

@@ -327,8 +327,8 @@ def _state(workers: Sequence[WorkerView], end: Event | None, live: Live, answeri
     phases = {one.phase for one in workers}
     if not phases or phases == {Phase.STARTING}:
         return "recovering" if answering else "starting"
-    going_on = phases & {Phase.TRAINING, Phase.WAITING, Phase.STOPPED, Phase.ELSEWHERE}
-    return "running" if going_on and Phase.STALLED not in phases else "recovering"
+    continuing = phases & {Phase.TRAINING, Phase.WAITING, Phase.STOPPED, Phase.ELSEWHERE}
+    return "running" if continuing and Phase.STALLED not in phases else "recovering"
 
 
 def _ends(event: Event, card: Card | None) -> bool:

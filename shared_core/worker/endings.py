@@ -1,4 +1,4 @@
-"""How a worker ends what cannot go on: all workers start again, or the job ends with an error."""
+"""How a worker ends what cannot continue: all workers start again, or the job ends with an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _END_S = 60.0
 
 
 class Endings:
-    """What one worker does when it cannot go on."""
+    """What one worker does when it cannot continue."""
 
     def __init__(self, runtime: Runtime, store: JobStore) -> None:
         self._runtime, self._store = runtime, store
@@ -39,11 +39,11 @@ class Endings:
         os._exit(1)
 
     def cannot_complete(self, what: str) -> NoReturn:
-        """The program is in an operation that waits for absent ranks, and nothing lets them in. Does not return."""
+        """The program is in an operation that waits for absent ranks, and nothing admits them. Does not return."""
         absent = sorted(self._runtime.absent)
         self.fall_back(
             f"rank {self._runtime.rank} is in {what}, which waits for all ranks, and {ranks_text(absent)} "
-            f"{'is' if len(absent) == 1 else 'are'} absent. With on_failure='reroute' only training steps go on "
+            f"{'is' if len(absent) == 1 else 'are'} absent. With on_failure='reroute' only training steps continue "
             "without a failed rank: leave other collectives out of the loop, or use on_failure='replace'"
         )
 
@@ -65,9 +65,9 @@ class Endings:
 
 
 def _end_spare(reason: str) -> None:
-    """A prepared standby ends itself, and not the job: it holds no rank yet."""
+    """A hot standby ends itself, and not the job: it holds no rank yet."""
     if standing_by.stands_by():
-        console(f"a prepared standby ends: {reason}")
+        console(f"a hot standby ends: {reason}")
         os._exit(1)
 
 

@@ -272,7 +272,7 @@ def test_several_machines_commit_without_a_coordinator(tmp_path: Path, where: Pa
 
 
 def test_machines_that_let_different_steps_go_agree_on_the_next(tmp_path: Path, where: Path) -> None:
-    """The second machine has only step 20 any more when the first has begun step 10: both go on to 20."""
+    """The second machine has only step 20 any more when the first has begun step 10: both continue to 20."""
     spools = [Spool(tmp_path / name) for name in "ab"]
     with writing(spools[0]) as first, writing(spools[1]) as second:
         snapshot(spools[0], 10, where, ranks=[0])

@@ -1,4 +1,4 @@
-"""A machine that keeps copies, for tests of who is let in to them."""
+"""A machine that keeps copies, for tests of who is admitted to them."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_who_knows_the_newest_value_replaces_it(tmp_path: Path) -> None:
 
 @needs_etcd
 def test_etcd_starts_again(tmp_path: Path) -> None:
-    """With its data all goes on; without them as at the beginning, with no lease of an earlier life."""
+    """With its data all continues; without them as at the beginning, with no lease of an earlier life."""
     with Etcd(tmp_path) as one:
         store = backend(one.endpoints)
         stored = store.set_state(b"one")

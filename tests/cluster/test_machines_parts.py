@@ -18,7 +18,7 @@ from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
 from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, lane_key
 from shared_core.protocol.mirroring import keeper
-from shared_core.protocol.rounds import let_in_key
+from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.takeover import reassign
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.secret import leave
@@ -147,7 +147,7 @@ def test_a_machine_that_comes_when_the_attempt_is_over_learns_so() -> None:
         {"detected": float("nan")},
         {"kind": "perhaps"},
         {"kind": 1},
-        {"kind": "go on"},
+        {"kind": "continue"},
         {"workers": -1},
         {"rank": 2},
         {"line": "{}"},
@@ -187,7 +187,7 @@ def test_what_is_no_entry_is_refused(raw: str) -> None:
 
 
 def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said, and the machine that looks goes on looking."""
+    """It is said, and the machine that looks continues looking."""
     store = MemoryStore()
     connect = lambda: store  # noqa: E731
     changed = threading.Event()
@@ -219,11 +219,11 @@ def test_who_is_absent() -> None:
         store.set("p/" + lane_key(rank, 1), "1")
     assert lose(one, 1).absent == {1} and one.present() == [0, 2]
     assert lose(other, 2).absent == {1, 2} and other.present() == [0]
-    assert store.compare_set("p/" + let_in_key(3, 1), "", "[1]") == b"[]", "too late for replacements to be let in"
-    assert store.compare_set("p/" + let_in_key(4, 2), "", "[2]") == b"[2]" and other.present() == [0, 2]
+    assert store.compare_set("p/" + admit_key(3, 1), "", "[1]") == b"[]", "too late for replacements to be admitted"
+    assert store.compare_set("p/" + admit_key(4, 2), "", "[2]") == b"[2]" and other.present() == [0, 2]
     assert lose(one, 0).absent == {0, 1}, "rank 2 is in, and rank 1 is not"
-    assert store.compare_set("p/" + let_in_key(4, 1), "", "[1]") == b"[]", "the next round came too late"
-    for key, ranks in ((let_in_key(5, 2), "[0]"), (let_in_key(5, 1), "[1]")):
+    assert store.compare_set("p/" + admit_key(4, 1), "", "[1]") == b"[]", "the next round came too late"
+    for key, ranks in ((admit_key(5, 2), "[0]"), (admit_key(5, 1), "[1]")):
         assert store.compare_set("p/" + key, "", ranks) == ranks.encode()
     assert other.follow() and other.present() == [0, 1, 2]
     assert lose(other, 2).absent == {2}
@@ -256,7 +256,7 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
     assert got == {2: 200_002, 3: 0}
     files = {path.name: path.read_bytes() for path in (tmp_path / "job/rank2/attempt0").iterdir()}
     assert files == {"boundary.4": b"four" * 50_000, "records": b"rs"}
-    mirror.follow(("127.0.0.1:1#0",))  # nobody keeps them now: publishing goes on without
+    mirror.follow(("127.0.0.1:1#0",))  # nobody keeps them now: publishing continues without
     mirror.write("boundary.5", ())
     mirror.sync()
     assert fetch([here], [2], 1, tmp_path / "job") == {2: 0}  # of another attempt there is nothing

@@ -110,7 +110,7 @@ def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine])
     until(lambda: second.copies.begun == (0, 20))
     let_go(first)
     assert first.spool.steps() == [10, 20], "the other's copy is of step 10"
-    assert steps(first, 2) == [10], "what the second's ranks could go on from, were it failed"
+    assert steps(first, 2) == [10], "what the second's ranks could continue from, were it failed"
     assert steps(second, 0) == [10], "and the first's: the second has no step 20 of its own"
     second.snapshot(20)
     until(lambda: all(each.copies.kept == (0, 20) for each in pair))
@@ -136,7 +136,7 @@ def test_the_last_machine_keeps_what_belongs_to_its_copy(pair: list[OneMachine])
 
 
 def test_a_copy_that_is_older_than_the_kept_one_is_refused(pair: list[OneMachine]) -> None:
-    """It is of a machine that the others have gone on without."""
+    """It is of a machine that the others have continued without."""
     pair[0].snapshot(20)
     until(lambda: pair[1].copies.kept == (0, 20))
     header = b'{"attempt": 0, "step": 10, "files": {}, "notes": {}}'

@@ -72,7 +72,7 @@ def test_replacements_have_so_much_time() -> None:
     resizing.expect([2], 16.0)  # its replacement failed, too
     assert resizing.late(17.0) == [1]
     resizing.begin([0, 3], 2)
-    assert resizing.late(100.0) == [], "the others go on"
+    assert resizing.late(100.0) == [], "the others continue"
 
 
 def test_a_restart_of_all_forgets_who_was_awaited() -> None:

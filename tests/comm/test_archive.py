@@ -199,7 +199,7 @@ def test_a_record_is_written_once(tmp_path: Path) -> None:
     archive.close()
     assert archive.stats.records == 1
     again = Archive(tmp_path, again=True)
-    put(again, A, 0)  # a replacement sends its predecessor's messages again
+    put(again, A, 0)  # a replacement sends the failed worker's messages again
     put(again, A, 1)
     flush(again)
     assert again.stats.records == 1 and again.indices(A) == [0, 1] and same(again, A, 0)

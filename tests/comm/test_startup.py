@@ -23,7 +23,7 @@ def test_each_part_of_the_program_has_results_of_its_own() -> None:
     assert startup.answer("w", OP, OP.results) == [first]
     state.part = (1, 3, 0)
     assert startup.answer("w", OP, OP.results) == [later]
-    assert startup.answer("w", OP, OP.results) is OP.results  # its predecessor had not come to this one
+    assert startup.answer("w", OP, OP.results) is OP.results  # the failed worker had not come to this one
 
 
 def test_what_was_too_large_to_be_kept_is_an_error_in_a_replacement() -> None:

@@ -1,8 +1,8 @@
 """A job without processes: workers in their phases, a launcher with its ledger, and failures at any moment.
 
-What decides is the product's own: the ledger, :func:`heard` and :func:`transition`, :func:`decide`, :func:`let_in` and
+What decides is the product's own: the ledger, :func:`heard` and :func:`transition`, :func:`decide`, :func:`admit` and
 :func:`choose_cut`. Threads are generators: each yields a condition that it waits for, or the name of a place where
-it may be interrupted, or its worker failed. A seed chooses who goes on, so a seed repeats a run.
+it may be interrupted, or its worker failed. A seed chooses who continues, so a seed repeats a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Job:
     """A simulated job.
 
     Args:
-        rng: chooses who goes on; None: all in turn.
+        rng: chooses who continues; None: all in turn.
         world: number of ranks.
         steps: that the program makes.
         on_failure: of the job.
@@ -171,8 +171,8 @@ class Job:
         meeting.here[worker.rank] = worker
         if meeting.here.keys() == present and all(each in self.live for each in meeting.here.values()):
             incarnations = self.entry(generation).incarnations if generation else ()
-            knocks = (rank for rank in absent if self.store.check([f"knock/{rank}.{incarnations[rank]}"]))
-            meeting.lets_in = frozenset(knocks)
+            asks_to_join = (rank for rank in absent if self.store.check([f"join_request/{rank}.{incarnations[rank]}"]))
+            meeting.admits = frozenset(asks_to_join)
             meeting.over = True
             for each in meeting.here.values():
                 each.version += 1
@@ -184,7 +184,7 @@ class Job:
         """Run until all have made their steps, or the attempt is over.
 
         Raises:
-            Stuck: if nobody can go on.
+            Stuck: if nobody can continue.
             IllegalEvent: from ``transition``.
         """
         self.say(f"{len(self.ranks)} ranks, on_failure={self.on_failure!r}, {self.steps} steps")
@@ -203,7 +203,7 @@ class Job:
             ]
             if not ready:
                 where = {str(worker): worker.phase.value for worker in self.live}
-                raise Stuck(f"nobody can go on: {where}, newest entry {self.ledger.generation}")
+                raise Stuck(f"nobody can continue: {where}, newest entry {self.ledger.generation}")
             worker, place = self.rng.choice(ready) if self.rng is not None else ready[self.count % len(ready)]
             self.move(worker, place)
             self.perhaps_lose()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
-from shared_core.protocol.admission import let_in
+from shared_core.protocol.admission import admit
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary, read_fronts
@@ -22,7 +22,7 @@ from shared_core.protocol.generation import (
 )
 from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan, decide
-from shared_core.protocol.rounds import Round, letting_key, ranks_in
+from shared_core.protocol.rounds import Round, admitting_key, ranks_in
 from shared_core.protocol.worker_phase import Action, Event, Phase, heard, transition
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ Thread = Iterator[Pause]
 
 
 class Stuck(AssertionError):
-    """The simulated job cannot go on, or something was installed by halves."""
+    """The simulated job cannot continue, or something was installed by halves."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Worker:
         self.said: set[int] = set()
         self.agreed: dict[int, Agreed] = {}
         self.gone: set[int] = set()
-        #: What it has published; a replacement: its predecessor.
+        #: What it has published; a replacement: the failed worker.
         self.board = list(job.boards[rank])
         #: Optimizer steps.
         self.version = 0
@@ -140,7 +140,9 @@ class Worker:
             elif action is Action.WITHDRAW:
                 self.start(self.withdraw(entry))
             elif action is not Action.STOP_WATCHING:
-                act = {Action.RECOVER: self.recover, Action.GO_ON: self.go_on, Action.HAND_ON: self.hand_on}[action]
+                act = {Action.RECOVER: self.recover, Action.CARRY_ON: self.carry_on, Action.HAND_ON: self.hand_on}[
+                    action
+                ]
                 self.start(act(entry))
         return actions
 
@@ -243,7 +245,7 @@ class Worker:
         self.install(plan, generation, joins, Event.INSTALLED)
 
     def install(self, plan: Plan, generation: int, joins: bool, event: Event, name: str = "") -> None:
-        live = event in (Event.INSTALLED, Event.LET_IN)
+        live = event in (Event.INSTALLED, Event.ADMITTED)
         self.job.agree(name or str(generation), plan)
         self.step(event)
         self.connected = generation if live else None
@@ -291,7 +293,7 @@ class Worker:
 
         return self.holding(body())
 
-    def go_on(self, entry: Entry) -> Thread:
+    def carry_on(self, entry: Entry) -> Thread:
         def body() -> Iterator[Pause]:
             self.break_off(entry)
             if not self.ended(entry.generation):
@@ -345,8 +347,8 @@ class Worker:
             if self.incarnation:
                 yield from self.find_place()
             yield "script"
-            if self.phase is Phase.KNOCKING:
-                yield from self.knock()
+            if self.phase is Phase.ASKS_TO_JOIN:
+                yield from self.join_request()
             else:
                 yield from self.join()
             while self.version < self.job.steps:
@@ -400,7 +402,7 @@ class Worker:
     # -- on_failure="reroute" ----------------------------------------------------------------------
 
     def train_over_lane(self) -> Iterator[Pause]:
-        """One step of those that are present; then replacements that have knocked are let in."""
+        """One step of those that are present; then replacements that have asked to join are admitted."""
         job = self.job
         job.store.set(lane_key(self.rank, self.incarnation), "1")
         yield "lane"
@@ -415,26 +417,26 @@ class Worker:
             del meeting.here[self.rank]
             return
         yield f"stepped {self.version}"
-        if meeting.lets_in:
-            turn = Round(generation, absent, meeting.lets_in)
+        if meeting.admits:
+            turn = Round(generation, absent, meeting.admits)
             for rank in turn.ranks:
-                job.store.set(letting_key(generation, rank), turn.to_json())
-            yield from self.holding(self.let_in(turn))
+                job.store.set(admitting_key(generation, rank), turn.to_json())
+            yield from self.holding(self.admit(turn))
             yield lambda: self.ended(generation) or self.absent == turn.away  # no round follows one that failed
 
-    def knock(self) -> Iterator[Pause]:
-        self.job.store.set(f"knock/{self.rank}.{self.incarnation}", "1")
-        while self.phase is Phase.KNOCKING and self.generation < 0:
+    def join_request(self) -> Iterator[Pause]:
+        self.job.store.set(f"join_request/{self.rank}.{self.incarnation}", "1")
+        while self.phase is Phase.ASKS_TO_JOIN and self.generation < 0:
             generation = self.newest
-            key = letting_key(generation, self.rank)
+            key = admitting_key(generation, self.rank)
             yield lambda: self.ended(generation) or self.job.store.check([key])  # noqa: B023 (used at once)
             if self.job.store.check([key]):
                 turn = Round.from_json(self.job.store.get(key), generation, self.rank, len(self.job.ranks))
-                yield from self.holding(self.let_in(turn))
+                yield from self.holding(self.admit(turn))
             if self.generation < 0:
                 yield lambda: self.ended(generation)  # noqa: B023 (used at once)
 
-    def let_in(self, turn: Round) -> Iterator[Pause]:
+    def admit(self, turn: Round) -> Iterator[Pause]:
         joins, store, generation = self.joins, self.job.store, turn.generation
         members, decided = turn.members(len(self.job.ranks)), f"{turn.name}/plan"
         store.set(f"{turn.name}/front/{self.rank}", self.front(tuple(self.board[-1:])).to_json())
@@ -443,11 +445,11 @@ class Worker:
             keys = {rank: f"{turn.name}/front/{rank}" for rank in members}
             fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
             try:
-                agreed = Agreed(let_in(fronts, self.entries[generation].absent or ()))
+                agreed = Agreed(admit(fronts, self.entries[generation].absent or ()))
             except RecoveryFailed as error:
                 agreed = Agreed(None, str(error))
             store.set(decided, agreed.to_json())
-        yield f"let in {generation}"
+        yield f"admitted {generation}"
         yield lambda: self.ended(generation) or store.check([decided])
         if not store.check([decided]):
             raise GenerationAbandoned("plan")
@@ -465,7 +467,7 @@ class Worker:
         late = self.ended(generation)
         if not late:
             self.absent = turn.away
-        event = Event.LET_IN_LATE if late else Event.LET_IN_SOME if turn.away else Event.LET_IN
+        event = Event.ADMITTED_LATE if late else Event.ADMITTED_SOME if turn.away else Event.ADMITTED
         self.install(plan, generation, joins, event, turn.name)
         if joins and (boundary := plan.boundaries[self.rank]) is not None:
             self.board = [boundary]
@@ -475,4 +477,4 @@ class Meeting:
     """A step over a lane: it is made when all that are present have come, for all of them at once."""
 
     def __init__(self, ranks: frozenset[int]) -> None:
-        self.ranks, self.here, self.over, self.lets_in = ranks, dict[int, Worker](), False, frozenset[int]()
+        self.ranks, self.here, self.over, self.admits = ranks, dict[int, Worker](), False, frozenset[int]()

@@ -3,7 +3,7 @@ moment.
 
 It follows the rules of the runtime: when gloo may finish an operation, what is logged and dropped, what a survivor does
 while a recovery runs. What is under test is :func:`shared_core.protocol.plan.decide`. A run fails if gloo groups of one
-generation would be given different operations, if nobody can go on, or if a donor does not reach the state it owes.
+generation would be given different operations, if nobody can continue, or if a donor does not reach the state it owes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FULL = ("all_reduce", "all_to_all")
 
 
 class Stuck(AssertionError):
-    """The simulated job cannot go on, or gloo would have been given different operations."""
+    """The simulated job cannot continue, or gloo would have been given different operations."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Job:
     # -- failures ------------------------------------------------------------------------------------
 
     def lose(self, ranks: list[int]) -> None:
-        """Lose workers at this moment, form generations (with more failures, perhaps, meanwhile) and go on."""
+        """Lose workers at this moment, form generations (with more failures, perhaps, meanwhile) and continue."""
         self.failures += len(ranks)
         self.originals -= set(ranks)
         self.broken = True
@@ -366,7 +366,7 @@ class Job:
                 assert not own.log.keys() & set(numbers), "nothing is sent to a rank that has it"
 
     def _drift(self) -> None:
-        """Survivors' programs go on while the recovery runs, as far as they can."""
+        """Survivors' programs continue while the recovery runs, as far as they can."""
         for worker in self.workers:
             if not worker.replacement:
                 for _ in range(self.rng.choice((0, 0, 1, 5))):
@@ -425,7 +425,7 @@ class Job:
         """Run to the end, losing workers with probability ``chance`` at each move, at most ``most`` times.
 
         Raises:
-            Stuck: if nobody can go on.
+            Stuck: if nobody can continue.
             RecoveryFailed: from ``decide``.
         """
         times = 0
@@ -446,7 +446,7 @@ class Job:
                     break
         left = {w.rank: str(w.steps[w.place]) for w in self.workers if not w.finished}
         if left:
-            raise Stuck(f"nobody can go on; ranks wait at {left}")
+            raise Stuck(f"nobody can continue; ranks wait at {left}")
         for worker in self.workers:
             for name, group in worker.groups.items():
                 assert not group.pending and not group.replay, (worker.rank, name)

@@ -89,7 +89,7 @@ def test_a_donor_that_still_waits_for_messages_is_none() -> None:
 
 
 def test_a_root_that_ran_ahead_goes_back_to_where_the_others_are() -> None:
-    """Rank 0 had broadcast 3 and gone on to its next boundary; nobody else has received it."""
+    """Rank 0 had broadcast 3 and continued to its next boundary; nobody else has received it."""
     boundaries = (boundary(1, 0, w=2), boundary(2, 0, w=4))
     found = plan(
         replacement(0, *boundaries),

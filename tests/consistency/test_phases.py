@@ -26,9 +26,9 @@ SCENARIOS = {
     "all replicas of a stage": Job(None, 4, 4, replicas=2, failures=[Failure(2, "step 3", also=(3,))]),
     "the replacement fails": Job(None, 3, 4, failures=[FIRST, Failure(1, "script", incarnation=1)]),
     "the one that decides fails": Job(None, 3, 4, failures=[FIRST, Failure(2, "deciding 1")]),
-    "going on without a failed rank": Job(None, 3, 6, "reroute", failures=[FIRST]),
-    "a failure while letting in": Job(None, 3, 6, "reroute", failures=[FIRST, Failure(0, "exchange 1")]),
-    "a change that is given up while letting in": Job(
+    "continuing without a failed rank": Job(None, 3, 6, "reroute", failures=[FIRST]),
+    "a failure while admitting": Job(None, 3, 6, "reroute", failures=[FIRST, Failure(0, "exchange 1")]),
+    "a change that is given up while admitting": Job(
         None, 3, 6, "reroute", failures=[FIRST, Failure(1, "agreed 1", incarnation=1, how="changed")]
     ),
     "another number of workers": Job(None, 3, 4, "shrink", failures=[FIRST]),
@@ -62,20 +62,20 @@ def many(on_failure: str, seeds: range) -> set[tuple[Phase, Event]]:
 def test_failures_in_any_phase(on_failure: str) -> None:
     rows = many(on_failure, range(100))
     if on_failure == "reroute":
-        assert {(Phase.KNOCKING, Event.LET_IN_SOME), (Phase.WITHOUT, Event.LET_IN_SOME)} <= rows
+        assert {(Phase.ASKS_TO_JOIN, Event.ADMITTED_SOME), (Phase.WITHOUT, Event.ADMITTED_SOME)} <= rows
 
 
 def given_up(seed: int) -> Job:
-    """A change of the number of workers begins while replacements are let in, and is given up."""
+    """A change of the number of workers begins while replacements are admitted, and is given up."""
     rng = random.Random(seed)
     change = Failure(rng.choice((0, 2)), "agreed 1", how="changed")
     job = Job(rng, 3, 6, "reroute", failures=[FIRST, change])
     return finished(job, f"seed {seed}")
 
 
-def test_a_change_that_is_given_up_while_replacements_are_let_in() -> None:
+def test_a_change_that_is_given_up_while_replacements_are_admitted() -> None:
     rows = set[tuple[Phase, Event]]().union(*(given_up(seed).rows for seed in range(100)))
-    assert {(Phase.KNOCKING, Event.FORM), (Phase.RECOVERING, Event.LET_IN_LATE)} <= rows
+    assert {(Phase.ASKS_TO_JOIN, Event.FORM), (Phase.RECOVERING, Event.ADMITTED_LATE)} <= rows
 
 
 @pytest.mark.nightly
@@ -101,11 +101,11 @@ def test_the_most_telling_failures_line_by_line() -> None:
     ("phase", "event"),
     [
         (Phase.LIVE, Event.ARRIVED),
-        (Phase.LIVE, Event.LET_IN),
+        (Phase.LIVE, Event.ADMITTED),
         (Phase.WITHOUT, Event.INSTALLED),
-        (Phase.BEHIND, Event.GO_ON),
+        (Phase.BEHIND, Event.CARRY_ON),
         (Phase.STARTING, Event.INSTALLED),
-        (Phase.KNOCKING, Event.ARRIVED),
+        (Phase.ASKS_TO_JOIN, Event.ARRIVED),
     ],
 )
 def test_an_event_that_cannot_happen_is_named(phase: Phase, event: Event) -> None:

@@ -20,7 +20,7 @@ KINDS = {
 
 
 def simulate(kind: str, seed: int, failures: int, chance: float) -> tuple[Job, RecoveryFailed | None]:
-    """One job; whether and why it could not go on in place."""
+    """One job; whether and why it could not continue in place."""
     rng = random.Random(f"{kind} {seed}")
     job = Job(random_program(rng, rng.choice((2, 3, 3, 4)), rng.randint(1, 6), **KINDS[kind]), rng)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpointed import options, went_on_from
+from checkpointed import continued_from, options
 from device_jobs import JOBS, RESTART, RESTARTS, kill
 from harness import Jobs, few
 
@@ -92,7 +92,7 @@ def test_all_start_again_from_checkpoints(
     )
     compare(result, reference)
     assert len(result.struck) == len(RESTART.many) == len(result.kinds("restart")), result.tail()
-    assert went_on_from(result) == {3, 9, 15}, result.tail()
+    assert continued_from(result) == {3, 9, 15}, result.tail()
 
 
 @simulated

@@ -85,7 +85,7 @@ def test_each_kind_at_the_nth_occurrence_of_a_step(kind: str, status: int, tmp_p
     assert [(s["index"], s["fault"], s["boundaries"]) for s in struck] == [(1, fault.to_dict(), 3)]
 
 
-def test_sigstop_stops_and_leaves_a_process_that_goes_on(tmp_path: Path) -> None:
+def test_sigstop_stops_and_leaves_a_process_that_continues(tmp_path: Path) -> None:
     env = os.environ | {"RANK": "1", "PYTHONPATH": str(ROOT), inject.STRUCK: str(tmp_path / "struck")}
     env |= inject.variables([Fault(1, 2, "step_boundary", "SIGSTOP")])
     process = subprocess.Popen([sys.executable, "-c", STEPS], env=env, stdout=subprocess.PIPE, text=True)

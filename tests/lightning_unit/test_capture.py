@@ -253,7 +253,7 @@ def run(folder: Path, job: LocalJob, case: dict[str, Any]) -> tuple[Model, pl.Tr
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
-def test_goes_on_identically(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continues_identically(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     for number, boundary in enumerate(case.get("boundaries", [0, 3, 7, 14])):
         if number and name != "plain" and number % 2:

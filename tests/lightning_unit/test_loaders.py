@@ -1,4 +1,4 @@
-"""A loader is put back, in fresh objects, to the middle of an epoch, and goes on bit for bit."""
+"""A loader is put back, in fresh objects, to the middle of an epoch, and continues bit for bit."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "generator": generator_loader,
     "list": lambda: [torch.full((2,), float(i), dtype=torch.float64) for i in range(9)],
 }
-#: Loaders whose batches go on over epochs or have no state in common with a fresh data set.
+#: Loaders whose batches continue over epochs or have no state in common with a fresh data set.
 EPOCH_LIMIT = 5
 
 
@@ -190,7 +190,7 @@ def assert_same(left: list[Any], right: list[Any]) -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("stop", [(0, 0), (0, 3), (2, 0), (2, 4)])
 @pytest.mark.parametrize("name", LOADERS)
-def test_refetch_goes_on_bit_for_bit(name: str, stop: tuple[int, int], ahead: int) -> None:
+def test_refetch_continues_bit_for_bit(name: str, stop: tuple[int, int], ahead: int) -> None:
     make = LOADERS[name]
     if "workers" in name and stop in ((0, 0), (2, 0)):
         pytest.skip("covered without workers, which are slow to start")
@@ -218,7 +218,7 @@ class Pure(Augmented):
 
 @pytest.mark.parametrize("stop", [(0, 0), (0, 3), (2, 0), (2, 4)])
 @pytest.mark.parametrize("name", SEEDED)
-def test_seeded_goes_on_without_reading(name: str, stop: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeded_continues_without_reading(name: str, stop: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "Augmented", Pure)
     datasets: list[Pure] = []
 
@@ -318,7 +318,7 @@ def test_state_of_an_ordinary_loader_is_small() -> None:
     assert len(pickle.dumps(loader.state())) <= early + 8 < 20_000
 
 
-def test_a_copy_of_a_peer_goes_on_in_its_own_part_of_the_data() -> None:
+def test_a_copy_of_a_peer_continues_in_its_own_part_of_the_data() -> None:
     """Two batches into the second epoch, as its peer is."""
 
     def loader(rank: int) -> Any:

@@ -127,7 +127,7 @@ if __name__ == "__main__":
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_python_script_goes_on(tmp_path: Path, devices: int) -> None:
+def test_python_script_continues(tmp_path: Path, devices: int) -> None:
     """``python train.py`` becomes ``swiftrun`` and takes the options along, also for one worker."""
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_RECOVERY")}

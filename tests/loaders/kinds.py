@@ -398,7 +398,7 @@ class Life:
         ahead: 0 or 1.
         leave: batches after which each epoch is left; 0: none.
         wrapped: by the product; else read as it is.
-        state: of the predecessor.
+        state: of the failed worker.
         draws: training steps draw random numbers.
     """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpointed import committed, finished, options, running, went_on_from
+from checkpointed import committed, continued_from, finished, options, running
 from harness import Jobs
 from kinds import ROWS, SIZE
 
@@ -31,8 +31,8 @@ class Case:
         kind: of loader.
         batches: of each rank in an epoch.
         items: read by a rank in an epoch.
-        again: what a replacement reads again: ``nothing``, the ``pass``, what was ``new`` to its predecessor in it, or
-            empty where that is not counted.
+        again: what a replacement reads again: ``nothing``, the ``pass``, what was ``new`` to the failed worker in it,
+            or empty where that is not counted.
         still: the model draws no random numbers.
         besides: most items that a replacement reads besides: Lightning fetches a batch of a stream before the
             replacement has its place, and of a pass that was fetched ahead by lasting loader workers the last batch is
@@ -190,7 +190,7 @@ RESTARTED = {
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[] if often else pytest.mark.nightly) for way, often in RESTARTED.items()]
 )
-def test_a_killed_job_goes_on_in_the_middle_of_an_epoch(
+def test_a_killed_job_continues_in_the_middle_of_an_epoch(
     way: tuple[str, str], epoch: int, batch: int, jobs: Jobs, tmp_path: Path
 ) -> None:
     """From the checkpoint at that batch; each sample that it had used is not read again."""
@@ -205,7 +205,7 @@ def test_a_killed_job_goes_on_in_the_middle_of_an_epoch(
         job.end()
     with running(jobs, "read.py", args, env=env) as job:
         result = finished(job)
-    assert went_on_from(result) == {boundary}, result.tail()
+    assert continued_from(result) == {boundary}, result.tail()
     compare(result, jobs.reference("read.py", args=args))
     for rank in range(2):
         check_reads(result, case, rank, 0, epoch, batch)

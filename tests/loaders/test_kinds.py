@@ -1,4 +1,4 @@
-"""Each kind of loader gives a replacement what its predecessor would have been given, bit for bit."""
+"""Each kind of loader gives a replacement what the failed worker would have been given, bit for bit."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_what_is_read_again_is_said_before_and_while_it_is(
     monkeypatch.setattr(waiting, "QUIET_S", 0.0)
     Life(name, 0, 0, state=state)
     said = capfd.readouterr().err
-    assert "of 7 batches of its predecessor are read again; it takes as long as reading them did before" in said, said
+    assert "of 7 batches of the failed worker are read again; it takes as long as reading them did before" in said, said
 
 
 @pytest.mark.parametrize("kind", [Counter, Stateful])

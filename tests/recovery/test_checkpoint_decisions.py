@@ -1,4 +1,4 @@
-"""That all ranks learn in time of a checkpoint, agree on which one they go on from, and end after a last one."""
+"""That all ranks learn in time of a checkpoint, agree on which one they continue from, and end after a last one."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_a_replacement_finds_those_due_again_that_it_passes(entries: Any) -> Non
     assert replacement.pending == 11
 
 
-# -- what all ranks go on from ----------------------------------------------------------------------------------------
+# -- what all ranks continue from
+# ----------------------------------------------------------------------------------------
 
 
 def environment(folder: Path, rank: int, world_size: int) -> WorkerEnv:
@@ -121,7 +122,7 @@ def snapshot(folder: Path, attempt: int, step: int, rank: int, value: float, wor
 
 
 def agree(folder: Path, world_size: int = 2) -> list[recovery_line.Loaded | None | BaseException]:
-    """What each rank goes on from."""
+    """What each rank continues from."""
     store, found = MemoryStore(), [None] * world_size  # type: list[Any], list[Any]
 
     def rank(number: int) -> None:

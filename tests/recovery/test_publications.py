@@ -253,8 +253,8 @@ def test_old_boundaries_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
     }
 
 
-def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib.Path) -> None:
-    """Every replacement publishes the order of its pass again; one that it goes on with stays."""
+def test_what_failed_workers_left_goes_when_nothing_refers_to_it(tmp_path: pathlib.Path) -> None:
+    """Every replacement publishes the order of its pass again; one that it continues with stays."""
 
     def state(order: str) -> dict[str, Any]:
         return {"loop": [{MARK: True, "iterations": [{"order": order}]}]}

@@ -79,7 +79,7 @@ def test_replicas_that_agree_are_left_alone(jobs: Jobs) -> None:
     check_survivors(result)
 
 
-def test_when_all_fail_the_newest_checkpoint_is_where_it_goes_on(jobs: Jobs, tmp_path: Path) -> None:
+def test_when_all_fail_the_newest_checkpoint_is_where_it_continues(jobs: Jobs, tmp_path: Path) -> None:
     args = ["--norm", "--steps", "12"]
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "checkpoints"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     # In the second attempt one fails, who is replaced as ever.

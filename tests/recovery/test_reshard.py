@@ -1,4 +1,4 @@
-"""The rest of a pass over the data is dealt out to another number of workers; who goes on with whose state."""
+"""The rest of a pass over the data is dealt out to another number of workers; who continues with whose state."""
 
 from __future__ import annotations
 
@@ -180,7 +180,8 @@ def test_every_loader_is_found_and_found_again(parts: Any, data: st.DataObject) 
     assert there is None or any(state is there for _, state in found)
 
 
-# -- whose state goes on ----------------------------------------------------------------------------------------------
+# -- whose state continues
+# ----------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -195,7 +196,7 @@ def changes(draw: st.DrawFn) -> tuple[Resized, set[int], int]:
 
 @FIXED
 @given(changes())
-def test_ranks_go_on_in_their_order(change: tuple[Resized, set[int], int]) -> None:
+def test_ranks_continue_in_their_order(change: tuple[Resized, set[int], int]) -> None:
     resized, published, workers = change
     found = sources(resized.stay, published, workers)
     kept = len(resized.stay)

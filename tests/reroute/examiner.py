@@ -157,7 +157,7 @@ def _run(
     case: Case,
     ready: Mapping[int, float],
 ) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
-    """Starts and ends by worker and place in its row: passes over all rows until nothing can go on."""
+    """Starts and ends by worker and place in its row: passes over all rows until nothing can continue."""
     ends_of: dict[tuple[str, int, int, int], float] = {}
     for row in before.values():
         for stage, kind, index, home in row:

@@ -39,7 +39,7 @@ def go(
     return result
 
 
-def go_on(
+def carry_on(
     jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
 ) -> JobResult:
     """As :func:`go`; a fault strikes, if there are any, and nobody goes back to a checkpoint."""
@@ -51,8 +51,8 @@ def go_on(
 def once(
     jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
 ) -> JobResult:
-    """As :func:`go_on`, with no forward repeated by the process that made it."""
-    result = go_on(jobs, faults, args, nproc, env)
+    """As :func:`carry_on`, with no forward repeated by the process that made it."""
+    result = carry_on(jobs, faults, args, nproc, env)
     repeated = {rank: report["extra"]["repeated"] for rank, report in result.reports.items()}
     assert max(repeated.values()) == 1, (repeated, result.tail())
     return result

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from harness import Jobs, most
 from random_jobs import some_failed
-from rerouted import ORDERED, SCRIPT, go, go_on, kill
+from rerouted import ORDERED, SCRIPT, carry_on, go, kill
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.schedule.problem import Variant
@@ -19,8 +19,8 @@ pytest.importorskip("deepspeed")
 
 
 def check(jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4) -> JobResult:
-    """As :func:`go_on`; all faults strike."""
-    result = go_on(jobs, faults, args, nproc)
+    """As :func:`carry_on`; all faults strike."""
+    result = carry_on(jobs, faults, args, nproc)
     assert len(result.struck) == len(faults), result.tail()
     return result
 
@@ -46,8 +46,8 @@ def test_both_ends_of_a_pipeline_fail(jobs: Jobs, name: str) -> None:
 #: Both ends fail, and the replacement of the last one waits until that of the first is in; who fails besides.
 HELD: dict[str, list[Fault]] = {
     "nobody": [],
-    "the_replacement_while_let_in": [Fault(0, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
-    "the_replacement_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "the_replacement_while_admitted": [Fault(0, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
+    "the_replacement_when_admitted": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
     "the_replacement_in_a_step": [kill(0, 6, 3, incarnation=1)],
 }
 
@@ -56,7 +56,7 @@ HELD: dict[str, list[Fault]] = {
 def test_the_first_end_that_is_back_is_enough(jobs: Jobs, name: str) -> None:
     args = ("--clip", "1.0", "--steps", "12", "--sum-after", "11", "--hold", "2")
     result = check(jobs, [kill(0, 3, 2), kill(2, 3, 2), *HELD[name]], args)
-    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("let_in")}
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("admitted")}
     assert boundaries.keys() == {0, 2} and boundaries[0] != boundaries[2], result.tail()
 
 
@@ -65,12 +65,12 @@ def test_the_first_end_that_is_back_is_enough(jobs: Jobs, name: str) -> None:
 def test_a_replacement_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
     """Of two workers of three pipelines; the others train on while the second is still starting."""
     faults = {
-        "a_survivor": [Fault(3, ANY_STEP, "lane.let_in", "SIGKILL")],
+        "a_survivor": [Fault(3, ANY_STEP, "lane.admit", "SIGKILL")],
         "the_donor": [Fault(1, ANY_STEP, "recovery.connected", "SIGKILL")],
     }.get(name, [])
     args = ("--steps", "40", "--copies", "5:2:1", "--sum-after", "40", "--hold", "5")
     result = check(jobs, [kill(0, 3, 2), kill(5, 3, 4), *faults], args, nproc=6)
-    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("let_in")}
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("admitted")}
     assert boundaries.keys() == {0, 5, *(fault.rank for fault in faults)} and boundaries[0] != boundaries[5], (
         result.tail()
     )

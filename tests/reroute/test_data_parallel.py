@@ -1,4 +1,4 @@
-"""Data-parallel steps over a network of threads that loses some of them at any message, and lets replacements in."""
+"""Data-parallel steps over a network of threads that loses some of them at any message, and admits replacements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Failed(BaseException):
 
 
 class Network:
-    """Workers as threads. A failure begins a new generation; replacements wait until all others let them in.
+    """Workers as threads. A failure begins a new generation; replacements wait until all others admit them.
 
     Args:
         kills: for each incarnation of a rank, before which of its operations it fails.
@@ -37,7 +37,7 @@ class Network:
         self.absent: set[int] = set()
         self.finished: set[int] = set()
         self.incarnations = dict.fromkeys(range(WORLD), 0)
-        self.knocks: set[int] = set()
+        self.asks_to_join: set[int] = set()
         self.arrived: dict[Any, set[int]] = defaultdict(set)
         self.lanes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.letting: dict[Any, dict[int, Any]] = defaultdict(dict)
@@ -46,7 +46,7 @@ class Network:
         self.values: dict[Any, dict[int, Any]] = defaultdict(dict)
         self.results: dict[int, Any] = {}
         self.errors: list[BaseException] = []
-        self.losses = self.let_in = self.some_let_in = 0
+        self.losses = self.admit = self.some_admitted = 0
         self.threads: list[threading.Thread] = []
 
     def start(self, rank: int) -> None:
@@ -62,7 +62,7 @@ class Network:
                 self.generation += 1
                 self.losses += 1
                 self.absent.add(rank)
-                self.knocks.discard(rank)
+                self.asks_to_join.discard(rank)
                 self.incarnations[rank] += 1
                 self.start(rank)
                 self.changed.notify_all()
@@ -172,15 +172,15 @@ class Worker:
         shape = network.lanes.setdefault(meeting, (tuple(sorted(arrived)), tuple(set(present) - arrived)))
         return ThreadLane(self, meeting, generation, *shape)
 
-    def knocking(self, wait: bool) -> Sequence[int]:
+    def joining_ranks(self, wait: bool) -> Sequence[int]:
         network = self.tick()
         with network.changed:
             generation = network.generation
             if wait:
-                network.wait(lambda: network.absent <= network.knocks or network.generation > generation)
-            return sorted(network.absent & network.knocks) if network.generation == generation else []
+                network.wait(lambda: network.absent <= network.asks_to_join or network.generation > generation)
+            return sorted(network.absent & network.asks_to_join) if network.generation == generation else []
 
-    def let_in(self, ranks: Sequence[int]) -> None:
+    def admit(self, ranks: Sequence[int]) -> None:
         assert self.here is not None
         network, generation = self.tick(), self.here.generation
         with network.changed:
@@ -192,9 +192,9 @@ class Worker:
                 assert all(step == states[0][2] for *_, step in states)
                 network.copies.update(dict.fromkeys(ranks, states[0]))
                 network.absent -= set(ranks)
-                network.knocks -= set(ranks)
-                network.let_in += 1
-                network.some_let_in += bool(network.absent)
+                network.asks_to_join -= set(ranks)
+                network.admit += 1
+                network.some_admitted += bool(network.absent)
                 network.changed.notify_all()
             network.wait(lambda: network.absent.isdisjoint(ranks) or network.generation > generation)
 
@@ -206,14 +206,14 @@ class Worker:
             [self.parameter],
             self.compute,
             self.connect,
-            self.knocking,
-            self.let_in,
+            self.joining_ranks,
+            self.admit,
             ordered=True,
         )
         if self.incarnation:
             self.tick()
             with network.changed:
-                network.knocks.add(self.rank)
+                network.asks_to_join.add(self.rank)
                 network.changed.notify_all()
                 network.wait(lambda: self.rank not in network.absent or network.finished >= set(network.present))
                 if self.rank in network.absent:
@@ -250,20 +250,20 @@ def simulate(kills: dict[tuple[int, int], int]) -> Network:
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1500), marks=pytest.mark.nightly)], ids=str)
 def test_any_failures_change_no_bit(seeds: range) -> None:
     value, outcomes = simulate({}).results[0]
-    failed = let_in = some_let_in = 0
+    failed = admit = some_admitted = 0
     for seed in seeds:
         draw = random.Random(seed)
         kills = {(draw.randrange(WORLD), 0): draw.randint(1, 90) for _ in range(draw.randint(1, WORLD))}
         kills |= {(rank, 1): draw.randint(1, 60) for rank, _ in list(kills) if draw.random() < 0.4}
         network = simulate(kills)
-        failed, let_in = failed + network.losses, let_in + network.let_in
-        some_let_in += network.some_let_in
+        failed, admit = failed + network.losses, admit + network.admit
+        some_admitted += network.some_admitted
         if not network.results:  # all failed before a replacement had the state: a job starts again
             assert {rank for rank, number in kills if not number} == {*range(WORLD)}, f"kills {kills}"
             continue
         for rank, (found, seen) in network.results.items():
             assert torch.equal(found, value) and seen == outcomes, f"rank {rank}, kills {kills}"
-    assert failed > len(seeds) // 2 and let_in > len(seeds) // 4 and some_let_in > 0
+    assert failed > len(seeds) // 2 and admit > len(seeds) // 4 and some_admitted > 0
 
 
 def test_hosts_share_the_load() -> None:

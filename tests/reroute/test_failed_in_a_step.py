@@ -169,15 +169,15 @@ LONG = ("--steps", "16", "--work-ms", "30", "--micro-batches", "2")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["lane.knock", "lane.agreed", "recovery.installed", "reroute.action"])
+@pytest.mark.parametrize("point", ["lane.join_request", "lane.agreed", "recovery.installed", "reroute.action"])
 def test_a_replacement_fails_again(jobs: Jobs, point: str) -> None:
     again = Fault(3, ANY_STEP, point, "SIGKILL", incarnation=1)
     assert len(once(jobs, [kill(3, 2, 3), again], LONG).struck) == 2
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["lane.let_in", "lane.agreed", "recovery.installed"])
-def test_a_survivor_fails_while_a_replacement_is_let_in(jobs: Jobs, point: str) -> None:
+@pytest.mark.parametrize("point", ["lane.admit", "lane.agreed", "recovery.installed"])
+def test_a_survivor_fails_while_a_replacement_is_admitted(jobs: Jobs, point: str) -> None:
     once(jobs, [kill(3, 2, 3), Fault(0, ANY_STEP, point, "SIGKILL")], LONG)
 
 

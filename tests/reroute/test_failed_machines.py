@@ -1,4 +1,4 @@
-"""A machine fails under ``on_failure="reroute"``: the others go on where each stage keeps a replica."""
+"""A machine fails under ``on_failure="reroute"``: the others continue where each stage keeps a replica."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Walk:
         assert counts == {(d, j): 7 for d in range(self.topology.pipelines) for j in range(self.topology.micro_batches)}
 
     def lose(self, number: int, *workers: Worker) -> None:
-        """Workers fail at once; the others go on. Who has the sum gives it to its peers."""
+        """Workers fail at once; the others continue. Who has the sum gives it to its peers."""
         for worker in workers:
             del self.at[worker]
             self.behind.pop(worker, None)
@@ -180,7 +180,7 @@ class Walk:
         self.at = {each: (step, 0 if step in fresh else place) for each, (step, place) in self.at.items()}
 
 
-def goes_on_and_loses(walk: Walk, choice: random.Random, most: int, number: int) -> None:
+def continues_and_loses(walk: Walk, choice: random.Random, most: int, number: int) -> None:
     """Workers advance, fewer than ``most`` times in all; then one fails whose stage keeps another."""
     for _ in range(choice.randrange(most)):
         if able := walk.able():
@@ -198,7 +198,7 @@ def test_failures_one_after_the_other_anywhere(seed: int, variant: Variant, topo
     walk = Walk(PlanHistory(Plans(topology, variant, choice.random() < 0.5, tmp_path, 0)), topology)
     change(walk.past, 0, (), walk.at)
     for number in range(1, 4):
-        goes_on_and_loses(walk, choice, 60, number)
+        continues_and_loses(walk, choice, 60, number)
     ends(walk, choice)
 
 
@@ -221,7 +221,7 @@ def test_neighbors_fail_while_only_one_stage_has_its_sum(variant: Variant, topol
                 walk.advance(choice.choice(able))
         walk.lose(1, Worker(d, first), Worker(d, first + 1))
         for number in (2, 3):
-            goes_on_and_loses(walk, choice, 12, number)
+            continues_and_loses(walk, choice, 12, number)
         ends(walk, choice)
         again += walk.again
     assert again

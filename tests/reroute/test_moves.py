@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from harness import Jobs, most
-from rerouted import go, go_on, kill
+from rerouted import carry_on, go, kill
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult
@@ -22,8 +22,8 @@ LONG = ("--steps", "14", "--work-ms", "10")
 def check(
     jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = LONG, nproc: int = 6, env: dict[str, str] | None = None
 ) -> JobResult:
-    """As ``go_on``, by default with three pipelines and without replacements."""
-    return go_on(jobs, faults, args, nproc, WITHHELD if env is None else env)
+    """As ``carry_on``, by default with three pipelines and without replacements."""
+    return carry_on(jobs, faults, args, nproc, WITHHELD if env is None else env)
 
 
 def moves(result: JobResult) -> list[list[list[list[int]]]]:
@@ -52,7 +52,7 @@ def test_failures_one_after_the_other_and_all_are_home_when_replacements_come(jo
     """A sum over all workers waits for them."""
     env = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "3"}
     result = check(jobs, [kill(3, 3), kill(4, 5)], (*LONG, "--sum-after", "13"), env=env)
-    assert len(moves(result)) == 1 and len(result.kinds("let_in")) == 2, result.tail()
+    assert len(moves(result)) == 1 and len(result.kinds("admitted")) == 2, result.tail()
 
 
 @pytest.mark.nightly
@@ -101,7 +101,7 @@ def test_who_has_moved_gets_slow(jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 def test_the_last_worker_that_belongs_to_the_stage_fails(jobs: Jobs) -> None:
-    """Who has moved there could go on, and give its state to no replacement: all go back to the beginning."""
+    """Who has moved there could continue, and give its state to no replacement: all go back to the beginning."""
     result = go(jobs, [kill(3, 4), kill(4, 4, 6), kill(5, 12)], LONG, 6, WITHHELD)
     assert len(moves(result)) >= 1 and result.kinds("restart"), result.tail()
 

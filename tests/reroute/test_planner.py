@@ -154,7 +154,7 @@ def test_who_computes_what() -> None:
     topology = Topology(4, 2, 5)
     route = deal(topology, workers((1, 0), (3, 0)))
     assert [route[1, 0, j].pipeline for j in range(5)] == [0, 2, 0, 2, 0]
-    assert [route[3, 0, j].pipeline for j in range(5)] == [2, 0, 2, 0, 2], "the turn goes on"
+    assert [route[3, 0, j].pipeline for j in range(5)] == [2, 0, 2, 0, 2], "the turn continues"
     one = deal(topology, workers((1, 0), (3, 0)), ordered=True)
     assert {one[1, 0, j] for j in range(5)} == {Worker(2, 0)} and {one[3, 0, j] for j in range(5)} == {Worker(0, 0)}
     slow = Times(own=((Worker(2, 0), StageTimes(2, 2, 2)),))

@@ -1,4 +1,4 @@
-"""Pipelines of Lightning's and Accelerate's go on without a failed worker, and let a replacement in
+"""Pipelines of Lightning's and Accelerate's continue without a failed worker, and admit a replacement
 where all are needed.
 """
 
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         [],
         [Fault(1, 2, "reroute.action", "SIGKILL", nth=3), Fault(3, 6, "reroute.action", "SIGKILL", nth=4)],
     ),
-    # The step before a validation hears that the replacement waits; the validation lets it in, after that step.
+    # The step before a validation hears that the replacement waits; the validation admits it, after that step.
     "waits_at_the_validation": (
         ["--wait"],
         [Fault(1, 2, "reroute.action", "SIGKILL", nth=3), Fault(3, 5, "reroute.action", "SIGKILL", nth=4)],
@@ -59,7 +59,7 @@ def run(
     result = jobs.run(script, nproc=4, args=args, faults=faults, env=ORDERED)
     compare(result, reference, parts)
     assert not result.kinds("restart") and len(result.struck) == len(faults), result.tail()
-    assert len(result.kinds("let_in")) == len(faults) and result.kinds("rerouted"), result.tail()
+    assert len(result.kinds("admitted")) == len(faults) and result.kinds("rerouted"), result.tail()
     return result
 
 

@@ -1,4 +1,4 @@
-"""Pipelines in bf16 and with ZeRO-1 go on without a failed worker: its shard of the optimizer is
+"""Pipelines in bf16 and with ZeRO-1 continue without a failed worker: its shard of the optimizer is
 stepped by its peers.
 """
 
@@ -74,12 +74,12 @@ def test_a_worker_fails(jobs: Jobs, mode: str, rank: int, place: str) -> None:
 
 
 @pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"both"})))
-def test_replacements_are_let_in(jobs: Jobs, mode: str) -> None:
+def test_replacements_are_admitted(jobs: Jobs, mode: str) -> None:
     """Whose peers then fail: what the replacements have of the optimizer is all that there is."""
     faults = [kill(1, 2, 1, "reroute.backward"), kill(0, 4, 1, "update.during"), kill(3, 4, 1, "reroute.forward")]
     result = once(jobs, faults, (*MODES[mode], *CLIPPED, "--sum-after", "2", "3", "5"))
-    assert [event.rank for event in result.kinds("let_in")][0] == 1, result.tail()
-    assert {event.rank for event in result.kinds("let_in")} == {0, 1, 3}, result.tail()
+    assert [event.rank for event in result.kinds("admitted")][0] == 1, result.tail()
+    assert {event.rank for event in result.kinds("admitted")} == {0, 1, 3}, result.tail()
 
 
 @pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"zero"})))
@@ -100,7 +100,7 @@ def test_an_update_is_left_out(jobs: Jobs, mode: str) -> None:
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
     result = jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED, faults=[kill(2, 2, 1, "reroute.reduce")])
     compare(result, theirs)
-    assert result.struck and not result.kinds("restart") and len(result.kinds("let_in")) == 1, result.tail()
+    assert result.struck and not result.kinds("restart") and len(result.kinds("admitted")) == 1, result.tail()
 
 
 @pytest.mark.nightly

@@ -51,13 +51,13 @@ def test_nobody_waits_for_the_ends_of_a_pipeline(jobs: Jobs, name: str) -> None:
     args, nproc, faults = CASES[name]
     result = go(jobs, faults, ("--shared", *args), nproc, WITHHELD)
     assert len(result.struck) == len(faults) and result.reports.keys().isdisjoint(f.rank for f in faults), result.tail()
-    assert not result.kinds("restart") and not result.kinds("let_in"), result.tail()
+    assert not result.kinds("restart") and not result.kinds("admitted"), result.tail()
 
 
 def test_replacements_of_the_ends_come_later(jobs: Jobs) -> None:
     args = ("--shared", "--steps", "12", "--sum-after", "11")
     result = go(jobs, [kill(0, 3, 2), kill(2, 3, 2)], args)
-    assert {event.rank for event in result.kinds("let_in")} == {0, 2} and len(result.reports) == 4, result.tail()
+    assert {event.rank for event in result.kinds("admitted")} == {0, 2} and len(result.reports) == 4, result.tail()
 
 
 def test_each_pipeline_gets_what_the_others_read_for_it() -> None:

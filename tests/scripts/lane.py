@@ -30,10 +30,10 @@ class Trainer:
         last: what was summed in the last update: gradients and loss, for whoever did not get it.
     """
 
-    def __init__(self, report: Report, let_in_at: int, last_at: int, waits: Patience) -> None:
+    def __init__(self, report: Report, admitted_at: int, last_at: int, waits: Patience) -> None:
         torch.manual_seed(0)
         self.report, self.waits = report, waits
-        self.let_in_at, self.last_at = let_in_at, max(let_in_at, last_at)
+        self.admitted_at, self.last_at = admitted_at, max(admitted_at, last_at)
         self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
         self.loop = {"step": 0, "loss_sum": 0.0}
@@ -71,11 +71,11 @@ class Trainer:
         self.update(shares)
 
     def settle(self, job: Job, lane: Lane) -> bool:
-        """Whether all have done the same updates and nobody knocks; if not, what there is to do is done."""
-        let_in_at = self.last_at if len(job.lanes.absent) == 1 else self.let_in_at
-        asks = job.rank == lane.ranks[0] and bool(job.lanes.absent) and self.loop["step"] >= let_in_at
-        knocking = job.lanes.knocking(wait=self.waits) if asks else ()
-        seen = lane.exchange({"step": self.loop["step"], "knocking": list(knocking)})
+        """Whether all have done the same updates and nobody asks to join; if not, what there is to do is done."""
+        admitted_at = self.last_at if len(job.lanes.absent) == 1 else self.admitted_at
+        asks = job.rank == lane.ranks[0] and bool(job.lanes.absent) and self.loop["step"] >= admitted_at
+        joining_ranks = job.lanes.joining_ranks(wait=self.waits) if asks else ()
+        seen = lane.exchange({"step": self.loop["step"], "joining": list(joining_ranks)})
         steps = {rank: each["step"] for rank, each in seen.items()}
         newest = max(steps.values())
         behind = [rank for rank in lane.ranks if steps[rank] < newest]
@@ -89,8 +89,8 @@ class Trainer:
                 lane.recv(total, source, _AGAIN).wait()
                 self.update([total])
             return False
-        if ready := seen[lane.ranks[0]]["knocking"]:
-            job.lanes.let_in(ready)
+        if ready := seen[lane.ranks[0]]["joining"]:
+            job.lanes.admit(ready)
             return False
         return True
 
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--let-in-at", type=int, default=8, help="from this step on others wait for replacements")
     parser.add_argument("--last-at", type=int, default=0, help="the same, where only one is absent")
     parser.add_argument(
-        "--hold", type=int, default=-1, help="a rank: its replacements wait for another one to be let in"
+        "--hold", type=int, default=-1, help="a rank: its replacements wait for another one to be admitted"
     )
     parser.add_argument("--wait-for", default="all", help="all that are absent, or one")
     parser.add_argument("--collective-at", type=int, default=-1, help="a step with a collective of all ranks")
@@ -153,7 +153,7 @@ def main() -> None:
     args = parser.parse_args()
     report = Report()
     job = begin()
-    trainer = Trainer(report, args.let_in_at, args.last_at, Patience(args.wait_for))
+    trainer = Trainer(report, args.admitted_at, args.last_at, Patience(args.wait_for))
     if job is not None:
         job.attach([trainer.net], [trainer.optimizer], replicas=range(job.world_size))
         job.register("loop", lambda: dict(trainer.loop), trainer.loop.update)

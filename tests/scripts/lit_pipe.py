@@ -95,7 +95,7 @@ class Losses(pl.Callback):
     """Keeps the loss of each step, and sees it on every rank.
 
     Args:
-        waits: before an epoch's last step, stand still until those who are away wait to be let in.
+        waits: before an epoch's last step, stand still until those who are away wait to be admitted.
     """
 
     def __init__(self, waits: bool = False) -> None:
@@ -106,7 +106,7 @@ class Losses(pl.Callback):
         stand_still(trainer.global_step)
         job = shared_core.current_job()
         if self.waits and trainer.is_last_batch and job is not None and job.lanes.absent:
-            job.lanes.knocking(wait=Patience.FOR_ALL)
+            job.lanes.joining_ranks(wait=Patience.FOR_ALL)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not outputs["loss"].isnan():

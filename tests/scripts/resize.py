@@ -104,7 +104,7 @@ FIRST = First()
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=3, help="at least so many")
-    parser.add_argument("--until", type=int, default=0, help="go on until there are so many workers")
+    parser.add_argument("--until", type=int, default=0, help="continue until there are so many workers")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--stream", action="store_true", help="an IterableDataset")

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--evaluate", action="store_true", help="at the start of each epoch, and at the end")
     parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two failures and the copies")
     parser.add_argument(
-        "--hold", type=int, default=-1, help="a rank: its replacements wait for another one to be let in"
+        "--hold", type=int, default=-1, help="a rank: its replacements wait for another one to be admitted"
     )
     parser.add_argument("--damage", action="store_true", help="memory of the first replacement is faulty")
     parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer, late, twice")

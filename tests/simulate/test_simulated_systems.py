@@ -170,7 +170,7 @@ def test_youngs_interval_is_near_the_best() -> None:
     assert young(20.0, 7200.0) == pytest.approx(best, rel=0.05)
 
 
-def test_who_waits_and_who_goes_on() -> None:
+def test_who_waits_and_who_continues() -> None:
     layout = Layout(4, 2)
     one = missing(layout, 1)
     assert CheckpointRestart(layout, 90.0, 10.0, 60.0).throughput(one) == 0
@@ -227,7 +227,7 @@ def test_survivors_move() -> None:
     assert system.failure(all_but_one, all_but_one.after((21,), ()), last) == system.checkpoints.cost
 
 
-def test_replacements_are_let_in_one_by_one() -> None:
+def test_replacements_are_admitted_one_by_one() -> None:
     """Each counts from when it comes, and ends a wait for the data of its pipeline."""
     layout = Layout(2, 2)
     events = [(1, (0,), ()), (2, (1,), ()), (3, (), (0,)), (5, (), (1,))]

@@ -1,7 +1,7 @@
 """One worker of :mod:`tests.suites.torch_backends`: runs tests of torch's suite for backends, one after the other.
 
-A test that fails in some ranks only leaves them at different places. So the job ends with it, and the next job goes on
-with the tests after it.
+A test that fails in some ranks only leaves them at different places. So the job ends with it, and the next job
+continues with the tests after it.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Checkpoints:
         self._level = 0
         self._identity = RunIdentity(env, self._store, endings)
         self.own = OwnLines(env, self._spool, self._identity)
-        self.look_at_predecessor()
+        self.look_at_failed_worker()
         self._origins: Origins | None = None
         if self._dir is None:
             return
@@ -110,8 +110,8 @@ class Checkpoints:
     def _store(self) -> Any:
         return self._job_store.below()
 
-    def look_at_predecessor(self) -> None:
-        """A replacement passes step boundaries again: only beyond its predecessor's it may decide again."""
+    def look_at_failed_worker(self) -> None:
+        """A replacement passes step boundaries again: only beyond the failed worker's it may decide again."""
         env = self._env
         progress = progress_file.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
@@ -134,7 +134,7 @@ class Checkpoints:
         if not due:
             return
         self.due_boundary = boundary.index
-        if not self.own.predecessor_made(boundary.index):
+        if not self.own.failed_worker_made(boundary.index):
             taken = self._take(boundary, parts, board)
             if last or not self._env.config.checkpoint.background:
                 self._await(boundary, taken)
@@ -281,7 +281,7 @@ class Checkpoints:
         return done
 
     def _part_with(self, boundary: StepBoundary) -> None:
-        """The last checkpoint is made, or cannot be. On several machines the others may go on."""
+        """The last checkpoint is made, or cannot be. On several machines the others may continue."""
         if self._env.rank == 0:
             done = self.newest_boundary >= boundary.index
             if done and self.pricing is not None:
@@ -303,7 +303,7 @@ class Checkpoints:
         """The program has ended well: a later start of it starts from scratch."""
         if self.pricing is not None:
             self.pricing.ended("completed")
-        if not self.due_boundary and not self._identity.goes_on:
+        if not self.due_boundary and not self._identity.continues:
             return
         try:
             lineage.mark_ended(self._identity.folder, self.newest_boundary)
@@ -319,7 +319,7 @@ class Checkpoints:
         that did not end well, or what it was told to begin with, that all ranks can read; None for none.
 
         Raises:
-            Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from; if
+            Unsupported: if there are some, all of other numbers of workers, that this number cannot continue from; if
                 there is nothing of what it was told to begin with.
         """
         if self._origins is None:
@@ -382,7 +382,7 @@ def named(
 def _note_orders(parts: dict[str, Any], board: Board) -> None:
     """Add to the states of loaders what of the board they need, which will be gone."""
     for _, state in loader_states(parts):
-        if not state["live"] or REST in state:  # it has not gone on since it was restored
+        if not state["live"] or REST in state:  # it has not continued since it was restored
             continue
         last = state["iterations"][-1]
         if last["dealt"]:

@@ -73,7 +73,7 @@ class StoreEntries:
         """See :class:`Entries`."""
         store, said = self._store(), str(number)
         while bytes(store.compare_set(self._key(self._count), "", said)) != said.encode():
-            self._count += 1  # a predecessor's, or another rank's
+            self._count += 1  # a failed worker's, or another rank's
 
     def after(self, count: int) -> list[int]:
         """See :class:`Entries`."""
@@ -82,7 +82,7 @@ class StoreEntries:
             try:
                 found.append(decode(store.get(key), Count, key))
             except DamagedRecord as error:
-                console(f"{error}. The checkpoint that it asked for is not made; training goes on")
+                console(f"{error}. The checkpoint that it asked for is not made; training continues")
                 found.append(_NEVER)
             count += 1
         return found

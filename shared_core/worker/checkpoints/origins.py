@@ -49,10 +49,10 @@ class Origins:
 
         Raises:
             WaitTimeout: if a rank does not come.
-            Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from; if
+            Unsupported: if there are some, all of other numbers of workers, that this number cannot continue from; if
                 there is nothing of what it was told to begin with.
             NoUsableCheckpoint: if there are some of its own, and none can be used.
-            RunInUse: if another job goes on with its newest run.
+            RunInUse: if another job continues with its newest run.
         """
         found, there = self._own()
         stored = [each for each in found if each.tier == recovery_line.STORAGE]
@@ -94,10 +94,10 @@ class Origins:
         if env.rank or env.incarnation or not first:
             return ""
         how, again = ("--resume-from", "--resume") if not env.handed_over else (BY_OPTION, "checkpoint.resume='always'")
-        return lineage.left_behind(self._where, env.command.key, how, goes_on=env.config.continues, again=again)
+        return lineage.left_behind(self._where, env.command.key, how, continues=env.config.continues, again=again)
 
     def _hold(self, run: str) -> None:
-        """Keep other jobs from going on with a run; nothing in all ranks but the first, and in replacements.
+        """Keep other jobs from continuing with a run; nothing in all ranks but the first, and in replacements.
 
         Raises:
             RunInUse: another job holds it.
@@ -118,7 +118,9 @@ class Origins:
             self._held[run] = lock
 
     def _own(self) -> tuple[list[Line], lineage.Contents]:
-        """What it may go on from, and what the storage holds; nothing where it does not go on with earlier starts."""
+        """What it may continue from, and what the storage holds; nothing where it does not continue with earlier
+        starts.
+        """
         env = self._env
         found: list[Line] = []
         if env.machines:
@@ -138,4 +140,4 @@ class Origins:
             return False
         if meta.get("job") == env.job:
             return True
-        return env.config.continues and there.goes_on(line.run, env.command.key)
+        return env.config.continues and there.continues(line.run, env.command.key)

@@ -25,7 +25,7 @@ class OwnLines:
 
     def __init__(self, env: WorkerEnv, spool: Spool, identity: RunIdentity) -> None:
         self._env, self._spool, self._identity = env, spool, identity
-        self._of_predecessor: set[int] | None = None
+        self._of_failed_worker: set[int] | None = None
 
     def boundaries(self) -> list[StepBoundary]:
         """Step boundaries at which this rank's state can be read, oldest first."""
@@ -51,13 +51,13 @@ class OwnLines:
         where = self._env.config.checkpoint.dir
         raise CorruptFile(f"rank {self._env.rank}: the checkpoint at step boundary {index} is gone from {where}")
 
-    def predecessor_made(self, step: int) -> bool:
-        """Whether a predecessor of this worker has made the checkpoint at a step boundary."""
+    def failed_worker_made(self, step: int) -> bool:
+        """Whether a failed worker of this worker has made the checkpoint at a step boundary."""
         if not self._env.incarnation:
             return False
-        if self._of_predecessor is None:
-            self._of_predecessor = {each.step for each in self._all()}
-        return step in self._of_predecessor
+        if self._of_failed_worker is None:
+            self._of_failed_worker = {each.step for each in self._all()}
+        return step in self._of_failed_worker
 
     def _all(self) -> list[Line]:
         # Operations are counted from the start of an attempt: logs go with its own checkpoints.

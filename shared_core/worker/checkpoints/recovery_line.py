@@ -1,4 +1,4 @@
-"""Which checkpoint all ranks go on from: the newest one, in memory or in storage, that every rank can read.
+"""Which checkpoint all ranks continue from: the newest one, in memory or in storage, that every rank can read.
 
 Each rank says what there is for it; what is common to all is tried from the newest on, and counts once every rank has
 loaded its part of it. All of it goes through the agents' store, before the first group of the job exists.
@@ -68,7 +68,7 @@ def _unique(names: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Line:
-    """A checkpoint that this rank could go on from.
+    """A checkpoint that this rank could continue from.
 
     Attributes:
         step: step boundaries passed.
@@ -119,7 +119,7 @@ class Loaded:
         tensors: of the replicated state, in its order.
         line: where it comes from.
         resized: it is of another number of workers.
-        added: this rank had no predecessor; ``local`` is another's.
+        added: this rank took the place of nobody; ``local`` is another's.
         collect: gives description and tensors instead, where this rank trains another part of the model than any old
             one.
     """
@@ -149,7 +149,7 @@ def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
 
 def at_neighbours(machines: Iterable[str | None], rank: int, world_size: int, secret: bytes) -> list[Line]:
     """Snapshots that hold this rank's part, with all that belongs to it in the memory of any machine; the oldest first.
-    Ranks whose own machine has theirs list them too: all must go on from the same.
+    Ranks whose own machine has theirs list them too: all must continue from the same.
     """
     found = find_in_memory(machines, rank, world_size, secret) if any(machines) else []
     return [Line(step, str(meta.get("session")), NEIGHBOUR, meta, read) for step, meta, read in found]
@@ -286,14 +286,14 @@ def agree(
     Args:
         env: of this worker.
         client: of the agents' store, below the attempt's prefix.
-        mine: what this rank may go on from.
+        mine: what this rank may continue from.
         read: reads this rank's part of one; :func:`load` unless given.
         limit_s: longest wait for all ranks to start; ``wait_timeout_s`` if None.
 
     Raises:
         CorruptFile: if the others have begun with one that this rank, which came later, cannot read.
         DamagedRecord: if what a rank says is nothing of that.
-        Unsupported: if there is one, but none that so many workers can go on from.
+        Unsupported: if there is one, but none that so many workers can continue from.
         WaitTimeout: if a rank does not come.
     """
     read = read or (lambda line: load(line, env.rank))

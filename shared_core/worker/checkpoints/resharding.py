@@ -1,4 +1,4 @@
-"""A checkpoint of another number of workers: what each new worker goes on with.
+"""A checkpoint of another number of workers: what each new worker continues with.
 
 All parts of all old ranks are in storage. Where all ranks trained the same, the replicated state is the one image, each
 new rank takes the rank-local state of one old rank, and what all of them had left of the pass over the data is dealt
@@ -40,7 +40,7 @@ FIXED = "fixed"
 
 
 def load(line: Line, env: WorkerEnv) -> Loaded:
-    """Read what this rank goes on with from a checkpoint of any number of workers.
+    """Read what this rank continues with from a checkpoint of any number of workers.
 
     Raises:
         CorruptFile: if it cannot be read as it was written.
@@ -97,11 +97,11 @@ def load(line: Line, env: WorkerEnv) -> Loaded:
 def sources(stay: Collection[int], published: Collection[int], world_size: int) -> list[int | None]:
     """For each new rank the old one whose rank-local state it takes over; None for one that is added.
 
-    Rank 0 goes on as rank 0, even if its worker fails, as long as it published the step boundary: loggers and
+    Rank 0 continues as rank 0, even if its worker fails, as long as it published the step boundary: loggers and
     files are its own.
 
     Args:
-        stay: old ranks that go on.
+        stay: old ranks that continue.
         published: old ranks of which the state at the step boundary is known.
         world_size: number of new ranks.
     """
@@ -187,7 +187,7 @@ def random_state(*place: int) -> dict[str, Any]:
 
 
 def deal_out(mine: dict[str, Any], old: Sequence[Mapping[str, Any]], env: WorkerEnv) -> None:
-    """Have the loaders in ``mine`` go on with this rank's share of what all old ranks had left of the pass.
+    """Have the loaders in ``mine`` continue with this rank's share of what all old ranks had left of the pass.
 
     Args:
         mine: published parts that this rank takes over; changed.
@@ -230,7 +230,7 @@ def _changes(
 
 
 def _check(old: Sequence[Mapping[str, Any]]) -> None:
-    """Whether another number of workers can go on exactly.
+    """Whether another number of workers can continue exactly.
 
     Raises:
         Unsupported: if not.

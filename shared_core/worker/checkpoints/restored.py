@@ -27,7 +27,7 @@ class Restored:
         tensors: of the replicated state.
         owned: nobody else uses the tensors.
         resized: it was another number of workers.
-        added: this rank had no predecessor; ``parts`` are another's.
+        added: this rank took the place of nobody; ``parts`` are another's.
         main: what rank 0 had published last, where another takes its place.
         tier: where a checkpoint lay.
         workers: of the job that made it.

@@ -49,7 +49,7 @@ class RunIdentity:
         return self._run or self.session
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether this attempt began with a checkpoint."""
         return bool(self._run)
 

@@ -13,7 +13,7 @@ _MARK = struct.Struct("<Q")
 class BoundaryMarks:
     """The newest published step boundary of every rank of a machine that has all ranks.
 
-    A mark outlives its worker, as the publication does. A replacement that starts before its predecessor's newest
+    A mark outlives its worker, as the publication does. A replacement that starts before the failed worker's newest
     boundary sets the mark back, before it takes part in any operation.
 
     Args:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 class Turn:
     """Held by the thread of the training program except while it waits in this backend.
 
-    A helper thread that takes it may use the global generators and compute: the program goes on afterwards as if it
+    A helper thread that takes it may use the global generators and compute: the program continues afterwards as if it
     had waited longer.
     """
 

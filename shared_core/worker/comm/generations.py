@@ -71,7 +71,7 @@ class Generations:
 
     @contextmanager
     def in_the_background(self) -> Iterator[None]:
-        """Groups that are made in here are connected while the program goes on."""
+        """Groups that are made in here are connected while the program continues."""
         self._background = True
         try:
             yield
@@ -112,7 +112,7 @@ class Generations:
 
     def break_off(self) -> None:
         """A rank fails: cut every connection, and wait until gloo has given everything back. A group of this rank
-        alone goes on while others are absent.
+        alone continues while others are absent.
         """
         state = self._state
         with state.lock:

@@ -72,7 +72,9 @@ class Listener(Protocol):
         """Keep the sender of a message that was received from any source, for a replacement of this rank."""
 
     def exact(self) -> bool:
-        """False while a replacement computes with newer parameters than its predecessor did: its inputs differ then."""
+        """False while a replacement computes with newer parameters than the failed worker did: its
+        inputs differ then.
+        """
 
     def before_bucket(self) -> None:
         """DDP hands over a gradient bucket, or a collective is called in a backward pass."""
@@ -107,4 +109,4 @@ class Listener(Protocol):
         """What a replacement needs of the log on disk cannot be read."""
 
     def failed(self, error: SwiftError) -> None:
-        """The job cannot go on."""
+        """The job cannot continue."""

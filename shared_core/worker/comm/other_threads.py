@@ -1,8 +1,8 @@
 """Collectives and receives that another thread than the program's calls, as ``async_save`` of
 ``torch.distributed.checkpoint`` does.
 
-A replacement begins at a step boundary, and what a thread of its predecessor was doing there nobody does again. So when
-a worker fails while such a call reaches across a step boundary, the others would wait for ever.
+A replacement begins at a step boundary, and what a thread of the failed worker was doing there nobody does again. So
+when a worker fails while such a call reaches across a step boundary, the others would wait for ever.
 """
 
 from __future__ import annotations

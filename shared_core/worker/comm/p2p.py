@@ -159,7 +159,7 @@ class Channels:
         """Receive into ``tensor``.
 
         Raises:
-            Unsupported: in a replacement, if its predecessor's message was too large to be kept.
+            Unsupported: in a replacement, if the failed worker's message was too large to be kept.
         """
         channel = (src, self._group.rank, tag)
         with self._state.lock:
@@ -312,7 +312,7 @@ class Channels:
         return first if on_disk is None else on_disk
 
     def start_from(self, received: dict[str, int], sent: dict[str, int]) -> None:
-        """Take over a predecessor's counts at its step boundary."""
+        """Take over a failed worker's counts at its step boundary."""
         for key, count in received.items():
             channel = _channel(key)
             self._received[channel] = Done(count)

@@ -1,5 +1,5 @@
 """Operations and messages of a start-up: recorded for later replacements, which are given what
-their predecessor got.
+the failed worker got.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StartUp:
         self._ordinals: dict[tuple[int, str, str, Part], int] = {}
 
     def answer(self, group: str, op: Op, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """What a replacement's operation gives before its join: what the predecessor got, else something neutral,
+        """What a replacement's operation gives before its join: what the failed worker got, else something neutral,
         because real state is loaded at the join. None where the operation is to run. Callers hold the lock.
 
         Raises:
@@ -58,7 +58,7 @@ class StartUp:
         return neutral(op, inputs) if recorded is None else recorded
 
     def recorded(self, key: RecordKey | None, results: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """What the predecessor got; None if it had got nothing like these there.
+        """What the failed worker got; None if it had got nothing like these there.
 
         Raises:
             Unsupported: if it was too large to be recorded.
@@ -67,7 +67,7 @@ class StartUp:
         if found == [] and results:
             assert key is not None
             raise Unsupported(
-                f"rank {self._state.rank}: a replacement needs the result of {key.name} that its predecessor got "
+                f"rank {self._state.rank}: a replacement needs the result of {key.name} that the failed worker got "
                 f"({sum(each.nbytes for each in results)} bytes), which was too large to be kept. Outside the "
                 f"training passes exchange at most {_MOST_BYTES >> 20} MiB at once, or have each rank read or compute "
                 "the data itself"

@@ -39,16 +39,16 @@ class SharedState:
         generation: the one that is installed; -1 before the first.
         latest: the newest that was announced.
         broken: a failure is known and the next generation is not yet live.
-        absent: ranks that failed and without which the others go on (``on_failure="reroute"``).
-        ended: why the job cannot go on; None while it can.
-        starting: a replacement before its join: operations are answered from its predecessor's records.
+        absent: ranks that failed and without which the others continue (``on_failure="reroute"``).
+        ended: why the job cannot continue; None while it can.
+        starting: a replacement before its join: operations are answered from the failed worker's records.
         in_startup: results are recorded for later replacements, which start as this worker does.
         entry: number of the entry call; -1 before the first, and -2 - e between call e and the next.
         part: which part of the program, that replacements run again, starts up; empty for the first.
         keeps_small: only small results are recorded: the part repeats itself.
         held: what is recorded in this part, which replacements may never ask for; None where it is kept at once.
-        records: what a predecessor has recorded.
-        expected: checksums of the predecessor's inputs, by group and sequence number.
+        records: what a failed worker has recorded.
+        expected: checksums of the failed worker's inputs, by group and sequence number.
         sources: from whom a failed worker has received its messages from any source, by group and number.
         boundary: index of the last published step boundary.
         place: where the program is.
@@ -91,7 +91,7 @@ class SharedState:
         self.operates = False
 
     def end(self, error: SwiftError) -> SwiftError:
-        """Remember that the job cannot go on, wake everybody, and return ``error``."""
+        """Remember that the job cannot continue, wake everybody, and return ``error``."""
         with self.lock:
             self.ended = error
             self.changed.notify_all()
@@ -143,7 +143,7 @@ class SharedState:
         """What the program does up to the next step boundary a replacement does again.
 
         Args:
-            part: what begins here; empty to go on with the same part.
+            part: what begins here; empty to continue with the same part.
             hold: a replacement does it again only if another step boundary follows before the next part: see
                 :meth:`keep_held`.
         """
@@ -164,7 +164,7 @@ class SharedState:
             self.boundary, self.in_startup = boundary, False
 
     def answer_from(self, records: dict[RecordKey, list[torch.Tensor]]) -> None:
-        """From now on operations are answered from what a predecessor has recorded."""
+        """From now on operations are answered from what a failed worker has recorded."""
         with self.lock:
             self.starting, self.records = True, records
 
@@ -176,7 +176,9 @@ class SharedState:
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Inputs of operations in here are not compared with the predecessor's: they rest on the clock or on files."""
+        """Inputs of operations in here are not compared with the failed worker's: they rest on the
+        clock or on files.
+        """
         before, self.checksums = self.checksums, False
         try:
             yield

@@ -46,7 +46,7 @@ class Archive:
     :meth:`restart` begins again.
 
     A job that goes back to a checkpoint with *all* its ranks removes its archives and makes new ones: its numbering
-    starts again. A single replacement goes on with its predecessor's: new records go to a new segment, and what is
+    starts again. A single replacement continues with the failed worker's: new records go to a new segment, and what is
     already there is not written again. Closed segments are taken by their index, their contents checked when they are
     read; the one that was open is read through. Damaged records are left out, missing segments are gaps, and a record
     the file ends in counts as never put.

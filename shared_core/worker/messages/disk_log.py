@@ -69,8 +69,8 @@ class DiskLog:
         self._groups: list[tuple[int, frozenset[int]]] = []  # from a step boundary on: who starts again together
 
     def open(self, boundary: int) -> bool:
-        """Log to disk from step boundary ``boundary`` on. A replacement goes on with what its predecessor has left on
-        this machine.
+        """Log to disk from step boundary ``boundary`` on. A replacement continues with what the failed worker has left
+        on this machine.
 
         Returns:
             False if the log was open already.

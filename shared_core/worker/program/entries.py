@@ -32,7 +32,7 @@ class EntryDecision:
     """What to do with an entry call (fit, validate, test, predict).
 
     Attributes:
-        skip: the predecessor had finished it: return ``result`` at once.
+        skip: the failed worker had finished it: return ``result`` at once.
         result: what it returned.
     """
 
@@ -44,11 +44,11 @@ class Entries:
     """The entry calls of one worker's program.
 
     Args:
-        start: knows which the predecessor had finished.
+        start: knows which the failed worker had finished.
         board: takes their results.
         news: told to those that listen.
         publishing: publishes the ends of calls.
-        joining: takes the predecessor's place.
+        joining: takes the failed worker's place.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Entries:
         """Call at the start of each entry call.
 
         Returns:
-            Whether the predecessor had finished it, and its result. Then the registered parts are restored to what
+            Whether the failed worker had finished it, and its result. Then the registered parts are restored to what
             they were at its end, except those of what is attached, which may be from another call.
         """
         inject.point("entry")
@@ -90,7 +90,7 @@ class Entries:
 
     def skipped(self) -> None:
         """Call after a skipped entry call, when all that it makes has been made: a replacement joins here whose
-        predecessor was between this call and the next.
+        failed worker was between this call and the next.
         """
         skip_groups(self._groups)  # hooks of the call may have made some that are not made here
         self._joining.at("end")
@@ -98,7 +98,7 @@ class Entries:
 
     def done(self, result: Any) -> None:
         """Call at the end of each entry call. What is registered must hold everything that the script finds after it,
-        what is trained too: peers go on, and could not give it later.
+        what is trained too: peers continue, and could not give it later.
 
         Args:
             result: plain data; what a replacement that finds the entry finished returns for it.
@@ -134,7 +134,7 @@ class Entries:
         if epoch is not None and not self._joining.pending:
             self._board.records.forget(lambda key: _is_earlier(key, phase, epoch - 1))
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         """Another pass of the same epoch, or phase, begins."""
         self._runtime.place.begin_pass()
         self._runtime.keep_held()

@@ -1,4 +1,4 @@
-"""A replacement takes its predecessor's place, at the step boundary where that was."""
+"""A replacement takes the failed worker's place, at the step boundary where that was."""
 
 from __future__ import annotations
 
@@ -68,21 +68,21 @@ class Joining:
         started = time.time()
         beginning = self._start.beginning
         place, received = beginning.reach(self._position.entry, self._trained.replicas)
-        let_in = received is not None and place.added
+        admitted = received is not None and place.added
         if received is not None:
             self._replays.begin(received.replaying)
         self._updates.load(place.boundary.version, place.description, place.tensors, owned=place.owned)
         self._buckets.settle(place.records, place.boundary)
         with self._position.restoring(resized=place.resized, added=place.added):
             self._take_place(place)
-        self._position.note_rejoined(let_in)
+        self._position.note_rejoined(admitted)
         self._news.began(place.boundary.index, beginning.reached(place))
         self._news.passed()
-        if let_in or received is None:
+        if admitted or received is None:
             # Where a checkpoint is there already, or others make none, none is made.
-            self._publishing.publish(place.boundary.kind, save=not (let_in or place.tier))
+            self._publishing.publish(place.boundary.kind, save=not (admitted or place.tier))
         if received is not None:
-            self._news.joined(received, **({} if let_in else {"joined_s": time.time() - started}))
+            self._news.joined(received, **({} if admitted else {"joined_s": time.time() - started}))
 
     def _take_place(self, place: Restored) -> None:
         parts = place.parts | self._parts.of_main(place.main)

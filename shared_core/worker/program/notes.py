@@ -14,7 +14,7 @@ class Notes:
     """What is kept for replacements of this rank, for the whole job.
 
     Args:
-        start: has what predecessors have kept.
+        start: has what failed workers have kept.
     """
 
     def __init__(self, board: Board, position: Position, start: Start) -> None:
@@ -26,11 +26,11 @@ class Notes:
         self._board.records.add(RecordKey(self._position.entry, kind, name, self._position.boundaries), value)
 
     def kept(self, kind: str) -> dict[str, Any]:
-        """What predecessors have kept under ``kind``, by name; the newest of each."""
+        """What failed workers have kept under ``kind``, by name; the newest of each."""
         return self._start.beginning.remembered(kind)
 
     def tally(self, name: str) -> Tally:
-        """A number that a replacement finds as its predecessor left it: how often something was done that must not be
+        """A number that a replacement finds as the failed worker left it: how often something was done that must not be
         done twice.
         """
         return self._board.tally(name)

@@ -27,7 +27,7 @@ class StepBoundaries:
         news: told to those that listen.
         publishing: publishes boundaries.
         place: where the program is.
-        joining: takes the predecessor's place.
+        joining: takes the failed worker's place.
         resizes: the number of workers may change.
         log_bytes: says how much memory the message logs hold.
     """

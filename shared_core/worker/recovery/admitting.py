@@ -1,9 +1,9 @@
-"""Replacements that have knocked are let in, those that are ready in one round; others stay absent meanwhile.
+"""Replacements that have asked to join are admitted, those that are ready in one round; others stay absent meanwhile.
 
 Survivors and these replacements say where they stand, and the last to do so computes the plan for all
 (:mod:`shared_core.protocol.admission`). They connect, move what the plan says, and meet at a barrier; then the first
 word counts, of one of them or of an agent that has seen another failure. While others are absent they connect for this
-alone, and go on without the default group. In the round of the last of them the generation goes live.
+alone, and continue without the default group. In the round of the last of them the generation goes live.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
-from shared_core.protocol.admission import let_in
+from shared_core.protocol.admission import admit
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import StepBoundary, read_fronts
 from shared_core.protocol.plan import Plan
@@ -28,7 +28,7 @@ from shared_core.worker.state.publications import Board
 
 
 class Admitting:
-    """Lets replacements in, on the program's thread of all members of a round.
+    """Admits replacements, on the program's thread of all members of a round.
 
     Args:
         fronts: where this rank stands.
@@ -40,12 +40,12 @@ class Admitting:
         self._lifecycle, self._store = context.lifecycle, context.store
         self._board, self._fronts, self._forming = board, fronts, forming
 
-    def let_in(self, turn: Round) -> Received:
+    def admit(self, turn: Round) -> Received:
         """Let the replacements of a round in; all survivors stand at the same step boundary.
 
         Raises:
             GenerationAbandoned: if somebody failed meanwhile, and the replacements are not in.
-            RecoveryFailed: if they cannot be let in.
+            RecoveryFailed: if they cannot be admitted.
             WaitTimeout: if a rank does not take part in time.
             DamagedRecord: what another rank has said is no frontier, or no plan.
         """
@@ -84,7 +84,7 @@ class Admitting:
         said = store.multi_get(list(keys.values()))
         fronts = read_fronts(dict(zip(keys, said, strict=True)), keys, self._env.world_size)
         try:
-            return Agreed(let_in(fronts, self._lifecycle.entries[turn.generation].absent or ()))
+            return Agreed(admit(fronts, self._lifecycle.entries[turn.generation].absent or ()))
         except RecoveryFailed as error:
             return Agreed(None, str(error))
 

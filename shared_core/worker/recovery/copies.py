@@ -1,8 +1,8 @@
 """``on_failure="reroute"``: a replacement is given its state while the others train, so that none of them waits for it.
 
-The replacement asks the lowest of its replicas, which copies its state and logs the updates that it goes on making
-(:mod:`shared_core.worker.state.following`). When the replacement lacks the newest update only, it knocks. If the copy
-cannot be made or used, or everybody waits for the replacement, it gets its state when all stand still.
+The replacement asks the lowest of its replicas, which copies its state and logs the updates that it continues making
+(:mod:`shared_core.worker.state.following`). When the replacement lacks the newest update only, it asks to join. If the
+copy cannot be made or used, or everybody waits for the replacement, it gets its state when all stand still.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Given:
 
 
 class Copies:
-    """Copies of replicated state that are made while training goes on, as giver and as replacement.
+    """Copies of replicated state that are made while training continues, as giver and as replacement.
 
     Args:
         replicas: ranks that train the same as this one, where not all do.
@@ -81,7 +81,7 @@ class Copies:
     # -- giving: a thread for each replacement --------------------------------------------------------
 
     def offer(self) -> None:
-        """A failure is announced, and this worker goes on: be ready to give the replacements their state."""
+        """A failure is announced, and this worker continues: be ready to give the replacements their state."""
         with self._runtime.lock:
             generation, absent = self._runtime.latest, self._runtime.absent
         mine = absent.intersection(self._replicas() or range(self._env.world_size))

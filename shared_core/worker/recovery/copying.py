@@ -1,4 +1,4 @@
-"""Both ends of a copy of the replicated state that is made while training goes on; one thread at each."""
+"""Both ends of a copy of the replicated state that is made while training continues; one thread at each."""
 
 from __future__ import annotations
 

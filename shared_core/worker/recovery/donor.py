@@ -80,7 +80,7 @@ class Donor:
         return Offer(self._env.rank, self._env.slot, boundaries, self._updates.state_version if has_state else None)
 
     def withdraw(self) -> None:
-        """Go on: nobody leaves."""
+        """Continue: nobody leaves."""
         self._leaving.close()
 
     def hand_on(self, cut: Cut) -> None:

@@ -81,7 +81,7 @@ class Exchange:
     """Connects all ranks and moves what a plan says, on all of them or on none.
 
     Args:
-        copies: that are made of it while training goes on.
+        copies: that are made of it while training continues.
     """
 
     def __init__(self, context: Context, board: Board, donor: Donor, copies: Copies) -> None:

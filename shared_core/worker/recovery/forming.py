@@ -152,7 +152,7 @@ class Forming:
                 runtime.absent = turn.away
             if not live:
                 runtime.broken = True
-            lifecycle.step(Event.LET_IN if live else Event.LET_IN_LATE if late else Event.LET_IN_SOME)
+            lifecycle.step(Event.ADMITTED if live else Event.ADMITTED_LATE if late else Event.ADMITTED_SOME)
             if live or joins:
                 runtime.generation = turn.generation
             if joins:
@@ -227,7 +227,7 @@ class Forming:
         runtime.generations.go_live(generation, inner, plan.redo, plan.received)
 
     def _take_place(self, plan: Plan) -> None:
-        """This replacement stands where its predecessor stood at the step boundary."""
+        """This replacement stands where the failed worker stood at the step boundary."""
         runtime, boundary = self._runtime, plan.boundaries[self._env.rank]
         self._boundary = boundary
         runtime.results.mark(0 if boundary is None else boundary.index)
@@ -238,7 +238,7 @@ class Forming:
             for group in runtime.groups.all():
                 group.start_from(boundary)
         runtime.sources = {} if plan.copies else self._board.sources.read()
-        # What a predecessor with a damaged state has computed is no measure.
+        # What a failed worker with a damaged state has computed is no measure.
         born = self._lifecycle.entries[self._lifecycle.born]
         wrong = born.divergent(self._env.rank)
         runtime.expected = {} if wrong or plan.copies else self._board.input_checksums.read()

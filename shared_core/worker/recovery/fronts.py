@@ -23,7 +23,7 @@ class Fronts:
         listener: says which ranks start again together with this one.
 
     Attributes:
-        boundaries: a replacement's: step boundaries that its predecessor has published, or that are in a checkpoint.
+        boundaries: a replacement's: step boundaries that the failed worker has published, or that are in a checkpoint.
     """
 
     def __init__(self, context: Context, donor: Donor, listener: RecoveryListener) -> None:
@@ -35,7 +35,7 @@ class Fronts:
         """Where this rank stands.
 
         Args:
-            boundaries: that this rank has passed, where replacements are let in; None where they are not.
+            boundaries: that this rank has passed, where replacements are admitted; None where they are not.
         """
         front = self._of_replacement() if self._lifecycle.joins else self._of_survivor()
         return front if boundaries is None else replace(front, boundaries=tuple(boundaries))

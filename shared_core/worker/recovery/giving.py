@@ -51,7 +51,7 @@ class Giving:
 
     Args:
         rank: of this worker.
-        copies: that are made of it while training goes on.
+        copies: that are made of it while training continues.
     """
 
     def __init__(self, rank: int, donor: Donor, copies: Copies) -> None:

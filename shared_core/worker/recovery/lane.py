@@ -1,9 +1,9 @@
-"""``on_failure="reroute"``: the workers that are there go on without a failed one, and let a replacement in later.
+"""``on_failure="reroute"``: the workers that are there continue without a failed one, and admit a replacement later.
 
 A *lane* connects the ranks that are present. An executor does all communication of a training step over it, so that a
 step waits for nobody who is absent; at a failure the lane breaks, and the executor asks for another. Everything else
-that communicates goes on to mean all ranks. A replacement runs the user's script up to its first step boundary and
-knocks there; the others let it in when all of them stand at a step boundary, as a copy of one of its replicas.
+that communicates continues to mean all ranks. A replacement runs the user's script up to its first step boundary and
+asks to join there; the others admit it when all of them stand at a step boundary, as a copy of one of its replicas.
 """
 
 from __future__ import annotations

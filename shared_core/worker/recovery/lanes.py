@@ -1,4 +1,4 @@
-"""Forms lanes, and lets replacements in; see :mod:`shared_core.worker.recovery.lane`."""
+"""Forms lanes, and admits replacements; see :mod:`shared_core.worker.recovery.lane`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from shared_core.errors import (
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.protocol.codec import decode
-from shared_core.protocol.generation import knock_key, lane_key, still_key
-from shared_core.protocol.rounds import Round, letting_key
+from shared_core.protocol.generation import join_request_key, lane_key, still_key
+from shared_core.protocol.rounds import Round, admitting_key
 from shared_core.transport.store import Store
 from shared_core.waiting import Keys, ranks_text, wait_for
 from shared_core.worker import link
@@ -59,9 +59,9 @@ class _AnyOf:
 
 
 class Patience(Enum):
-    """For whom is waited that is to be let in."""
+    """For whom is waited that is to be admitted."""
 
-    #: For nobody: who is ready is let in.
+    #: For nobody: who is ready is admitted.
     NOT_AT_ALL = "nobody"
     #: For the first that comes.
     FOR_ONE = "one"
@@ -69,7 +69,7 @@ class Patience(Enum):
 
 
 class Lanes:
-    """Forms lanes, and lets replacements in.
+    """Forms lanes, and admits replacements.
 
     Args:
         copies: give replacements their state while the others train.
@@ -80,7 +80,7 @@ class Lanes:
         self._copies, self._position = copies, position
         self._lane: Lane | None = None
         self._passed_over: set[str] = set()
-        self._lets_in: Callable[[], None] | None = None
+        self._admits: Callable[[], None] | None = None
         self._comes: Callable[[], None] = lambda: None
         self._closes: Callable[[], None] | None = None
 
@@ -91,7 +91,7 @@ class Lanes:
 
     @property
     def absent(self) -> frozenset[int]:
-        """Ranks that failed and have not been let in again, as of the newest announcement."""
+        """Ranks that failed and have not been admitted again, as of the newest announcement."""
         return self._runtime.absent
 
     def lane(self) -> Lane:
@@ -140,7 +140,7 @@ class Lanes:
         """Raises GenerationAbandoned if the generation ends meanwhile."""
         runtime, rank = self._runtime, self._env.rank
         inject.point("lane.connect")
-        # A generation has more lanes if replacements are let in in it: each joins more ranks than the one before.
+        # A generation has more lanes if replacements are admitted in it: each joins more ranks than the one before.
         name = f"lane{len(present)}"
         store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
         store.set(f"{meeting}/{rank}", "1")
@@ -204,9 +204,9 @@ class Lanes:
 
     def before_collectives(self, call: Callable[[], None]) -> None:
         """Have ``call`` run before a collective of all ranks while some are absent; also for one that waits already
-        when they fail, on another thread then. It lets them in. The newest ``call`` counts.
+        when they fail, on another thread then. It admits them. The newest ``call`` counts.
         """
-        self._lets_in = call
+        self._admits = call
 
     def while_completed(self, call: Callable[[], None]) -> None:
         """Have ``call`` run in a replacement that is in and gets the last updates of its state, before its program goes
@@ -233,15 +233,15 @@ class Lanes:
         """A collective of all ranks is called while some are absent. Whether they are in now; not if nobody lets them
         in.
         """
-        if self._lets_in is None:
+        if self._admits is None:
             return False
-        self._lets_in()
+        self._admits()
         return True
 
-    # -- letting in --------------------------------------------------------------------------------
+    # -- admitting --------------------------------------------------------------------------------
 
-    def knocking(self, *, wait: Patience = Patience.NOT_AT_ALL) -> tuple[int, ...]:
-        """Absent ranks whose replacements wait to be let in. Who waits in another entry call cannot be let in here:
+    def joining_ranks(self, *, wait: Patience = Patience.NOT_AT_ALL) -> tuple[int, ...]:
+        """Absent ranks whose replacements wait to be admitted. Who waits in another entry call cannot be admitted here:
         where that is waited for, all go back to the checkpoint.
 
         Ask on one rank, right after :meth:`Job.step_boundary`, and tell the others: they may see it later.
@@ -254,29 +254,29 @@ class Lanes:
             generation, absent = self._runtime.latest, sorted(self._runtime.absent)
         if not absent:
             return ()
-        keys = {rank: knock_key(generation, rank) for rank in absent}
+        keys = {rank: join_request_key(generation, rank) for rank in absent}
         store, waits = self._recovery.store.below(), wait is not Patience.NOT_AT_ALL
         if waits:
             store.set(still_key(generation), "1")
             timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
             try:
-                what = "to be let in (they failed, and their replacements run the script up to the training loop)"
+                what = "to be admitted (they failed, and their replacements run the script up to the training loop)"
                 bound = "reroute.rejoin_after_s and detection.wait_timeout_s"
                 those = _AnyOf(store) if wait is Patience.FOR_ONE else store
                 self._wait(those, keys, generation, timeout_s, what, bound=bound)
             except GenerationAbandoned:
                 return ()
-        said = {rank: self._knocked(store, key, waits=waits) for rank, key in keys.items()}
+        said = {rank: self._asked_to_join(store, key, waits=waits) for rank, key in keys.items()}
         other = [rank for rank, entry in said.items() if entry not in (None, self._position.entry)]
         if waits and other:
             self._recovery.endings.fall_back(
                 f"the replacement of {ranks_text(other)} is in another call of the program (fit, validate, ...) than "
                 "the "
-                "others, so it cannot be let in: all ranks must make the same calls"
+                "others, so it cannot be admitted: all ranks must make the same calls"
             )
         return tuple(rank for rank, entry in said.items() if entry == self._position.entry)
 
-    def _knocked(self, store: Store, key: str, *, waits: bool) -> int | None:
+    def _asked_to_join(self, store: Store, key: str, *, waits: bool) -> int | None:
         """In which entry call a replacement waits; None if it does not, or what it says is damaged."""
         if not store.check([key]):
             return None
@@ -288,17 +288,17 @@ class Lanes:
                 self._recovery.endings.give_up(error)
             if key not in self._passed_over:
                 self._passed_over.add(key)
-                console(f"{error}. The replacement that wrote it is not let in; its rank stays absent")
+                console(f"{error}. The replacement that wrote it is not admitted; its rank stays absent")
             return None
 
-    def let_in(self, ranks: Sequence[int]) -> bool:
-        """Let replacements in, each as a copy of one of its replicas as it has published itself at the last step
+    def admit(self, ranks: Sequence[int]) -> bool:
+        """Admit replacements, each as a copy of one of its replicas as it has published itself at the last step
         boundary, random generators included. All members of the newest lane call this after the same step boundary:
         right after it, or after the step that followed and before anything else that communicates. Replacements then
         run the batch from its boundary; updates that their state contains already do nothing.
 
         Args:
-            ranks: what :meth:`knocking` gave, on one of them. Other absent ranks stay absent.
+            ranks: what :meth:`joining_ranks` gave, on one of them. Other absent ranks stay absent.
 
         Returns:
             Whether they are in. If not, another rank failed meanwhile. In both cases ask for the next lane.
@@ -309,11 +309,11 @@ class Lanes:
         absent = frozenset(range(self._env.world_size)) - present
         turn = Round(lane.generation, absent, frozenset(ranks))
         started, first = time.time(), self._env.rank == lane.ranks[0]
-        inject.point("lane.let_in")
+        inject.point("lane.admit")
         for rank in ranks if first else ():
-            recovery.store.below().set(letting_key(lane.generation, rank), turn.to_json())
+            recovery.store.below().set(admitting_key(lane.generation, rank), turn.to_json())
         try:
-            received = recovery.let_in(turn)
+            received = recovery.admit(turn)
         except GenerationAbandoned:
             self._await_next(lane.generation)
             return False
@@ -321,7 +321,7 @@ class Lanes:
             stall_s = time.time() - started
             for rank in ranks:
                 recovery.events.emit(
-                    "let_in",
+                    "admitted",
                     rank=rank,
                     generation=lane.generation,
                     boundary=runtime.boundary,
@@ -330,23 +330,23 @@ class Lanes:
                 )
         return True
 
-    def knock(self, entry: int) -> Received:
-        """Replacement: wait to be let in. Returns what was received."""
+    def join_request(self, entry: int) -> Received:
+        """Replacement: wait to be admitted. Returns what was received."""
         runtime, recovery, rank = self._runtime, self._recovery, self._env.rank
-        inject.point("lane.knock")
+        inject.point("lane.join_request")
         store = recovery.store.below()
         while True:
             generation = runtime.latest
-            key = letting_key(generation, rank)
+            key = admitting_key(generation, rank)
             try:
                 self._copies.fetch(generation)
-                store.set(knock_key(generation, rank), str(entry))
+                store.set(join_request_key(generation, rank), str(entry))
                 others = set(range(self._env.world_size)) - runtime.absent
                 what = f"and the others to let rank {rank} in, at their next step boundary"
                 letting = {min(others, default=0): key}
                 self._wait(store, letting, generation, math.inf, what, ends="it waits as long as they train")
                 turn = Round.from_json(store.get(key), generation, rank, self._env.world_size)
-                received = recovery.let_in(turn)
+                received = recovery.admit(turn)
                 break
             except GenerationAbandoned:
                 self._await_next(generation)

@@ -21,7 +21,7 @@ class Lifecycle:
     Attributes:
         phase: where this worker is in its life.
         entries: of the ledger, by generation, as far as this worker has heard them.
-        born: generation in which this worker starts; of a prepared standby, that in which it takes its place.
+        born: generation in which this worker starts; of a hot standby, that in which it takes its place.
         acting: held by the thread that acts on an entry; that of a later one waits until it has given up.
     """
 
@@ -33,7 +33,7 @@ class Lifecycle:
         self.acting = threading.Lock()
 
     def born_in(self, generation: int) -> None:
-        """Prepared standby: it takes its place in this generation."""
+        """Hot standby: it takes its place in this generation."""
         self.born = generation
 
     @property
@@ -48,7 +48,7 @@ class Lifecycle:
 
     @property
     def joins(self) -> bool:
-        """Whether this is a replacement that has not taken its predecessor's place yet."""
+        """Whether this is a replacement that has not taken the failed worker's place yet."""
         return self._env.incarnation > 0 and self._runtime.generation < 0
 
     @property

@@ -18,7 +18,7 @@ class RecoveryListener(Protocol):
         """Why no failed worker of this job can be replaced; empty where one can."""
 
     def rerouted(self, detected: float) -> None:
-        """Recovery thread of a survivor: it goes on without a rank whose failure was noticed at this time."""
+        """Recovery thread of a survivor: it continues without a rank whose failure was noticed at this time."""
 
     def replaying(self, replaying: Replaying) -> None:
         """Replacements run on from a checkpoint, and this survivor waits for them."""
@@ -30,4 +30,4 @@ class RecoveryListener(Protocol):
         """Ranks that start again together with this one; none without a log on disk."""
 
     def await_absent(self) -> bool:
-        """A collective of all ranks waits for absent ones: let them in. False if nobody lets them in."""
+        """A collective of all ranks waits for absent ones: admit them. False if nobody admits them."""

@@ -1,4 +1,4 @@
-"""Says whom the training waits for when it takes long, and ends it when nobody can ever go on.
+"""Says whom the training waits for when it takes long, and ends it when nobody can ever continue.
 
 A collective of the training may wait for a peer as long as torch's own time-out allows: a healthy peer may be slow. So
 one rank says once who is waited for, then nothing for a while. A *standstill* is another matter: all that wait, wait
@@ -44,7 +44,7 @@ class Patience:
 
     Args:
         recovery: knows the store, and whether there was a failure.
-        endings: ends a job of which no rank can go on.
+        endings: ends a job of which no rank can continue.
     """
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog, endings: Endings) -> None:
@@ -66,7 +66,7 @@ class Patience:
         """Watch from now on; the default process group is about to be made."""
         at_end(self._finish)
         if self._env.incarnation:
-            self._store().set(self._key(self._env.rank), "")  # what its predecessor has reported
+            self._store().set(self._key(self._env.rank), "")  # what the failed worker has reported
         threads.start(self._run, name="swift-patience")
 
     def _finish(self) -> None:
@@ -130,7 +130,7 @@ class Patience:
             return True
 
     def _retire(self) -> None:
-        """This rank goes on: whatever it has reported is over."""
+        """This rank continues: whatever it has reported is over."""
         if self._reported:
             self._reported = False
             self._store().set(self._key(self._env.rank), "")
@@ -160,7 +160,9 @@ class Patience:
         return {each.rank: each for each in standings if each.finished or each.generation == mine.generation}
 
     def _stand_still(self, standings: dict[int, Standing], held: dict[int, tuple[int, ...]]) -> None:
-        """Nobody can go on. Without a recovery it is the program's own mistake, and ends when torch's time-out does."""
+        """Nobody can continue. Without a recovery it is the program's own mistake, and ends when
+        torch's time-out does.
+        """
         generation = standings[next(iter(held))].generation
         waits = {rank: standings[rank] for rank in held}
         begun = max(each.waited_s for each in waits.values())
@@ -174,9 +176,9 @@ class Patience:
         self.whereabouts = f"{text}. "
         if self._said[0] != generation or self._said[1].isdisjoint(held):
             self._said = (generation, frozenset(held))
-            self._say(f"no rank can go on: {text}; {ends_text(left, bound)}", generation)
+            self._say(f"no rank can continue: {text}; {ends_text(left, bound)}", generation)
         if left <= 0:
-            self._end(generation, f"no rank can go on, for {begun:.0f} s ({bound}): {text}")
+            self._end(generation, f"no rank can continue, for {begun:.0f} s ({bound}): {text}")
 
     def _end(self, generation: int, why: str) -> None:
         """Go back to the checkpoint once, where there is one; else end the job."""

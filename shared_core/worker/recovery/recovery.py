@@ -41,8 +41,8 @@ class Recovery:
     """The recovery of one worker.
 
     Args:
-        copies: that are made of it while training goes on.
-        endings: how this worker ends what cannot go on.
+        copies: that are made of it while training continues.
+        endings: how this worker ends what cannot continue.
         listener: what it tells, and asks, the rest of the worker.
 
     Attributes:
@@ -78,15 +78,15 @@ class Recovery:
         handing_on = HandingOn(context, donor, self._fronts)
         self._threads: dict[Action, tuple[str, Callable[[Entry], None]]] = {
             Action.RECOVER: ("swift-recovery", survivor.recover),
-            Action.GO_ON: ("swift-recovery", survivor.go_on),
+            Action.CARRY_ON: ("swift-recovery", survivor.carry_on),
             Action.HAND_ON: ("swift-leave", handing_on.hand_on),
             Action.WITHDRAW: ("swift-stay", handing_on.withdraw),
         }
 
     @property
-    def knocks(self) -> bool:
-        """Whether this is a replacement that the others do not wait for: it asks to be let in."""
-        return self.lifecycle.phase is Phase.KNOCKING
+    def asks_to_join(self) -> bool:
+        """Whether this is a replacement that the others do not wait for: it asks to be admitted."""
+        return self.lifecycle.phase is Phase.ASKS_TO_JOIN
 
     # -- the program's thread ----------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Recovery:
             self.runtime.answer_from(dict(self.board.records.read()))
 
     def _find_place(self) -> None:
-        """Replacement: agree with all others on where it starts, unless they go on without it."""
+        """Replacement: agree with all others on where it starts, unless they continue without it."""
         life = self.lifecycle
         while life.phase is Phase.STARTING:
             generation = life.newest
@@ -158,15 +158,15 @@ class Recovery:
             except (WaitTimeout, DamagedRecord) as error:
                 self.endings.give_up(error)
 
-    def let_in(self, turn: Round) -> Received:
-        """Let replacements in that have knocked; see :meth:`Admitting.let_in`.
+    def admit(self, turn: Round) -> Received:
+        """Admit replacements that have asked to join; see :meth:`Admitting.admit`.
 
         Raises:
             GenerationAbandoned: if somebody failed meanwhile, and the replacements are not in.
         """
         with self.lifecycle.acting:
             try:
-                return self._admitting.let_in(turn)
+                return self._admitting.admit(turn)
             except RecoveryFailed as error:
                 self.endings.fall_back(str(error))
             except DamagedRecord as error:

@@ -32,11 +32,11 @@ class Replays:
         self.own: Replaying | None = None
 
     def begin(self, replaying: Replaying | None) -> None:
-        """This replacement replays what its predecessor did; None: nothing is to be replayed."""
+        """This replacement replays what the failed worker did; None: nothing is to be replayed."""
         self.own = replaying
 
     def end(self) -> None:
-        """This replacement has replayed what its predecessor did."""
+        """This replacement has replayed what the failed worker did."""
         self.own = None
 
     def regroup(self, together: Sequence[int]) -> None:

@@ -111,7 +111,7 @@ class News:
         self._stalled_since = fields["detected"]
 
     def rerouted(self, detected: float) -> None:
-        """Recovery thread of a survivor that goes on without a failed rank."""
+        """Recovery thread of a survivor that continues without a failed rank."""
         self._stalled_since = detected
 
     def began(self, boundary: int, whence: str) -> None:

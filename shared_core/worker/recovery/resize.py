@@ -1,4 +1,4 @@
-"""The number of workers changes: all workers end at one step boundary, and the new ones go on from there.
+"""The number of workers changes: all workers end at one step boundary, and the new ones continue from there.
 
 Those that leave hand their state on in the agent's shared memory: publications are there anyway, and one worker of each
 machine adds parameters and optimizer state. The new ones run the script from its start, as a replacement does, with
@@ -35,7 +35,7 @@ class _Old:
 
 
 def take_over(env: WorkerEnv, resized: Resized) -> Restored:
-    """What this rank goes on from after the number of workers has changed.
+    """What this rank continues from after the number of workers has changed.
 
     Raises:
         CorruptFile: if what was handed on is damaged.
@@ -65,7 +65,7 @@ def take_over(env: WorkerEnv, resized: Resized) -> Restored:
 
 
 def local_state(env: WorkerEnv, resized: Resized) -> tuple[_Old, bool]:
-    """The rank-local state that ``env.rank`` of ``env.world_size`` goes on with, and whether it is an added worker.
+    """The rank-local state that ``env.rank`` of ``env.world_size`` continues with, and whether it is an added worker.
 
     Raises:
         CorruptFile: if a publication is damaged.
@@ -100,7 +100,7 @@ def _read(env: WorkerEnv, resized: Resized, rank: int) -> _Old | None:
 def _deal(
     env: WorkerEnv, resized: Resized, old: Mapping[int, _Old], mine: _Old, path: tuple[Any, ...], state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Changes to a loader's state, so that this rank goes on with its part of the rest."""
+    """Changes to a loader's state, so that this rank continues with its part of the rest."""
     if not state["live"]:
         return {"iterations": []}  # earlier passes shape the next one only in worker processes, which are new
     last = state["iterations"][-1]

@@ -1,4 +1,4 @@
-"""A prepared standby: it runs the script while its rank's worker lives, up to where its way depends on that one.
+"""A hot standby: it runs the script while its rank's worker lives, up to where its way depends on that one.
 
 Up to there it does what any replacement does: start-up operations are answered from the records of the worker whose
 place it may take. It says nothing to the job, and publishes nothing.
@@ -25,7 +25,7 @@ from shared_core.worker.state.publications import Board
 
 
 class Spare:
-    """The part of a worker that is a prepared standby, until it has a place. In all others it does nothing.
+    """The part of a worker that is a hot standby, until it has a place. In all others it does nothing.
 
     Args:
         board: publications of its rank, which the living worker writes.
@@ -52,7 +52,7 @@ class Spare:
         return self._finished[entry]
 
     def passes_end(self, entry: int) -> bool:
-        """Whether the worker of the rank has gone on from the end of this entry call, so that this one does, too."""
+        """Whether the worker of the rank has continued from the end of this entry call, so that this one does, too."""
         newest = self._board.boundaries()[-1:]
         if not newest or (newest[0].entry, newest[0].kind) == (entry, "end"):
             return False

@@ -25,7 +25,7 @@ class Start:
 
     Args:
         endings: where a checkpoint cannot be used.
-        lanes: by which a replacement is let in.
+        lanes: by which a replacement is admitted.
         presses: whether the logs on disk need a checkpoint; asked in rank 0.
         spare: what this worker is until it has a place.
 

@@ -1,5 +1,5 @@
-"""Where a worker begins: a replacement at its predecessor's step boundary, or as the copy of a replica; after a restart
-at a checkpoint, or at what was handed on when the number of workers changed; all others at the beginning.
+"""Where a worker begins: a replacement at the failed worker's step boundary, or as the copy of a replica; after a
+restart at a checkpoint, or at what was handed on when the number of workers changed; all others at the beginning.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Beginning:
     """What one worker begins with.
 
     Args:
-        recovery: forms generations, and knows the predecessor's place.
-        lanes: by which a replacement is let in.
+        recovery: forms generations, and knows the failed worker's place.
+        lanes: by which a replacement is admitted.
         spare: what this worker is until it has a place.
 
     Attributes:
@@ -50,7 +50,7 @@ class Beginning:
         self.spare = spare
         self._env, self._recovery, self._lanes, self._checkpoints = env, recovery, lanes, checkpoints
         self._board, self._updates = recovery.board, updates
-        # A replacement whose predecessor has passed a step boundary mostly starts there.
+        # A replacement whose failed worker has passed a step boundary mostly starts there.
         passed = env.spare or (env.incarnation > 0 and bool(self._board.boundaries()))
         self._restored = None if passed else self._line()
         self._saved: Restored | None = None
@@ -85,10 +85,10 @@ class Beginning:
             return
         self._recovery.prepare()
         target = self._recovery.forming.target
-        if self._recovery.knocks:
+        if self._recovery.asks_to_join:
             self._restored = None  # the others have got further
         elif target is not None:
-            self._restored = None  # a predecessor has got further than the checkpoint of this attempt
+            self._restored = None  # a failed worker has got further than the checkpoint of this attempt
             if target.saved and self.joining and self._saved is None:
                 try:
                     self._saved = self._checkpoints.own.at(target.index)
@@ -100,19 +100,19 @@ class Beginning:
             self._restored = self._line()
 
     def settle(self) -> None:
-        """Prepared standby: what comes now depends on the place, so wait until it is free. All others: nothing."""
+        """Hot standby: what comes now depends on the place, so wait until it is free. All others: nothing."""
         if not self.spare.waits:
             return
         try:
             self._recovery.lifecycle.born_in(self.spare.await_place())
         except DamagedRecord as error:
             self._recovery.endings.give_up(error)
-        self._checkpoints.look_at_predecessor()
+        self._checkpoints.look_at_failed_worker()
         self.prepare()
-        target, knocks = self._recovery.forming.target, self._recovery.knocks
-        no_boundary = target is None and not knocks
-        if no_boundary or not self.spare.serves(None if knocks else target, self._is_finished):
-            os._exit(EXIT_STALE)  # it has gone another way than its predecessor; the launcher starts another
+        target, asks_to_join = self._recovery.forming.target, self._recovery.asks_to_join
+        no_boundary = target is None and not asks_to_join
+        if no_boundary or not self.spare.serves(None if asks_to_join else target, self._is_finished):
+            os._exit(EXIT_STALE)  # it has gone another way than the failed worker; the launcher starts another
 
     @property
     def restarts(self) -> bool:
@@ -122,12 +122,12 @@ class Beginning:
     @property
     def of_others(self) -> bool:
         """Whether the place is a copy of another rank's, or of another number of workers."""
-        return self._recovery.knocks or (self._restored is not None and self._restored.resized)
+        return self._recovery.asks_to_join or (self._restored is not None and self._restored.resized)
 
     # -- before the place is reached ---------------------------------------------------------------
 
     def from_scratch(self) -> None:
-        """This replacement is in, and its predecessor had passed no step boundary: it begins as the
+        """This replacement is in, and the failed worker had passed no step boundary: it begins as the
         first workers did.
         """
         self.joining = self._restored is not None
@@ -139,7 +139,7 @@ class Beginning:
         truncation.stop()
 
     def finished(self, entry: int) -> tuple[Any, dict[str, Any]] | None:
-        """Result and state at the end of an entry call that the predecessor had finished; None if it had not."""
+        """Result and state at the end of an entry call that the failed worker had finished; None if it had not."""
         if not self.joining:
             return None
         if self.spare.waits:
@@ -150,12 +150,12 @@ class Beginning:
             result, parts = self._restored.ends[entry]
             self._board.publish_end(entry, result, parts)  # for replacements of this attempt
             return result, parts
-        if self._recovery.knocks:
+        if self._recovery.asks_to_join:
             return ends_before(self._board, entry + 1).get(entry)
         return self._board.read_end(entry) if self._is_finished(entry) else None
 
     def _is_finished(self, entry: int) -> bool:
-        if self._recovery.knocks:
+        if self._recovery.asks_to_join:
             return entry in ends_before(self._board, entry + 1)
         target = self._recovery.forming.target
         return target is not None and (target.entry > entry or (target.entry == entry and target.kind == "end"))
@@ -174,14 +174,14 @@ class Beginning:
         if self._restored is not None:
             return self._restored.parts
         target = self._recovery.forming.target
-        if self._recovery.knocks and (boundaries := self._board.boundaries()):
+        if self._recovery.asks_to_join and (boundaries := self._board.boundaries()):
             target = boundaries[-1]
         if target is None:
             return {}
         return self._saved.parts if self._saved is not None else self._board.read_boundary(target.index)
 
     def remembered(self, kind: str) -> dict[str, Any]:
-        """What predecessors have kept under ``kind``, by name; the newest of each."""
+        """What failed workers have kept under ``kind``, by name; the newest of each."""
         self.settle()
         records = self._restored.records if self._restored is not None else self._board.records.read()
         return {key.name: value for key, value in records if key.kind == kind}
@@ -196,7 +196,7 @@ class Beginning:
             if kind == "end" and self.spare.passes_end(entry):
                 return False
             self.settle()
-        if self._recovery.knocks:
+        if self._recovery.asks_to_join:
             return kind != "end"
         if self._restored is not None:
             return self._restored.boundary.entry == entry
@@ -221,8 +221,8 @@ class Beginning:
                 self._board.records.add(key, results)
             return self._restored, None
         self._updates.begin_install()
-        if self._recovery.knocks:  # the others have gone on: this rank becomes a copy of a replica
-            received = self._lanes.knock(entry)
+        if self._recovery.asks_to_join:  # the others have continued: this rank becomes a copy of a replica
+            received = self._lanes.join_request(entry)
             assert received.boundary is not None and received.local is not None
             parts = unpack(self._board, received.local.numpy().tobytes())
             self._board.forget_boundaries()

@@ -1,4 +1,4 @@
-"""What a survivor does after a failure: it forms the next generation, or goes on without the failed ranks."""
+"""What a survivor does after a failure: it forms the next generation, or continues without the failed ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Survivor:
             except (WaitTimeout, DamagedRecord) as error:
                 self._endings.give_up(error)
             except Exception:
-                # This worker cannot go on, but another may take its place; the agent bounds how often.
+                # This worker cannot continue, but another may take its place; the agent bounds how often.
                 traceback.print_exc()
                 os._exit(1)
 
@@ -79,8 +79,8 @@ class Survivor:
         if received.replaying is not None:
             self._listener.replaying(received.replaying)
 
-    def go_on(self, entry: Entry) -> None:
-        """Go on without the absent ranks: nothing is formed until they are let in."""
+    def carry_on(self, entry: Entry) -> None:
+        """Continue without the absent ranks: nothing is formed until they are admitted."""
         self._listener.rerouted(entry.detected)
         runtime, waits, what = self._runtime, None, ""
         with self._lifecycle.acting:

@@ -1,7 +1,7 @@
 """One rank's shard: its part of each parameter and of the optimizers' state.
 
 No replica has it, so it is rank-local state: published with every step boundary, in the shared memory of the machine. A
-replacement takes it as it was there, and makes every update of its predecessor's batch itself.
+replacement takes it as it was there, and makes every update of the failed worker's batch itself.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def _run(request: StartRequest) -> None:
 
 
 def _program_ended() -> None:
-    """The program has ended without an error. A prepared standby has come to no batch, and says no goodbye."""
+    """The program has ended without an error. A hot standby has come to no batch, and says no goodbye."""
     if standing_by.stands_by():
         os._exit(0)
     link.program_ended()

@@ -1,4 +1,4 @@
-"""This process as a prepared standby: quiet and in the background, until it takes a worker's place."""
+"""This process as a hot standby: quiet and in the background, until it takes a worker's place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _background: Background | None = None
 
 
 def begin() -> None:
-    """Be a prepared standby, if the launcher says so."""
+    """Be a hot standby, if the launcher says so."""
     global _held, _background
     if worker_env.SPARE in os.environ:
         _background = Background()
@@ -24,12 +24,12 @@ def begin() -> None:
 
 
 def stands_by() -> bool:
-    """Whether this process is a prepared standby."""
+    """Whether this process is a hot standby."""
     return _held is not None
 
 
 def tell(message: str) -> None:
-    """Say something to the user now, though other output of a prepared standby is held."""
+    """Say something to the user now, though other output of a hot standby is held."""
     if _held is None:
         console(message)
     else:

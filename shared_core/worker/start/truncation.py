@@ -1,6 +1,6 @@
 """Files that a script cuts off when it runs again from its start: what was written there is lost.
 
-A script that opens its log with ``"w"`` before the loop does so again in a replacement, in a prepared standby, and in
+A script that opens its log with ``"w"`` before the loop does so again in a replacement, in a hot standby, and in
 all workers when they start again. An audit hook sees each file that is opened, and costs next to nothing once the
 worker trains. It cannot be removed, so the first workers of a job have none.
 """
@@ -122,7 +122,7 @@ class _Looker:
     def _warn(self, path: str, size: int) -> None:
         env, who, again = self.env, "rank", "Each worker runs the script from its start again"
         if standing_by.stands_by():
-            who, again = "standby of rank", "A prepared standby runs the script up to its loop while the worker trains"
+            who, again = "standby of rank", "A hot standby runs the script up to its loop while the worker trains"
         elif env.incarnation:
             again = "A replacement runs the script from its start"
         message = (

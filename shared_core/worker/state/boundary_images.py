@@ -1,8 +1,8 @@
 """Parameters and optimizer state as they were at step boundaries, for replacements of scripts that change them outside
 updates.
 
-Such a script's replacement cannot go on from newer state: what the script does in the batch would be in it already, or
-would be done to other values. With the state of its step boundary it makes the updates itself, and the changes too.
+Such a script's replacement cannot continue from newer state: what the script does in the batch would be in it already,
+or would be done to other values. With the state of its step boundary it makes the updates itself, and the changes too.
 """
 
 from __future__ import annotations

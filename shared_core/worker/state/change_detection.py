@@ -35,7 +35,7 @@ class Watch:
         self._tensors: list[bool] = []
 
     def resume(self, updates: int) -> None:
-        """This replacement's predecessor has watched so many updates; values that it has seen whole are not again."""
+        """The failed worker has watched so many updates; values that it has seen whole are not again."""
         self._noted = min(updates, _WHOLE)
 
     def note(self, *, values: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Copying the replicated state while updates go on, as the worker sees it that gives the state.
+"""Copying the replicated state while updates continue, as the worker sees it that gives the state.
 
 The state is copied piece by piece, each piece between two updates: some parameters with their optimizer state. Of the
 updates made since, the log keeps what the optimizer was given: gradients as the script has left them, and
@@ -162,7 +162,7 @@ class Following:
         """Nothing is changed any more. Whether what follows in :meth:`next_items` completes the copy."""
         with self._changed:
             if not self._level or self._left or self._unchecked or self._watch.counted:
-                self._fail("it was not complete when the replacement was let in")
+                self._fail("it was not complete when the replacement was admitted")
             self._over = True
             self._tick()
             return not self.failed

@@ -1,8 +1,8 @@
 """What a forward pass changed and returned, for a replacement whose parameters are already newer than that pass.
 
 The output of a DDP module is all that flows from the parameters to the user's code. It is published, with what forward
-changed, before the first gradient bucket of each backward; a replacement that is behind goes on with what its
-predecessor saw. Where outputs are larger than the parameters, parameters before each update are kept instead.
+changed, before the first gradient bucket of each backward; a replacement that is behind continues with what its
+failed worker saw. Where outputs are larger than the parameters, parameters before each update are kept instead.
 """
 
 from __future__ import annotations

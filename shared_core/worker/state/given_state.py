@@ -148,7 +148,7 @@ class GivenState:
         if has > version:
             assert self._undo is not None and self._replicated is not None
             self._fence()
-            # A backward may be under way; it goes on with what it has, and what it gives is not used.
+            # A backward may be under way; it continues with what it has, and what it gives is not used.
             with _unsafe_preserve_version_counter(tuple(self._replicated.parameters)):
                 self._undo.undo()
             self._count.begin(version)

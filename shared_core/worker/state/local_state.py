@@ -27,7 +27,7 @@ class Position:
         entry: number of the entry call (fit, validate, test, predict); -1 before the first.
         resized: what is being restored is that of another number of workers.
         added: what is being restored is a copy of another rank's, because this one has been added.
-        rejoined: this worker has been let in by others that had continued without its predecessor, and nobody has
+        rejoined: this worker has been admitted by others that had continued without the failed worker, and nobody has
             acted on that yet.
     """
 
@@ -38,7 +38,7 @@ class Position:
     rejoined: bool = False
 
     def note_rejoined(self, rejoined: bool) -> None:
-        """This worker was let in; or somebody has acted on it. See the attribute."""
+        """This worker was admitted; or somebody has acted on it. See the attribute."""
         self.rejoined = rejoined
 
     @contextmanager

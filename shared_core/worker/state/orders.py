@@ -32,13 +32,13 @@ class OrderFiles:
     ) -> None:
         self._folder, self._put, self._remove = folder, put, remove
         self._packed: dict[str, Any] = {}
-        #: Of predecessors, as long as it is not known which of their step boundaries need them.
+        #: Of failed workers, as long as it is not known which of their step boundaries need them.
         self._left: set[str] = set()
         #: Which orders each step boundary needs.
         self._named: dict[int, frozenset[str]] = {}
 
     def look(self) -> None:
-        """See what predecessors have left."""
+        """See what failed workers have left."""
         self._left = {path.name for path in self._folder.glob(f"{_ORDER}*")}
 
     def write(self, indices: list[Any]) -> str:
@@ -77,8 +77,8 @@ class OrderFiles:
             self._named[boundary] = frozenset(str(each["order"]) for state in states for each in state["iterations"])
 
     def drop_unnamed(self, kept: Iterable[int]) -> None:
-        """Remove predecessors' orders once all step boundaries that are kept are this worker's own. One that these
-        still name, because its pass goes on, is left to the next replacement.
+        """Remove failed workers' orders once all step boundaries that are kept are this worker's own. One that these
+        still name, because its pass continues, is left to the next replacement.
         """
         kept = set(kept)
         self._named = {boundary: names for boundary, names in self._named.items() if boundary in kept}

@@ -114,7 +114,7 @@ class Outside:
             version: updates made.
             active: what was published there.
             exact: the state is that of the step boundary.
-            watched: updates that its predecessor has watched.
+            watched: updates that the failed worker has watched.
         """
         self.active, self.boundary = active, index
         if self._watch is not None:

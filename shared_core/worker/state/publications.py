@@ -76,7 +76,7 @@ class Tally:
 
     @property
     def value(self) -> int:
-        """The number; 0 at first. In a replacement, what its predecessor left."""
+        """The number; 0 at first. In a replacement, what the failed worker left."""
         return int(_TALLY.unpack_from(self._map)[0])
 
     @value.setter
@@ -116,7 +116,7 @@ class Board:
         self._look()
 
     def _look(self) -> None:
-        """See what predecessors have left."""
+        """See what failed workers have left."""
         self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in self._found("boundary."))
         self._loose = [int(p.name.split(".")[1]) for p in self._found(_LOOSE_FILE)]
         self._mids = self._found_mids()
@@ -166,7 +166,7 @@ class Board:
         self._refers[boundary.index] = frozenset(parts.get(LOOSE, {}).values())
         self.orders.note(boundary.index, parts)
         self.put(f"boundary.{boundary.index}", dumps(vars(boundary)), pieces(parts))
-        if boundary.index in self._kept:  # a replacement publishes its predecessor's boundary again
+        if boundary.index in self._kept:  # a replacement publishes the failed worker's boundary again
             self._kept.remove(boundary.index)
         self._kept.append(boundary.index)
 
@@ -197,19 +197,19 @@ class Board:
             for number in range(self._mids.pop(index)):
                 self._retire(f"mid.{index}.{number}")
         self.orders.drop_unnamed(self._kept)
-        if self._loose and self._refers.keys() >= set(self._kept):  # of a predecessor's boundaries it is not known
+        if self._loose and self._refers.keys() >= set(self._kept):  # of a failed worker's boundaries it is not known
             needed = frozenset().union(*self._refers.values())
             for number in [each for each in self._loose if each not in needed]:
                 self._loose.remove(number)
                 self._retire(f"{_LOOSE_FILE}{number}")
 
     def _found(self, start: str) -> list[Path]:
-        """What predecessors have published under names that begin so."""
+        """What failed workers have published under names that begin so."""
         paths = (path for path in self.folder.glob(f"{start}*") if path.suffix != ".tmp")
         return [path for path in paths if not is_blank(path)]
 
     def _found_mids(self) -> dict[int, int]:
-        """What predecessors have published before buckets: how many, by step boundary."""
+        """What failed workers have published before buckets: how many, by step boundary."""
         found: dict[int, int] = {}
         for path in self._found("mid."):
             _, boundary, number = path.name.split(".")
@@ -240,7 +240,7 @@ class Board:
         self._kept.clear()
 
     def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
-        """Publish what a checkpoint has of a predecessor and this board has not: it was on a machine that fails, and
+        """Publish what a checkpoint has of a failed worker and this board has not: it was on a machine that fails, and
         its copies too.
         """
         known = {key for key, _ in self.records.read()}
@@ -288,7 +288,7 @@ class Board:
         return parts
 
     def read_mid(self, boundary: int, number: int) -> dict[str, Any] | None:
-        """Forward-mutated state of a backward, or None if the predecessor did not get there."""
+        """Forward-mutated state of a backward, or None if the failed worker did not get there."""
         try:
             return loads(read_file(self.folder / f"mid.{boundary}.{number}")[1])  # type: ignore[no-any-return]
         except FileNotFoundError:

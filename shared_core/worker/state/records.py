@@ -101,7 +101,7 @@ class RecordFile:
         self.open_again()
 
     def _cut(self) -> None:
-        """Take off what a predecessor has not finished: records behind it could not be found."""
+        """Take off what a failed worker has not finished: records behind it could not be found."""
         self._whole = True
         data = self._path.read_bytes()
         at = 0

@@ -1,4 +1,4 @@
-"""A copy of the replicated state that others go on changing, as the worker sees it that makes the same updates; see
+"""A copy of the replicated state that others continue changing, as the worker sees it that makes the same updates; see
 :mod:`shared_core.worker.state.following`.
 """
 

@@ -57,7 +57,7 @@ class UpdateImages:
         self._several = self._several or at_once
 
     def resume(self, several: bool) -> None:
-        """Replacement: keep what the predecessor kept."""
+        """Replacement: keep what the failed worker kept."""
         self._several = several
 
     # -- keeping -----------------------------------------------------------------------------------

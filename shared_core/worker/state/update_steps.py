@@ -35,7 +35,7 @@ class UpdateSteps:
         count: counts them.
         images: parameters before each, where they are kept.
         outside: changes that the script makes outside updates.
-        followers: copies of the state that are made while updates go on.
+        followers: copies of the state that are made while updates continue.
         after: called after each update.
         fence: returns when what is being copied may be changed.
 

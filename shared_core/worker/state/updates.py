@@ -27,7 +27,7 @@ class Updates:
     Attributes:
         replicated: what is trained; None before :meth:`attach`.
         outside: changes that the script makes outside updates.
-        followers: copies of the state that are made while updates go on.
+        followers: copies of the state that are made while updates continue.
         gate: keeps updates away from the state.
         given: the state as others are given it.
         steps: updates as they are made.
@@ -92,7 +92,7 @@ class Updates:
 
     @property
     def computes_again(self) -> bool:
-        """Whether a replacement has, at each place, the parameters that its predecessor had there."""
+        """Whether a replacement has, at each place, the parameters that the failed worker had there."""
         return self.outside.active or self.keeps_images
 
     @property
@@ -118,7 +118,7 @@ class Updates:
                 for.
             undo: keep what updates overwrite until the next step boundary, for :meth:`GivenState.at_version`.
             sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A replacement
-                then runs every update that its predecessor's batch had, on its own shard, and is given the parameters
+                then runs every update that the failed worker's batch had, on its own shard, and is given the parameters
                 at its step boundary, never newer ones. Updates are what is inside :meth:`UpdateSteps.update`.
             own: parameters and optimizer state are divided over the ranks: each publishes its shard, and nobody is
                 given one.
@@ -146,11 +146,11 @@ class Updates:
     # -- step boundaries --------------------------------------------------------------------------------
 
     def resume(self, boundary: int, *, images: bool, outside: bool, again: bool) -> None:
-        """Replacement, at its step boundary: keep what the predecessor kept; all ranks must agree.
+        """Replacement, at its step boundary: keep what the failed worker kept; all ranks must agree.
 
         Args:
             boundary: its number.
-            images: whether the predecessor kept parameters before each update.
+            images: whether the failed worker kept parameters before each update.
             outside: whether it had seen changes outside updates.
             again: all workers were started again, perhaps with another script.
         """

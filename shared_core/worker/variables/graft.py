@@ -168,7 +168,7 @@ class Graft:
         if parts[0] is None:
             self._differ(path, f"a {short(cls)}, which does not show what it holds", old)
         elif not same or (parts[0] != OF_DATA and tuple(parts) != self._writer.describe("opaque", old)):
-            self._differ(path, f"a {short(cls)}" + " that has gone on" * same, old)
+            self._differ(path, f"a {short(cls)}" + " that has continued" * same, old)
         return old
 
     def _find(self, name: str, old: Any, path: str) -> Any:

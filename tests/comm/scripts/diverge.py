@@ -1,4 +1,4 @@
-"""A replacement that does not do what its predecessor did."""
+"""A replacement that does not do what the failed worker did."""
 
 from __future__ import annotations
 

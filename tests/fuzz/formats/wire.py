@@ -242,7 +242,7 @@ def _proved(_value: Any, _folder: Path) -> bytes:
 def _ask(data: bytes, _folder: Path) -> Any:
     with heard(data) as sock:
         secret.ask(sock, KEY)
-    return "let in"
+    return "admitted"
 
 
 def _greeting(_value: Any, _folder: Path) -> bytes:
@@ -252,11 +252,11 @@ def _greeting(_value: Any, _folder: Path) -> bytes:
 def _prove(data: bytes, _folder: Path) -> Any:
     with heard(data) as sock:
         secret.prove(sock, KEY)
-    return "let in"
+    return "admitted"
 
 
 def _never(_value: Any, _data: bytes, _corpus: Any) -> str:
-    return "who does not know the secret was let in"
+    return "who does not know the secret was admitted"
 
 
 def _packed(value: Any, _folder: Path) -> bytes:

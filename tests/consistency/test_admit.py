@@ -1,4 +1,4 @@
-"""How replacements join survivors that have gone on without them, for frontiers written down by hand."""
+"""How replacements join survivors that have continued without them, for frontiers written down by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shared_core.errors import RecoveryFailed
-from shared_core.protocol.admission import let_in
+from shared_core.protocol.admission import admit
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.plan import Plan
@@ -35,8 +35,8 @@ def replacement(rank: int) -> Frontier:
 
 def plan(*fronts: Frontier) -> Plan:
     """The plan, which must not depend on the order of the frontiers or on who computes it."""
-    found = let_in({front.rank: front for front in fronts})
-    assert found == let_in({f.rank: Frontier.from_json(f.to_json()) for f in reversed(fronts)})
+    found = admit({front.rank: front for front in fronts})
+    assert found == admit({f.rank: Frontier.from_json(f.to_json()) for f in reversed(fronts)})
     assert Agreed.from_json(Agreed(found).to_json(), "plan", 4).plan == found
     return found
 
@@ -74,8 +74,8 @@ def test_it_counts_only_in_its_own_groups() -> None:
     assert boundary is not None and boundary.groups == {"w": 5, "pair": 9} and boundary.members["pair"] == "1,3"
 
 
-def test_channels_go_on_where_the_peers_are() -> None:
-    """What was sent to its predecessor is not sent again, what the predecessor sent is not awaited again."""
+def test_channels_continue_where_the_peers_are() -> None:
+    """What was sent to the failed worker is not sent again, what the failed worker sent is not awaited again."""
     found = plan(
         survivor(0, w=world(sent={"0,1,0": 8, "0,2,0": 3}, received={"1,0,0": 6})),
         replacement(1),
@@ -99,7 +99,7 @@ def test_two_replacements_have_donors_of_their_own() -> None:
         ([survivor(0), replacement(1), survivor(2), survivor(3, version=7)], "survivors stand at different places"),
         (
             [survivor(0), replacement(1), survivor(2), survivor(3, version=8)],
-            "rank 3 lets replacements in more than a step",
+            "rank 3 admits replacements more than a step",
         ),
         (
             [
@@ -111,7 +111,7 @@ def test_two_replacements_have_donors_of_their_own() -> None:
         ([survivor(0), replacement(1), survivor(2), survivor(3, w=world(6))], "a collective of group 'w' is under way"),
         (
             [survivor(0), replacement(1), survivor(2), survivor(3, w=replace(world(), done=[4]))],
-            r"under way while a replacement is let in .*unfinished at ranks \[3\]",
+            r"under way while a replacement is admitted .*unfinished at ranks \[3\]",
         ),
         ([replacement(0), replacement(1)], "no survivor is left"),
     ],
