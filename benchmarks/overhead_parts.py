@@ -23,7 +23,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
         "shared_core.worker.variables.variables:Variables.capture",
         "step boundary: state captured",
     ),
-    ("step boundary: written", "shared_core.worker.state.publications:Board.publish_boundary", "step boundary"),
+    ("step boundary: written", "shared_core.worker.state.publications:Publisher.publish_boundary", "step boundary"),
     ("forward: buckets released", "shared_core.worker.comm.results:Results.release", ""),
     ("before a bucket", "shared_core.worker.state.forward_pass:Passes.before_bucket", ""),
     ("a bucket reduced in place: issue", "shared_core.worker.comm.group:SwiftProcessGroup._in_place", ""),

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.common import Row, Workers, arguments, at_least, at_most, finish, leave_nothing, say, scratch
 from benchmarks.pipeline_model import ENV, MICRO_BATCHES
-from benchmarks.recovery import PATIENCE_S, Traces, settled, stalled_until, wait
+from benchmarks.recovery import MAX_WAIT_S, Traces, settled, stalled_until, wait
 from shared_core.events import read_events
 from shared_core.report import recoveries
 
@@ -195,7 +195,7 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
         outcome.step_s = normal_step(traces)
         (out / "stop").write_text(str(traces.furthest() + 3))
         try:
-            status = workers.wait(PATIENCE_S)
+            status = workers.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:
             status = -1
         if status:

@@ -61,7 +61,7 @@ from shared_core.testing.namespaces import machines, unavailable
 
 SCRIPT = Path(__file__).with_name("recovery_worker.py")
 #: Seconds that a system gets to recover; none of those measured comes near.
-PATIENCE_S = 120.0
+MAX_WAIT_S = 120.0
 STALL_TARGET_S = 0.6
 FACTOR_TARGET = 8.0
 READY_TARGET_MS = 60.0
@@ -243,7 +243,7 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
         last = traces.furthest() + max(3, min(60, round(2.0 / outcome.step_s)))
         (out / "stop").write_text(str(last))
         try:
-            status = workers.wait(PATIENCE_S)
+            status = workers.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:
             status = -1
         if status and -1 in workers.processes:
@@ -366,11 +366,11 @@ def wait(traces: Traces, workers: Workers, done: Any) -> None:
     Raises:
         RuntimeError: the job has ended, or nothing happened for too long.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + MAX_WAIT_S
     while not done():
         workers.check()
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{workers.system} did not continue within {PATIENCE_S:.0f} s\n{workers.tail()}")
+            raise RuntimeError(f"{workers.system} did not continue within {MAX_WAIT_S:.0f} s\n{workers.tail()}")
         time.sleep(0.005)
         traces.refresh()
 

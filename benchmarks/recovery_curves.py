@@ -43,7 +43,7 @@ from shared_core.events import read_events
 
 SCRIPT = Path(__file__).with_name("recovery_curves_worker.py")
 #: Seconds that a job may take to its next step; the slowest start-up and the most workers stay far below.
-PATIENCE_S = 300.0
+MAX_WAIT_S = 300.0
 #: Steps before a kill where the place does not matter: until then standbys have imported what they need.
 USUAL = 200
 #: Steps after which a job is compared with one that has lost nobody.
@@ -207,13 +207,13 @@ def measure(system: str, point: Point, out: Path) -> Failure:
     with job(system, point, out) as workers:
 
         def wait(done: Callable[[], bool], pause_s: float) -> None:
-            deadline, furthest = time.monotonic() + PATIENCE_S, 0
+            deadline, furthest = time.monotonic() + MAX_WAIT_S, 0
             while not done():
                 workers.check()
                 if (now := max(trace.last for trace in traces)) > furthest:
-                    deadline, furthest = time.monotonic() + PATIENCE_S, now
+                    deadline, furthest = time.monotonic() + MAX_WAIT_S, now
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"{system} made no step for {PATIENCE_S:.0f} s\n{workers.tail()}")
+                    raise RuntimeError(f"{system} made no step for {MAX_WAIT_S:.0f} s\n{workers.tail()}")
                 time.sleep(pause_s)
                 for trace in traces:
                     trace.refresh()

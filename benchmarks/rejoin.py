@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.common import Row, Workers, at_most, say, scratch
-from benchmarks.recovery import PATIENCE_S, wait
+from benchmarks.recovery import MAX_WAIT_S, wait
 from benchmarks.recovery_traces import Traces
 from shared_core.events import Event, read_events
 
@@ -76,7 +76,7 @@ class Run:
             longer.append(ends[before + 1] - ends[before] - steps[-1])
             stops.append(self.events("admitted")[-1].fields["stall_s"])
         (self.out / "stop").write_text(str(max(self.ends()) + 5))
-        self.workers.wait(PATIENCE_S)
+        self.workers.wait(MAX_WAIT_S)
         return stops, longer, statistics.median(steps)
 
 

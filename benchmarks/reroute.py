@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
 from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
-from benchmarks.recovery import PATIENCE_S, wait
+from benchmarks.recovery import MAX_WAIT_S, wait
 from benchmarks.recovery_traces import Traces
 from shared_core.events import Event, read_events
 from shared_core.reroute.times import second_updates
@@ -215,7 +215,7 @@ class Run:
         furthest = max(max(self.ends(rank)) for rank in ranks)
         (self.out / "stop").write_text(str(furthest + 3))
         try:
-            status = self.workers.wait(PATIENCE_S)
+            status = self.workers.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:
             status = -1
         if status:

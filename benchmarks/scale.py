@@ -52,8 +52,10 @@ TARGET_S = 1.0
 AGREED = "from the failure until all may connect"
 
 
-class Fronts:
-    """Where a simulated rank stands: in the middle of a batch. As in :mod:`shared_core.worker.recovery.fronts`."""
+class SimulatedFrontiers:
+    """Where a simulated rank stands: in the middle of a batch. As in
+    :mod:`shared_core.worker.recovery.frontier_builder`.
+    """
 
     def __init__(self, env: WorkerEnv) -> None:
         self._env = env
@@ -83,7 +85,7 @@ class Fronts:
         groups = {name: GroupFrontier(ranks, next_, [next_], log, []) for name, ranks in self._members.items()}
         return Frontier(env.rank, 0, False, 100, (), groups)
 
-    def patience(self, generation: int) -> tuple[float, str]:
+    def wait_limit(self, generation: int) -> tuple[float, str]:
         """For ever, nearly."""
         return 100.0, "a fixed limit"
 
@@ -101,9 +103,9 @@ def worker(rank: int, incarnation: int, world_size: int, folder: Path, heard: An
         starting=False,
     )
     life = Lifecycle(env, groups)
-    fronts: Any = Fronts(env)
+    frontiers: Any = SimulatedFrontiers(env)
     context: Any = SimpleNamespace(env=env, runtime=groups, lifecycle=life)
-    agreement = Agreement(context, fronts)
+    agreement = Agreement(context, frontiers)
     blocks = Below(connect_store(FOREVER_S, env), env.prefix)
     store = Below(connect_store(FOREVER_S, env), env.prefix) if incarnation else blocks
     if not incarnation:

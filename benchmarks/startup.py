@@ -27,7 +27,7 @@ from shared_core.events import Event, read_events
 SCRIPT = Path(__file__).with_name("startup_worker.py")
 STARTUP_S = 8.0
 RANK = WORKERS - 1
-PATIENCE_S = 180.0
+MAX_WAIT_S = 180.0
 #: Of the stall of a script that starts at once.
 FACTOR_TARGET = 1.5
 SLOWER_TARGET = 1.02
@@ -59,11 +59,11 @@ class Run:
         Raises:
             RuntimeError: it takes too long, or the job has ended.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + MAX_WAIT_S
         while not done():
             self.workers.check()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no {what} after {PATIENCE_S:g} s\n{self.workers.tail()}")
+                raise RuntimeError(f"no {what} after {MAX_WAIT_S:g} s\n{self.workers.tail()}")
             time.sleep(0.05)
 
     def stall(self) -> float:

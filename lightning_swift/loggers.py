@@ -294,7 +294,7 @@ class Missed:
         self._rows.append((self._job.position.boundaries, number, plain, step))
 
     def _capture(self) -> Any:
-        if 0 not in self._job.lanes.absent:
+        if 0 not in self._job.survivor_groups.absent:
             # A failure of rank 0 may not be known yet, and its newest step boundary is that of an accumulation window.
             oldest = self._job.position.boundaries - 2 * self._trainer.accumulate_grad_batches - 2
             self._rows = [row for row in self._rows if row[0] >= oldest]

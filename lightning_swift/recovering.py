@@ -104,7 +104,7 @@ class RecoveringStrategy(CollectiveStrategy):
         self._run_state.loggers.prepare(self.job, logged)
         if not self._listening:
             self._listening = True
-            self.job.news.listen(self._log_recovery)
+            self.job.reporter.listen(self._log_recovery)
 
     def attach(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Tell the job what is trained."""

@@ -199,7 +199,7 @@ class Sharing:
         """At the step boundary of a batch: wait for all if callbacks will talk to all before its end."""
         trainer = self._trainer
         self._shards = self._loader.shards
-        self._shards.keep(self.job.lanes.absent | {self.job.rank})
+        self._shards.keep(self.job.survivor_groups.absent | {self.job.rank})
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
                 raise Unsupported(

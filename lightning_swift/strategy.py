@@ -124,7 +124,7 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
         assert self.job is not None and self.lightning_module is not None
         number = 0 if self.sharing is None else self.sharing.number
         if self.sharing is None:
-            self.job.lanes.at_end(self._settle)
+            self.job.survivor_groups.at_end(self._settle)
         self.job.trained.alike()
         self.sharing = Sharing(
             self.job, self.lightning_module.trainer, self.run_state.untouched, self.config.seed, number

@@ -55,7 +55,7 @@ from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.change_detection import Watch
 from shared_core.worker.state.local_state import Capture, Parts, Restore
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unstepped import Loose
+from shared_core.worker.state.unoptimized import UnoptimizedParameters
 
 #: Name of the part that holds parameters and optimizer state; all ranks have the same.
 _REPLICATED = "replicated0.safetensors"
@@ -246,10 +246,14 @@ class Alone(_NoReplacements):
         self.register("modes", attached.modes, attached.restore_modes)
         self.register("hyperparameters", attached.groups, attached.restore_groups)
         wrapped = [each for each in models if isinstance(each, nn.parallel.DistributedDataParallel)]
-        self._loose = Loose(self._replicated, {id(p) for ddp in wrapped for p in ddp.parameters()})
+        self._unoptimized = UnoptimizedParameters(
+            self._replicated, {id(p) for ddp in wrapped for p in ddp.parameters()}
+        )
         #: The script changes something outside updates: a snapshot cannot be copied while it continues.
-        self._outside, self._watch = self._loose.own, Watch(self._replicated)
-        self.register("loose", lambda: self._loose.capture() if self._outside else {}, self._loose.restore)
+        self._outside, self._watch = self._unoptimized.own, Watch(self._replicated)
+        self.register(
+            "unoptimized", lambda: self._unoptimized.capture() if self._outside else {}, self._unoptimized.restore
+        )
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
             optimizer.register_step_post_hook(lambda *_: self._watch.note())

@@ -131,8 +131,9 @@ class GenerationAbandoned(SwiftError, RuntimeError):
     """
 
 
-class LaneBroken(SwiftError, RuntimeError):
-    """A worker failed while others used a lane. Internal: another lane is formed, and what is missing is repeated.
+class SurvivorGroupBroken(SwiftError, RuntimeError):
+    """A worker failed while others used a survivor group. Internal: another survivor group is formed, and what is
+    missing is repeated.
 
     A job never ends with this error. If one does, report it.
     """

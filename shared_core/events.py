@@ -29,7 +29,7 @@ KINDS = (
     "replacement_ready",
     "recovered",
     "resumed",
-    "lane",
+    "survivor_group",
     "copying",
     "copied",
     "admitted",

@@ -42,7 +42,7 @@ class Job:
         updates: of the replicated state.
         checkpoints: of the job.
         options: those that the script gives.
-        lanes: by which the others continue without a failed rank.
+        survivor_groups: by which the others continue without a failed rank.
         replays: for pipelines whose replacements run on from a checkpoint.
         news: events and recoveries.
         runtime: the process groups.
@@ -55,8 +55,8 @@ class Job:
         self.variables = worker.parts.variables
         self.parts, self.trained, self.updates = worker.parts, worker.trained, worker.updates
         self.checkpoints, self.options = worker.checkpoints, worker.options
-        self.lanes, self.replays = worker.lanes, worker.replays
-        self.news, self.runtime = worker.news, worker.runtime
+        self.survivor_groups, self.replays = worker.survivor_groups, worker.replays
+        self.reporter, self.runtime = worker.reporter, worker.runtime
 
     @property
     def env(self) -> WorkerEnv:
@@ -171,7 +171,7 @@ class Job:
 
     def fall_back(self, reason: str) -> NoReturn:
         """Nobody can take the failed worker's place: all workers start again. Does not return."""
-        self._worker.endings.fall_back(reason)
+        self._worker.fatal_actions.fall_back(reason)
 
 
 _job: Job | None = None
@@ -182,7 +182,7 @@ def current_job() -> Job | None:
     global _job
     if _job is None and worker_env.launched():
         _job = Job(Worker(worker_env.env()))
-        atexit.register(_job.news.memory)
+        atexit.register(_job.reporter.memory)
     return _job
 
 

@@ -134,7 +134,7 @@ class _Warnings:
         if job.rank == 0:
             console_once(what, message)
             if isinstance(job, Job):  # a Checkpointer's loop has no events
-                job.news.emit("warning", message=message)
+                job.reporter.emit("warning", message=message)
 
 
 _COUNT_FIRST = "{0}.epochs({1}, {2}): the end of the range comes first, as in {0}.epochs({2}, start={1})"

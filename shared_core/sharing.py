@@ -112,8 +112,8 @@ class StepSharing:
             job.trained.alike()
         if rerouted is not None:
             self._steps = steps = steps_of(rerouted, self._parameters, self._compute)
-            rerouted.lanes.at_end(lambda: steps.settle(self._next))
-            rerouted.lanes.while_completed(steps.come)
+            rerouted.survivor_groups.at_end(lambda: steps.settle(self._next))
+            rerouted.survivor_groups.while_completed(steps.come)
         start_alike(modules)
 
     @property

@@ -16,7 +16,7 @@ from harness import SCRIPTS, Jobs
 
 from shared_core.config import SwiftConfig
 from shared_core.faults import Fault
-from shared_core.launcher.console import Story
+from shared_core.launcher.console import ConsoleReporter
 from shared_core.system.process import begun
 from shared_core.testing.cluster import Cluster
 from shared_core.testing.namespaces import machines, unavailable
@@ -74,7 +74,9 @@ CASES: dict[str, Callable[[Jobs], JobResult]] = {
         env={"SWIFT_RECOVERY_RESIZE_GROW_AFTER_S": "3"},
     ),
     "reroute": lambda jobs: jobs.run(
-        "lane.py", faults=[Fault(1, 4, "lane.wait", "SIGKILL")], launcher_args=["--on-failure=reroute"]
+        "survivor_group.py",
+        faults=[Fault(1, 4, "survivor_group.wait", "SIGKILL")],
+        launcher_args=["--on-failure=reroute"],
     ),
 }
 
@@ -92,27 +94,27 @@ def test_a_life_with_a_failure(name: str, jobs: Jobs) -> None:
 
 def test_no_wait_is_silent() -> None:
     now, said = [1000.0], list[str]()
-    story = Story(said.append, now[0], lambda: now[0])
+    console_reporter = ConsoleReporter(said.append, now[0], lambda: now[0])
 
     def looks_at(second: float) -> list[str]:
         now[0] = 1000.0 + second
         del said[:]
-        story.look()
+        console_reporter.look()
         return said
 
-    story.starts("train.py", 2, {0: 7, 1: 8}, SwiftConfig(), None)
+    console_reporter.starts("train.py", 2, {0: 7, 1: 8}, SwiftConfig(), None)
     now[0] = 1099.0
-    story.failed(1, "killed by SIGKILL", now[0], 8)
+    console_reporter.failed(1, "killed by SIGKILL", now[0], 8)
     assert looks_at(103) == []
     [line] = looks_at(104.5)
     assert line.endswith("rank 1 failed (pid 8: killed by SIGKILL), and its replacement is not started yet")
-    story.replacement(1, 9)
+    console_reporter.replacement(1, 9)
     assert looks_at(150) == []
     [line] = looks_at(165)
     assert line.startswith("waiting for 66 s now: ") and line.endswith(
         "(pid 9) has been running the script up to the training loop for 60 s"
     )
-    story.report({"rank": 1, "time": now[0]})
+    console_reporter.report({"rank": 1, "time": now[0]})
     assert said[1:] == ["rank 1 is back after 66.00 s; 0 steps lost (pid 8: killed by SIGKILL; now pid 9)"]
     assert looks_at(999) == []
 
@@ -123,21 +125,21 @@ def test_the_last_line_counts_from_the_start_of_the_process() -> None:
 
 def test_failures_that_follow_each_other_are_one_line() -> None:
     said: list[str] = []
-    story = Story(said.append, 1010.0, lambda: 1010.0)
-    story.failed(1, "killed by SIGKILL", 1001.0, 8)
-    story.replacement(1, 18)
-    story.failed(0, "exited with code 3", 1002.0, 7)
-    story.failed(1, "killed by SIGSEGV", 1003.0, 18)  # the replacement, too
+    console_reporter = ConsoleReporter(said.append, 1010.0, lambda: 1010.0)
+    console_reporter.failed(1, "killed by SIGKILL", 1001.0, 8)
+    console_reporter.replacement(1, 18)
+    console_reporter.failed(0, "exited with code 3", 1002.0, 7)
+    console_reporter.failed(1, "killed by SIGSEGV", 1003.0, 18)  # the replacement, too
     for rank in (0, 1):
-        story.replacement(rank, 20 + rank)
-    story.report({"rank": 1, "pid": 18, "time": 1002.9})  # heard late
-    story.report({"rank": 1, "pid": 21, "time": 1004.0})
+        console_reporter.replacement(rank, 20 + rank)
+    console_reporter.report({"rank": 1, "pid": 18, "time": 1002.9})  # heard late
+    console_reporter.report({"rank": 1, "pid": 21, "time": 1004.0})
     assert said == []
-    story.report({"rank": 0, "time": 1004.5})
+    console_reporter.report({"rank": 0, "time": 1004.5})
     why = "rank 0, pid 7: exited with code 3; now pid 20; rank 1, pid 18: killed by SIGSEGV; now pid 21"
     assert said == [f"ranks 0 and 1 are back after 3.50 s; 0 steps lost ({why})"]
-    story.failed(0, "killed by SIGKILL", 1005.0, 20)
-    story.fails("rank 0 died 3 times in a row")
+    console_reporter.failed(0, "killed by SIGKILL", 1005.0, 20)
+    console_reporter.fails("rank 0 died 3 times in a row")
     assert said[1:] == [
         "rank 0 failed (pid 20: killed by SIGKILL)",
         "the job failed after 0.0 s: rank 0 died 3 times in a row",

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "forward": ([], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "backward": ([], [Fault(2, 3, "reroute.backward", "SIGKILL")]),
     "before_the_sum": ([], [Fault(0, 3, "reroute.reduce", "SIGKILL")]),
-    "in_the_sum": ([], [Fault(2, 3, "lane.wait", "SIGKILL", nth=2)]),
+    "in_the_sum": ([], [Fault(2, 3, "survivor_group.wait", "SIGKILL", nth=2)]),
     "at_the_step": ([], [Fault(1, 3, "reroute.step", "SIGKILL")]),
     "clipping": (["--feature", "clip"], [Fault(1, 3, "clip", "SIGKILL")]),
     "in_the_update": ([], [Fault(1, 3, "update.during", "SIGKILL", nth=2)]),
@@ -41,16 +41,19 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "behind_the_last_batch": ([], [Fault(2, 8, "step_boundary", "SIGKILL")]),
     "end": ([], [Fault(1, 15, "reroute.forward", "SIGKILL")]),
     "two_at_once": ([], [Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(2, 3, "reroute.reduce", "SIGKILL")]),
-    "two_in_turn": ([], [Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(1, 4, "lane.wait", "SIGKILL")]),
+    "two_in_turn": ([], [Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(1, 4, "survivor_group.wait", "SIGKILL")]),
     "all_in_turn": (["--epochs", "3"], [Fault(r, 3 + 8 * r, "reroute.backward", "SIGKILL") for r in range(3)]),
     "frozen": ([], [Fault(1, 3, "reroute.reduce", "SIGSTOP")]),
     "replacement": (
         [],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.join_request", "SIGKILL", incarnation=1)],
+        [
+            Fault(1, 3, "reroute.forward", "SIGKILL"),
+            Fault(1, ANY_STEP, "survivor_group.join_request", "SIGKILL", incarnation=1),
+        ],
     ),
     "admitting": (
         [],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "lane.admit", "SIGKILL")],
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "survivor_group.admit", "SIGKILL")],
     ),
     "accumulate": (["--feature", "accumulate"], [Fault(1, 5, "reroute.backward", "SIGKILL")]),
     "accumulate_short": (["--feature", "accumulate"], [Fault(0, 7, "reroute.forward", "SIGKILL")]),
@@ -73,7 +76,7 @@ def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["startup", "lane.connect"])
+@pytest.mark.parametrize("point", ["startup", "survivor_group.connect"])
 def test_a_failure_before_the_first_step_is_answered_by_a_replacement(point: str, jobs: Jobs) -> None:
     """Nobody has anything to continue with yet."""
     reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")

@@ -24,20 +24,20 @@ from shared_core.launcher.ledger import Ledger
 from shared_core.protocol import worker_messages as said
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer
-from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_fronts
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, join_request_key
-from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.plan import Plan, Transfer
+from shared_core.protocol.rendezvous_document import read_document
 from shared_core.protocol.rounds import admit_key
-from shared_core.protocol.standstill import Standing
+from shared_core.protocol.standstill import WaitStatus
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.system.wire import connect
 from shared_core.testing.runner import compare
 from shared_core.transport.store import MemoryStore
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.due import Decisions, StoreEntries
-from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.replicas import Sums
+from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.state.local_state import Position
 
 BOUNDARY = StepBoundary(
@@ -72,10 +72,10 @@ LAST = Entry(generation=1, incarnations=(0, 1), kind=Kind.RESIZE, rank=0, worker
 MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True}
 
 
-def as_fronts(raw: bytes) -> Any:
+def as_frontiers(raw: bytes) -> Any:
     """Read by rank 0, whose own is whole."""
     own = Frontier(0, 0, False, 3, (), {"w": GROUP}).to_json().encode()
-    return read_fronts({0: own, 1: raw}, {0: "gen/1/front/0", 1: "gen/1/front/1"}, 2)
+    return read_frontiers({0: own, 1: raw}, {0: "gen/1/front/0", 1: "gen/1/front/1"}, 2)
 
 
 def as_agreed(raw: bytes) -> Agreed:
@@ -126,13 +126,13 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
     "gen/1 (the last)": (json.loads(LAST.to_json()), ledger, set()),
     "first": ({"machines": ["a", "b"], "line": ""}, first, set()),
     "line": (asdict(Resized(0, 2, (0, 1), 7)), Resized.from_json, set()),
-    "front": (asdict(FRONT), as_fronts, OPTIONAL),
+    "front": (asdict(FRONT), as_frontiers, OPTIONAL),
     "plan": (json.loads(Agreed(PLAN).to_json()), as_agreed, OPTIONAL),
     "plan (none)": (json.loads(Agreed(None, "failed").to_json()), as_agreed, set()),
     "offer": (asdict(Offer(1, 0, ((1, 2, "batch"),), 2)), lambda raw: Offer.from_json(raw, "offer/1", 1), set()),
     "stand": (
-        asdict(Standing(1, 0, 3, 1.5, 9.0, "recv", "w", "group w", (0, 1), 3, sent={"w": {"0,1,0": 1}})),
-        lambda raw: Standing.from_json(raw, "stand/1", 1),
+        asdict(WaitStatus(1, 0, 3, 1.5, 9.0, "recv", "w", "group w", (0, 1), 3, sent={"w": {"0,1,0": 1}})),
+        lambda raw: WaitStatus.from_json(raw, "stand/1", 1),
         {"waited_s", "limit_s", "call", "group", "called", "members", "number", "channel", "source"}
         | {"issued", "pending", "sent", "idle"},
     ),
@@ -233,7 +233,7 @@ def test_a_damaged_record_is_refused(key: str) -> None:
 )
 def test_a_frontier_that_would_take_for_ever_is_refused(damage: dict[str, Any]) -> None:
     with pytest.raises(DamagedRecord, match="gen/1/front/1"):
-        as_fronts(json.dumps(asdict(FRONT) | damage).encode())
+        as_frontiers(json.dumps(asdict(FRONT) | damage).encode())
 
 
 @pytest.mark.parametrize("raw", [b"perhaps", b"", b"\xff", b"1", b"[0]", b"[1, 2]", b"[-1]", b'["1"]'])
@@ -317,12 +317,12 @@ def test_a_damaged_join_request_admits_nobody(capsys: pytest.CaptureFixture[str]
     job_store, lifecycle = SimpleNamespace(below=lambda: store), SimpleNamespace(entry=ENTRY)
     recovery: Any = SimpleNamespace(runtime=runtime, env=env, lifecycle=lifecycle, store=job_store)
     unused: Any = None
-    lanes = Lanes(recovery, unused, Position())
+    survivor_groups = SurvivorGroups(recovery, unused, Position())
     store.set(join_request_key(1, 1), "x")
-    assert lanes.joining_ranks() == lanes.joining_ranks() == ()
+    assert survivor_groups.joining_ranks() == survivor_groups.joining_ranks() == ()
     assert capsys.readouterr().err.count(f"the entry {join_request_key(1, 1)} in the job's store is damaged") == 1
     store.set(join_request_key(1, 1), "-1")
-    assert lanes.joining_ranks() == (1,)
+    assert survivor_groups.joining_ranks() == (1,)
 
 
 HOSTILE = "hostile.py"

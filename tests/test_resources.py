@@ -13,7 +13,7 @@ import torch
 from shared_core.errors import OutOfResources
 from shared_core.events import EventLog, read_events
 from shared_core.launcher.standby import Preload, Standby
-from shared_core.launcher.workers import Fleet, LiveWorker
+from shared_core.launcher.workers import LiveWorker, WorkerPool
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import LONGEST_S, Retries, map_file
@@ -21,7 +21,7 @@ from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.messages.group_log import BufferPool, Entry, GroupLog
 from shared_core.worker.messages.spilling import RETRY_S, Spilling
 from shared_core.worker.state.overflow import Overflow
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Clock:
@@ -81,14 +81,14 @@ def test_a_process_that_cannot_be_started_is_tried_again_until_the_wait_ends(
     monkeypatch.setattr("shared_core.launcher.workers.start_fresh", refuse)
     said: list[str] = []
     with selectors.DefaultSelector() as selector:
-        fleet = Fleet(selector, standbys, {}, Preload(()), said.append, wait_timeout_s=0.5)
-        fleet.fill_standbys()
+        worker_pool = WorkerPool(selector, standbys, {}, Preload(()), said.append, wait_timeout_s=0.5)
+        worker_pool.fill_standbys()
         request = StartRequest(1, "script", "x.py", (), {"RANK": "0"}, os.getpid(), "", "", 0)
-        fleet.start(LiveWorker(0, 0, 0, request))
+        worker_pool.start(LiveWorker(0, 0, 0, request))
         with pytest.raises(OutOfResources, match=r"no process could be started \(Resource temp.*ulimit -u"):
             while True:
-                assert fleet.started() == [] and fleet.starting
-                fleet.look_after_standbys()
+                assert worker_pool.started() == [] and worker_pool.starting
+                worker_pool.look_after_standbys()
     assert len([line for line in said if "can be started" in line]) == 1
 
 
@@ -107,14 +107,14 @@ def test_publications_that_do_not_fit_into_memory_lie_on_disk(
 ) -> None:
     memory, disk = small_device / "job" / "rank0" / "attempt0", tmp_path / "disk" / "board0" / "attempt0"
     disk.parent.mkdir(parents=True)
-    board = Board(memory, disk=Overflow(disk))
+    publisher = SharedMemoryPublisher(memory, disk=Overflow(disk))
     parts = [{"state": torch.full((20_000,), float(number))} for number in range(8)]
-    board.records.add(RecordKey(0, "a", "", 0), [torch.ones(3)])
+    publisher.records.add(RecordKey(0, "a", "", 0), [torch.ones(3)])
     for number, each in enumerate(parts):
-        board.publish_boundary(boundary(number), each)
-        board.records.add(RecordKey(0, "b", "", number), [torch.full((3_000,), float(number))])
-        board.drop_before(number - 1)
-    after = Board(memory, disk=Overflow(disk))  # a replacement's
+        publisher.publish_boundary(boundary(number), each)
+        publisher.records.add(RecordKey(0, "b", "", number), [torch.full((3_000,), float(number))])
+        publisher.drop_before(number - 1)
+    after = SharedMemoryPublisher(memory, disk=Overflow(disk))  # a replacement's
     assert [each.index for each in after.boundaries()] == [6, 7]
     assert all(torch.equal(after.read_boundary(number)["state"], parts[number]["state"]) for number in (6, 7))
     assert [key[1:4] for key, _ in after.records.read()] == [("a", "", 0), *(("b", "", number) for number in range(8))]
@@ -124,9 +124,9 @@ def test_publications_that_do_not_fit_into_memory_lie_on_disk(
 
 
 def test_nothing_takes_a_publication(small_device: Path) -> None:
-    board = Board(small_device / "job" / "rank0" / "attempt0")
+    publisher = SharedMemoryPublisher(small_device / "job" / "rank0" / "attempt0")
     with pytest.raises(OutOfResources, match=r"bytes cannot be written to .*boundary.1 \(No space left"):
-        board.publish_boundary(boundary(1), {"state": torch.zeros(100_000)})
+        publisher.publish_boundary(boundary(1), {"state": torch.zeros(100_000)})
 
 
 def test_events_are_lost_while_the_disk_is_full(small_device: Path, capfd: pytest.CaptureFixture[str]) -> None:

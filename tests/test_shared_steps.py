@@ -33,25 +33,28 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "forward": ([], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "backward": ([], [Fault(2, 3, "reroute.backward", "SIGKILL")]),
     "before_the_sum": ([], [Fault(2, 3, "reroute.reduce", "SIGKILL")]),
-    "in_the_sum": ([], [Fault(0, 3, "lane.wait", "SIGKILL", nth=2)]),
+    "in_the_sum": ([], [Fault(0, 3, "survivor_group.wait", "SIGKILL", nth=2)]),
     "at_the_step": ([], [Fault(1, 3, "reroute.step", "SIGKILL")]),
     "in_the_update": ([], [Fault(1, 3, "update.during", "SIGKILL", nth=2)]),
     "at_the_boundary": ([], [Fault(0, 3, "step_boundary", "SIGKILL")]),
-    "first_step": ([], [Fault(0, 1, "lane.connect", "SIGKILL"), Fault(1, 6, "reroute.forward", "SIGKILL")]),
+    "first_step": ([], [Fault(0, 1, "survivor_group.connect", "SIGKILL"), Fault(1, 6, "reroute.forward", "SIGKILL")]),
     "last_step": ([], [Fault(2, 18, "reroute.forward", "SIGKILL")]),
     "two_at_once": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(2, 4, "reroute.reduce", "SIGKILL")]),
-    "two_in_turn": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(1, 5, "lane.wait", "SIGKILL")]),
+    "two_in_turn": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(1, 5, "survivor_group.wait", "SIGKILL")]),
     "frozen": ([], [Fault(1, 3, "reroute.reduce", "SIGSTOP")]),
     "admitted": (["--evaluate"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
-    "rank_0_admitted": (["--evaluate"], [Fault(0, 3, "lane.wait", "SIGKILL")]),
+    "rank_0_admitted": (["--evaluate"], [Fault(0, 3, "survivor_group.wait", "SIGKILL")]),
     "all_in_turn": (["--evaluate"], [Fault(r, 3 + 6 * r, "reroute.backward", "SIGKILL") for r in range(3)]),
     "replacement": (
         ["--evaluate"],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.join_request", "SIGKILL", incarnation=1)],
+        [
+            Fault(1, 3, "reroute.forward", "SIGKILL"),
+            Fault(1, ANY_STEP, "survivor_group.join_request", "SIGKILL", incarnation=1),
+        ],
     ),
     "admitting": (
         ["--evaluate"],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "lane.admit", "SIGKILL")],
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "survivor_group.admit", "SIGKILL")],
     ),
     "accumulate": (["--evaluate", "--accumulate", "4"], [Fault(1, 3, "reroute.backward", "SIGKILL", nth=3)]),
     "workers": (["--workers", "1", "--evaluate"], [Fault(2, 4, "reroute.forward", "SIGKILL")]),
@@ -104,8 +107,8 @@ def test_replacements_copy_the_state_while_the_others_train(name: str, jobs: Job
 HELD: dict[str, list[Fault]] = {
     "nobody": [],
     "the_replacement_when_admitted": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
-    "the_replacement_before_its_last_updates": [Fault(0, ANY_STEP, "lane.connect", "SIGKILL", incarnation=1)],
-    "the_donor": [Fault(1, ANY_STEP, "lane.agreed", "SIGKILL")],
+    "the_replacement_before_its_last_updates": [Fault(0, ANY_STEP, "survivor_group.connect", "SIGKILL", incarnation=1)],
+    "the_donor": [Fault(1, ANY_STEP, "survivor_group.agreed", "SIGKILL")],
     "a_survivor": [Fault(3, ANY_STEP, "recovery.exchanged", "SIGKILL")],
 }
 
@@ -127,7 +130,7 @@ def test_a_replacement_does_not_wait_for_another(name: str, jobs: Jobs) -> None:
 
 ACCELERATE: dict[str, tuple[list[str], list[Fault]]] = {
     "loss": ([], [Fault(1, 4, "reroute.forward", "SIGKILL")]),
-    "rank_0": (["--seedable", "--workers", "1"], [Fault(0, 6, "lane.wait", "SIGKILL")]),
+    "rank_0": (["--seedable", "--workers", "1"], [Fault(0, 6, "survivor_group.wait", "SIGKILL")]),
     "accumulate": (["--accumulate", "3", "--bf16"], [Fault(2, 3, "reroute.backward", "SIGKILL", nth=2)]),
     "split_batches": (["--split-batches"], [Fault(2, 3, "reroute.step", "SIGKILL")]),
 }

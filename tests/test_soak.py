@@ -64,7 +64,9 @@ def test_failures_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
                 kinds[fault.point] += 1
     assert all(kinds[each] > 150 for each in ("both ends", "one stage", "machine")), kinds
     assert kinds["copy.take"] > 20 and kinds["copy.give"] > 5 and kinds["reroute.move"] > 30, kinds
-    assert all(kinds[each] > 3 for each in ("lane.admit", "lane.join_request", "recovery.installed")), kinds
+    assert all(
+        kinds[each] > 3 for each in ("survivor_group.admit", "survivor_group.join_request", "recovery.installed")
+    ), kinds
 
 
 @pytest.mark.nightly

@@ -120,7 +120,7 @@ def test_all_start_again_and_another_number() -> None:
 
 
 def test_a_stall_of_those_that_continue_without() -> None:
-    """Their lanes have no generation."""
+    """Their survivor groups have no generation."""
     rerouted = [
         *FAILURE[:3],
         at(5.0, "generation", generation=1, failed=[1], absent=[1]),

@@ -179,7 +179,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.several = high > 1 or args.spare_nodes > 0
     args.machines = (low, high)
     if args.several:
-        _check_meeting(args)
+        _check_rendezvous(args)
     elif args.rdzv_backend not in _ALONE:
         raise ConfigError(
             f"--rdzv-backend {args.rdzv_backend}: one machine needs no rendezvous; leave it out, or give one of "
@@ -239,7 +239,7 @@ def _check_program(args: argparse.Namespace) -> None:
         raise ConfigError(f"--log-dir {args.log_dir}: {found} is not a folder")
 
 
-def _check_meeting(args: argparse.Namespace) -> None:
+def _check_rendezvous(args: argparse.Namespace) -> None:
     """Several machines: is it said where they meet?"""
     from shared_core.launcher.rendezvous_store import BACKENDS, C10D, parse_endpoints
 
@@ -281,14 +281,14 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
         from shared_core.launcher.local_rendezvous import Alone
 
         return Alone(torchrun.run_id)
-    from shared_core.launcher.gathering import MeetingOptions
-    from shared_core.launcher.rendezvous import Meeting
+    from shared_core.launcher.gathering import RendezvousOptions
+    from shared_core.launcher.rendezvous import SwiftRendezvousHandler
     from shared_core.launcher.rendezvous_store import Register, parse_endpoints
 
     conf = torchrun.rdzv_configs
     endpoints = parse_endpoints(torchrun.rdzv_endpoint, torchrun.rdzv_backend)
     register = Register(torchrun.rdzv_backend, endpoints, torchrun.run_id, conf, timeout_s=max(1.0, args.lease / 2))
-    options = MeetingOptions(
+    options = RendezvousOptions(
         nnodes=torchrun.max_nodes,
         least=torchrun.min_nodes,
         last_call_s=float(conf.get("last_call_timeout", 30)),
@@ -300,7 +300,7 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
         address=torchrun.local_addr,
         port=args.port or 0,
     )
-    return Meeting(register, options)
+    return SwiftRendezvousHandler(register, options)
 
 
 def _one_thread_each(workers: int) -> str:

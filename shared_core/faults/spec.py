@@ -67,14 +67,14 @@ POINTS: tuple[str, ...] = (
     "replay.helped",
     "resize.severed",
     "resize.cut",
-    # on_failure="reroute": before a lane is connected, before a wait in it, before survivors and replacements meet,
-    # after they have agreed that replacements are in, and a replacement that asks to be admitted.
-    "lane.connect",
-    "lane.send",
-    "lane.wait",
-    "lane.admit",
-    "lane.agreed",
-    "lane.join_request",
+    # on_failure="reroute": before a survivor group is connected, before a wait in it, before survivors and replacements
+    # meet, after they have agreed that replacements are in, and a replacement that asks to be admitted.
+    "survivor_group.connect",
+    "survivor_group.send",
+    "survivor_group.wait",
+    "survivor_group.admit",
+    "survivor_group.agreed",
+    "survivor_group.join_request",
     # A copy of the state that is made while the others train: before each message, in the worker that gives it, and
     # behind each in the replacement.
     "copy.give",

@@ -1,6 +1,6 @@
 """What the user reads of a job while it runs: one line at its start, one for each recovery, one at its end.
 
-A wait of more than :data:`PATIENCE_S` has a line of its own that says what is waited for.
+A wait of more than :data:`MAX_WAIT_S` has a line of its own that says what is waited for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared_core.config import SwiftConfig
 from shared_core.protocol.failure_policy import AS_ANY
 
 #: A wait that is longer is explained, in seconds.
-PATIENCE_S = 5.0
+MAX_WAIT_S = 5.0
 #: And again after so many, in seconds.
 AGAIN_S = 60.0
 #: Most pids that a line names.
@@ -77,7 +77,7 @@ class Change:
     before: int = 0
 
 
-class Story:
+class ConsoleReporter:
     """Prints the lines of one agent.
 
     Args:
@@ -196,7 +196,7 @@ class Story:
         self._next = 0.0
 
     def report(self, said: Mapping[str, Any]) -> tuple[float, int, int | None] | None:
-        """A worker says that it trains: see :class:`~shared_core.worker.recovery.reporting.News`.
+        """A worker says that it trains: see :class:`~shared_core.worker.recovery.reporting.RecoveryReporter`.
 
         Returns:
             Where this ends a :class:`Change`: the stall in seconds, steps lost, and the step boundary they began at.
@@ -258,7 +258,7 @@ class Story:
     def look(self) -> None:
         """Say what is waited for, if that takes long."""
         waiting, now = self._waiting(), self._clock()
-        if waiting is None or now < max(waiting[1] + PATIENCE_S, self._next):
+        if waiting is None or now < max(waiting[1] + MAX_WAIT_S, self._next):
             return
         self._next = now + AGAIN_S
         self._say(f"waiting for {now - waiting[1]:.0f} s now: {waiting[0]}")
@@ -340,7 +340,7 @@ def steps(number: int) -> str:
 
 
 def host_of(machine: str) -> str:
-    """The host of a machine's name and its address: ``node2 (10.0.0.2)``. See :class:`Meeting`."""
+    """The host of a machine's name and its address: ``node2 (10.0.0.2)``. See :class:`SwiftRendezvousHandler`."""
     place, _, mark = machine.partition("#")
     host, address = mark.rpartition(".")[0], place.rpartition(":")[0]
     return f"{host} ({address})" if host and host != address else address

@@ -8,10 +8,10 @@ from collections.abc import Collection
 from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.logs import ERROR_FILE
-from shared_core.launcher.telling import Telling
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
+from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import Event, Phase
 from shared_core.protocol.failure_policy import AS_ANY, Death, FailureBook, Verdict
@@ -41,16 +41,16 @@ class Failures:
         config: SwiftConfig,
         alone: bool,
         attempts: Attempts,
-        fleet: Fleet,
+        worker_pool: WorkerPool,
         wakeup: Wakeup,
-        telling: Telling,
+        job_reporter: JobReporter,
         book: FailureBook,
         resizing: Resizing,
     ) -> None:
-        self._config, self._alone, self._attempts, self._fleet = config, alone, attempts, fleet
-        self._wakeup, self._telling, self._book, self._resizing = wakeup, telling, book, resizing
+        self._config, self._alone, self._attempts, self._worker_pool = config, alone, attempts, worker_pool
+        self._wakeup, self._job_reporter, self._book, self._resizing = wakeup, job_reporter, book, resizing
 
-    def bury(self, dead: list[tuple[LiveWorker, int]]) -> None:
+    def handle_worker_exits(self, dead: list[tuple[LiveWorker, int]]) -> None:
         """Workers died, with these exit codes: write the next generation, then see to replacements."""
         detected, attempts = time.time(), self._attempts
         if attempts.phase is Phase.ENDING:
@@ -78,7 +78,7 @@ class Failures:
         attempts.tell_start()
         continues = entry is not None and entry.absent is not None and not restart
         for one, death in failed:
-            self._telling.failed(one, death, continues=continues)
+            self._job_reporter.failed(one, death, continues=continues)
         if ending is not None:
             self._fail(ending)
         elif restart:
@@ -86,7 +86,7 @@ class Failures:
             why = "on_failure is restart" if self._config.on_failure == "restart" else "all workers failed"
             attempts.restart_all(why, max(verdict.delay_s for verdict in verdicts), line=self._resizing.line)
         elif entry is not None:
-            self._telling.generation(entry)
+            self._job_reporter.generation(entry)
 
     def _write(self, deaths: list[Death], detected: float) -> Entry | None:
         """The generation that follows. Among several machines a failed worker is replaced by its own; alone, the others
@@ -100,7 +100,7 @@ class Failures:
     def _answer(self, entry: Entry, failed: Failed, verdicts: list[Verdict]) -> bool:
         """Do what the generation says. Returns whether all have to start again instead."""
         attempts, resizing = self._attempts, self._resizing
-        if entry.kind is Kind.HAND_ON:
+        if entry.kind is Kind.DRAIN:
             if not entry.stay:
                 return True  # nobody is left who could hand over
             resizing.begin(entry.stay, len(entry.stay) if self._alone else resizing.target)
@@ -129,8 +129,8 @@ class Failures:
     def _fail(self, verdict: Verdict) -> None:
         assert verdict.first is not None
         first = verdict.first
-        self._telling.story.fails(verdict.reason)
-        self._telling.ends("failed", rank=first.rank, reason=verdict.reason)
+        self._job_reporter.console_reporter.fails(verdict.reason)
+        self._job_reporter.ends("failed", rank=first.rank, reason=verdict.reason)
         # torchelastic has its own words for signals and for what is in an error file
         words = first.cause if first.exit_code >= 0 and not first.error_file else ""
         if verdict.reason.endswith(AS_ANY):

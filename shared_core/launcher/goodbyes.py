@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from shared_core.waiting import Wait, ranks_text
 
 
-class Parting:
+class ShutdownBarrier:
     """Looks at the goodbyes of one machine's workers.
 
     Args:

@@ -16,8 +16,8 @@ from shared_core.protocol.generation import (
     Kind,
     generation_key,
     go_key,
-    lane_key,
     plan_key,
+    survivor_group_key,
 )
 from shared_core.protocol.rounds import NOBODY, still_absent
 
@@ -115,7 +115,7 @@ class Ledger:
             incarnations[rank] += 1
         if not kind.over:
             absent = self._absent_after(entry.failed)
-            kind = kind if kind is Kind.HAND_ON else Kind.CARRY_ON if absent else Kind.FORM
+            kind = kind if kind is Kind.DRAIN else Kind.CARRY_ON if absent else Kind.FORM
         return replace(
             entry,
             generation=self.generation + 1,
@@ -128,11 +128,11 @@ class Ledger:
     def _absent_after(self, failed: Sequence[int]) -> frozenset[int] | None:
         """``absent`` of the generation that follows these failures.
 
-        Once every worker uses lanes, the others continue without a failed rank. Replacements that are being admitted
-        are in, or they are not: this settles it.
+        Once every worker uses survivor groups, the others continue without a failed rank. Replacements that are being
+        admitted are in, or they are not: this settles it.
         """
         if self.absent is None:
-            keys = [self._prefix + lane_key(rank, n) for rank, n in enumerate(self.incarnations)]
+            keys = [self._prefix + survivor_group_key(rank, n) for rank, n in enumerate(self.incarnations)]
             return frozenset(failed) if self._store.check(keys) else None
 
         def settle(key: str) -> bytes:
@@ -152,7 +152,7 @@ class Ledger:
             self.over = entry
         else:
             self.absent = entry.absent
-            self.change = entry if entry.kind is Kind.HAND_ON else None
+            self.change = entry if entry.kind is Kind.DRAIN else None
             self.generation, self.incarnations, self.detected = entry.generation, entry.incarnations, entry.detected
         if not ours:
             self._news.append(entry)

@@ -69,16 +69,16 @@ class MirrorServer:
         self._server.close()
 
     def _serve(self, sock: socket.socket, link: Link, known: Callable[[], None]) -> None:
-        patience: float | None = secret.PROOF_S
+        limit_s: float | None = secret.PROOF_S
 
         def idle(waits: bool) -> None:
             if not waits:
                 known()
-            sock.settimeout(patience if waits else WAIT_S)
+            sock.settimeout(limit_s if waits else WAIT_S)
 
         for kind, rank, attempt, name, data in link.frames(self._longest, idle):
             # Between two publications a worker may compute for any time.
-            patience = None if kind == BEGIN or patience is None else WAIT_S
+            limit_s = None if kind == BEGIN or limit_s is None else WAIT_S
             self._do(link, kind, rank, attempt, name, data)
 
     def _longest(self, kind: bytes) -> int:

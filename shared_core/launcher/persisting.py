@@ -57,7 +57,7 @@ class Persisting:
         if self._process is not None:
             if self.running:
                 return
-            self._bury()
+            self._handle_exits()
         if self._early_deaths < GIVE_UP_AFTER and self._refusals.due and self._folder.exists():
             self._start(rank)
 
@@ -148,7 +148,7 @@ class Persisting:
         own[RUN] = self._run
         return {**environ, **own}
 
-    def _bury(self) -> None:
+    def _handle_exits(self) -> None:
         """It has died: whatever it was doing, the next one finds it in the folder."""
         code = self._collect()
         cause = process.describe_exit(code) if code is not None else "ended"

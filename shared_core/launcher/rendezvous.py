@@ -2,7 +2,7 @@
 
 torchelastic's own handler starts all workers again whenever a machine comes or goes, calls a machine failed by
 comparing clocks, and after 15 s. Here a machine keeps its place for as long as it holds its lease, and a spare machine
-waits in :meth:`Meeting.next_rendezvous` until a place is given to it. The document of
+waits in :meth:`SwiftRendezvousHandler.next_rendezvous` until a place is given to it. The document of
 :mod:`~shared_core.launcher.rendezvous_store` says which machine has the store; all else is in the store.
 """
 
@@ -26,13 +26,13 @@ from shared_core.errors import ConfigError, DamagedRecord, SwiftError, WaitTimeo
 from shared_core.events import console
 from shared_core.launcher.attempt import Team, first_of, prefix_of
 from shared_core.launcher.console import host_of, ranks
-from shared_core.launcher.gathering import RETRY_S, Again, Gathering, JobOver, Listener, MeetingOptions
+from shared_core.launcher.gathering import RETRY_S, Again, Gathering, JobOver, Listener, RendezvousOptions
 from shared_core.launcher.lease import Lease
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import Ports
 from shared_core.launcher.rendezvous_store import C10D, Register
 from shared_core.protocol.generation import Kind
-from shared_core.protocol.meeting_document import ENDED, RUNNING
+from shared_core.protocol.rendezvous_document import ENDED, RUNNING
 from shared_core.transport.store import MemoryStore
 from shared_core.waiting import Wait
 
@@ -43,7 +43,7 @@ _SURE = 1.25
 _LAST_S = 10.0
 
 
-class Meeting(RendezvousHandler):
+class SwiftRendezvousHandler(RendezvousHandler):
     """One machine's part in the rendezvous.
 
     Attributes:
@@ -58,7 +58,7 @@ class Meeting(RendezvousHandler):
         register: where the machines meet.
     """
 
-    def __init__(self, register: Register, options: MeetingOptions) -> None:
+    def __init__(self, register: Register, options: RendezvousOptions) -> None:
         self.team: Team | None = None
         self.lease: Lease | None = None
         self.ports = Ports(options.port)

@@ -8,8 +8,8 @@ from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.console import ranks
-from shared_core.launcher.telling import Telling
-from shared_core.launcher.workers import Fleet
+from shared_core.launcher.job_reporter import JobReporter
+from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import Event, Phase
 from shared_core.protocol.generation import Entry, Kind
@@ -32,12 +32,17 @@ class Resizes:
         nproc: int,
         alone: bool,
         attempts: Attempts,
-        fleet: Fleet,
-        telling: Telling,
+        worker_pool: WorkerPool,
+        job_reporter: JobReporter,
         resizing: Resizing,
     ) -> None:
         self._config, self._nproc, self._alone = config, nproc, alone
-        self._attempts, self._fleet, self._telling, self._resizing = attempts, fleet, telling, resizing
+        self._attempts, self._worker_pool, self._job_reporter, self._resizing = (
+            attempts,
+            worker_pool,
+            job_reporter,
+            resizing,
+        )
 
     def grow_if_due(self) -> None:
         """Fill empty places again, when it is time."""
@@ -77,14 +82,14 @@ class Resizes:
         entry = self._attempts.now.next_generation((), time.time(), stay)
         if entry is None:
             return False
-        self._telling.generation(entry)
+        self._job_reporter.generation(entry)
         self._resizing.begin(stay, target)
         self._attempts.step(Event.CHANGE)
         return True
 
     def _has_joined(self, rank: int) -> bool:
         progress = progress_file.read_progress(self._attempts.progress_file(rank))
-        started = max((one.started for one in self._fleet.live.values() if one.rank == rank), default=None)
+        started = max((one.started for one in self._worker_pool.live.values() if one.rank == rank), default=None)
         return started is not None and progress is not None and bool(progress[0]) and progress[2] >= started
 
     def handed_on(self, generation: int, boundary: int) -> None:
@@ -98,7 +103,7 @@ class Resizes:
         entry = Entry(kind=Kind.RESIZE, workers=resizing.target, line=line, machines=machines)
         written = attempt.append(lambda: entry if attempt.generation == generation else None)
         if written is not None:  # else another agent was first, or has seen another failure
-            self._telling.emit(
+            self._job_reporter.emit(
                 "resize", workers=resizing.target, before=before, boundary=boundary, stay=list(resizing.stay)
             )
             attempts.resize(written)
@@ -109,10 +114,10 @@ class Resizes:
         if attempts.phase is not Phase.RESIZING or generation != attempts.now.generation:
             return
         console(f"the number of workers cannot change now ({reason}): failed workers are replaced instead")
-        self._telling.warn(f"the number of workers cannot change: {reason}")
+        self._job_reporter.warn(f"the number of workers cannot change: {reason}")
         self._resizing.decline(time.monotonic(), len(attempts.places.ranks))
         if (entry := attempts.now.next_generation((), time.time(), ends=True)) is not None:
-            self._telling.generation(entry)
+            self._job_reporter.generation(entry)
             self.note(entry)
 
     def note(self, entry: Entry) -> None:

@@ -15,7 +15,7 @@ from shared_core.launcher.environment import environment_of
 from shared_core.launcher.logs import ERROR_FILE, WorkerLogs
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.places import Places
-from shared_core.launcher.workers import Fleet, LiveWorker
+from shared_core.launcher.workers import LiveWorker, WorkerPool
 from shared_core.protocol import worker_env
 from shared_core.protocol.request import StartRequest
 from shared_core.protocol.worker_env import Resized
@@ -59,10 +59,10 @@ class Starter:
         program: Program,
         options: AgentOptions,
         job_dir: Path,
-        fleet: Fleet,
+        worker_pool: WorkerPool,
         make_logs: Callable[[list[int]], WorkerLogs],
     ) -> None:
-        self._program, self._options, self._job_dir, self._fleet = program, options, job_dir, fleet
+        self._program, self._options, self._job_dir, self._worker_pool = program, options, job_dir, worker_pool
         self._make_logs = make_logs
         self._logs: WorkerLogs | None = None
         self._starts: dict[int, int] = {}
@@ -81,9 +81,9 @@ class Starter:
         return self._logs
 
     def start(self, local_rank: int, start: Start) -> None:
-        """Ask for a worker; the fleet says when its process exists."""
+        """Ask for a worker; the worker pool says when its process exists."""
         rank = start.places.workers[local_rank].global_rank
-        self._fleet.start(self._worker(local_rank, start, start.attempt.incarnations[rank]))
+        self._worker_pool.start(self._worker(local_rank, start, start.attempt.incarnations[rank]))
 
     def prepare(self, local_rank: int, start: Start) -> LiveWorker:
         """Ask for a hot standby: the worker that follows the present one of its rank."""
@@ -91,7 +91,7 @@ class Starter:
         spare = self._worker(local_rank, start, start.attempt.incarnations[rank] + 1)
         spare.request.env[worker_env.SPARE] = "1"
         spare.spare = True
-        self._fleet.start(spare)
+        self._worker_pool.start(spare)
         return spare
 
     def _worker(self, local_rank: int, start: Start, incarnation: int) -> LiveWorker:

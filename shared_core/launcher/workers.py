@@ -98,7 +98,7 @@ class LiveWorker:
         return self.stopped_looks
 
 
-class Fleet:
+class WorkerPool:
     """Starts workers and reaps every child of the agent.
 
     Args:

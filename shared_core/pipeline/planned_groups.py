@@ -104,4 +104,4 @@ class PlannedGroups:
         self._job.replays.regroup(self._together)
         if self._job.rank == 0:
             groups = [list(group) for group in plan.groups]
-            self._job.news.emit("groups", groups=groups, storage_bytes=plan.storage_bytes, replay_s=plan.replay_s)
+            self._job.reporter.emit("groups", groups=groups, storage_bytes=plan.storage_bytes, replay_s=plan.replay_s)

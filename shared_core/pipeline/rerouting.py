@@ -15,12 +15,12 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
-from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
+from shared_core.errors import RecoveryFailed, SurvivorGroupBroken, Unsupported
 from shared_core.events import console, console_once
 from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
-from shared_core.pipeline.guest import GuestLayers, StageState, set_gradients, square_sum
+from shared_core.pipeline.hosted_stage import HostedStage, StageState, set_gradients, square_sum
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.pipeline.sharded import is_sharded
 from shared_core.pipeline.shared_data import SharedData
@@ -37,7 +37,7 @@ from shared_core.reroute.summing import GROUPS, SumRule
 from shared_core.reroute.times import drift_line
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
-from shared_core.worker.recovery.lanes import Patience
+from shared_core.worker.recovery.survivor_groups import WaitFor
 from shared_core.worker.state.undo import Undo
 
 #: Kind under which the result of the last step is kept for replacements that pass it by.
@@ -83,8 +83,8 @@ class Rerouting:
             self._me,
             self._places,
             self._layers,
-            job.lanes.lane,
-            lambda: bool(job.lanes.joining_ranks()),
+            job.survivor_groups.survivor_group,
+            lambda: bool(job.survivor_groups.joining_ranks()),
             self._plans,
             Options(
                 ordered=ordered,
@@ -92,16 +92,16 @@ class Rerouting:
                 rule=self._layers.rule,
                 moves=options.reroute.normalise,
             ),
-            lambda kind, fields: job.news.emit(kind, **fields),
+            lambda kind, fields: job.reporter.emit(kind, **fields),
         )
         self.result: StepResult | None = None
         self._newest: StepResult | None = None
         self._closed = False
         # Others may need this worker until all have finished. A replacement has made no step with the engine before.
-        before = job.lanes.close_at_end(self.close)
+        before = job.survivor_groups.close_at_end(self.close)
         if before is not None and not job.joining:
             before()
-        job.lanes.before_collectives(self.wait_for_all)
+        job.survivor_groups.before_collectives(self.wait_for_all)
 
     def _rank(self, worker: Worker) -> int:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
@@ -111,9 +111,9 @@ class Rerouting:
         failed, executor, plans = self._executor.failed, self._executor, self._plans
         plans.fill(failed)
         before, self._prepared = self._prepared, (failed, plans.since)
-        if self._prepared != before and executor.connected and self._job.rank == executor.lane.ranks[0]:
+        if self._prepared != before and executor.connected and self._job.rank == executor.survivor_group.ranks[0]:
             facts = plans.facts(failed, self._places.moves, switched=plans.since != before[1])
-            self._job.news.emit("planned", **facts)
+            self._job.reporter.emit("planned", **facts)
             if "drifted" in facts:
                 console(drift_line(facts))
 
@@ -129,29 +129,31 @@ class Rerouting:
         join_request = result.admit if result is not None else -1
         if executor.connected and join_request >= 0:
             self._settle()
-        if executor.connected and executor.lane.number == join_request:  # else somebody failed or was admitted since
-            self._admit(Patience.NOT_AT_ALL)
+        if (
+            executor.connected and executor.survivor_group.number == join_request
+        ):  # else somebody failed or was admitted since
+            self._admit(WaitFor.NOT_AT_ALL)
 
     def wait_for_all(self) -> None:
         """Admit replacements until nobody is away. Called by all workers at the same place, at a step boundary or
         after the step that followed: replacements begin at that boundary, and pass by that step.
         """
-        while self._job.lanes.absent and not self._job.joining:
-            self._wait(Patience.FOR_ALL)
+        while self._job.survivor_groups.absent and not self._job.joining:
+            self._wait(WaitFor.FOR_ALL)
 
-    def _wait(self, patience: Patience) -> None:
+    def _wait(self, wait_for: WaitFor) -> None:
         """Admit replacements that are waited for. If somebody fails meanwhile, nobody may be in."""
         self._settle()
-        self._admit(patience)
+        self._admit(wait_for)
 
-    def _admit(self, patience: Patience) -> None:
+    def _admit(self, wait_for: WaitFor) -> None:
         """Admit replacements that are ready, as one worker sees them. All have come from :meth:`_settle`."""
         executor, job = self._executor, self._job
-        lane = executor.lane
+        survivor_group = executor.survivor_group
         try:
-            mine = job.lanes.joining_ranks(wait=patience) if job.rank == lane.ranks[0] else ()
-            ranks = list(lane.exchange(list(mine))[lane.ranks[0]])
-        except LaneBroken:
+            mine = job.survivor_groups.joining_ranks(wait=wait_for) if job.rank == survivor_group.ranks[0] else ()
+            ranks = list(survivor_group.exchange(list(mine))[survivor_group.ranks[0]])
+        except SurvivorGroupBroken:
             return
         if ranks:
             if (gradients := executor.gradients) is not None and self._newest is not None:
@@ -159,7 +161,7 @@ class Rerouting:
                 job.notes.keep(_RESULT, "", [job.position.boundaries, self._newest.to_tensor(), gradients, norm])
             boundary = job.position.boundaries
             job.notes.keep(_EVALUATIONS, "", [boundary, executor.evaluations.results(boundary)])
-            job.lanes.admit(ranks)
+            job.survivor_groups.admit(ranks)
         executor.leave()
 
     def close(self) -> None:
@@ -189,14 +191,14 @@ class Rerouting:
             try:
                 self.result = self._newest = self._executor.run()
             except DataAway:
-                self._wait(Patience.FOR_ONE)
+                self._wait(WaitFor.FOR_ONE)
             except RecoveryFailed as error:
                 self._job.fall_back(str(error))
         self._prepare()
 
     def evaluates(self) -> bool:
-        """Whether evaluations go over the lanes of steps: not before the first step, when all workers wait for a failed
-        one, nor in bf16, in which DeepSpeed adds losses of that type. The same at all workers.
+        """Whether evaluations go over the survivor groups of steps: not before the first step, when all workers wait
+        for a failed one, nor in bf16, in which DeepSpeed adds losses of that type. The same at all workers.
         """
         return (
             not self._engine.bfloat16_enabled()
@@ -219,7 +221,7 @@ class Rerouting:
             try:
                 losses = executor.evaluate()
             except DataAway:
-                self._wait(Patience.FOR_ONE)
+                self._wait(WaitFor.FOR_ONE)
             except RecoveryFailed as error:
                 job.fall_back(str(error))
         sums = [sum(map(torch.tensor, row)) / micro_batches for row in losses]
@@ -400,7 +402,7 @@ class _Layers:
         assert self._undo is not None
         optimizer = self._engine.optimizer
         now = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-        self._job.news.emit("update_taken_back", step=int(self._engine.global_steps) - 1, factor=factor)
+        self._job.reporter.emit("update_taken_back", step=int(self._engine.global_steps) - 1, factor=factor)
         self._undo.undo()
         self._job.updates.take_back()
         self._scale(factor)
@@ -430,7 +432,7 @@ class _Layers:
         return self._state.export()
 
     def build(self, stage: int, description: Mapping[str, Any], state: Tensor) -> StageModel:
-        return GuestLayers(self._engine, self._job, self, stage, description, state)
+        return HostedStage(self._engine, self._job, self, stage, description, state)
 
     def _scale(self, factor: float) -> None:
         if factor == 1.0:

@@ -1,8 +1,8 @@
 """A replacement's steps between the checkpoint and the failed worker's place, computed together with the survivors.
 
 Only steps that all survivors have made are shared: every message of theirs is in a log. What remains is replayed by
-the schedule, as always. Replacements of neighbouring stages (a line, see :mod:`shared_core.pipeline.lending`) still
-send each other every message, in the order of the schedule: so each can continue by itself where a helper fails,
+the schedule, as always. Replacements of neighbouring stages (a line, see :mod:`shared_core.pipeline.replay_helpers`)
+still send each other every message, in the order of the schedule: so each can continue by itself where a helper fails,
 whatever the others of the line have noticed.
 """
 
@@ -20,9 +20,9 @@ from deepspeed.runtime.pipe import schedule
 from shared_core.errors import SwiftError
 from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
-from shared_core.pipeline import compat, lending, stage
+from shared_core.pipeline import compat, replay_helpers, stage
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
-from shared_core.pipeline.lending import Helpers, Line, Part, Wish
+from shared_core.pipeline.replay_helpers import Helpers, Line, Part, Wish
 from shared_core.pipeline.stage import Computed, Passed, Stage, Work, as_tuple, has_running_statistics
 from shared_core.system import threads
 from shared_core.worker.recovery.exchange import Replaying
@@ -64,8 +64,8 @@ class SharedReplay:
             return stage.clone(engine, compat.stage_of(engine, rank), job.config.seed)
 
         def help_them(replaying: Replaying) -> None:
-            to_help = lending.lines(replaying, lambda rank: compat.stage_of(engine, rank))
-            lending.help_replacements(job.replays, replaying, to_help, stage_of, threads)
+            to_help = replay_helpers.lines(replaying, lambda rank: compat.stage_of(engine, rank))
+            replay_helpers.help_replacements(job.replays, replaying, to_help, stage_of, threads)
 
         job.replays.help(help_them)
 
@@ -107,7 +107,7 @@ class SharedReplay:
         policy = job.config.replay.parallel
         wish = Wish(int(self._engine.micro_batches), policy, job.config.replay.sums == "ordered")
         try:
-            helpers = lending.agree(job.replays, replaying, self._line, self._part(micro_s), wish)
+            helpers = replay_helpers.agree(job.replays, replaying, self._line, self._part(micro_s), wish)
         except (RuntimeError, SwiftError):
             return  # a failure, or nobody comes: the schedule does it
         if helpers.use:
@@ -118,7 +118,7 @@ class SharedReplay:
     def _line_of(self, replaying: Replaying) -> Line:
         engine, rank = self._engine, self._job.rank
         return next(
-            line for line in lending.lines(replaying, lambda each: compat.stage_of(engine, each)) if rank in line
+            line for line in replay_helpers.lines(replaying, lambda each: compat.stage_of(engine, each)) if rank in line
         )
 
     def _messages_in_logs(self, replaying: Replaying) -> bool:
@@ -137,7 +137,7 @@ class SharedReplay:
 
         def dismiss() -> None:
             try:
-                inner = lending.meet(self._job.replays, replaying, line)
+                inner = replay_helpers.meet(self._job.replays, replaying, line)
                 Helpers(self._job.replays, inner, len(line)).end()
             except (RuntimeError, SwiftError):
                 return
@@ -167,7 +167,7 @@ class SharedReplay:
         if helpers is not None:
             alone, planned = helpers.expected
             fields = {"step_s": self._took / max(self._steps, 1), "planned_s": planned, "alone_s": alone}
-            job.news.emit("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered, **fields)
+            job.reporter.emit("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered, **fields)
             helpers.end()
         elif not self._decided:
             self._line = self._line_of(replaying)

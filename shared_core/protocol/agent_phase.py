@@ -9,7 +9,7 @@ class Phase(Enum):
     """Where an agent is."""
 
     #: It waits for a place among the machines of the job.
-    MEETING = "meeting"
+    RENDEZVOUS = "rendezvous"
     #: The attempt is under way: failed workers are replaced.
     RUNNING = "running"
     #: The number of workers changes: those that stay hand their state on.
@@ -86,10 +86,10 @@ class IllegalEvent(Exception):
 Outcome = tuple[Phase, tuple[Action, ...]]
 
 _TABLE: dict[tuple[Phase, Event], Outcome] = {
-    (Phase.MEETING, Event.CAME): (Phase.MEETING, ()),
-    (Phase.MEETING, Event.PLACED): (Phase.RUNNING, (Action.START,)),
-    (Phase.MEETING, Event.ENDED_ELSEWHERE): (Phase.OVER, ()),
-    (Phase.STOOD_DOWN, Event.CAME): (Phase.MEETING, ()),
+    (Phase.RENDEZVOUS, Event.CAME): (Phase.RENDEZVOUS, ()),
+    (Phase.RENDEZVOUS, Event.PLACED): (Phase.RUNNING, (Action.START,)),
+    (Phase.RENDEZVOUS, Event.ENDED_ELSEWHERE): (Phase.OVER, ()),
+    (Phase.STOOD_DOWN, Event.CAME): (Phase.RENDEZVOUS, ()),
     (Phase.RUNNING, Event.CHANGE): (Phase.RESIZING, ()),
     (Phase.RUNNING, Event.NO_CHANGE): (Phase.RUNNING, ()),
     (Phase.RESIZING, Event.CHANGE): (Phase.RESIZING, ()),

@@ -157,7 +157,7 @@ class Frontier(Record):
         return json.dumps(vars(self), separators=(",", ":"), default=vars)
 
 
-def read_fronts(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: int) -> dict[int, Frontier]:
+def read_frontiers(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: int) -> dict[int, Frontier]:
     """The frontiers of some ranks.
 
     Args:
@@ -168,26 +168,26 @@ def read_fronts(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: 
     Raises:
         DamagedRecord: one is none.
     """
-    fronts: dict[int, Frontier] = {}
+    frontiers: dict[int, Frontier] = {}
     alike: dict[bytes, Frontier] = {}  # most differ in the rank only, which comes first, and decoding takes the time
     for rank, raw in raws.items():
         first, _, rest = bytes(raw).partition(b",")
         regular = first == b'{"rank":%d' % rank
         if regular and rest in alike:
-            fronts[rank] = replace(alike[rest], rank=rank)
+            frontiers[rank] = replace(alike[rest], rank=rank)
             continue
-        fronts[rank] = Frontier.from_json(raw, keys[rank])
+        frontiers[rank] = Frontier.from_json(raw, keys[rank])
         if regular:
-            alike[rest] = fronts[rank]
-    for rank, front in fronts.items():
+            alike[rest] = frontiers[rank]
+    for rank, front in frontiers.items():
         if wrong := _wrong_in(rank, front, world_size):
             raise damaged(keys[rank], wrong)
-    for name in {name for front in fronts.values() for name in front.groups}:
-        made = {rank: front.groups[name].next for rank, front in fronts.items() if name in front.groups}
+    for name in {name for front in frontiers.values() for name in front.groups}:
+        made = {rank: front.groups[name].next for rank, front in frontiers.items() if name in front.groups}
         most, least = max(made, key=lambda rank: made[rank]), min(made.values())
         if made[most] - least > _MOST_APART:
             raise damaged(keys[most], f"groups.{name}.next is {made[most]}, another rank's is {least}")
-    return fronts
+    return frontiers
 
 
 def _wrong_in(rank: int, front: Frontier, world_size: int) -> str:

@@ -35,9 +35,9 @@ def go_key(generation: int) -> str:
     return f"gen/{generation}/go"
 
 
-def lane_key(rank: int, incarnation: int) -> str:
-    """Set by a worker that has begun to use lanes (``on_failure="reroute"``)."""
-    return f"lane/{rank}.{incarnation}"
+def survivor_group_key(rank: int, incarnation: int) -> str:
+    """Set by a worker that has begun to use survivor groups (``on_failure="reroute"``)."""
+    return f"survivor_group/{rank}.{incarnation}"
 
 
 def join_request_key(generation: int, rank: int) -> str:
@@ -63,7 +63,7 @@ class Kind(Enum):
     #: The others continue at once without the absent ranks, and admit their replacements later.
     CARRY_ON = "continue"
     #: The number of workers changes: those that stay hand their state on, and nothing is formed.
-    HAND_ON = "hand on"
+    DRAIN = "drain"
     #: The attempt is over: all workers said goodbye.
     RELEASE = "release"
     #: The attempt is over: all workers start again.
@@ -112,7 +112,7 @@ class Entry:
     Attributes:
         generation: number of the entry.
         incarnations: for each rank, how many workers held it before the present one.
-        absent: ranks that failed and without which the others continue; None until all workers use lanes.
+        absent: ranks that failed and without which the others continue; None until all workers use survivor groups.
         kind: what happens.
         causes: one for each worker that failed just now.
         detected: ``time.time()`` when that was noticed.
@@ -162,7 +162,7 @@ class Entry:
         staying = stay or (change.stay if change is not None else ())
         return replace(
             self,
-            kind=Kind.HAND_ON,
+            kind=Kind.DRAIN,
             stay=tuple(rank for rank in staying if rank not in self.failed),
             after=change.after if change is not None else (),
         )
@@ -178,7 +178,7 @@ class Entry:
             "cause": {str(cause.who): cause.text for cause in self.causes},
             "detected": self.detected,
         }
-        if self.kind is Kind.HAND_ON:
+        if self.kind is Kind.DRAIN:
             fields["stay"] = list(self.stay)
         if self.after:
             fields["after"] = list(self.after)
@@ -253,7 +253,7 @@ class _Stored(TypedDict):
 
     version: Count
     generation: Count
-    kind: Literal["form", "continue", "hand on", "release", "restart", "resize", "fail"]
+    kind: Literal["form", "continue", "drain", "release", "restart", "resize", "fail"]
     size: Count
     replaced: list[tuple[Count, Count]]
     absent: list[Count] | None

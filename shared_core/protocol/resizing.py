@@ -54,7 +54,7 @@ class Resizing:
         if entry.after:
             self.after = entry.after
             self.begin(entry.stay, len(self.after) * nproc)
-        elif entry.kind is not Kind.HAND_ON:
+        elif entry.kind is not Kind.DRAIN:
             self.end()
 
     def machines(

@@ -79,7 +79,7 @@ class Declined:
 
 @dataclass(frozen=True)
 class Trains:
-    """``reports``: a worker trains again, see :class:`~shared_core.worker.recovery.reporting.News`.
+    """``reports``: a worker trains again, see :class:`~shared_core.worker.recovery.reporting.RecoveryReporter`.
 
     Attributes:
         rank: which one.

@@ -31,7 +31,7 @@ class Phase(Enum):
     #: A survivor continues without absent ranks.
     WITHOUT = "without absent ranks"
     #: A survivor hands its state on, because the number of workers changes.
-    HANDING_ON = "handing on"
+    DRAINING = "draining"
     #: The attempt is over, or this worker's part in it; the launcher does what follows.
     ENDED = "ended"
 
@@ -49,7 +49,7 @@ class Event(Enum):
     #: An entry: the others continue without the absent ranks.
     CARRY_ON = "continue"
     #: An entry: the number of workers changes, and this one hands its state on.
-    HAND_ON = "hand on"
+    DRAIN = "drain"
     #: An entry: the number of workers changes without this one.
     LEFT_OUT = "left out"
     #: An entry: the attempt is over.
@@ -80,7 +80,7 @@ class Action(Enum):
     #: Cut the connections to the absent ranks, and continue.
     CARRY_ON = auto()
     #: Cut the connections, agree on a step boundary with those that stay, and write the state there.
-    HAND_ON = auto()
+    DRAIN = auto()
     #: Nobody leaves: what was held for handing on is free again.
     WITHDRAW = auto()
     #: Say in the new generation where this replacement starts: the others need to know before it joins.
@@ -97,7 +97,7 @@ class IllegalEvent(Exception):
 
 Outcome = tuple[Phase, tuple[Action, ...]]
 
-_SURVIVORS = (Phase.LIVE, Phase.RECOVERING, Phase.WITHOUT, Phase.HANDING_ON)
+_SURVIVORS = (Phase.LIVE, Phase.RECOVERING, Phase.WITHOUT, Phase.DRAINING)
 _NOT_JOINED = (Phase.STARTING, Phase.FROM_START, Phase.BEHIND, Phase.ASKS_TO_JOIN, Phase.JOINING)
 
 #: The phase that follows and what is to be done, for each event that can happen in a phase.
@@ -129,15 +129,15 @@ TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
     # A failure while replacements were admitted: what is to be done about it has begun.
     (Phase.RECOVERING, Event.ADMITTED_LATE): (Phase.RECOVERING, ()),
     (Phase.WITHOUT, Event.ADMITTED_LATE): (Phase.WITHOUT, ()),
-    (Phase.HANDING_ON, Event.ADMITTED_LATE): (Phase.HANDING_ON, ()),
+    (Phase.DRAINING, Event.ADMITTED_LATE): (Phase.DRAINING, ()),
 }
 for _phase in _SURVIVORS:
     TRANSITIONS[_phase, Event.FORM] = Phase.RECOVERING, (Action.RECOVER,)
     TRANSITIONS[_phase, Event.CARRY_ON] = Phase.WITHOUT, (Action.CARRY_ON,)
-    TRANSITIONS[_phase, Event.HAND_ON] = Phase.HANDING_ON, (Action.HAND_ON,)
+    TRANSITIONS[_phase, Event.DRAIN] = Phase.DRAINING, (Action.DRAIN,)
 for _phase in _NOT_JOINED:
     # It says that it has no state, and runs on: that may yet be withdrawn.
-    TRANSITIONS[_phase, Event.HAND_ON] = _phase, (Action.HAND_ON,)
+    TRANSITIONS[_phase, Event.DRAIN] = _phase, (Action.DRAIN,)
 for _phase in (*_NOT_JOINED, Phase.LIVE, Phase.RECOVERING):
     if _phase is not Phase.ASKS_TO_JOIN:
         TRANSITIONS[_phase, Event.LEFT_OUT] = _phase, ()  # a replacement that came too late: the launcher ends it
@@ -174,6 +174,6 @@ def heard(entry: Entry, rank: int, incarnation: int) -> Event:
         return Event.OVER
     if entry.incarnations[rank] > incarnation:
         return Event.REPLACED
-    if entry.kind is Kind.HAND_ON:
-        return Event.HAND_ON if rank in entry.stay else Event.LEFT_OUT
+    if entry.kind is Kind.DRAIN:
+        return Event.DRAIN if rank in entry.stay else Event.LEFT_OUT
     return Event.CARRY_ON if entry.kind is Kind.CARRY_ON else Event.FORM

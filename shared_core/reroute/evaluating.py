@@ -1,4 +1,4 @@
-"""Evaluations that continue without failed workers: forwards alone, over the lane of the training steps.
+"""Evaluations that continue without failed workers: forwards alone, over the survivor group of the training steps.
 
 Nothing of an evaluation lasts but its losses. So after a failure it is made again by those that are there, with the
 data that were drawn. All tell each other the losses at its end, so whoever has them has them of all; who has not, after
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared_core.errors import LaneBroken
+from shared_core.errors import SurvivorGroupBroken
 from shared_core.faults import inject
 from shared_core.reroute.keeping import NOTHING, DataAway, Part, keepers, parts_of
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
@@ -102,7 +102,7 @@ class Evaluating:
         }
 
     def learn(self, views: Mapping[int, Any]) -> None:
-        """There is a new lane; ``views`` is what all workers have told, by rank."""
+        """There is a new survivor group; ``views`` is what all workers have told, by rank."""
         self._held = {}
         for rank, view in views.items():
             for boundary, index, rows in view["results"]:
@@ -118,7 +118,7 @@ class Evaluating:
         """Make the evaluation that was begun, unless others have made it.
 
         Raises:
-            LaneBroken: somebody failed; another call makes it again.
+            SurvivorGroupBroken: somebody failed; another call makes it again.
             DataAway: its data went with both ends of a pipeline before anybody else had them.
         """
         if (known := self.known()) is not None:
@@ -127,7 +127,7 @@ class Evaluating:
         pipelines = range(topology.pipelines)
         sources = {(d, part): self._source(failed, d, part) for d in pipelines for part in self._parts}
         if dark := {d for (d, _), source in sources.items() if source is None}:
-            reads = channel.lane.exchange(self._reader is not None)
+            reads = channel.survivor_group.exchange(self._reader is not None)
             reader = min((rank for rank, can in reads.items() if can), default=None)
             if reader is None:
                 raise DataAway
@@ -148,7 +148,7 @@ class Evaluating:
                 for j in range(self._count):
                     self._get(channel, source, d, j, part)
         inject.point("reroute.evaluated")
-        told = channel.lane.exchange({str(d): list(map(float.hex, row)) for d, row in losses.items()})
+        told = channel.survivor_group.exchange({str(d): list(map(float.hex, row)) for d, row in losses.items()})
         rows = {int(d): list(map(float.fromhex, row)) for mine in told.values() for d, row in mine.items()}
         self._results[self._now] = [rows[d] for d in pipelines]
         return self._results[self._now]
@@ -163,8 +163,8 @@ class Evaluating:
         losses: dict[int, list[float]],
     ) -> None:
         """Compute a micro-batch of a pipeline."""
-        if channel.lane.broken():
-            raise LaneBroken
+        if channel.survivor_group.broken():
+            raise SurvivorGroupBroken
         inject.point("reroute.evaluate")
         topology, stage, (first, last) = self._topology, self._me.stage, self._parts
         if stage == 0:

@@ -1,10 +1,10 @@
 """Runs the plan of a step at one worker, and continues inside the step when another fails.
 
-Everything that a step says to other workers goes over a lane, which joins those that are there. After a failure all of
-them tell how far they are, come to the same new plan, and send again what its readers still need. Nothing that a
-survivor has computed is thrown away: not its activations, not its gradients, which are kept apart by home pipeline
-where sums must come out bit for bit (``ordered``). Between two steps survivors may move to other stages; see
-:mod:`shared_core.reroute.moving`.
+Everything that a step says to other workers goes over a survivor group, which joins those that are there. After a
+failure all of them tell how far they are, come to the same new plan, and send again what its readers still need.
+Nothing that a survivor has computed is thrown away: not its activations, not its gradients, which are kept apart by
+home pipeline where sums must come out bit for bit (``ordered``). Between two steps survivors may move to other stages;
+see :mod:`shared_core.reroute.moving`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from shared_core.reroute.planning import Plans
 from shared_core.reroute.reports import Reports
 from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.spreading import Due, as_plain, from_plain, next_change, tell
-from shared_core.reroute.standing import Standing, change_entry, standings, summed_stages, text_of
 from shared_core.reroute.step import HomeModel, Item, Options, StageModel, Step, StepResult
+from shared_core.reroute.step_progress import StepProgress, change_entry, progresses, summed_stages, text_of
 from shared_core.reroute.through_failures import through_failures
 from shared_core.schedule.routing import survivors
 from shared_core.schedule.schedule import Topology, Worker
-from shared_core.worker.recovery.lane import Lane
+from shared_core.worker.recovery.survivor_group import SurvivorGroup
 
 
 class Executor:
@@ -44,7 +44,7 @@ class Executor:
         home: the place of this worker.
         places: where all are.
         model: its stage.
-        connect: makes the lane of the newest generation; blocks until all workers that are there have come.
+        connect: makes the survivor group of the newest generation; blocks until all workers that are there have come.
         joining_ranks: whether a replacement waits to be admitted; asked at one worker only.
         planner: makes the plans.
         options: see :class:`Options`.
@@ -61,7 +61,7 @@ class Executor:
         home: Worker,
         places: Places,
         model: HomeModel,
-        connect: Callable[[], Lane],
+        connect: Callable[[], SurvivorGroup],
         joining_ranks: Callable[[], bool],
         planner: Plans,
         options: Options,
@@ -131,7 +131,7 @@ class Executor:
 
     def _carry_on(self, step: Step) -> None:
         """Run what is left of a step."""
-        changed = self._channel is None or self._channel.lane.broken()
+        changed = self._channel is None or self._channel.survivor_group.broken()
         if changed:
             self._change()
         if self._until is not None and step.number >= self._until:
@@ -164,8 +164,8 @@ class Executor:
 
         def attempt() -> Losses:
             if (known := self._evaluating.known()) is not None:
-                return known  # the others do not come to a lane for it
-            if self._channel is None or self._channel.lane.broken():
+                return known  # the others do not come to a survivor group for it
+            if self._channel is None or self._channel.survivor_group.broken():
                 self._change()
             assert self._channel is not None
             return self._evaluating.run(self._channel, self._places.gone(self.failed))
@@ -180,14 +180,16 @@ class Executor:
         """
 
         def attempt() -> None:
-            if self._channel is None or self._channel.lane.broken():
+            if self._channel is None or self._channel.survivor_group.broken():
                 self._change()
             # Who has come out of the exchange below does not come to another; the change says as much.
             if self._settled == self.step:
                 return
             assert self._channel is not None
-            if not self._channel.lane.finished:  # who has left the program had come here before, as all others had
-                self._channel.lane.exchange(self.step)  # nobody comes here before it has finished the step
+            if (
+                not self._channel.survivor_group.finished
+            ):  # who has left the program had come here before, as all others had
+                self._channel.survivor_group.exchange(self.step)  # nobody comes here before it has finished the step
 
         through_failures(attempt, self.leave)
 
@@ -198,14 +200,14 @@ class Executor:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a lane; a replacement that has just been admitted has none."""
+        """Whether there is a survivor group; a replacement that has just been admitted has none."""
         return self._channel is not None
 
     @property
-    def lane(self) -> Lane:
-        """The lane in use; after :meth:`settle`."""
+    def survivor_group(self) -> SurvivorGroup:
+        """The survivor group in use; after :meth:`settle`."""
         assert self._channel is not None
-        return self._channel.lane
+        return self._channel.survivor_group
 
     @property
     def gradients(self) -> torch.Tensor | None:
@@ -214,26 +216,26 @@ class Executor:
         return None if last is None else last.home if self._roles.away else last.reduced
 
     def leave(self) -> None:
-        """The lane is of no more use: replacements are admitted now."""
+        """The survivor group is of no more use: replacements are admitted now."""
         self._channel = None
 
     # -- losses ------------------------------------------------------------------------------------
 
     def _change(self) -> None:
-        """Form the lane of the newest generation, and agree on how to continue.
+        """Form the survivor group of the newest generation, and agree on how to continue.
 
         Raises:
-            LaneBroken: somebody else failed meanwhile.
+            SurvivorGroupBroken: somebody else failed meanwhile.
             RecoveryFailed: nobody can compute what was lost.
         """
-        lane = self._connect()
-        if lane.finished:
-            self._channel = MessageChannel(lane, self._topology, self._roles.now.shapes, {})
+        survivor_group = self._connect()
+        if survivor_group.finished:
+            self._channel = MessageChannel(survivor_group, self._topology, self._roles.now.shapes, {})
             self._settled = self.step
             return
-        moves = self._places.still(self._places.moves, lane.ranks)
-        ready = self._planner.lies_ready(self._places.vacant_after(moves, lane.ranks))
-        views: dict[int, Any] = dict(lane.exchange(self._tell() | {"ready": ready}))
+        moves = self._places.still(self._places.moves, survivor_group.ranks)
+        ready = self._planner.lies_ready(self._places.vacant_after(moves, survivor_group.ranks))
+        views: dict[int, Any] = dict(survivor_group.exchange(self._tell() | {"ready": ready}))
         self._roles.now.measuring.learn(views)
         started = time.perf_counter()
         missed = {entry["number"]: entry for view in views.values() for entry in view["entries"]}
@@ -243,16 +245,16 @@ class Executor:
             if entry["number"] > self._history.number and not older:
                 self._apply(entry)
         known = max(views.values(), key=lambda view: int(view["base"]))
-        self._roles.take(self._places.still(from_plain(known["moves"]), lane.ranks), self._steps)
-        workers, vacant = self._places.workers(), self._places.vacant(lane.ranks)
+        self._roles.take(self._places.still(from_plain(known["moves"]), survivor_group.ranks), self._steps)
+        workers, vacant = self._places.workers(), self._places.vacant(survivor_group.ranks)
         changed = {rank: self._history.changed_since(view["base"]) for rank, view in views.items()}
         gone = self._places.gone(vacant)
         _refuse(self._topology, gone)
         self._until = data_until(self._topology, gone, views)
-        at, summed = standings(workers, views, changed), summed_stages(workers, views)
-        self._apply(change_entry(2 * lane.number, vacant, views, at, summed, self._until))
+        at, summed = progresses(workers, views, changed), summed_stages(workers, views)
+        self._apply(change_entry(2 * survivor_group.number, vacant, views, at, summed, self._until))
         self._settled = self.step if all(one[0] >= self.step for one in at.values()) else -1
-        self._channel = self._roles.meet(lane, views, self._steps)
+        self._channel = self._roles.meet(survivor_group, views, self._steps)
         self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
         self._roles.now.learn(self._steps, views)
         self._send_again(views)
@@ -278,12 +280,12 @@ class Executor:
         """Before a step: if a change of places is due, make it."""
         if self._channel is None or self._due is None or self._due.step != self.step:
             return
-        lane, moves, began = self._channel.lane, self._due.moves, time.perf_counter()
+        survivor_group, moves, began = self._channel.survivor_group, self._due.moves, time.perf_counter()
         # Nobody comes here before it has finished the step before.
-        told = lane.exchange(self._roles.offer(moves, lane.ranks))
+        told = survivor_group.exchange(self._roles.offer(moves, survivor_group.ranks))
         wrong = self._roles.prepare(self._channel, self.step, moves, told)
-        vacant = self._places.vacant_after(moves, lane.ranks)
-        views = lane.exchange(
+        vacant = self._places.vacant_after(moves, survivor_group.ranks)
+        views = survivor_group.exchange(
             self._roles.shapes()
             | {"wrong": wrong, "ready": self._planner.lies_ready(vacant), "steps": {}, "reads": _reads(self._steps)}
         )
@@ -291,11 +293,11 @@ class Executor:
         self._due, found = None, [view["wrong"] for view in views.values() if view["wrong"]]
         if not found:
             self._roles.take(moves, self._steps)
-            workers, here = self._places.workers(), Standing(self.step, 0, {}).to_plain()
-            at = {text_of(workers[rank]): here for rank in lane.ranks}
-            self._apply(change_entry(2 * lane.number + 1, vacant, views, at))
-            self._channel = self._roles.meet(lane, views, {})
-        if self._places.home_rank(self._me) == lane.ranks[0]:
+            workers, here = self._places.workers(), StepProgress(self.step, 0, {}).to_plain()
+            at = {text_of(workers[rank]): here for rank in survivor_group.ranks}
+            self._apply(change_entry(2 * survivor_group.number + 1, vacant, views, at))
+            self._channel = self._roles.meet(survivor_group, views, {})
+        if self._places.home_rank(self._me) == survivor_group.ranks[0]:
             facts = {"moves": as_plain(moves), "step": self.step, "took_s": time.perf_counter() - began}
             self._noted("moved", facts | ({"why_not": found[0]} if found else {"bytes_moved": _bytes_in(told)}))
 
@@ -307,7 +309,7 @@ class Executor:
         mine = {
             "base": self._history.number,
             "entries": self._history.entries,
-            "at": Standing(self.step, step.at if step is not None else 0, self._behind()).to_plain(),
+            "at": StepProgress(self.step, step.at if step is not None else 0, self._behind()).to_plain(),
             "moves": as_plain(self._places.moves),
             "moving": tell(self._model, self._options.moves, self._sent_bytes),
             "evaluating": self._evaluating.view(),
@@ -328,7 +330,7 @@ class Executor:
         """Send what readers still need and may not have got."""
         assert self._channel is not None
         role, having = self._roles.now, self._roles.feed_again(self._steps, views, self.failed)
-        open_steps = self._history.changed_since(2 * self._channel.lane.number - 1)
+        open_steps = self._history.changed_since(2 * self._channel.survivor_group.number - 1)
         for number in sorted(open_steps & self._steps.keys()):
             step, plan = self._steps[number], self._history.steps[number]
             for key, parts in step.made.items():

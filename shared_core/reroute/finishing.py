@@ -36,7 +36,7 @@ class Finishing:
         reports: has a word to tell with the losses.
 
     Attributes:
-        channel: over the lane in use.
+        channel: over the survivor group in use.
     """
 
     channel: MessageChannel
@@ -62,7 +62,7 @@ class Finishing:
         self._heard: set[tuple[int, Worker]] = set()
 
     def connect(self, channel: MessageChannel) -> None:
-        """There is a new lane: what was told over the one before may not have come."""
+        """There is a new survivor group: what was told over the one before may not have come."""
         self.channel, self._told, self._heard = channel, set(), set()
 
     def forget_before(self, number: int) -> None:
@@ -101,7 +101,7 @@ class Finishing:
         """Sum the gradients of this stage over the pipelines.
 
         Raises:
-            LaneBroken: somebody failed meanwhile.
+            SurvivorGroupBroken: somebody failed meanwhile.
         """
         self._await_read(step, plan)
         if step.reduced is not None:
@@ -168,7 +168,7 @@ class Finishing:
             waiting: ranks that have it not, and are in this step.
 
         Raises:
-            LaneBroken: somebody else failed meanwhile.
+            SurvivorGroupBroken: somebody else failed meanwhile.
         """
         parameters, everything = self._model.parameters, tuple(range(len(self._model.parameters)))
         step.tied.clear()
@@ -200,7 +200,7 @@ class Finishing:
         """From summed gradients to the next step: update, and gather what all are told.
 
         Raises:
-            LaneBroken: somebody failed meanwhile; another call continues where this one was.
+            SurvivorGroupBroken: somebody failed meanwhile; another call continues where this one was.
         """
         assert step.reduced is not None
         if not step.updated:
@@ -281,7 +281,7 @@ class Finishing:
             return
         self._told.add((step.number, "losses"))
         if self._me == self._tails()[0] and self._history.failed and self._joining_ranks():
-            step.admit = self.channel.lane.number
+            step.admit = self.channel.survivor_group.number
         word = self._reports.word(step.number)
         head = [step.admit, DTYPES.index(step.loss_type), word]
         table = torch.cat([torch.tensor(head, dtype=torch.float64), table_of(step.losses, self._topology)])

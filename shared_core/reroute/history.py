@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.standing import Standing, worker_of
+from shared_core.reroute.step_progress import StepProgress, worker_of
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import Remainder, replan
@@ -90,12 +90,12 @@ class PlanHistory:
         return frozenset().union(*(steps for when, steps in self._changed.items() if when > number))
 
     def change(self, entry: Mapping[str, Any]) -> frozenset[int]:
-        """A lane was formed: re-plan the steps under way.
+        """A survivor group was formed: re-plan the steps under way.
 
         Args:
             entry: plain data, the same at every worker: ``number``, which rises with each change; ``failed``, all
                 places at which nobody computes, as (pipeline, stage); ``ready``, names of the times for which all have
-                the plan for these failures; ``at``: for each worker that is there, as text, its :class:`Standing`;
+                the plan for these failures; ``at``: for each worker that is there, as text, its :class:`StepProgress`;
                 ``summed``: pairs of a step and a stage whose sum of gradients somebody has; ``until``, the first step
                 that nobody can make as yet, or None: what was begun of it is begun again.
 
@@ -109,7 +109,7 @@ class PlanHistory:
         self.entries = [*self.entries, dict(entry)][-_KEPT:]
         failed = frozenset(Worker(*each) for each in entry["failed"])
         self._planner.choose(failed, entry["ready"])
-        at = {worker_of(text): Standing.from_plain(data) for text, data in entry["at"].items()}
+        at = {worker_of(text): StepProgress.from_plain(data) for text, data in entry["at"].items()}
         summed: dict[int, set[int]] = {}
         for step, stage in entry["summed"]:
             summed.setdefault(step, set()).add(stage)
@@ -133,7 +133,12 @@ class PlanHistory:
         return frozenset(fresh)
 
     def _again(
-        self, step: StepPlan, number: int, failed: frozenset[Worker], at: Mapping[Worker, Standing], summed: set[int]
+        self,
+        step: StepPlan,
+        number: int,
+        failed: frozenset[Worker],
+        at: Mapping[Worker, StepProgress],
+        summed: set[int],
     ) -> StepPlan:
         rows = step.plan.schedule.rows
         progress = {worker: one.progress(number, rows.get(worker, ())) for worker, one in at.items()}

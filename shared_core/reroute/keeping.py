@@ -128,10 +128,10 @@ class Keeping:
         return [[d, int(part.kind)] for d in pipelines for part in self._parts if self._has_all(step, d, part)]
 
     def connect(self, channel: MessageChannel, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:
-        """There is a new lane.
+        """There is a new survivor group.
 
         Args:
-            channel: over the lane.
+            channel: over the survivor group.
             steps: of this worker.
             views: what all workers have told, by rank: for each step, as text, what :meth:`held` says as ``data``; and
                 whether they can read other pipelines' data, as ``reads``.
@@ -148,7 +148,9 @@ class Keeping:
                         self._put(step, (d, j), part, None)
 
     def give(self, step: Step, plan: StepPlan) -> None:
-        """Send what this worker is to send of a step, once on each lane, and begin to receive what it is to keep."""
+        """Send what this worker is to send of a step, once on each survivor group, and begin to receive what it is to
+        keep.
+        """
         me = self._rank(self._me)
         for d in range(self._topology.pipelines):
             for part in self._parts:
@@ -171,7 +173,7 @@ class Keeping:
         """Before the last forward of a row: have all that is to be kept.
 
         Raises:
-            LaneBroken: somebody failed.
+            SurvivorGroupBroken: somebody failed.
         """
         row = plan.plan.schedule.rows[self._me]
         if sum(action.kind is Kind.F for action in row[step.at :]) > 1:
@@ -183,11 +185,11 @@ class Keeping:
                         self._get(step, plan, (d, j), part)
 
     def inputs(self, step: Step, plan: StepPlan, action: Action) -> Tensors:
-        """Data that the first stage computes with. Raises LaneBroken after a failure."""
+        """Data that the first stage computes with. Raises SurvivorGroupBroken after a failure."""
         return self._get(step, plan, (action.pipeline, action.micro_batch), self._parts[0])
 
     def labels(self, step: Step, plan: StepPlan, action: Action) -> Tensors:
-        """Data that the last stage computes with. Raises LaneBroken after a failure."""
+        """Data that the last stage computes with. Raises SurvivorGroupBroken after a failure."""
         return self._get(step, plan, (action.pipeline, action.micro_batch), self._parts[1])
 
     def _get(self, step: Step, plan: StepPlan, place: tuple[int, int], part: Part) -> Tensors:

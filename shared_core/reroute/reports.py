@@ -48,7 +48,7 @@ class Reports:
         self._rows: Mapping[Worker, Reported] = {}
 
     def connect(self, channel: MessageChannel) -> None:
-        """There is a new lane."""
+        """There is a new survivor group."""
         self._channel, self._deliberation, self._reported = channel, Deliberation(), -1
         self._planner.proposal = None
 
@@ -66,10 +66,10 @@ class Reports:
         return Reported(self._measuring.recent(step - EVERY), self._planner.ready_for(self._history.failed))
 
     def report(self, step: int) -> None:
-        """A step whose losses are not known yet begins, or continues over a new lane: report, if it is due.
+        """A step whose losses are not known yet begins, or continues over a new survivor group: report, if it is due.
 
         Raises:
-            LaneBroken: somebody failed.
+            SurvivorGroupBroken: somebody failed.
         """
         decider = self._decider()
         if not self._due(step) or self._reported == step or decider == self._me:
@@ -83,7 +83,7 @@ class Reports:
         """At the worker that decides, which tells the losses of a step: what else to tell.
 
         Raises:
-            LaneBroken: somebody failed.
+            SurvivorGroupBroken: somebody failed.
         """
         used = self._planner.times
         if not self._due(step) or used is None or self._decider() != self._me:
@@ -115,7 +115,7 @@ class Reports:
         """The losses of a step have come, with a word from the worker that decides.
 
         Raises:
-            LaneBroken: somebody failed.
+            SurvivorGroupBroken: somebody failed.
         """
         if word is Word.PROPOSAL:
             decider = self._decider()

@@ -11,7 +11,7 @@ from shared_core.reroute.planning import Plans
 from shared_core.reroute.room import spare_bytes
 from shared_core.reroute.step import HomeModel
 from shared_core.reroute.times import second_updates
-from shared_core.schedule.normalise import Move, iteration_cost, normalise, patience
+from shared_core.schedule.normalise import Move, iteration_cost, normalise, steps_to_wait
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.schedule.timing import Times
@@ -75,7 +75,7 @@ def due(
     second, later = (max(second_updates(times, some).values(), default=0.0) for some in (moved, found.moves))
     before = iteration_cost(topology, vacant, times, variant, ordered) + second
     new = sum(copies[move.target.stage] for move in found.moves if move not in moved)
-    steps = patience(before, found.cost + later, new + before)
+    steps = steps_to_wait(before, found.cost + later, new + before)
     return None if steps is None else Due(newest + 1 + steps, found.moves)
 
 

@@ -212,7 +212,7 @@ class StepResult:
 
     Attributes:
         losses: of each pipeline's micro-batches.
-        admit: replacements are admitted before the next step, if the lane still has this number; -1 for not.
+        admit: replacements are admitted before the next step, if the survivor group still has this number; -1 for not.
         loss_type: type of the losses, in which they are added.
     """
 

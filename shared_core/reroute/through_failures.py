@@ -1,4 +1,4 @@
-"""How every part of a re-routed step continues after a failure: by another attempt, on the next lane."""
+"""How every part of a re-routed step continues after a failure: by another attempt, on the next survivor group."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import TypeVar
 
 import torch
 
-from shared_core.errors import LaneBroken
+from shared_core.errors import SurvivorGroupBroken
 
 T = TypeVar("T")
 
 
-def through_failures(attempt: Callable[[], T], leave_lane: Callable[[], None]) -> T:
+def through_failures(attempt: Callable[[], T], leave_survivor_group: Callable[[], None]) -> T:
     """Call ``attempt`` until no failure interrupts it.
 
     Args:
-        attempt: forms a lane where there is none, and continues where the attempt before was interrupted.
-        leave_lane: the lane in use is broken.
+        attempt: forms a survivor group where there is none, and continues where the attempt before was interrupted.
+        leave_survivor_group: the survivor group in use is broken.
     """
     while True:
         try:
             # Evaluations come here too, and what others need of the step before is differentiated.
             with torch.inference_mode(False), torch.enable_grad():
                 return attempt()
-        except LaneBroken:
-            leave_lane()
+        except SurvivorGroupBroken:
+            leave_survivor_group()

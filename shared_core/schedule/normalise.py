@@ -7,7 +7,7 @@ this by dynamic programming ("failure normalization"); its recurrence is not pub
     best[s][f] = min over k of  combine(best[s - 1][f - k], cost(s, k), moves(s, k)),     k <= pipelines - 1
 
 where f failures are put into stages 0..s, k of them into stage s, the costs combine by their maximum and moves add up.
-When to move is decided without knowing how long the failures last: see :func:`patience`.
+When to move is decided without knowing how long the failures last: see :func:`steps_to_wait`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def iteration_cost(
     return max(stage_cost(topology, times, variant, s, k, ordered) for s, k in enumerate(have))
 
 
-def patience(before: float, after: float, cost: float) -> int | None:
+def steps_to_wait(before: float, after: float, cost: float) -> int | None:
     """Iterations to wait before failures are spread; None for ever, where it does not pay.
 
     Nobody knows how long failures last. Whoever waits until it has lost what the moves cost, and moves then, never

@@ -24,7 +24,7 @@ _LOGS = "swift-log-"
 #: Link to the folder for logs on disk: short links go through it, which take no room in memory.
 DISK = "disk"
 #: Start of the names of folders beside the logs on disk: publications of a rank that did not fit into memory.
-ON_DISK = "board"
+ON_DISK = "publications"
 #: Less room in memory than this is left to others, in bytes.
 LEAST_BYTES = 16 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -102,7 +102,7 @@ _PIPE_RECOVERY = tuple(name for name in _COMMON if name.startswith("recovery."))
 _REROUTED_TRAINS: dict[str, int] = {
     "step_boundary": 1,
     "reroute.action": 8,
-    "lane.send": 8,
+    "survivor_group.send": 8,
     "reroute.reduce": 1,
     "reroute.step": 1,
     "update.before": 1,
@@ -111,8 +111,8 @@ _REROUTED_TRAINS: dict[str, int] = {
 }
 _REROUTED_EVALUATES: dict[str, int] = {"step_boundary": 1, "reroute.evaluate": 4, "reroute.evaluated": 1}
 #: Points at which a survivor, and a replacement, passes when replacements are admitted.
-_ADMITS = ("lane.admit", "recovery.connected", "recovery.exchanged", "recovery.installed")
-_COMES_IN = ("lane.join_request", "recovery.connected", "recovery.exchanged", "recovery.installed")
+_ADMITS = ("survivor_group.admit", "recovery.connected", "recovery.exchanged", "recovery.installed")
+_COMES_IN = ("survivor_group.join_request", "recovery.connected", "recovery.exchanged", "recovery.installed")
 
 
 class Cut(NamedTuple):

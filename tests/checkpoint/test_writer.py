@@ -350,7 +350,7 @@ def test_a_machine_that_has_skipped_the_last_step_is_not_waited_for(
 
 def test_the_end_is_not_waited_for_in_vain(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other machine ends without ever choosing the step, or without its part of it."""
-    monkeypatch.setattr(writer_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(writer_module, "MAX_WAIT_S", 0.2)
     for rank in (1, 0):
         spool = Spool(tmp_path / str(rank))
         snapshot(spool, 10, where, ranks=[rank])

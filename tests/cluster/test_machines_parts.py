@@ -16,7 +16,7 @@ from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, lane_key
+from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, survivor_group_key
 from shared_core.protocol.mirroring import keeper
 from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.takeover import reassign
@@ -171,7 +171,7 @@ def test_an_entry_comes_back_as_it_was() -> None:
     causes = (Cause(CauseKind.DIVERGENT, "it differs", 1), Cause(CauseKind.MACHINE, "machine b failed", 2))
     line = Resized(0, 3, (0, 1), 7)
     full = Entry(
-        generation=4, incarnations=(0, 1, 2), absent=frozenset({2}), kind=Kind.HAND_ON, causes=causes, detected=1.5,
+        generation=4, incarnations=(0, 1, 2), absent=frozenset({2}), kind=Kind.DRAIN, causes=causes, detected=1.5,
         machines=("a", None), stay=(0, 1), after=("a",), reason="why", rank=1, workers=2, line=line,
     )  # fmt: skip
     assert Entry.from_json(full.to_json().encode(), 4, 3) == full
@@ -205,18 +205,20 @@ def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_who_is_absent() -> None:
-    """Nobody is until all workers use lanes; then whoever fails, until it is said first that replacements are in."""
+    """Nobody is until all workers use survivor groups; then whoever fails, until it is said first that replacements are
+    in.
+    """
     store = MemoryStore()
     one, other = Ledger(store, "p/", 3), Ledger(store, "p/", 3)
     lose = lambda ledger, *failed: ledger.append(lambda: losing(*failed))  # noqa: E731
     for rank in range(3):
-        store.set("p/" + lane_key(rank, 0), "1")
-    store.delete_key("p/" + lane_key(2, 0))
+        store.set("p/" + survivor_group_key(rank, 0), "1")
+    store.delete_key("p/" + survivor_group_key(2, 0))
     assert lose(one, 1).absent is None
-    store.set("p/" + lane_key(2, 0), "1")
-    assert lose(other, 2).absent is None, "the replacement of rank 1 does not use lanes yet"
+    store.set("p/" + survivor_group_key(2, 0), "1")
+    assert lose(other, 2).absent is None, "the replacement of rank 1 does not use survivor groups yet"
     for rank in (1, 2):
-        store.set("p/" + lane_key(rank, 1), "1")
+        store.set("p/" + survivor_group_key(rank, 1), "1")
     assert lose(one, 1).absent == {1} and one.present() == [0, 2]
     assert lose(other, 2).absent == {1, 2} and other.present() == [0]
     assert store.compare_set("p/" + admit_key(3, 1), "", "[1]") == b"[]", "too late for replacements to be admitted"

@@ -45,11 +45,11 @@ class Job:
         replicas: int = 0,
     ) -> None:
         self.rng, self.ranks, self.steps, self.on_failure = rng, range(world), steps, on_failure
-        self.lanes = on_failure == "reroute"
+        self.survivor_groups = on_failure == "reroute"
         self.pending, self.chance, self.most, self.replicas = list(failures or ()), chance, most, replicas
         self.store, self.lines = Store(), list[str]()
         self.ledger = Ledger(self.store, "", world)
-        self.boards: list[list[StepBoundary]] = [[] for _ in self.ranks]
+        self.publishers: list[list[StepBoundary]] = [[] for _ in self.ranks]
         self.plans: dict[str, Plan] = {}
         self.issued: dict[int, dict[int, int]] = {}
         self.meetings: dict[tuple[int, int, frozenset[int]], Meeting] = {}
@@ -72,7 +72,7 @@ class Job:
         if written is not None:
             what = "".join(f", rank {c.who} {c.kind.value}" for c in written.causes)
             what += f", absent {sorted(written.absent)}" if written.absent else ""
-            what += f", stay {list(written.stay)}" if written.kind is Kind.HAND_ON else ""
+            what += f", stay {list(written.stay)}" if written.kind is Kind.DRAIN else ""
             what += f", {written.reason}" if written.reason else ""
             self.say(f"launcher: entry {written.generation}: {written.kind.value}{what}")
         return written
@@ -94,11 +94,11 @@ class Job:
         assert written is not None
         if (
             not self.workers.keys() - ranks
-            or (written.kind is Kind.HAND_ON and not written.stay)
+            or (written.kind is Kind.DRAIN and not written.stay)
             or len(written.absent or ()) == len(self.ranks)
         ):
             self.restart("all workers failed")
-        elif written.kind is not Kind.HAND_ON:
+        elif written.kind is not Kind.DRAIN:
             for worker in failed:
                 self.replacement(worker.rank)
 
@@ -154,9 +154,9 @@ class Job:
         alike = [r for r in self.ranks if self.replicas and r // self.replicas == worker.rank // self.replicas]
         members = {"world": members_text(self.ranks)}
         boundary = StepBoundary(worker.version + 1, worker.version, 0, "batch", groups, members=members, replicas=alike)
-        worker.board = [*(each for each in worker.board if each.index < boundary.index), boundary][-2:]
+        worker.publisher = [*(each for each in worker.publisher if each.index < boundary.index), boundary][-2:]
         if worker.incarnation == self.ledger.incarnations[worker.rank]:
-            self.boards[worker.rank] = worker.board
+            self.publishers[worker.rank] = worker.publisher
 
     def complete(self, worker: Worker, step: int) -> bool:
         """Whether the step's collective is finished: all that are connected with the worker have issued it."""
@@ -165,7 +165,7 @@ class Job:
         here = self.issued[worker.connected]
         return all(here.get(rank, 0) > step for rank in self.ranks)
 
-    def lane(self, worker: Worker, generation: int, absent: frozenset[int]) -> Meeting:
+    def survivor_group(self, worker: Worker, generation: int, absent: frozenset[int]) -> Meeting:
         present = frozenset(self.ranks) - absent
         meeting = self.meetings.setdefault((generation, worker.version, absent), Meeting(present))
         meeting.here[worker.rank] = worker

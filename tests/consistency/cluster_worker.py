@@ -10,15 +10,15 @@ from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.protocol.admission import admit
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
-from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary, read_fronts
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import (
     GIVEN_UP,
     Entry,
     Kind,
     generation_key,
     go_key,
-    lane_key,
     plan_key,
+    survivor_group_key,
 )
 from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan, decide
@@ -94,7 +94,7 @@ class Worker:
         self.agreed: dict[int, Agreed] = {}
         self.gone: set[int] = set()
         #: What it has published; a replacement: the failed worker.
-        self.board = list(job.boards[rank])
+        self.publisher = list(job.publishers[rank])
         #: Optimizer steps.
         self.version = 0
         #: Collectives of the default group, one a step: issued, finished, logged, to serve.
@@ -140,9 +140,11 @@ class Worker:
             elif action is Action.WITHDRAW:
                 self.start(self.withdraw(entry))
             elif action is not Action.STOP_WATCHING:
-                act = {Action.RECOVER: self.recover, Action.CARRY_ON: self.carry_on, Action.HAND_ON: self.hand_on}[
-                    action
-                ]
+                act = {
+                    Action.RECOVER: self.recover,
+                    Action.CARRY_ON: self.carry_on,
+                    Action.DRAIN: self.drain_for_resize,
+                }[action]
                 self.start(act(entry))
         return actions
 
@@ -178,7 +180,7 @@ class Worker:
 
     def front(self, boundaries: tuple[StepBoundary, ...] = ()) -> Frontier:
         if self.joins:
-            return Frontier(self.rank, self.incarnation, True, 0, tuple(self.board))
+            return Frontier(self.rank, self.incarnation, True, 0, tuple(self.publisher))
         log = sorted(self.log | self.replay)
         group = GroupFrontier(members_text(self.job.ranks), self.issued, Done(self.done).to_json(), log, [])
         return Frontier(self.rank, self.incarnation, False, self.version, boundaries, {"world": group})
@@ -196,9 +198,9 @@ class Worker:
         """This one was the last to say where it stands."""
         yield f"deciding {generation}"
         store, keys = self.job.store, {r: f"{generation_key(generation)}/front/{r}" for r in self.job.ranks}
-        fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
+        frontiers = read_frontiers({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
         try:
-            agreed = Agreed(decide(fronts))
+            agreed = Agreed(decide(frontiers))
         except RecoveryFailed as error:
             agreed = Agreed(None, str(error))
         store.compare_set(plan_key(generation), "", agreed.to_json())
@@ -253,8 +255,8 @@ class Worker:
             self.generation = generation
         if joins and (boundary := plan.boundaries[self.rank]) is not None:
             self.issued = self.done = boundary.groups["world"]
-            # Over lanes, who goes through the batch again does nothing in updates that the state contains.
-            self.version = plan.newest if self.job.lanes else boundary.version
+            # Over survivor groups, who goes through the batch again does nothing in updates that the state contains.
+            self.version = plan.newest if self.job.survivor_groups else boundary.version
         for each in plan.transfers:
             if each.destination == self.rank:
                 self.replay |= set(each.entries["world"])
@@ -310,7 +312,7 @@ class Worker:
 
         return self.holding(body())
 
-    def hand_on(self, entry: Entry) -> Thread:
+    def drain_for_resize(self, entry: Entry) -> Thread:
         def body() -> Iterator[Pause]:
             generation, store = entry.generation, self.job.store
             if not self.break_off(entry):
@@ -318,7 +320,7 @@ class Worker:
             self.offering = True  # no step boundary is passed from here on
             yield "offer"
             key = generation_key(generation)
-            boundaries = tuple((boundary.index, boundary.version, boundary.kind) for boundary in self.board)
+            boundaries = tuple((boundary.index, boundary.version, boundary.kind) for boundary in self.publisher)
             offer = Offer(self.rank, 0, boundaries, None if self.joins else self.version)
             store.set(f"{key}/offer/{self.rank}", offer.to_json())
             yield from self.await_all("offer", entry.stay, generation)
@@ -376,7 +378,7 @@ class Worker:
     def join(self) -> Iterator[Pause]:
         self.step(Event.ARRIVED)
         while self.generation < 0:
-            yield lambda: self.newest == 0 or self.entries[self.newest].kind is not Kind.HAND_ON
+            yield lambda: self.newest == 0 or self.entries[self.newest].kind is not Kind.DRAIN
             generation = self.newest
             yield from self.holding(self.form(generation))
             if self.generation < 0:
@@ -386,8 +388,8 @@ class Worker:
         """One step: publish the step boundary, issue its collective, finish it."""
         yield lambda: not self.offering
         self.job.publish(self)
-        if self.job.lanes:
-            yield from self.train_over_lane()
+        if self.job.survivor_groups:
+            yield from self.train_over_survivor_group()
             return
         yield f"step {self.version + 1}"
         step, self.issued = self.issued, self.issued + 1
@@ -401,16 +403,16 @@ class Worker:
 
     # -- on_failure="reroute" ----------------------------------------------------------------------
 
-    def train_over_lane(self) -> Iterator[Pause]:
+    def train_over_survivor_group(self) -> Iterator[Pause]:
         """One step of those that are present; then replacements that have asked to join are admitted."""
         job = self.job
-        job.store.set(lane_key(self.rank, self.incarnation), "1")
-        yield "lane"
+        job.store.set(survivor_group_key(self.rank, self.incarnation), "1")
+        yield "survivor_group"
         yield lambda: self.phase is Phase.WITHOUT or self.newest == self.generation
         if self.phase is not Phase.WITHOUT and self.newest != self.generation:
             return
         generation, absent = self.newest, self.absent if self.phase is Phase.WITHOUT else frozenset[int]()
-        meeting = job.lane(self, generation, absent)
+        meeting = job.survivor_group(self, generation, absent)
         yield f"step {self.version + 1}"
         yield lambda: self.ended(generation) or meeting.over
         if not meeting.over:
@@ -439,13 +441,13 @@ class Worker:
     def admit(self, turn: Round) -> Iterator[Pause]:
         joins, store, generation = self.joins, self.job.store, turn.generation
         members, decided = turn.members(len(self.job.ranks)), f"{turn.name}/plan"
-        store.set(f"{turn.name}/front/{self.rank}", self.front(tuple(self.board[-1:])).to_json())
+        store.set(f"{turn.name}/front/{self.rank}", self.front(tuple(self.publisher[-1:])).to_json())
         if store.add(f"{turn.name}/fronts", 1) == len(members):
             yield f"deciding {generation}"
             keys = {rank: f"{turn.name}/front/{rank}" for rank in members}
-            fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
+            frontiers = read_frontiers({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
             try:
-                agreed = Agreed(admit(fronts, self.entries[generation].absent or ()))
+                agreed = Agreed(admit(frontiers, self.entries[generation].absent or ()))
             except RecoveryFailed as error:
                 agreed = Agreed(None, str(error))
             store.set(decided, agreed.to_json())
@@ -470,11 +472,11 @@ class Worker:
         event = Event.ADMITTED_LATE if late else Event.ADMITTED_SOME if turn.away else Event.ADMITTED
         self.install(plan, generation, joins, event, turn.name)
         if joins and (boundary := plan.boundaries[self.rank]) is not None:
-            self.board = [boundary]
+            self.publisher = [boundary]
 
 
 class Meeting:
-    """A step over a lane: it is made when all that are present have come, for all of them at once."""
+    """A step over a survivor group: it is made when all that are present have come, for all of them at once."""
 
     def __init__(self, ranks: frozenset[int]) -> None:
         self.ranks, self.here, self.over, self.admits = ranks, dict[int, Worker](), False, frozenset[int]()

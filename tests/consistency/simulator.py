@@ -154,7 +154,7 @@ class Job:
         self.program, self.rng = program, rng
         self.world = len(program.steps)
         self.workers = [Worker(rank, program, False) for rank in range(self.world)]
-        self.boards: list[list[tuple[StepBoundary, int]]] = [
+        self.publishers: list[list[tuple[StepBoundary, int]]] = [
             [] for _ in range(self.world)
         ]  # boundaries with their places
         self.issued: dict[str, dict[int, list[int]]] = {}
@@ -273,12 +273,12 @@ class Job:
             sent={name: {_key(c): n for c, n in g.sent.items()} for name, g in worker.groups.items()},
             members={name: members_text(self.program.groups[name]) for name in worker.groups},
         )
-        board = [entry for entry in self.boards[worker.rank] if entry[0].index != boundary.index]
-        board = sorted([*board, (boundary, worker.place)], key=lambda entry: entry[0].index)
+        publisher = [entry for entry in self.publishers[worker.rank] if entry[0].index != boundary.index]
+        publisher = sorted([*publisher, (boundary, worker.place)], key=lambda entry: entry[0].index)
         worker.boundary = boundary.index
-        while len(board) > 1 and board[0][0].index < worker.stable:
-            board.pop(0)
-        self.boards[worker.rank] = board
+        while len(publisher) > 1 and publisher[0][0].index < worker.stable:
+            publisher.pop(0)
+        self.publishers[worker.rank] = publisher
 
     def _send(self, worker: Worker, step: Step) -> None:
         group = worker.groups[step.group]
@@ -313,8 +313,8 @@ class Job:
         for rank in ranks:
             self.workers[rank] = Worker(rank, self.program, True)
         while True:
-            fronts = {rank: self._frontier(rank) for rank in range(self.world)}
-            plan = decide({rank: Frontier.from_json(front.to_json()) for rank, front in fronts.items()})
+            frontiers = {rank: self._frontier(rank) for rank in range(self.world)}
+            plan = decide({rank: Frontier.from_json(front.to_json()) for rank, front in frontiers.items()})
             self._check(plan)
             self._drift()
             self._check_donors(plan)
@@ -334,7 +334,7 @@ class Job:
     def _frontier(self, rank: int) -> Frontier:
         worker = self.workers[rank]
         if worker.replacement:
-            return Frontier(rank, 1, True, 0, tuple(boundary for boundary, _ in self.boards[rank]))
+            return Frontier(rank, 1, True, 0, tuple(boundary for boundary, _ in self.publishers[rank]))
         groups = {}
         for name, group in worker.groups.items():
             exclusive = sorted(n for n, (_, step) in group.log.items() if step.what in EXCLUSIVE)
@@ -354,7 +354,7 @@ class Job:
         """What must hold of any plan, whatever the program."""
         assert plan.replacements == tuple(rank for rank, worker in enumerate(self.workers) if worker.replacement)
         for rank, boundary in plan.boundaries.items():
-            assert boundary is None or boundary in [published for published, _ in self.boards[rank]]
+            assert boundary is None or boundary in [published for published, _ in self.publishers[rank]]
             assert plan.donors[rank] not in plan.boundaries
         for transfer in plan.transfers:
             assert transfer.source != transfer.destination
@@ -392,7 +392,7 @@ class Job:
             worker.replacement = False
             if boundary is None:
                 continue
-            worker.place = next(place for published, place in self.boards[rank] if published == boundary)
+            worker.place = next(place for published, place in self.publishers[rank] if published == boundary)
             worker.boundaries = worker.boundary = worker.stable = boundary.index
             worker.version = boundary.version
             for name, group in worker.groups.items():

@@ -33,10 +33,10 @@ def replacement(rank: int) -> Frontier:
     return Frontier(rank, 1, True, 0, ())
 
 
-def plan(*fronts: Frontier) -> Plan:
+def plan(*frontiers: Frontier) -> Plan:
     """The plan, which must not depend on the order of the frontiers or on who computes it."""
-    found = admit({front.rank: front for front in fronts})
-    assert found == admit({f.rank: Frontier.from_json(f.to_json()) for f in reversed(fronts)})
+    found = admit({front.rank: front for front in frontiers})
+    assert found == admit({f.rank: Frontier.from_json(f.to_json()) for f in reversed(frontiers)})
     assert Agreed.from_json(Agreed(found).to_json(), "plan", 4).plan == found
     return found
 
@@ -116,6 +116,6 @@ def test_two_replacements_have_donors_of_their_own() -> None:
         ([replacement(0), replacement(1)], "no survivor is left"),
     ],
 )
-def test_what_cannot_be(fronts: list[Frontier], message: str) -> None:
+def test_what_cannot_be(frontiers: list[Frontier], message: str) -> None:
     with pytest.raises(RecoveryFailed, match=message):
-        plan(*fronts)
+        plan(*frontiers)

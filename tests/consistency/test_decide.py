@@ -41,10 +41,10 @@ def replacement(rank: int, *boundaries: StepBoundary) -> Frontier:
     return Frontier(rank, 1, True, 0, boundaries)
 
 
-def plan(*fronts: Frontier) -> Plan:
+def plan(*frontiers: Frontier) -> Plan:
     """The plan, which must not depend on the order of the frontiers or on who computes it."""
-    found = decide({front.rank: front for front in fronts})
-    again = decide({f.rank: Frontier.from_json(f.to_json()) for f in reversed(fronts)})
+    found = decide({front.rank: front for front in frontiers})
+    again = decide({f.rank: Frontier.from_json(f.to_json()) for f in reversed(frontiers)})
     assert found == again
     assert Agreed.from_json(Agreed(found).to_json(), "plan", 3).plan == found
     return found
@@ -182,18 +182,18 @@ def test_nobody_left() -> None:
 
 def test_only_a_replica_of_the_stage_is_a_donor() -> None:
     mine = replace(boundary(2, 1, w=4), replicas=[0, 2])
-    fronts = survivor(1, 2, w=group(4)), survivor(2, 1, w=group(4))
-    assert plan(replacement(0, mine), *fronts).donors == {0: 2}
+    frontiers = survivor(1, 2, w=group(4)), survivor(2, 1, w=group(4))
+    assert plan(replacement(0, mine), *frontiers).donors == {0: 2}
     alone = replace(mine, replicas=[0])
     with pytest.raises(RecoveryFailed, match="rank 0 cannot be rebuilt|no longer keeps it"):
-        plan(replacement(0, alone), *fronts)
+        plan(replacement(0, alone), *frontiers)
 
 
 def test_without_a_replica_the_newest_checkpoint_serves_and_needs_no_donor() -> None:
     saved = [replace(boundary(n, n - 1, w=n), replicas=[0], saved=True) for n in (3, 6)]
     newer = replace(boundary(8, 7, w=8), replicas=[0])
-    fronts = survivor(1, 8, w=group(9, log=range(3, 9))), survivor(2, 7, w=group(9, log=[8]))
-    found = plan(replacement(0, *saved, newer), *fronts)
+    frontiers = survivor(1, 8, w=group(9, log=range(3, 9))), survivor(2, 7, w=group(9, log=[8]))
+    found = plan(replacement(0, *saved, newer), *frontiers)
     assert found.boundaries == {0: saved[1]} and found.donors == {}
     assert found.transfers == (Transfer(1, 0, {"w": [6, 7, 8]}),)
 

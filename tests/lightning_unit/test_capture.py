@@ -48,7 +48,7 @@ class LocalJob:
         self.entries = SimpleNamespace(
             begin=lambda: SimpleNamespace(skip=False), done=self._end, evaluation_boundary=lambda: False
         )
-        self.news = SimpleNamespace(listen=lambda listener: None)
+        self.reporter = SimpleNamespace(listen=lambda listener: None)
         #: Those of objects alone: the frames are the test's.
         self.variables = Variables(0, lambda: "other")
 

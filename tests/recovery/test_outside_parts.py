@@ -14,9 +14,9 @@ from shared_core.protocol.plan import decide
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.change_detection import Watch
 from shared_core.worker.state.publication_file import is_blank
-from shared_core.worker.state.publications import LOOSE, Board
+from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unstepped import Loose
+from shared_core.worker.state.unoptimized import UnoptimizedParameters
 from shared_core.worker.state.updates import Updates
 
 
@@ -75,16 +75,16 @@ def test_later_a_change_through_data_is_seen_in_time() -> None:
 
 def test_parameters_of_no_optimizer_are_written_when_they_change(tmp_path: Path) -> None:
     net, optimizer, replicated = made()
-    board, loose = Board(tmp_path / "rank0"), Loose(replicated, ())
-    assert loose.own and [replicated.names[place] for place in loose.places] == ["2.weight", "2.bias"]
+    publisher, unoptimized = SharedMemoryPublisher(tmp_path / "rank0"), UnoptimizedParameters(replicated, ())
+    assert unoptimized.own and [replicated.names[place] for place in unoptimized.places] == ["2.weight", "2.bias"]
 
     def publish(index: int) -> dict[int, int]:
-        refers = loose.publish(board, index, loose.capture())
-        board.publish_boundary(StepBoundary(index, 0, 0, "batch", {}), {LOOSE: refers})
-        board.drop_before(index - 1)
+        refers = unoptimized.publish(publisher, index, unoptimized.capture())
+        publisher.publish_boundary(StepBoundary(index, 0, 0, "batch", {}), {UNOPTIMIZED: refers})
+        publisher.drop_before(index - 1)
         return refers
 
-    weight, bias = loose.places
+    weight, bias = unoptimized.places
     assert publish(1) == {weight: 1, bias: 1}
     assert publish(2) == {weight: 1, bias: 1}
     net[2].bias.data.add_(1)
@@ -94,16 +94,16 @@ def test_parameters_of_no_optimizer_are_written_when_they_change(tmp_path: Path)
         net[2].weight.add_(1)
     assert publish(4) == {weight: 4, bias: 3}
     for index, expected in ((3, at_three), (4, net[2].weight.detach())):
-        values = Board(tmp_path / "rank0").read_boundary(index)[LOOSE]
+        values = SharedMemoryPublisher(tmp_path / "rank0").read_boundary(index)[UNOPTIMIZED]
         assert torch.equal(values[weight], expected) and torch.equal(values[bias], net[2].bias.detach())
     publish(5)
     publish(6)
-    left = sorted(path.name for path in (tmp_path / "rank0").glob("loose.*") if not is_blank(path))
-    assert left == ["loose.3", "loose.5"]
-    (tmp_path / "rank0" / "loose.3").write_bytes(b"x" * 40)
+    left = sorted(path.name for path in (tmp_path / "rank0").glob("unoptimized.*") if not is_blank(path))
+    assert left == ["unoptimized.3", "unoptimized.5"]
+    (tmp_path / "rank0" / "unoptimized.3").write_bytes(b"x" * 40)
     with pytest.raises(CorruptFile):
-        board.read_boundary(6)
-    loose.restore({bias: torch.zeros(2)})
+        publisher.read_boundary(6)
+    unoptimized.restore({bias: torch.zeros(2)})
     assert not net[2].bias.any() and publish(7) == {weight: 7, bias: 7}, "all is written again"
 
 
@@ -136,7 +136,7 @@ def updates() -> Updates:
 
 def test_the_state_at_a_step_boundary_is_given_whatever_was_done_since(updates: Updates) -> None:
     net, optimizer, replicated = made()
-    updates.attach(replicated, loose=Loose(replicated, {id(p) for p in net.parameters()}))
+    updates.attach(replicated, unoptimized=UnoptimizedParameters(replicated, {id(p) for p in net.parameters()}))
     try:
         updates.at_boundary(1)
         first = [p.detach().clone() for p in net.parameters()]

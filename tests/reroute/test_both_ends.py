@@ -65,7 +65,7 @@ def test_the_first_end_that_is_back_is_enough(jobs: Jobs, name: str) -> None:
 def test_a_replacement_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
     """Of two workers of three pipelines; the others train on while the second is still starting."""
     faults = {
-        "a_survivor": [Fault(3, ANY_STEP, "lane.admit", "SIGKILL")],
+        "a_survivor": [Fault(3, ANY_STEP, "survivor_group.admit", "SIGKILL")],
         "the_donor": [Fault(1, ANY_STEP, "recovery.connected", "SIGKILL")],
     }.get(name, [])
     args = ("--steps", "40", "--copies", "5:2:1", "--sum-after", "40", "--hold", "5")
@@ -121,7 +121,7 @@ def test_neighbors_fail_anywhere_at_the_end_of_a_step(
 ) -> None:
     """One right before its update, the other before each message of its sum of gradients."""
     for nth in range(1, 8):
-        point, later = ("lane.send", 8 + nth) if nth % 2 else ("lane.wait", 6 + nth)
+        point, later = ("survivor_group.send", 8 + nth) if nth % 2 else ("survivor_group.wait", 6 + nth)
         faults = [kill(first, 3, 1, "reroute.step"), kill(second, 3, later, point)]
         result = go(jobs, faults, model.split(), env={"SWIFT_RECOVERY_REROUTE_PLAN": plan.value})
         assert not result.kinds("restart"), result.tail()

@@ -69,9 +69,9 @@ def test_gradients_that_are_not_finite(jobs: Jobs, value: str) -> None:
         ("update.after", 1),
         ("update.before", 2),
         ("update.after", 2),
-        ("lane.wait", 9),
-        ("lane.wait", 11),
-        ("lane.wait", 13),
+        ("survivor_group.wait", 9),
+        ("survivor_group.wait", 11),
+        ("survivor_group.wait", 13),
     ],
 )
 def test_a_failure_around_an_update_that_is_taken_back(

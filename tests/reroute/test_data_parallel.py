@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from shared_core.errors import LaneBroken, Unsupported
+from shared_core.errors import SurvivorGroupBroken, Unsupported
 from shared_core.loaders.shards import Shards
 from shared_core.reroute.data_parallel import DataParallelSteps, Outcome, hosts
 
-WORLD, STEPS, PATIENCE_S = 3, 6, 30.0
+WORLD, STEPS, MAX_WAIT_S = 3, 6, 30.0
 
 
 class Failed(BaseException):
@@ -39,7 +39,7 @@ class Network:
         self.incarnations = dict.fromkeys(range(WORLD), 0)
         self.asks_to_join: set[int] = set()
         self.arrived: dict[Any, set[int]] = defaultdict(set)
-        self.lanes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.survivor_groups: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.letting: dict[Any, dict[int, Any]] = defaultdict(dict)
         self.copies: dict[int, Any] = {}
         self.mail: dict[Any, list[Tensor]] = defaultdict(list)
@@ -73,7 +73,7 @@ class Network:
 
     def wait(self, ready: Callable[[], Any]) -> None:
         """With the lock held."""
-        done = self.changed.wait_for(lambda: ready() or self.errors, PATIENCE_S)
+        done = self.changed.wait_for(lambda: ready() or self.errors, MAX_WAIT_S)
         if self.errors or not done:
             raise TimeoutError("nobody answers")
 
@@ -83,19 +83,19 @@ class Network:
 
 
 class Work:
-    def __init__(self, lane: ThreadLane, tensor: Tensor, key: Any) -> None:
-        self.lane, self.tensor, self.key = lane, tensor, key
+    def __init__(self, survivor_group: ThreadGroup, tensor: Tensor, key: Any) -> None:
+        self.survivor_group, self.tensor, self.key = survivor_group, tensor, key
 
     def wait(self) -> None:
-        network = self.lane.worker.tick()
+        network = self.survivor_group.worker.tick()
         with network.changed:
-            network.wait(lambda: network.mail[self.key] or self.lane.broken())
-            if self.lane.broken():
-                raise LaneBroken
+            network.wait(lambda: network.mail[self.key] or self.survivor_group.broken())
+            if self.survivor_group.broken():
+                raise SurvivorGroupBroken
             self.tensor.copy_(network.mail[self.key].pop(0))
 
 
-class ThreadLane:
+class ThreadGroup:
     def __init__(
         self, worker: Worker, meeting: Any, generation: int, ranks: tuple[int, ...], finished: tuple[int, ...]
     ) -> None:
@@ -123,7 +123,7 @@ class ThreadLane:
             network.changed.notify_all()
             network.wait(lambda: len(values) == len(self.ranks) or self.broken())
             if len(values) < len(self.ranks):
-                raise LaneBroken  # who was quicker may have got the answer
+                raise SurvivorGroupBroken  # who was quicker may have got the answer
         self.worker.tick()
         return dict(values)
 
@@ -134,7 +134,7 @@ class Worker:
     def __init__(self, network: Network, rank: int, incarnation: int) -> None:
         self.network, self.rank, self.incarnation = network, rank, incarnation
         self.operations = 0
-        self.here: ThreadLane | None = None
+        self.here: ThreadGroup | None = None
         self.parameter = nn.Parameter(torch.ones(5))
         self.outcomes: list[Outcome] = []
         self.step = 0
@@ -154,14 +154,14 @@ class Worker:
         loss.backward()
         return Outcome(float(loss.detach()), b"x" * ((rank + step) % 3))  # notes differ in length
 
-    def connect(self) -> ThreadLane:
+    def connect(self) -> ThreadGroup:
         network = self.tick()
         with network.changed:
             while self.here is None or self.here.meeting != (network.generation, network.present):
                 self.here = self.meet(network, network.generation, network.present)
             return self.here
 
-    def meet(self, network: Network, generation: int, present: tuple[int, ...]) -> ThreadLane | None:
+    def meet(self, network: Network, generation: int, present: tuple[int, ...]) -> ThreadGroup | None:
         meeting = (generation, present)
         arrived = network.arrived[meeting]
         arrived.add(self.rank)
@@ -169,8 +169,8 @@ class Worker:
         network.wait(lambda: set(present) <= arrived | network.finished or network.generation > generation)
         if network.generation > generation:
             return None
-        shape = network.lanes.setdefault(meeting, (tuple(sorted(arrived)), tuple(set(present) - arrived)))
-        return ThreadLane(self, meeting, generation, *shape)
+        shape = network.survivor_groups.setdefault(meeting, (tuple(sorted(arrived)), tuple(set(present) - arrived)))
+        return ThreadGroup(self, meeting, generation, *shape)
 
     def joining_ranks(self, wait: bool) -> Sequence[int]:
         network = self.tick()
@@ -241,7 +241,7 @@ def simulate(kills: dict[tuple[int, int], int]) -> Network:
         for rank in range(WORLD):
             network.start(rank)
     for thread in network.threads:  # replacements are appended while it is walked
-        thread.join(2 * PATIENCE_S)
+        thread.join(2 * MAX_WAIT_S)
     if network.errors:
         raise AssertionError(f"kills {kills}") from network.errors[0]
     return network

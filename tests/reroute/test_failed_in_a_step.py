@@ -19,10 +19,10 @@ ROW = 9
 #: What is in no row, or inside an action, with the occurrences in one step.
 PLACES = (
     ("step_boundary", 1),
-    ("lane.wait", 2),
-    ("lane.wait", 7),
-    ("lane.wait", 11),
-    ("lane.wait", 13),
+    ("survivor_group.wait", 2),
+    ("survivor_group.wait", 7),
+    ("survivor_group.wait", 11),
+    ("survivor_group.wait", 13),
     ("reroute.reduce", 1),
     ("reroute.step", 1),
     ("update.before", 1),
@@ -70,7 +70,7 @@ TIED_CASES = {
     "sum": [kill(2, 3, 1, "reroute.reduce")],
     "one_has_the_sum": [kill(1, 3, 1, "reroute.step")],
     # The last stage has the sum of both, of which the failed worker computed a part; the first stage has not.
-    "one_stage_has_the_sum": [kill(0, 3, 13, "lane.send")],
+    "one_stage_has_the_sum": [kill(0, 3, 13, "survivor_group.send")],
     "both_stages": [kill(0, 3, 3), kill(3, 4, 5)],
 }
 
@@ -108,7 +108,7 @@ def test_every_action_with_tied_layers(jobs: Jobs, rank: int, plan: str) -> None
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", range(4))
 def test_every_place_with_tied_layers(jobs: Jobs, rank: int) -> None:
-    for point, nth in (*PLACES, *(("lane.send", nth) for nth in range(1, 18))):
+    for point, nth in (*PLACES, *(("survivor_group.send", nth) for nth in range(1, 18))):
         once(jobs, [kill(rank, 3, nth, point)], (*TIED, "--clip", "1.0", "--steps", "5"))
 
 
@@ -169,14 +169,16 @@ LONG = ("--steps", "16", "--work-ms", "30", "--micro-batches", "2")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["lane.join_request", "lane.agreed", "recovery.installed", "reroute.action"])
+@pytest.mark.parametrize(
+    "point", ["survivor_group.join_request", "survivor_group.agreed", "recovery.installed", "reroute.action"]
+)
 def test_a_replacement_fails_again(jobs: Jobs, point: str) -> None:
     again = Fault(3, ANY_STEP, point, "SIGKILL", incarnation=1)
     assert len(once(jobs, [kill(3, 2, 3), again], LONG).struck) == 2
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["lane.admit", "lane.agreed", "recovery.installed"])
+@pytest.mark.parametrize("point", ["survivor_group.admit", "survivor_group.agreed", "recovery.installed"])
 def test_a_survivor_fails_while_a_replacement_is_admitted(jobs: Jobs, point: str) -> None:
     once(jobs, [kill(3, 2, 3), Fault(0, ANY_STEP, point, "SIGKILL")], LONG)
 

@@ -12,7 +12,7 @@ import pytest
 
 from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.standing import Standing, text_of
+from shared_core.reroute.step_progress import StepProgress, text_of
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Action, Kind, Topology, Worker
 
@@ -48,7 +48,7 @@ def change(
             "failed": [list(worker) for worker in failed],
             "ready": [],
             "until": None,
-            "at": {text_of(w): Standing(*place, begun.get(w, {})).to_plain() for w, place in at.items()},
+            "at": {text_of(w): StepProgress(*place, begun.get(w, {})).to_plain() for w, place in at.items()},
             "summed": sorted({(step, worker.stage) for step, worker in sums if worker in at}),
         }
     )

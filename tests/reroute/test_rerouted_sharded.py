@@ -54,7 +54,7 @@ PLACES = {
     "forward": (2, "reroute.forward"),
     "backward": (2, "reroute.backward"),
     "reduction": (1, "reroute.reduce"),
-    "sum is being sent": (11, "lane.wait"),
+    "sum is being sent": (11, "survivor_group.wait"),
     "step": (1, "reroute.step"),
     "update begins": (1, "update.before"),
     "in the update": (1, "update.during"),

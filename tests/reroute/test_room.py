@@ -10,7 +10,7 @@ from examiner import Case, examine
 from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.room import MemoryUse, bytes_held, room_of
-from shared_core.reroute.standing import Standing, text_of
+from shared_core.reroute.step_progress import StepProgress, text_of
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 
@@ -51,8 +51,8 @@ def test_a_job_plans_within_its_room(tmp_path: Path) -> None:
     """Before anything is measured, for steps to come and for the one under way."""
     past = PlanHistory(Plans(WIDE, Variant.STAGGERED, False, tmp_path, 0))
     room = {str(worker): 4.0 - worker.stage for worker in WIDE.workers()}
-    places = {text_of(worker): Standing(0, 8, {}).to_plain() for worker in WIDE.workers()}
-    start = dict.fromkeys(places, Standing(0, 0, {}).to_plain())
+    places = {text_of(worker): StepProgress(0, 8, {}).to_plain() for worker in WIDE.workers()}
+    start = dict.fromkeys(places, StepProgress(0, 0, {}).to_plain())
     usual = {"ready": [], "until": None, "summed": []}
     past.change(usual | {"number": 0, "failed": [], "at": start})
     past.change(usual | {"number": 1, "failed": [[1, 2]], "at": {w: p for w, p in places.items() if w != "1:2"}})

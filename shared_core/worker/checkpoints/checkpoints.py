@@ -41,10 +41,10 @@ from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
 from shared_core.worker.checkpoints.run_identity import RunIdentity
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.endings import Endings
+from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.signals import leave_signals_to_the_agent
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import plain
 from shared_core.worker.state.replicated import VALUE, Replicated
 from shared_core.worker.state.updates import Updates
@@ -69,12 +69,12 @@ class Checkpoints:
         env: WorkerEnv,
         runtime: Runtime,
         store: JobStore,
-        endings: Endings,
+        fatal_actions: FatalActions,
         events: EventLog,
         updates: Updates,
         presses: Callable[[], bool],
     ) -> None:
-        self._env, self._runtime, self._job_store, self._endings = env, runtime, store, endings
+        self._env, self._runtime, self._job_store, self._fatal_actions = env, runtime, store, fatal_actions
         self._events, self._updates, self._presses = events, updates, presses
         config = env.config
         self._dir = config.checkpoint.dir
@@ -87,7 +87,7 @@ class Checkpoints:
         self.pricing: Pricing | None = None
         self._beginning = ""
         self._level = 0
-        self._identity = RunIdentity(env, self._store, endings)
+        self._identity = RunIdentity(env, self._store, fatal_actions)
         self.own = OwnLines(env, self._spool, self._identity)
         self.look_at_failed_worker()
         self._origins: Origins | None = None
@@ -118,7 +118,7 @@ class Checkpoints:
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def at_boundary(self, boundary: StepBoundary, parts: dict[str, Any], board: Board) -> None:
+    def at_boundary(self, boundary: StepBoundary, parts: dict[str, Any], publisher: SharedMemoryPublisher) -> None:
         """A step boundary was published at which a checkpoint may be made; make one if it is due.
 
         Where the job is about to end it is the last one, and this does not return if the whole job ends.
@@ -135,7 +135,7 @@ class Checkpoints:
             return
         self.due_boundary = boundary.index
         if not self.own.failed_worker_made(boundary.index):
-            taken = self._take(boundary, parts, board)
+            taken = self._take(boundary, parts, publisher)
             if last or not self._env.config.checkpoint.background:
                 self._await(boundary, taken)
         if last:
@@ -209,20 +209,20 @@ class Checkpoints:
             self._level = 1 << 62  # nothing more is decided
         return told
 
-    def _take(self, boundary: StepBoundary, parts: dict[str, Any], board: Board) -> bool:
+    def _take(self, boundary: StepBoundary, parts: dict[str, Any], publisher: SharedMemoryPublisher) -> bool:
         assert self._snapshots is not None
         inject.point("checkpoint.write")
         started = time.perf_counter()
         if not boundary.replicas:
-            _note_orders(parts, board)
+            _note_orders(parts, publisher)
         rank = self._env.rank
         taken = False
         try:
             local = {
                 "boundary": asdict(boundary),
                 "parts": parts,
-                "ends": ends_before(board, boundary.entry),
-                "records": plain(board.records.read()),
+                "ends": ends_before(publisher, boundary.entry),
+                "records": plain(publisher.records.read()),
                 resharding.FIXED: self._fixed,
             }
             images = {}
@@ -330,7 +330,7 @@ class Checkpoints:
         try:
             loaded = self._origins.choose(limit_s)
         except (WaitTimeout, DamagedRecord) as error:
-            self._endings.give_up(error)
+            self._fatal_actions.give_up(error)
         if loaded is None:
             self.start_from_scratch()
             return None
@@ -379,18 +379,18 @@ def named(
     }
 
 
-def _note_orders(parts: dict[str, Any], board: Board) -> None:
-    """Add to the states of loaders what of the board they need, which will be gone."""
+def _note_orders(parts: dict[str, Any], publisher: SharedMemoryPublisher) -> None:
+    """Add to the states of loaders what of the publications they need, which will be gone."""
     for _, state in loader_states(parts):
         if not state["live"] or REST in state:  # it has not continued since it was restored
             continue
         last = state["iterations"][-1]
         if last["dealt"]:
             if "indices" not in state:
-                state["indices"] = board.orders.read(order_name(state))
+                state["indices"] = publisher.orders.read(order_name(state))
             state[REST] = rest_of(pack_indices(state["indices"]), used(state))
         elif last["order"] and used(state):
-            state[REST] = rest_of(board.orders.read_packed(order_name(state)), used(state))
+            state[REST] = rest_of(publisher.orders.read_packed(order_name(state)), used(state))
 
 
 def _snapshots(env: WorkerEnv, spool: Spool, where: str) -> Snapshots:

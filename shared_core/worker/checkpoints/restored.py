@@ -10,7 +10,7 @@ import torch
 from shared_core.errors import CorruptFile
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.checkpoints.recovery_line import Collect, Loaded
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import Records, from_plain
 
 
@@ -67,12 +67,12 @@ def restored(loaded: Loaded) -> Restored:
     )
 
 
-def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
+def ends_before(publisher: SharedMemoryPublisher, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
     """Results and state of the entry calls that were finished before ``entry``."""
     ends: dict[int, tuple[Any, dict[str, Any]]] = {}
     for number in range(entry):
         try:
-            ends[number] = board.read_end(number)
+            ends[number] = publisher.read_end(number)
         except (FileNotFoundError, CorruptFile):
             continue
     return ends

@@ -13,7 +13,7 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Store
 from shared_core.worker.checkpoints.recovery_line import Line
-from shared_core.worker.endings import Endings
+from shared_core.worker.fatal_actions import FatalActions
 
 #: Key in the store: the run of this attempt and what it had adopted, for replacements that do not read its checkpoint.
 _RUN = "run"
@@ -27,8 +27,8 @@ class RunIdentity:
         endings: where a damaged record in the store ends the worker.
     """
 
-    def __init__(self, env: WorkerEnv, store: Callable[[], Store], endings: Endings) -> None:
-        self._env, self._store, self._endings = env, store, endings
+    def __init__(self, env: WorkerEnv, store: Callable[[], Store], fatal_actions: FatalActions) -> None:
+        self._env, self._store, self._fatal_actions = env, store, fatal_actions
         self._session = self._run = self._adopted = ""
 
     @property
@@ -40,7 +40,7 @@ class RunIdentity:
             try:
                 self._session = text(self._store().compare_set("session", "", mine), "session", Name) or mine
             except DamagedRecord as error:
-                self._endings.give_up(error)
+                self._fatal_actions.give_up(error)
         return self._session
 
     @property
@@ -79,7 +79,7 @@ class RunIdentity:
         try:
             self._run, self._adopted = decode(self._store().get(_RUN), tuple[Name, str], _RUN)
         except DamagedRecord as error:
-            self._endings.give_up(error)
+            self._fatal_actions.give_up(error)
 
     def meta(self, boundary: StepBoundary) -> dict[str, Any]:
         """What a checkpoint at a step boundary says of itself."""

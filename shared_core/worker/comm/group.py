@@ -62,7 +62,7 @@ class SwiftProcessGroup(GroupIdentity):
         self._runtime.operations.submit(self._state, op, tensors)
         if bucket:
             self._runtime.listener.bucket_handed_over(op)
-        return SwiftWork(op, self._runtime.turn)
+        return SwiftWork(op, self._runtime.compute_lock)
 
     def check(self, device: torch.device, operation: str) -> None:
         """Refuse tensors of a device, where nobody has allowed them.
@@ -433,7 +433,7 @@ class _Together(SwiftWork):
     """Several works as one."""
 
     def __init__(self, works: list[SwiftWork], value: Any) -> None:
-        super().__init__(works[-1]._op, works[-1]._turn)
+        super().__init__(works[-1]._op, works[-1]._compute_lock)
         self._works, self._value = works, value
 
     def wait(self, timeout: timedelta | None = None) -> bool:

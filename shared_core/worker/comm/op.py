@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shared_core.encoding.raw_memory import memory_of
 from shared_core.errors import WaitTimeout
-from shared_core.worker.comm.compute_turn import Turn
+from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.messages.group_log import Signature
 
 Start = Callable[[Any], Any]  # inner gloo group -> inner work
@@ -130,9 +130,9 @@ class Op:
 class SwiftWork(dist.Work):
     """The ``Work`` of a collective; it survives failures of other ranks without an exception."""
 
-    def __init__(self, op: Op, turn: Turn) -> None:
+    def __init__(self, op: Op, compute_lock: ComputeLock) -> None:
         super().__init__()
-        self._op, self._turn = op, turn
+        self._op, self._compute_lock = op, compute_lock
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is in the caller's tensors.
@@ -153,7 +153,7 @@ class SwiftWork(dist.Work):
                     "wait() was given: another rank does not make this call, or is slow (swiftctl status says where "
                     "each rank is)"
                 )
-        with self._turn.passed_on():
+        with self._compute_lock.passed_on():
             future.wait()
         if self._op.lazy:
             self._op.put()

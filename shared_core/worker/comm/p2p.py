@@ -237,7 +237,7 @@ class Channels:
     def wait(self, work: P2PWork) -> None:
         """Wait for ``work``, across failures."""
         work.awaited = threading.current_thread() is threading.main_thread()
-        with self._state.turn.passed_on():
+        with self._state.compute_lock.passed_on():
             self._wait(work)
 
     def _wait(self, work: P2PWork) -> None:

@@ -21,7 +21,7 @@ from shared_core.worker.messages.spilling import Spilling
 #: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
 _REPLAY = timedelta(days=1)
 #: Before gradients are copied for ranks that are late, these are waited for: so long, or while so much is copied.
-_PATIENCE_S, _COPIED_PER_S = 0.05, 2e9
+_MAX_WAIT_S, _COPIED_PER_S = 0.05, 2e9
 _POLL_S = 1e-4
 
 
@@ -152,7 +152,7 @@ class Results:
             size = sum(result.nbytes for entry in kept for result in entry.results or ())
         if newest == state.boundary:
             return  # nothing is there, or this rank itself has published nothing since
-        end, pause_s = time.monotonic() + max(_PATIENCE_S, size / _COPIED_PER_S), _POLL_S
+        end, pause_s = time.monotonic() + max(_MAX_WAIT_S, size / _COPIED_PER_S), _POLL_S
         while not state.broken and marks.lowest() <= newest and time.monotonic() < end:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 10 * _POLL_S)

@@ -12,7 +12,7 @@ import torch
 
 from shared_core.errors import SwiftError
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.comm.compute_turn import Turn
+from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.comm.listener import Listener, Part, RecordKey
 from shared_core.worker.comm.places import ProgramPlace
 
@@ -70,7 +70,7 @@ class SharedState:
         self.checksums = self.bucket_checksums = env.config.state.verify_checksums
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.turn = Turn()
+        self.compute_lock = ComputeLock()
         self.generation = self.latest = self.entry = -1
         self.broken = self.starting = False
         self.in_startup, self.keeps_small = True, False
@@ -120,7 +120,7 @@ class SharedState:
             ranks: who is waited for.
             what: what they are to do, for the line that a long wait prints.
         """
-        with self.turn.passed_on():
+        with self.compute_lock.passed_on():
             with self.lock:
                 self.note_waiting(+1)
                 self.beside = time.monotonic(), tuple(ranks), what

@@ -9,7 +9,7 @@ import torch
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.recovery.start import Start
 from shared_core.worker.state.local_state import Position
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Checkpointing:
@@ -19,8 +19,8 @@ class Checkpointing:
         start: has the checkpoints of this rank.
     """
 
-    def __init__(self, start: Start, position: Position, board: Board) -> None:
-        self._start, self._position, self._board = start, position, board
+    def __init__(self, start: Start, position: Position, publisher: SharedMemoryPublisher) -> None:
+        self._start, self._position, self._publisher = start, position, publisher
         self._reachable = True
 
     @property
@@ -53,4 +53,4 @@ class Checkpointing:
     def at_boundary(self, boundary: StepBoundary, parts: dict[str, Any]) -> None:
         """A step boundary was published; make a checkpoint there if one is due."""
         if self._reachable:
-            self._start.checkpoints.at_boundary(boundary, parts, self._board)
+            self._start.checkpoints.at_boundary(boundary, parts, self._publisher)

@@ -11,10 +11,10 @@ from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
-from shared_core.worker.recovery.reporting import News
+from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.start import Start
 from shared_core.worker.state.local_state import Parts, Position
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 #: Numbers in a part of the program that lies in an epoch.
 _OF_AN_EPOCH = 3
@@ -45,7 +45,7 @@ class Entries:
 
     Args:
         start: knows which the failed worker had finished.
-        board: takes their results.
+        publisher: takes their results.
         news: told to those that listen.
         publishing: publishes the ends of calls.
         joining: takes the failed worker's place.
@@ -56,15 +56,15 @@ class Entries:
         start: Start,
         position: Position,
         runtime: Runtime,
-        board: Board,
+        publisher: SharedMemoryPublisher,
         parts: Parts,
-        news: News,
+        reporter: RecoveryReporter,
         boundaries: StepBoundaries,
         publishing: Publishing,
         joining: Joining,
     ) -> None:
-        self._start, self._position, self._runtime, self._board = start, position, runtime, board
-        self._parts, self._news, self._boundaries = parts, news, boundaries
+        self._start, self._position, self._runtime, self._publisher = start, position, runtime, publisher
+        self._parts, self._reporter, self._boundaries = parts, reporter, boundaries
         self._publishing, self._joining = publishing, joining
         self._groups = 0
 
@@ -76,11 +76,11 @@ class Entries:
             they were at its end, except those of what is attached, which may be from another call.
         """
         inject.point("entry")
-        beginning = self._start.beginning
-        beginning.prepare()
+        start_point = self._start.start_point
+        start_point.prepare()
         self._position.entry += 1
         self._runtime.enter_call(self._position.entry)
-        finished = beginning.finished(self._position.entry)
+        finished = start_point.finished(self._position.entry)
         if finished is None:
             return EntryDecision(False)
         result, parts = finished
@@ -105,10 +105,10 @@ class Entries:
         """
         if self._joining.pending:
             return
-        self._news.deliver()
+        self._reporter.deliver()
         self._position.boundaries += 1
         parts = self._parts.capture() | {_GROUPS: groups_made()}
-        self._board.publish_end(self._position.entry, result, parts)
+        self._publisher.publish_end(self._position.entry, result, parts)
         self._publishing.at_boundary("end")
         self._leave()
 
@@ -132,7 +132,7 @@ class Entries:
         part = (phase,) if epoch is None else (phase, epoch, pass_)
         self._runtime.start_up_again(part if phase else (), hold=pass_ > 0)
         if epoch is not None and not self._joining.pending:
-            self._board.records.forget(lambda key: _is_earlier(key, phase, epoch - 1))
+            self._publisher.records.forget(lambda key: _is_earlier(key, phase, epoch - 1))
 
     def continues(self) -> None:
         """Another pass of the same epoch, or phase, begins."""

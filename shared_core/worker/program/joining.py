@@ -12,7 +12,7 @@ from shared_core.worker.comm.places import ProgramPlace
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.replay import Replays
-from shared_core.worker.recovery.reporting import News
+from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.start import Start
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.local_state import Parts, Position
@@ -43,22 +43,22 @@ class Joining:
         updates: Updates,
         progress: progress_file.ProgressFile,
         replays: Replays,
-        news: News,
+        reporter: RecoveryReporter,
         publishing: Publishing,
     ) -> None:
         self._start, self._position, self._place, self._parts, self._trained = start, position, place, parts, trained
         self._made_groups = made_groups
         self._buckets, self._updates, self._progress = buckets, updates, progress
-        self._replays, self._news, self._publishing = replays, news, publishing
+        self._replays, self._reporter, self._publishing = replays, reporter, publishing
 
     @property
     def pending(self) -> bool:
         """Whether there is a place to reach, and it is not reached yet."""
-        return self._start.beginning.joining
+        return self._start.start_point.joining
 
     def at(self, kind: str) -> bool:
         """The program is at a step boundary of this kind; whether that was the place, which is taken now."""
-        if not self._start.beginning.is_here(kind, self._position.entry):
+        if not self._start.start_point.is_here(kind, self._position.entry):
             return False
         self._join()
         return True
@@ -66,8 +66,8 @@ class Joining:
     def _join(self) -> None:
         inject.point("join")
         started = time.time()
-        beginning = self._start.beginning
-        place, received = beginning.reach(self._position.entry, self._trained.replicas)
+        start_point = self._start.start_point
+        place, received = start_point.reach(self._position.entry, self._trained.replicas)
         admitted = received is not None and place.added
         if received is not None:
             self._replays.begin(received.replaying)
@@ -76,13 +76,13 @@ class Joining:
         with self._position.restoring(resized=place.resized, added=place.added):
             self._take_place(place)
         self._position.note_rejoined(admitted)
-        self._news.began(place.boundary.index, beginning.reached(place))
-        self._news.passed()
+        self._reporter.began(place.boundary.index, start_point.reached(place))
+        self._reporter.passed()
         if admitted or received is None:
             # Where a checkpoint is there already, or others make none, none is made.
             self._publishing.publish(place.boundary.kind, save=not (admitted or place.tier))
         if received is not None:
-            self._news.joined(received, **({} if admitted else {"joined_s": time.time() - started}))
+            self._reporter.joined(received, **({} if admitted else {"joined_s": time.time() - started}))
 
     def _take_place(self, place: Restored) -> None:
         parts = place.parts | self._parts.of_main(place.main)
@@ -90,7 +90,7 @@ class Joining:
         if "swift.place" in parts:  # not in checkpoints of earlier versions
             self._place.restore(parts["swift.place"])
         self._start.checkpoints.joined(place.boundary, saved=bool(place.tier))
-        self._start.beginning.joined()
+        self._start.start_point.joined()
         if "swift.groups_made" in parts:  # before variables, which may name groups
             self._made_groups.restore(parts["swift.groups_made"], missing=not (place.resized or place.added))
         self._parts.restore(parts)

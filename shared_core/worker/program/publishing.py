@@ -10,12 +10,12 @@ from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.replicas import Replicas
+from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.state.ddp_buckets import Buckets
-from shared_core.worker.state.forward_pass import Passes
+from shared_core.worker.state.forward_pass import ForwardRecorder
 from shared_core.worker.state.local_state import Parts, Position
-from shared_core.worker.state.publications import LOOSE, Board
+from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
 
@@ -24,9 +24,9 @@ class Publishing:
 
     Args:
         made_groups: groups that the program has made.
-        board: takes the publications.
+        publisher: takes the publications.
         donor: gives replacements what is published.
-        lanes: of the ranks that are present.
+        survivor_groups: of the ranks that are present.
         replicas: are compared.
         checkpoints: are made of what is published.
     """
@@ -38,19 +38,29 @@ class Publishing:
         made_groups: MadeGroups,
         trained: Trained,
         buckets: Buckets,
-        passes: Passes,
+        forward_recorder: ForwardRecorder,
         updates: Updates,
         runtime: Runtime,
-        board: Board,
+        publisher: SharedMemoryPublisher,
         donor: Donor,
-        lanes: Lanes,
+        survivor_groups: SurvivorGroups,
         replicas: Replicas,
         checkpoints: Checkpointing,
     ) -> None:
         self._position, self._parts, self._trained, self._buckets = position, parts, trained, buckets
-        self._passes, self._updates, self._runtime, self._board = passes, updates, runtime, board
+        self._forward_recorder, self._updates, self._runtime, self._publisher = (
+            forward_recorder,
+            updates,
+            runtime,
+            publisher,
+        )
         self._made_groups = made_groups
-        self._donor, self._lanes, self._replicas, self._checkpoints = donor, lanes, replicas, checkpoints
+        self._donor, self._survivor_groups, self._replicas, self._checkpoints = (
+            donor,
+            survivor_groups,
+            replicas,
+            checkpoints,
+        )
 
     def at_boundary(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
         """The program is at a step boundary; no replacement is given a state in between.
@@ -75,7 +85,7 @@ class Publishing:
         if self._trained.shard is not None:
             self._trained.shard.reshard()
         # What nobody needs any more makes room for what comes.
-        self._board.drop_before(self._settled())
+        self._publisher.drop_before(self._settled())
         parts = self._parts.capture()
         parts["swift.outside"] = self._updates.outside.active
         parts["swift.eligible"] = self._buckets.eligible
@@ -85,9 +95,11 @@ class Publishing:
         if grads is not None:
             parts["swift.gradients"] = grads
         boundary = self._boundary(kind)
-        values = parts.get(LOOSE)
-        refers = {LOOSE: self._trained.publish_loose(self._board, boundary.index, values)} if values else {}
-        self._board.publish_boundary(boundary, parts | refers)
+        values = parts.get(UNOPTIMIZED)
+        refers = (
+            {UNOPTIMIZED: self._trained.publish_unoptimized(self._publisher, boundary.index, values)} if values else {}
+        )
+        self._publisher.publish_boundary(boundary, parts | refers)
         self._passed(boundary)
         if save and kind == "batch" and not self._runtime.absent:
             self._checkpoints.at_boundary(boundary, parts)
@@ -119,10 +131,10 @@ class Publishing:
         self._runtime.passed_boundary(boundary.index)
         self._runtime.results.mark(boundary.index)
         stable = self._settled()
-        if self._lanes.formed:
+        if self._survivor_groups.formed:
             stable = boundary.index  # a replacement is a copy of a replica as it is at its newest boundary
             self._runtime.results.settle(stable)
-        self._board.drop_before(stable)
+        self._publisher.drop_before(stable)
         self._updates.at_boundary(boundary.index, stable)
-        self._passes.at_boundary()
+        self._forward_recorder.at_boundary()
         self._replicas.compare(self._trained.compared, alike=self._trained.kept_alike, last=boundary.kind != "batch")

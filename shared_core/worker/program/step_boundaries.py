@@ -10,7 +10,7 @@ from shared_core.worker.comm.places import ProgramPlace
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
-from shared_core.worker.recovery.reporting import News
+from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.updates import Updates
@@ -39,7 +39,7 @@ class StepBoundaries:
         buckets: Buckets,
         updates: Updates,
         progress: progress_file.ProgressFile,
-        news: News,
+        reporter: RecoveryReporter,
         publishing: Publishing,
         place: ProgramPlace,
         joining: Joining,
@@ -47,14 +47,14 @@ class StepBoundaries:
         log_bytes: Callable[[], int],
     ) -> None:
         self._position, self._trained, self._buckets, self._updates = position, trained, buckets, updates
-        self._progress, self._news, self._publishing, self._joining = progress, news, publishing, joining
+        self._progress, self._reporter, self._publishing, self._joining = progress, reporter, publishing, joining
         self._place, self._resizes, self._log_bytes = place, resizes, log_bytes
         self._deferred = 0
 
     def batch(self, accumulating: bool, epoch: int | None) -> bool:
         """See :meth:`Job.step_boundary`."""
         inject.point("step_boundary")
-        self._news.deliver()
+        self._reporter.deliver()
         if self._joining.at("batch"):
             return True
         self._pass(epoch)
@@ -81,7 +81,7 @@ class StepBoundaries:
 
     def evaluation(self) -> bool:
         """As :meth:`batch`, at the start of a stand-alone evaluation."""
-        self._news.deliver()
+        self._reporter.deliver()
         if self._joining.at("eval"):
             return True
         self._pass(None)
@@ -92,4 +92,4 @@ class StepBoundaries:
         self._position.boundaries += 1
         self._place.step(epoch)
         self._progress.boundary(self._position.boundaries, self._log_bytes())
-        self._news.passed()
+        self._reporter.passed()

@@ -14,7 +14,7 @@ from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
 from shared_core.protocol.admission import admit
 from shared_core.protocol.agreement import Agreed
-from shared_core.protocol.frontier import StepBoundary, read_fronts
+from shared_core.protocol.frontier import StepBoundary, read_frontiers
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.rounds import Round, ranks_in
 from shared_core.transport.store import Store
@@ -23,8 +23,8 @@ from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.recovery.forming import Forming
-from shared_core.worker.recovery.fronts import Fronts
-from shared_core.worker.state.publications import Board
+from shared_core.worker.recovery.frontier_builder import FrontierBuilder
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Admitting:
@@ -35,10 +35,12 @@ class Admitting:
         forming: connects, and takes over what was moved.
     """
 
-    def __init__(self, context: Context, board: Board, fronts: Fronts, forming: Forming) -> None:
+    def __init__(
+        self, context: Context, publisher: SharedMemoryPublisher, frontiers: FrontierBuilder, forming: Forming
+    ) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
-        self._board, self._fronts, self._forming = board, fronts, forming
+        self._publisher, self._frontier_builder, self._forming = publisher, frontiers, forming
 
     def admit(self, turn: Round) -> Received:
         """Let the replacements of a round in; all survivors stand at the same step boundary.
@@ -58,15 +60,15 @@ class Admitting:
 
     def _plan(self, turn: Round, store: Store) -> Plan:
         rank, name, members = self._env.rank, turn.name, turn.members(self._env.world_size)
-        fronts, decided = {each: f"{name}/front/{each}" for each in members}, f"{name}/plan"
-        newest: Sequence[StepBoundary] = self._board.boundaries()[-1:]
-        store.set(fronts[rank], self._fronts.front(newest).to_json())
+        frontiers, decided = {each: f"{name}/front/{each}" for each in members}, f"{name}/plan"
+        newest: Sequence[StepBoundary] = self._publisher.boundaries()[-1:]
+        store.set(frontiers[rank], self._frontier_builder.front(newest).to_json())
         if store.add(f"{name}/fronts", 1) == len(members):
             inject.point("recovery.deciding")
-            store.set(decided, self._decide(turn, store, fronts).to_json())
+            store.set(decided, self._decide(turn, store, frontiers).to_json())
 
         def come(each: int) -> bool:
-            return bool(store.check([fronts[each]]))
+            return bool(store.check([frontiers[each]]))
 
         def what() -> str:
             missing = ranks_text(each for each in members if not come(each))
@@ -75,16 +77,16 @@ class Admitting:
         def speaks() -> bool:
             return not any(come(each) for each in members if each < rank)
 
-        limit_s, bound = self._fronts.patience(turn.generation)
+        limit_s, bound = self._frontier_builder.wait_limit(turn.generation)
         wait = Wait(f"rank {rank}", what, limit_s, bound=bound, speaks=speaks)
         poll(lambda: store.check([decided]), lambda: self._lifecycle.ended(turn.generation), wait)
         return Agreed.from_json(store.get(decided), decided, self._env.world_size).plan_or_fail()
 
     def _decide(self, turn: Round, store: Store, keys: dict[int, str]) -> Agreed:
         said = store.multi_get(list(keys.values()))
-        fronts = read_fronts(dict(zip(keys, said, strict=True)), keys, self._env.world_size)
+        frontiers = read_frontiers(dict(zip(keys, said, strict=True)), keys, self._env.world_size)
         try:
-            return Agreed(admit(fronts, self._lifecycle.entries[turn.generation].absent or ()))
+            return Agreed(admit(frontiers, self._lifecycle.entries[turn.generation].absent or ()))
         except RecoveryFailed as error:
             return Agreed(None, str(error))
 
@@ -101,7 +103,7 @@ class Admitting:
             # Whoever is first says whether the replacements are in: one of us, or an agent that has seen another
             # failure.
             said = store.compare_set(turn.key, "", turn.word)
-            inject.point("lane.agreed")
+            inject.point("survivor_group.agreed")
         except GenerationAbandoned:
             # Somebody may have come further than we did. Then all have got to the barrier, with all that they need.
             if not store.check([turn.key]):

@@ -14,13 +14,13 @@ from typing import TypeVar
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
 from shared_core.protocol.agreement import Agreed
-from shared_core.protocol.frontier import read_fronts
+from shared_core.protocol.frontier import read_frontiers
 from shared_core.protocol.generation import GIVEN_UP, generation_key, go_key, plan_key
 from shared_core.protocol.plan import Plan, decide
 from shared_core.transport.store import Store
 from shared_core.waiting import Wait, ranks_text
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.fronts import Fronts
+from shared_core.worker.recovery.frontier_builder import FrontierBuilder
 
 Heard = TypeVar("Heard")
 
@@ -32,9 +32,9 @@ class Agreement:
         fronts: where this rank stands.
     """
 
-    def __init__(self, context: Context, fronts: Fronts) -> None:
+    def __init__(self, context: Context, frontiers: FrontierBuilder) -> None:
         self._env, self._runtime, self._lifecycle = context.env, context.runtime, context.lifecycle
-        self._fronts = fronts
+        self._frontier_builder = frontiers
         self._saying = threading.Lock()
         self._said: set[str] = set()
         self._plans: dict[int, Agreed] = {}
@@ -55,7 +55,7 @@ class Agreement:
         if not self._first(f"front/{generation}"):
             return
         key, world_size = generation_key(generation), self._env.world_size
-        store.set(f"{key}/front/{self._env.rank}", self._fronts.front().to_json())
+        store.set(f"{key}/front/{self._env.rank}", self._frontier_builder.front().to_json())
         if store.add(f"{key}/fronts", 1) != world_size:
             return
         inject.point("recovery.deciding")
@@ -66,11 +66,11 @@ class Agreement:
 
     def _decide(self, store: Store, generation: int) -> Agreed:
         keys = {rank: f"{generation_key(generation)}/front/{rank}" for rank in range(self._env.world_size)}
-        fronts = read_fronts(
+        frontiers = read_frontiers(
             dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys, self._env.world_size
         )
         try:
-            return Agreed(decide(fronts))
+            return Agreed(decide(frontiers))
         except RecoveryFailed as error:
             return Agreed(None, str(error))
 
@@ -154,7 +154,7 @@ class Agreement:
         what: str,
         speaks: Callable[[], bool],
     ) -> Heard:
-        runtime, (limit_s, bound) = self._runtime, self._fronts.patience(generation)
+        runtime, (limit_s, bound) = self._runtime, self._frontier_builder.wait_limit(generation)
         missing = lambda: f"{ranks_text(rank for rank in ranks if not come(rank))} {what}"  # noqa: E731
         wait = Wait(f"rank {self._env.rank}", missing, limit_s, bound=bound, speaks=speaks)
         while True:

@@ -1,8 +1,8 @@
 """``on_failure="reroute"``: a replacement is given its state while the others train, so that none of them waits for it.
 
 The replacement asks the lowest of its replicas, which copies its state and logs the updates that it continues making
-(:mod:`shared_core.worker.state.following`). When the replacement lacks the newest update only, it asks to join. If the
-copy cannot be made or used, or everybody waits for the replacement, it gets its state when all stand still.
+(:mod:`shared_core.worker.state.incremental_copy`). When the replacement lacks the newest update only, it asks to join.
+If the copy cannot be made or used, or everybody waits for the replacement, it gets its state when all stand still.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from shared_core.waiting import Wait, poll, wait_for
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.endings import EXIT_STALE
+from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.recovery.copying import Sent, Taking, give, started
-from shared_core.worker.state.following import Following, followable
+from shared_core.worker.state.incremental_copy import IncrementalCopy, followable
 from shared_core.worker.state.updates import Updates
 
 #: Longest that a donor may take to answer, in seconds: a thread of it waits for the question.
@@ -38,7 +38,7 @@ class _Given:
     """A copy that this worker makes for a replacement."""
 
     generation: int
-    following: Following
+    incremental_copy: IncrementalCopy
 
 
 class Copies:
@@ -96,31 +96,31 @@ class Copies:
         except (GenerationAbandoned, RuntimeError):
             return
         with updates.gate.held():
-            following = updates.followers.start(updates.replicated) if updates.exact else None
-        if following is None:
+            incremental_copy = updates.followers.start(updates.replicated) if updates.exact else None
+        if incremental_copy is None:
             store.set(f"{key}/answer", "no")
             return
         sent = started()
         self._events.emit("copying", rank=rank, generation=generation, donor=self._env.rank)
         try:
             store.set(f"{key}/answer", "yes")
-            self._give(rank, generation, following, sent)
+            self._give(rank, generation, incremental_copy, sent)
         except (SwiftError, RuntimeError) as error:
-            following.cancel(str(error))
+            incremental_copy.cancel(str(error))
         finally:
-            updates.followers.end(following)
-            self._say(rank, generation, following, sent)
+            updates.followers.end(incremental_copy)
+            self._say(rank, generation, incremental_copy, sent)
 
-    def _give(self, rank: int, generation: int, following: Following, sent: Sent) -> None:
+    def _give(self, rank: int, generation: int, incremental_copy: IncrementalCopy, sent: Sent) -> None:
         inner = self._connect(rank, self._env.rank, generation)
-        self._given[rank] = _Given(generation, following)
+        self._given[rank] = _Given(generation, incremental_copy)
         try:
-            give(inner, inner.members.index(rank), self._updates, following, sent)
+            give(inner, inner.members.index(rank), self._updates, incremental_copy, sent)
         finally:
             self._runtime.connections.drop_side(inner)
 
-    def _say(self, rank: int, generation: int, following: Following, sent: Sent) -> None:
-        fields = {"bytes_moved": sent.nbytes, "copy_s": sent.seconds, "why": following.failed}
+    def _say(self, rank: int, generation: int, incremental_copy: IncrementalCopy, sent: Sent) -> None:
+        fields = {"bytes_moved": sent.nbytes, "copy_s": sent.seconds, "why": incremental_copy.failed}
         self._events.emit("copied", rank=rank, generation=generation, **fields)
 
     def close(self, rank: int, boundary: StepBoundary, description: dict[str, Any]) -> bool:
@@ -136,9 +136,9 @@ class Copies:
         if given is None or given.generation != self._runtime.latest:
             return False
         if description["version"] != boundary.version:  # it needs what the parameters were at the boundary, too
-            given.following.cancel("a step was made since the step boundary")
+            given.incremental_copy.cancel("a step was made since the step boundary")
             return False
-        return given.following.close()
+        return given.incremental_copy.close()
 
     # -- taking: the replacement's program ------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from shared_core.waiting import Wait
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.recovery.transfer import nbytes, receive, send
-from shared_core.worker.state.following import Following, LoggedUpdate, Piece, Sums
-from shared_core.worker.state.repeating import compare, in_order, put, repeat
+from shared_core.worker.state.incremental_copy import IncrementalCopy, LoggedUpdate, Piece, Sums
 from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.update_replay import compare, in_order, put, repeat
 from shared_core.worker.state.updates import Updates
 
 
@@ -39,7 +39,7 @@ class Sent:
         return time.monotonic() - self.began
 
 
-def give(inner: InnerGroup, replacement: int, updates: Updates, following: Following, sent: Sent) -> None:
+def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy: IncrementalCopy, sent: Sent) -> None:
     """Send a copy, until it is closed.
 
     Args:
@@ -60,7 +60,7 @@ def give(inner: InnerGroup, replacement: int, updates: Updates, following: Follo
         send(inner, replacement, head, tensors)
         sent.nbytes += nbytes(tensors)
 
-    for item in following.next_items(updates.gate.held, lambda: updates.state_version):
+    for item in incremental_copy.next_items(updates.gate.held, lambda: updates.state_version):
         if isinstance(item, Piece):
             say({"what": "piece", "places": item.places, "states": item.description}, item.tensors)
         elif isinstance(item, LoggedUpdate):
@@ -70,7 +70,7 @@ def give(inner: InnerGroup, replacement: int, updates: Updates, following: Follo
             say({"what": "sums", "places": item.places, "sums": item.sums})
         else:
             say({"what": "level"})
-    say({"what": "end", "failed": following.failed})
+    say({"what": "end", "failed": incremental_copy.failed})
     receive(inner, replacement, "to say that it has its copy")  # before the connection is cut
 
 

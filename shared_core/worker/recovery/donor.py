@@ -15,7 +15,7 @@ from shared_core.encoding.plain import pieces
 from shared_core.protocol.cut import Cut, Offer
 from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
 
@@ -29,8 +29,10 @@ class Donor:
         publishing: held while a step boundary is published.
     """
 
-    def __init__(self, env: WorkerEnv, board: Board, updates: Updates, joining: Callable[[], bool]) -> None:
-        self._env, self._board, self._updates, self._joining = env, board, updates, joining
+    def __init__(
+        self, env: WorkerEnv, publisher: SharedMemoryPublisher, updates: Updates, joining: Callable[[], bool]
+    ) -> None:
+        self._env, self._publisher, self._updates, self._joining = env, publisher, updates, joining
         self.publishing = threading.Lock()
         self._leaving = ExitStack()
 
@@ -73,8 +75,10 @@ class Donor:
         self._leaving.close()
         self._leaving.enter_context(self.publishing)
         self._leaving.enter_context(self._updates.gate.held())
-        self._board.sync()
-        boundaries = tuple((boundary.index, boundary.version, boundary.kind) for boundary in self._board.boundaries())
+        self._publisher.sync()
+        boundaries = tuple(
+            (boundary.index, boundary.version, boundary.kind) for boundary in self._publisher.boundaries()
+        )
         # A replacement that is still behind has parameters that no step boundary knows.
         has_state = not self._joining() and self._updates.exact
         return Offer(self._env.rank, self._env.slot, boundaries, self._updates.state_version if has_state else None)
@@ -83,11 +87,11 @@ class Donor:
         """Continue: nobody leaves."""
         self._leaving.close()
 
-    def hand_on(self, cut: Cut) -> None:
+    def drain_for_resize(self, cut: Cut) -> None:
         """Write the replicated state at the cut for the workers that follow.
 
         Raises:
             RecoveryFailed: if it cannot be had.
         """
         with self._updates.given.at_version(cut.version, cut.boundary) as (description, tensors):
-            self._board.put(REPLICATED, b"", pieces((description, list(tensors))))
+            self._publisher.put(REPLICATED, b"", pieces((description, list(tensors))))

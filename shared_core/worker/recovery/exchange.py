@@ -23,7 +23,7 @@ from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.giving import Giving
 from shared_core.worker.recovery.rank_copy import pack
 from shared_core.worker.recovery.transfer import nbytes, receive, send
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 #: Results to serve: per group and sequence number, what was called and what it gave.
 Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
@@ -84,9 +84,9 @@ class Exchange:
         copies: that are made of it while training continues.
     """
 
-    def __init__(self, context: Context, board: Board, donor: Donor, copies: Copies) -> None:
+    def __init__(self, context: Context, publisher: SharedMemoryPublisher, donor: Donor, copies: Copies) -> None:
         self._rank, self._world_size = context.env.rank, context.env.world_size
-        self._runtime, self._lifecycle, self._board = context.runtime, context.lifecycle, board
+        self._runtime, self._lifecycle, self._publisher = context.runtime, context.lifecycle, publisher
         self._giving = Giving(self._rank, donor, copies)
         self._inner: InnerGroup | None = None
         self._received = Received()
@@ -196,7 +196,7 @@ class Exchange:
             if self._rank == donor:
                 received.nbytes += self._giving.give(inner, replacement, boundary)
                 if plan.copies:
-                    packed = pack(self._board, boundary.index, self._runtime.groups)
+                    packed = pack(self._publisher, boundary.index, self._runtime.groups)
                     send(
                         inner,
                         inner.members.index(replacement),

@@ -22,13 +22,13 @@ from shared_core.protocol.rounds import Round
 from shared_core.protocol.worker_phase import Event
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.endings import EXIT_STALE, wait_for_change
+from shared_core.worker.fatal_actions import EXIT_STALE, wait_for_change
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
 from shared_core.worker.recovery.transfer import StillWriting
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +60,16 @@ class Forming:
     """
 
     def __init__(
-        self, context: Context, board: Board, events: EventLog, agreement: Agreement, exchange: Exchange
+        self,
+        context: Context,
+        publisher: SharedMemoryPublisher,
+        events: EventLog,
+        agreement: Agreement,
+        exchange: Exchange,
     ) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
-        self._board, self._events, self._agreement, self._exchange = board, events, agreement, exchange
+        self._publisher, self._events, self._agreement, self._exchange = publisher, events, agreement, exchange
         self.target: StepBoundary | None = None
         self.comparison: Comparison | None = None
         self._for_later: Replay = {}
@@ -237,11 +242,11 @@ class Forming:
             runtime.entry = boundary.entry
             for group in runtime.groups.all():
                 group.start_from(boundary)
-        runtime.sources = {} if plan.copies else self._board.sources.read()
+        runtime.sources = {} if plan.copies else self._publisher.sources.read()
         # What a failed worker with a damaged state has computed is no measure.
         born = self._lifecycle.entries[self._lifecycle.born]
         wrong = born.divergent(self._env.rank)
-        runtime.expected = {} if wrong or plan.copies else self._board.input_checksums.read()
+        runtime.expected = {} if wrong or plan.copies else self._publisher.input_checksums.read()
 
     def made_again(self, group: str) -> tuple[StepBoundary | None, dict[int, Logged]]:
         """See :meth:`Listener.made_again`."""

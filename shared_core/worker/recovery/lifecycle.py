@@ -54,7 +54,7 @@ class Lifecycle:
     @property
     def changing(self) -> bool:
         """Whether the number of workers changes, so that nothing is formed."""
-        return self.entry is not None and self.entry.kind is Kind.HAND_ON
+        return self.entry is not None and self.entry.kind is Kind.DRAIN
 
     def ended(self, generation: int) -> bool:
         """Whether a later generation is known: what is under way in this one is given up."""

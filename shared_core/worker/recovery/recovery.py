@@ -19,7 +19,7 @@ from shared_core.system import threads
 from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.endings import EXIT_STALE, Endings, wait_for_change
+from shared_core.worker.fatal_actions import EXIT_STALE, FatalActions, wait_for_change
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.admitting import Admitting
@@ -27,14 +27,14 @@ from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.draining import Draining
 from shared_core.worker.recovery.exchange import Exchange, Received
 from shared_core.worker.recovery.forming import Forming
-from shared_core.worker.recovery.fronts import Fronts
-from shared_core.worker.recovery.handing_on import HandingOn
+from shared_core.worker.recovery.frontier_builder import FrontierBuilder
 from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.listener import RecoveryListener
 from shared_core.worker.recovery.survivor import Survivor
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Recovery:
@@ -56,31 +56,31 @@ class Recovery:
         env: WorkerEnv,
         runtime: Runtime,
         store: JobStore,
-        board: Board,
+        publisher: SharedMemoryPublisher,
         events: EventLog,
         donor: Donor,
         copies: Copies,
-        endings: Endings,
+        fatal_actions: FatalActions,
         listener: RecoveryListener,
     ) -> None:
-        self.env, self.runtime, self.store, self.board, self.events = env, runtime, store, board, events
-        self.endings, self._listener = endings, listener
+        self.env, self.runtime, self.store, self.publisher, self.events = env, runtime, store, publisher, events
+        self.fatal_actions, self._listener = fatal_actions, listener
         self.replacement = env.incarnation > 0
         self._prepared = False
         life = self.lifecycle = Lifecycle(env, runtime)
         context = Context(env, runtime, life, store)
-        self._fronts = Fronts(context, donor, listener)
-        self._exchange = Exchange(context, board, donor, copies)
-        agreement = self._agreement = Agreement(context, self._fronts)
-        self.forming = Forming(context, board, events, agreement, self._exchange)
-        self._admitting = Admitting(context, board, self._fronts, self.forming)
-        survivor = Survivor(context, events, donor, agreement, self.forming, endings, listener)
-        handing_on = HandingOn(context, donor, self._fronts)
+        self._frontier_builder = FrontierBuilder(context, donor, listener)
+        self._exchange = Exchange(context, publisher, donor, copies)
+        agreement = self._agreement = Agreement(context, self._frontier_builder)
+        self.forming = Forming(context, publisher, events, agreement, self._exchange)
+        self._admitting = Admitting(context, publisher, self._frontier_builder, self.forming)
+        survivor = Survivor(context, events, donor, agreement, self.forming, fatal_actions, listener)
+        draining = Draining(context, donor, self._frontier_builder)
         self._threads: dict[Action, tuple[str, Callable[[Entry], None]]] = {
             Action.RECOVER: ("swift-recovery", survivor.recover),
             Action.CARRY_ON: ("swift-recovery", survivor.carry_on),
-            Action.HAND_ON: ("swift-leave", handing_on.hand_on),
-            Action.WITHDRAW: ("swift-stay", handing_on.withdraw),
+            Action.DRAIN: ("swift-leave", draining.drain_for_resize),
+            Action.WITHDRAW: ("swift-stay", draining.withdraw),
         }
 
     @property
@@ -100,20 +100,20 @@ class Recovery:
         env, life = self.env, self.lifecycle
         self.runtime.latest = life.born
         if not self.replacement:
-            self.board.follow(env.machines)
+            self.publisher.follow(env.machines)
         else:
-            self._fronts.boundaries = (*self._listener.saved_boundaries(), *self.board.boundaries())
+            self._frontier_builder.boundaries = (*self._listener.saved_boundaries(), *self.publisher.boundaries())
             try:
                 born = Entry.from_json(self.store.below().get(generation_key(life.born)), life.born, env.world_size)
             except DamagedRecord as error:
-                self.endings.give_up(error)
-            self.board.follow(born.machines)
+                self.fatal_actions.give_up(error)
+            self.publisher.follow(born.machines)
             self._hear(born)
         threads.start(self._watch, name="swift-watcher")
         if self.replacement:
             self._find_place()
         if life.phase.answers:
-            self.runtime.answer_from(dict(self.board.records.read()))
+            self.runtime.answer_from(dict(self.publisher.records.read()))
 
     def _find_place(self) -> None:
         """Replacement: agree with all others on where it starts, unless they continue without it."""
@@ -125,9 +125,9 @@ class Recovery:
             except GenerationAbandoned:
                 continue
             except RecoveryFailed as error:
-                self.endings.fall_back(str(error))
+                self.fatal_actions.fall_back(str(error))
             except (WaitTimeout, DamagedRecord) as error:
-                self.endings.give_up(error)
+                self.fatal_actions.give_up(error)
             with self.runtime.lock:
                 if life.phase is not Phase.STARTING:
                     continue
@@ -154,9 +154,9 @@ class Recovery:
                 with self.runtime.lock:
                     life.wait(lambda seen=generation: life.ended(seen), 0.5)  # type: ignore[misc]
             except RecoveryFailed as error:
-                self.endings.fall_back(str(error))
+                self.fatal_actions.fall_back(str(error))
             except (WaitTimeout, DamagedRecord) as error:
-                self.endings.give_up(error)
+                self.fatal_actions.give_up(error)
 
     def admit(self, turn: Round) -> Received:
         """Admit replacements that have asked to join; see :meth:`Admitting.admit`.
@@ -168,9 +168,9 @@ class Recovery:
             try:
                 return self._admitting.admit(turn)
             except RecoveryFailed as error:
-                self.endings.fall_back(str(error))
+                self.fatal_actions.fall_back(str(error))
             except DamagedRecord as error:
-                self.endings.give_up(error)
+                self.fatal_actions.give_up(error)
 
     # -- the watcher's thread ----------------------------------------------------------------------
 
@@ -187,14 +187,14 @@ class Recovery:
                 key = generation_key(generation)
                 entry = Entry.from_json(store.get(key), generation, env.world_size)
                 if not entry.kind.over:
-                    self.board.follow(entry.machines)
+                    self.publisher.follow(entry.machines)
                 actions = self._hear(entry)
         except RuntimeError:
             os._exit(1)  # the store is gone: so is the agent
         except DamagedRecord as error:
-            self.endings.give_up(error)
+            self.fatal_actions.give_up(error)
         except Exception as error:  # noqa: BLE001 (a dead watcher would hang the job: end it with the reason)
-            self.endings.break_down(error)
+            self.fatal_actions.break_down(error)
 
     def _hear(self, entry: Entry) -> tuple[Action, ...]:
         """An entry has come: begin what is to be done about it."""

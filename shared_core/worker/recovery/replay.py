@@ -7,7 +7,7 @@ from typing import Any
 
 from shared_core.system import threads
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.compute_turn import Turn
+from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.recovery.commits import Commits
@@ -49,7 +49,7 @@ class Replays:
 
     def help(self, helper: Callable[[Replaying], None]) -> None:
         """Have ``helper`` called, on a thread, when others replay while this worker waits for them."""
-        self._runtime.turn.begin()
+        self._runtime.compute_lock.begin()
         self._helper = helper
 
     def begun(self, replaying: Replaying) -> None:
@@ -58,9 +58,9 @@ class Replays:
             threads.start(self._helper, (replaying,), name="swift-help")
 
     @property
-    def turn(self) -> Turn:
+    def compute_lock(self) -> ComputeLock:
         """Held by who computes in this process."""
-        return self._runtime.turn
+        return self._runtime.compute_lock
 
     def side_group(self, replaying: Replaying, name: str, ranks: Sequence[int]) -> InnerGroup:
         """A group of some ranks for the time of a replay; see :meth:`Connections.side_group`."""

@@ -142,12 +142,12 @@ class Replicas:
             return
         places, place = verdict
         if due.start:
-            self._recovery.endings.fail(Unsupported(_APART.format(names[place])))
+            self._recovery.fatal_actions.fail(Unsupported(_APART.format(names[place])))
             return
         if places:
             self._recovery.store.tell("divergent", [members[each] for each in places])
             return
-        self._recovery.endings.fail(
+        self._recovery.fatal_actions.fail(
             ReplicaMismatch(
                 f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, and "
                 "there is no majority to tell which is right. Likely causes, the likeliest first. 1. The script "

@@ -18,7 +18,7 @@ from shared_core.worker.state.updates import Updates
 Listener = Callable[[dict[str, Any]], None]
 
 
-class News:
+class RecoveryReporter:
     """The recoveries of one worker.
 
     Args:

@@ -22,14 +22,14 @@ from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sources
 from shared_core.worker.checkpoints.restored import Restored, ends_before
 from shared_core.worker.state.publication_file import read_file
-from shared_core.worker.state.publications import TALLY, Board
+from shared_core.worker.state.publications import TALLY, SharedMemoryPublisher
 
 
 @dataclass(frozen=True)
 class _Old:
     """One worker of the attempt that ended."""
 
-    board: Board
+    publisher: SharedMemoryPublisher
     boundary: StepBoundary
     parts: dict[str, Any]
 
@@ -43,19 +43,19 @@ def take_over(env: WorkerEnv, resized: Resized) -> Restored:
     """
     mine, added = local_state(env, resized)
     folder = env.rank_dir / f"attempt{env.restart}"
-    for tally in () if added else mine.board.folder.glob(f"{TALLY}*"):
+    for tally in () if added else mine.publisher.folder.glob(f"{TALLY}*"):
         shutil.copy(tally, folder)
     main = _read(env, resized, 0) if env.rank == 0 and 0 not in resized.stay else None
     handed = next(env.job_dir.glob(f"rank*/attempt{resized.attempt}/{REPLICATED}"), None)
     if handed is None:
         raise RecoveryFailed(f"nobody has handed the state of step boundary {resized.boundary} on to this machine")
     description, tensors = loads(read_file(handed)[1])
-    ends = ends_before(mine.board, mine.boundary.entry)
+    ends = ends_before(mine.publisher, mine.boundary.entry)
     return Restored(
         mine.boundary,
         mine.parts,
         ends,
-        mine.board.records.read(),
+        mine.publisher.records.read(),
         description,
         tensors,
         resized=True,
@@ -88,13 +88,13 @@ def _read(env: WorkerEnv, resized: Resized, rank: int) -> _Old | None:
     folder = env.job_dir / f"rank{rank}" / f"attempt{resized.attempt}"
     if not folder.is_dir():
         return None
-    board = Board(folder)
+    publisher = SharedMemoryPublisher(folder)
     boundary = max(
-        (boundary for boundary in board.boundaries() if boundary.index <= resized.boundary),
+        (boundary for boundary in publisher.boundaries() if boundary.index <= resized.boundary),
         key=lambda boundary: boundary.index,
         default=None,
     )
-    return None if boundary is None else _Old(board, boundary, board.read_boundary(boundary.index))
+    return None if boundary is None else _Old(publisher, boundary, publisher.read_boundary(boundary.index))
 
 
 def _deal(
@@ -119,13 +119,13 @@ def _deal(
         if each.boundary.index != mine.boundary.index:
             # It failed between its last contribution to a batch and the next boundary: that batch is used.
             done = advance(theirs, *_between(resized, old, path, each.boundary.index))
-        rests.append(_order(each.board, theirs)[done:])
+        rests.append(_order(each.publisher, theirs)[done:])
     return taken_up(state, divide(rests, env.world_size)[env.rank])
 
 
-def _order(board: Board, state: Mapping[str, Any]) -> list[Any]:
+def _order(publisher: SharedMemoryPublisher, state: Mapping[str, Any]) -> list[Any]:
     """The order of the iteration in progress; it comes with the state where that has just been dealt out."""
-    indices: list[Any] = state["indices"] if "indices" in state else board.orders.read(order_name(state))
+    indices: list[Any] = state["indices"] if "indices" in state else publisher.orders.read(order_name(state))
     return indices
 
 
@@ -134,8 +134,8 @@ def _between(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state of the same loader at an earlier boundary and at the cut, of a worker that stayed."""
     for rank in resized.stay:
-        if rank in old and any(each.index == boundary for each in old[rank].board.boundaries()):
-            before, after = at_path(old[rank].board.read_boundary(boundary), path), at_path(old[rank].parts, path)
+        if rank in old and any(each.index == boundary for each in old[rank].publisher.boundaries()):
+            before, after = at_path(old[rank].publisher.read_boundary(boundary), path), at_path(old[rank].parts, path)
             if before is not None and after is not None:
                 return before, after
     raise RecoveryFailed(f"nobody has step boundary {boundary} any more, where a failed worker was seen last")

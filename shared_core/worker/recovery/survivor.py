@@ -10,7 +10,7 @@ from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFaile
 from shared_core.events import EventLog
 from shared_core.faults import inject
 from shared_core.protocol.generation import Entry
-from shared_core.worker.endings import Endings
+from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.donor import Donor
@@ -33,13 +33,13 @@ class Survivor:
         donor: Donor,
         agreement: Agreement,
         forming: Forming,
-        endings: Endings,
+        fatal_actions: FatalActions,
         listener: RecoveryListener,
     ) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
         self._events, self._donor, self._agreement, self._forming = events, donor, agreement, forming
-        self._endings, self._listener = endings, listener
+        self._fatal_actions, self._listener = fatal_actions, listener
 
     def recover(self, entry: Entry) -> None:
         """Form the generation of an entry."""
@@ -49,9 +49,9 @@ class Survivor:
             except GenerationAbandoned:
                 return  # the thread of the next generation takes over
             except RecoveryFailed as error:
-                self._endings.fall_back(str(error))
+                self._fatal_actions.fall_back(str(error))
             except (WaitTimeout, DamagedRecord) as error:
-                self._endings.give_up(error)
+                self._fatal_actions.give_up(error)
             except Exception:
                 # This worker cannot continue, but another may take its place; the agent bounds how often.
                 traceback.print_exc()
@@ -91,15 +91,15 @@ class Survivor:
             if newest and (what := runtime.operations.under_way()):
                 waits = runtime.operations.withdraw()
                 if waits is None:
-                    self._endings.cannot_complete(what)
+                    self._fatal_actions.cannot_complete(what)
         self._say_ready(entry)
         if waits is not None:  # the program's thread does not run: what it would do in here is done for it
             try:
                 if not self._listener.await_absent():
-                    self._endings.cannot_complete(what)
+                    self._fatal_actions.cannot_complete(what)
                 runtime.operations.call_again(*waits)
             except Exception as error:  # noqa: BLE001 (it would wait for ever)
-                self._endings.break_down(error)
+                self._fatal_actions.break_down(error)
 
     def _say_ready(self, entry: Entry) -> None:
         self._events.emit(

@@ -24,7 +24,7 @@ from shared_core.protocol import worker_env
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import process
 from shared_core.system.jobdir import CARD, TRAINS
-from shared_core.worker.start import standing_by
+from shared_core.worker.start import hot_standby
 
 #: A rank of another machine has begun to train at most so much later than rank 0, of which an event says it.
 _LATER_NS = 1_000_000_000
@@ -64,7 +64,7 @@ def _looker(env: WorkerEnv) -> _Looker | None:
         now = time.time_ns()
         # While a standby runs the script, its worker writes on. What is newer than another replacement comes from
         # others of its kind.
-        return _Looker(env, math.inf if standing_by.stands_by() else now, now)
+        return _Looker(env, math.inf if hot_standby.is_hot_standby() else now, now)
     if env.resized is None and env.config.checkpoint.dir is None:
         return None
     with suppress(OSError):
@@ -121,7 +121,7 @@ class _Looker:
 
     def _warn(self, path: str, size: int) -> None:
         env, who, again = self.env, "rank", "Each worker runs the script from its start again"
-        if standing_by.stands_by():
+        if hot_standby.is_hot_standby():
             who, again = "standby of rank", "A hot standby runs the script up to its loop while the worker trains"
         elif env.incarnation:
             again = "A replacement runs the script from its start"
@@ -130,7 +130,7 @@ class _Looker:
             f'them written since the training began. {again}: open the file with "a"'
         )
         if env.incarnation:
-            standing_by.tell(message)
+            hot_standby.tell(message)
         else:
             console_once("truncation", message)  # else each of the workers says it
         EventLog(env.events, env.run).emit("warning", rank=env.rank, generation=env.generation, message=message)

@@ -20,7 +20,7 @@ from shared_core.worker.comm.op import Op
 from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
 from shared_core.worker.state.ddp_graph import FirstIteration, repeat
 from shared_core.worker.state.local_state import Position
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import Records
 from shared_core.worker.state.support import refuse_ddp, refuse_hooks
 
@@ -36,7 +36,7 @@ class Buckets:
 
     Args:
         runtime: serves what was agreed.
-        board: keeps it for replacements.
+        publisher: keeps it for replacements.
         unattached: told that a module is trained and nothing is attached.
 
     Attributes:
@@ -45,9 +45,13 @@ class Buckets:
     """
 
     def __init__(
-        self, runtime: Runtime, board: Board, position: Position, unattached: Callable[[], None] = lambda: None
+        self,
+        runtime: Runtime,
+        publisher: SharedMemoryPublisher,
+        position: Position,
+        unattached: Callable[[], None] = lambda: None,
     ) -> None:
-        self._runtime, self._board, self._position, self._unattached = runtime, board, position, unattached
+        self._runtime, self._publisher, self._position, self._unattached = runtime, publisher, position, unattached
         self._attached = False
         self.modules: list[DistributedDataParallel] = []
         self.eligible = 0
@@ -124,12 +128,12 @@ class Buckets:
         first = self._first.get(number)
         if first is not None and number not in self._agreed:
             first.end()
-            self._board.records.add(
+            self._publisher.records.add(
                 RecordKey(self._position.entry, GRAPH, str(number), self._position.boundaries), first.seen()
             )
         ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
         key = RecordKey(self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.boundaries)
-        op.future.add_done_callback(lambda _: self._board.records.add(key, op.results))
+        op.future.add_done_callback(lambda _: self._publisher.records.add(key, op.results))
         self._broadcasts.setdefault(number, []).append(op.results[0])
         if ordinal % 2:
             op.future.add_done_callback(lambda _: self._know(ddp, self._broadcasts.pop(number)))

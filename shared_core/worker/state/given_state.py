@@ -10,7 +10,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shared_core.errors import RecoveryFailed
-from shared_core.worker.state.outside_changes import Outside
+from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.undo import Parts, Undo
 from shared_core.worker.state.update_count import Count
@@ -28,7 +28,7 @@ class GivenState:
     """
 
     def __init__(
-        self, gate: Gate, count: Count, images: UpdateImages, outside: Outside, fence: Callable[[], None]
+        self, gate: Gate, count: Count, images: UpdateImages, outside: ExternalMutation, fence: Callable[[], None]
     ) -> None:
         self._gate, self._count, self._images, self._outside, self._fence = gate, count, images, outside, fence
         self._replicated: Replicated | None = None

@@ -1,12 +1,12 @@
 """What a rank publishes in the agent's shared memory, and what its replacement reads there.
 
 Files in ``rank{r}/`` of the job's private folder, of which a reader never sees a half. Those that replace each other at
-each batch (``boundary``, ``mid``, ``loose``) stay mapped; the others are written and then renamed:
+each batch (``boundary``, ``mid``, ``unoptimized``) stay mapped; the others are written and then renamed:
 
 - ``boundary.{n}``: a step boundary with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again,
   before the first gradient bucket of the k-th backward;
-- ``loose.{n}``: parameters that no optimizer steps, as far as they had changed at step boundary ``n``; later boundaries
-  refer to it;
+- ``unoptimized.{n}``: parameters that no optimizer steps, as far as they had changed at step boundary ``n``; later
+  boundaries refer to it;
 - ``end.{e}``: the state and result at the end of entry call e;
 - ``order.{id}``: the indices of a pass over the data, where its rest may be dealt out to another number of workers;
 - ``records``: results of start-up operations, appended; ``checks``: a ring of input checksums.
@@ -36,9 +36,9 @@ from shared_core.worker.state.publication_slots import Slots
 from shared_core.worker.state.records import RecordFile, Records
 
 #: The part of parameters that no optimizer steps; start of the names of the files that they are in.
-LOOSE, _LOOSE_FILE = "swift.loose", "loose."
+UNOPTIMIZED, _UNOPTIMIZED_FILE = "swift.unoptimized", "unoptimized."
 #: Starts of the names of files that are replaced at each batch.
-_REPLACED = ("boundary.", "mid.", _LOOSE_FILE)
+_REPLACED = ("boundary.", "mid.", _UNOPTIMIZED_FILE)
 #: Start of the names of files with numbers.
 TALLY = "tally."
 _TALLY = struct.Struct("<Q")
@@ -84,7 +84,7 @@ class Tally:
         _TALLY.pack_into(self._map, 0, number)
 
 
-class Board:
+class SharedMemoryPublisher:
     """The publications of one rank.
 
     Args:
@@ -118,12 +118,12 @@ class Board:
     def _look(self) -> None:
         """See what failed workers have left."""
         self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in self._found("boundary."))
-        self._loose = [int(p.name.split(".")[1]) for p in self._found(_LOOSE_FILE)]
+        self._unoptimized = [int(p.name.split(".")[1]) for p in self._found(_UNOPTIMIZED_FILE)]
         self._mids = self._found_mids()
         self.orders.look()
 
     def look_again(self) -> None:
-        """As if this board had been made now: until now another worker has written it."""
+        """As if this publisher had been made now: until now another worker has written it."""
         self.records.open_again()
         self._look()
 
@@ -160,21 +160,21 @@ class Board:
 
         Args:
             boundary: the step boundary.
-            parts: rank-local state; :data:`LOOSE` in it says for each of those tensors with which boundary it was
+            parts: rank-local state; :data:`UNOPTIMIZED` in it says for each of those tensors with which boundary it was
                 written.
         """
-        self._refers[boundary.index] = frozenset(parts.get(LOOSE, {}).values())
+        self._refers[boundary.index] = frozenset(parts.get(UNOPTIMIZED, {}).values())
         self.orders.note(boundary.index, parts)
         self.put(f"boundary.{boundary.index}", dumps(vars(boundary)), pieces(parts))
         if boundary.index in self._kept:  # a replacement publishes the failed worker's boundary again
             self._kept.remove(boundary.index)
         self._kept.append(boundary.index)
 
-    def write_loose(self, boundary: int, tensors: Mapping[int, torch.Tensor]) -> None:
+    def write_unoptimized(self, boundary: int, tensors: Mapping[int, torch.Tensor]) -> None:
         """Write tensors to which this step boundary, that is to be published, and later ones refer."""
-        self.put(f"{_LOOSE_FILE}{boundary}", b"", pieces(dict(tensors)))
-        if boundary not in self._loose:
-            self._loose.append(boundary)
+        self.put(f"{_UNOPTIMIZED_FILE}{boundary}", b"", pieces(dict(tensors)))
+        if boundary not in self._unoptimized:
+            self._unoptimized.append(boundary)
 
     def publish_mid(self, boundary: int, number: int, parts: dict[str, Any]) -> None:
         """Publish forward-mutated state before the first bucket of backward ``number`` of the batch
@@ -197,11 +197,13 @@ class Board:
             for number in range(self._mids.pop(index)):
                 self._retire(f"mid.{index}.{number}")
         self.orders.drop_unnamed(self._kept)
-        if self._loose and self._refers.keys() >= set(self._kept):  # of a failed worker's boundaries it is not known
+        if self._unoptimized and self._refers.keys() >= set(
+            self._kept
+        ):  # of a failed worker's boundaries it is not known
             needed = frozenset().union(*self._refers.values())
-            for number in [each for each in self._loose if each not in needed]:
-                self._loose.remove(number)
-                self._retire(f"{_LOOSE_FILE}{number}")
+            for number in [each for each in self._unoptimized if each not in needed]:
+                self._unoptimized.remove(number)
+                self._retire(f"{_UNOPTIMIZED_FILE}{number}")
 
     def _found(self, start: str) -> list[Path]:
         """What failed workers have published under names that begin so."""
@@ -230,9 +232,9 @@ class Board:
 
     def forget_boundaries(self) -> None:
         """Remove all step boundaries."""
-        for number in self._loose:
-            self._retire(f"{_LOOSE_FILE}{number}")
-        self._loose.clear()
+        for number in self._unoptimized:
+            self._retire(f"{_UNOPTIMIZED_FILE}{number}")
+        self._unoptimized.clear()
         self._refers.clear()
         self.orders.forget_boundaries()
         for index in self._kept:
@@ -240,8 +242,8 @@ class Board:
         self._kept.clear()
 
     def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
-        """Publish what a checkpoint has of a failed worker and this board has not: it was on a machine that fails, and
-        its copies too.
+        """Publish what a checkpoint has of a failed worker and this publisher has not: it was on a machine that fails,
+        and its copies too.
         """
         known = {key for key, _ in self.records.read()}
         for key, results in records:
@@ -277,11 +279,11 @@ class Board:
         """
         parts: dict[str, Any] = loads(read_file(self.folder / f"boundary.{index}")[1])
         try:
-            refers: Mapping[int, int] = parts.get(LOOSE, {})
+            refers: Mapping[int, int] = parts.get(UNOPTIMIZED, {})
             numbers = frozenset(refers.values())
-            files = {number: loads(read_file(self.folder / f"{_LOOSE_FILE}{number}")[1]) for number in numbers}
+            files = {number: loads(read_file(self.folder / f"{_UNOPTIMIZED_FILE}{number}")[1]) for number in numbers}
             if refers:
-                parts[LOOSE] = {place: files[number][place] for place, number in refers.items()}
+                parts[UNOPTIMIZED] = {place: files[number][place] for place, number in refers.items()}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CorruptFile(f"step boundary {index} in {self.folder} holds no state of a rank: {error}") from error
         self._refers[index] = numbers

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from shared_core.worker.state.following import Followers
+from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.given_state import GivenState
-from shared_core.worker.state.outside_changes import Outside
+from shared_core.worker.state.incremental_copy import Followers
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.undo import Parts, Undo
-from shared_core.worker.state.unstepped import Loose
+from shared_core.worker.state.unoptimized import UnoptimizedParameters
 from shared_core.worker.state.update_count import Count
 from shared_core.worker.state.update_gate import Gate
 from shared_core.worker.state.update_images import UpdateImages
@@ -55,7 +55,7 @@ class Updates:
         self._images = UpdateImages(preimages, self._count, stable)
         self._undo: Undo | None = None
         self.replicated: Replicated | None = None
-        self.outside, self.followers = Outside(preimages), Followers()
+        self.outside, self.followers = ExternalMutation(preimages), Followers()
         self.gate = Gate()
         self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
         self.steps = UpdateSteps(self.gate, self._count, self._images, self.outside, self.followers, after, fence)
@@ -107,7 +107,7 @@ class Updates:
         undo: bool = False,
         sharded: bool = False,
         own: bool = False,
-        loose: Loose | None = None,
+        unoptimized: UnoptimizedParameters | None = None,
         parts: bool = False,
     ) -> None:
         """Watch the optimizers of ``replicated`` from now on.
@@ -140,7 +140,7 @@ class Updates:
             self.followers.able = not sharded and not own and made is None
             self._images.attach(len(replicated.optimizers), sharded, own)
             self.given.attach(None if own else replicated, sharded, self._undo, made)
-            self.outside.attach(replicated, loose)
+            self.outside.attach(replicated, unoptimized)
             self.steps.attach(replicated, made, own)
 
     # -- step boundaries --------------------------------------------------------------------------------

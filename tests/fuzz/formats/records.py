@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from shared_core.launcher.ledger import Ledger
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
-from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_fronts
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind
-from shared_core.protocol.meeting_document import read_document
 from shared_core.protocol.plan import Plan
-from shared_core.protocol.standstill import Standing, awaited, describe, stuck
+from shared_core.protocol.rendezvous_document import read_document
+from shared_core.protocol.standstill import WaitStatus, awaited, describe, stuck
 from shared_core.protocol.worker_env import Resized
 from shared_core.protocol.worker_messages import SHAPES, read
 from shared_core.worker.recovery.replicas import Sums
@@ -50,8 +50,8 @@ offers = st.builds(
     st.lists(counts, max_size=3, unique=True).map(sorted),
     st.none() | counts,
 )
-standings = st.builds(
-    Standing,
+statuses = st.builds(
+    WaitStatus,
     rank=st.integers(0, 1),
     generation=counts,
     look=counts,
@@ -66,7 +66,7 @@ standings = st.builds(
 causes = st.builds(Cause, st.sampled_from(CauseKind), st.just("SIGKILL"), st.integers(0, 3))
 entries = st.builds(
     Entry,
-    kind=st.sampled_from([Kind.FORM, Kind.HAND_ON, Kind.RESTART, Kind.RESIZE]),
+    kind=st.sampled_from([Kind.FORM, Kind.DRAIN, Kind.RESTART, Kind.RESIZE]),
     causes=st.lists(causes, max_size=2).map(tuple),
     detected=st.floats(0, 9),
     machines=st.sampled_from([(), ("a:1#x", None)]),
@@ -154,10 +154,10 @@ def _cut(data: bytes, _folder: Path | None = None) -> Offer:
     return offer
 
 
-def _stand(data: bytes, _folder: Path) -> Standing:
+def _stand(data: bytes, _folder: Path) -> WaitStatus:
     one, other = (
-        Standing.from_json(data),
-        Standing(9, 0, 1, call="barrier()", group="default", members=(0, 9), number=3),
+        WaitStatus.from_json(data),
+        WaitStatus(9, 0, 1, call="barrier()", group="default", members=(0, 9), number=3),
     )
     both = {0: one, 9: other}
     describe(both, stuck(both))
@@ -168,7 +168,7 @@ def _stand(data: bytes, _folder: Path) -> Standing:
 def _front(data: bytes, _folder: Path | None = None) -> Frontier:
     """Beside the frontier of another rank."""
     other = Frontier(1, 0, False, 0, (), {"default": GroupFrontier("0,1", 1, [1], [0], [])})
-    read_fronts({0: data, 1: other.to_json().encode()}, {0: "front/0", 1: "front/1"}, 2)
+    read_frontiers({0: data, 1: other.to_json().encode()}, {0: "front/0", 1: "front/1"}, 2)
     return Frontier.from_json(data)
 
 
@@ -201,7 +201,7 @@ TARGETS = [
     ),
     Target("records.plan", agreed, lambda value, _: _json(value), _agreed, stable(_json, _agreed)),
     Target("records.offer", offers, lambda value, _: _json(value), _cut, only_errors),
-    Target("records.standing", standings, lambda value, _: _json(value), _stand, stable(_json, Standing.from_json)),
+    Target("records.standing", statuses, lambda value, _: _json(value), _stand, stable(_json, WaitStatus.from_json)),
     Target(
         "records.line",
         lines,

@@ -1,9 +1,10 @@
 """``on_failure="reroute"``: the workers that are there continue without a failed one, and admit a replacement later.
 
-A *lane* connects the ranks that are present. An executor does all communication of a training step over it, so that a
-step waits for nobody who is absent; at a failure the lane breaks, and the executor asks for another. Everything else
-that communicates continues to mean all ranks. A replacement runs the user's script up to its first step boundary and
-asks to join there; the others admit it when all of them stand at a step boundary, as a copy of one of its replicas.
+A *survivor group* connects the ranks that are present. An executor does all communication of a training step over it,
+so that a step waits for nobody who is absent; at a failure the survivor group breaks, and the executor asks for
+another. Everything else that communicates continues to mean all ranks. A replacement runs the user's script up to its
+first step boundary and asks to join there; the others admit it when all of them stand at a step boundary, as a copy of
+one of its replicas.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shared_core.errors import (
-    LaneBroken,
+    SurvivorGroupBroken,
 )
 from shared_core.faults import inject
 from shared_core.system import threads
@@ -30,14 +31,14 @@ from shared_core.worker.comm.suspicion import SUSPECT_S
 from shared_core.worker.state.replicated import pack, unpack
 
 #: Longest that a tensor is kept until it is sent.
-PATIENCE = timedelta(days=10)
+LONGEST_WAIT = timedelta(days=10)
 
 
-class LaneWork:
+class SurvivorGroupWork:
     """A message that is being received."""
 
-    def __init__(self, lane: Lane, work: Any, rank: int) -> None:
-        self._lane, self._work, self._rank = lane, work, rank
+    def __init__(self, survivor_group: SurvivorGroup, work: Any, rank: int) -> None:
+        self._survivor_group, self._work, self._rank = survivor_group, work, rank
         self._error: RuntimeError | None = None
         self._waiter: threading.Thread | None = None
 
@@ -45,27 +46,27 @@ class LaneWork:
         """Return when the message is there.
 
         Raises:
-            LaneBroken: if a worker failed meanwhile.
+            SurvivorGroupBroken: if a worker failed meanwhile.
             RuntimeError: what gloo reported, if none was.
         """
-        inject.point("lane.wait")
-        with self._lane.waiting((self._rank,), "the training step (a message)"):
+        inject.point("survivor_group.wait")
+        with self._survivor_group.waiting((self._rank,), "the training step (a message)"):
             if self._waiter is None:
                 self._run()
             else:
                 self._waiter.join(STUCK_S)
                 while self._waiter.is_alive():
-                    if self._lane.broken():
-                        raise LaneBroken("gloo does not give a message back that was cut")
+                    if self._survivor_group.broken():
+                        raise SurvivorGroupBroken("gloo does not give a message back that was cut")
                     self._waiter.join(STUCK_S)
         if self._error is not None:
-            self._lane.explain(self._error)
+            self._survivor_group.explain(self._error)
 
     def done(self) -> bool:
         """Whether :meth:`wait` returns, or raises, at once."""
         # Gloo cannot be asked, so somebody waits: a thread, and only for works that are asked about.
         if self._waiter is None:
-            self._waiter = threads.start(self._run, name="swift-lane")
+            self._waiter = threads.start(self._run, name="swift-group")
         return not self._waiter.is_alive()
 
     def _run(self) -> None:
@@ -73,19 +74,20 @@ class LaneWork:
         if work is None:
             return  # waited for before
         try:
-            work.wait(self._lane.timeout)
+            work.wait(self._survivor_group.timeout)
         except RuntimeError as error:
             self._error = error
 
 
-class Lane:
+class SurvivorGroup:
     """Connects the ranks that are present in one generation. Used by the program's thread.
 
     Attributes:
         generation: a failure ends it.
-        number: rises with each lane: a generation has several, each with more ranks.
+        number: rises with each survivor group: a generation has several, each with more ranks.
         ranks: who is connected, ascending.
-        finished: ranks that had left the program for good before this lane was formed; neither here nor absent.
+        finished: ranks that had left the program for good before this survivor group was formed; neither here nor
+            absent.
     """
 
     def __init__(
@@ -95,9 +97,9 @@ class Lane:
         self.number = generation * (runtime.world_size + 1) + len(ranks) + len(finished)
         self._runtime, self._inner = runtime, inner
         #: Of one operation; a failure ends it at once.
-        self.timeout = runtime.world.timeout if runtime.world is not None else PATIENCE
+        self.timeout = runtime.world.timeout if runtime.world is not None else LONGEST_WAIT
         self._sent: SimpleQueue[tuple[Any, torch.Tensor] | None] = SimpleQueue()
-        threads.start(_keep, (self._sent,), name="swift-lane-sends")
+        threads.start(_keep, (self._sent,), name="swift-group-sends")
 
     def broken(self) -> bool:
         """Whether a worker failed since: what is under way may never finish."""
@@ -112,13 +114,13 @@ class Lane:
             tag: at least 0; tells messages between the same two ranks apart that are under way together.
 
         Raises:
-            LaneBroken: if a worker failed meanwhile.
+            SurvivorGroupBroken: if a worker failed meanwhile.
         """
-        inject.point("lane.send")
+        inject.point("survivor_group.send")
         tensor = tensor.detach()
         self._sent.put((self._issue(lambda pg: pg.send([tensor], self.ranks.index(rank), tag)), tensor))
 
-    def recv(self, tensor: torch.Tensor, rank: int, tag: int) -> LaneWork:
+    def recv(self, tensor: torch.Tensor, rank: int, tag: int) -> SurvivorGroupWork:
         """Begin to receive into ``tensor``.
 
         Args:
@@ -127,9 +129,9 @@ class Lane:
             tag: the sender's.
 
         Raises:
-            LaneBroken: if a worker failed meanwhile.
+            SurvivorGroupBroken: if a worker failed meanwhile.
         """
-        return LaneWork(self, self._issue(lambda pg: pg.recv([tensor], self.ranks.index(rank), tag)), rank)
+        return SurvivorGroupWork(self, self._issue(lambda pg: pg.recv([tensor], self.ranks.index(rank), tag)), rank)
 
     def exchange(self, value: Any) -> dict[int, Any]:
         """What each rank gives, by rank.
@@ -138,7 +140,7 @@ class Lane:
             value: plain data that JSON can hold.
 
         Raises:
-            LaneBroken: if a worker failed meanwhile; others may have got the answer.
+            SurvivorGroupBroken: if a worker failed meanwhile; others may have got the answer.
         """
         mine = pack(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
@@ -154,7 +156,7 @@ class Lane:
         """Return when all ranks have called it.
 
         Raises:
-            LaneBroken: if a worker failed meanwhile; others may have returned.
+            SurvivorGroupBroken: if a worker failed meanwhile; others may have returned.
         """
         self._run(lambda pg: pg.barrier(dist.BarrierOptions()))
 
@@ -168,12 +170,14 @@ class Lane:
         return self._runtime.waiting_beside(ranks, what)
 
     def explain(self, error: RuntimeError) -> None:
-        """An operation failed. Raises LaneBroken once a failure is announced that explains it, else ``error``."""
+        """An operation failed. Raises SurvivorGroupBroken once a failure is announced that explains
+        it, else ``error``.
+        """
         with self._runtime.lock:
             self._runtime.changed.wait_for(lambda: self.broken() or self._runtime.ended, timeout=SUSPECT_S)
             self._runtime.raise_if_ended()
         if self.broken():
-            raise LaneBroken(f"a worker failed after generation {self.generation}") from error
+            raise SurvivorGroupBroken(f"a worker failed after generation {self.generation}") from error
         assert self._runtime.world is not None
         others = ranks_text(rank for rank in self.ranks if rank != self._runtime.rank)
         raise self._runtime.suspicion.overdue(error, self._runtime.world, f"the training step (with {others},")
@@ -186,20 +190,20 @@ class Lane:
     def _issue(self, start: Callable[[Any], Any]) -> Any:
         pg = self._inner.pg
         if pg is None or self.broken():
-            raise LaneBroken(f"a worker failed after generation {self.generation}")
+            raise SurvivorGroupBroken(f"a worker failed after generation {self.generation}")
         try:
             return start(pg)
         except RuntimeError as error:
             self.explain(error)
 
     def _run(self, start: Callable[[Any], Any]) -> None:
-        inject.point("lane.wait")
+        inject.point("survivor_group.wait")
         work = self._issue(start)
         with self.waiting(
             [rank for rank in self.ranks if rank != self._runtime.rank], "the training step (an exchange)"
         ):
             try:
-                finish(work, self.broken, "a lane that is cut")
+                finish(work, self.broken, "a survivor group that is cut")
                 return
             except RuntimeError as error:
                 failed = error
@@ -210,6 +214,6 @@ def _keep(sent: SimpleQueue[tuple[Any, torch.Tensor] | None]) -> None:
     """Thread: keep tensors until they are sent. Receivers take them in any order, so some are kept a little longer."""
     while (item := sent.get()) is not None:
         try:
-            item[0].wait(PATIENCE)
+            item[0].wait(LONGEST_WAIT)
         except RuntimeError:
-            pass  # the lane is broken: whoever receives notices
+            pass  # the survivor group is broken: whoever receives notices

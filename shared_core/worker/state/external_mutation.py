@@ -12,10 +12,10 @@ from shared_core.worker.state.change_detection import Watch
 
 if TYPE_CHECKING:
     from shared_core.worker.state.replicated import Replicated
-    from shared_core.worker.state.unstepped import Loose
+    from shared_core.worker.state.unoptimized import UnoptimizedParameters
 
 
-class Outside:
+class ExternalMutation:
     """Looks for changes that the script makes outside updates. From the first one on the state at step boundaries is
     kept.
 
@@ -38,24 +38,24 @@ class Outside:
         self.boundaries = KeptBoundaries()
         self.boundary = 0
         self._replicated: Replicated | None = None
-        self._loose: Loose | None = None
+        self._unoptimized: UnoptimizedParameters | None = None
         self._watch: Watch | None = None
         self._changed = "a parameter"
         self._first = False
         self._first_version = -1
 
-    def attach(self, replicated: Replicated, loose: Loose | None) -> None:
+    def attach(self, replicated: Replicated, unoptimized: UnoptimizedParameters | None) -> None:
         """Watch this state from the next step boundary on.
 
         Args:
             replicated: what is trained.
             loose: those of its parameters that no optimizer steps; None: nothing is looked for.
         """
-        watches = loose is not None and self._policy != "never"
-        self._replicated, self._loose = replicated, loose if watches else None
+        watches = unoptimized is not None and self._policy != "never"
+        self._replicated, self._unoptimized = replicated, unoptimized if watches else None
         self._watch = Watch(replicated) if watches else None
         self._first = watches and bool(replicated.optimizers)
-        self.active = self._loose is not None and (self._policy == "always" or self._loose.own)
+        self.active = self._unoptimized is not None and (self._policy == "always" or self._unoptimized.own)
 
     def expect(self) -> None:
         """Changes will be made."""
@@ -83,7 +83,7 @@ class Outside:
     @property
     def local(self) -> list[int]:
         """Places of parameters that each rank has for itself, and publishes."""
-        return self._loose.places if self.active and self._loose is not None else []
+        return self._unoptimized.places if self.active and self._unoptimized is not None else []
 
     # -- step boundaries ------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ class Outside:
 
     def at_boundary(self, index: int, version: int) -> None:
         """A step boundary was published: keep the state there, if that is needed."""
-        if self.active or (self._first and self._loose is not None and self._loose.small):
+        if self.active or (self._first and self._unoptimized is not None and self._unoptimized.small):
             self._keep(index, version)
         if self._first and self._watch is not None:
             self._first, self._first_version = False, version

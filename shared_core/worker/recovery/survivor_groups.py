@@ -1,4 +1,4 @@
-"""Forms lanes, and admits replacements; see :mod:`shared_core.worker.recovery.lane`."""
+"""Forms survivor groups, and admits replacements; see :mod:`shared_core.worker.recovery.survivor_group`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shared_core.errors import (
     ConfigError,
     DamagedRecord,
     GenerationAbandoned,
-    LaneBroken,
     NotConnected,
+    SurvivorGroupBroken,
     SwiftError,
     WaitTimeout,
 )
 from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.protocol.codec import decode
-from shared_core.protocol.generation import join_request_key, lane_key, still_key
+from shared_core.protocol.generation import join_request_key, still_key, survivor_group_key
 from shared_core.protocol.rounds import Round, admitting_key
 from shared_core.transport.store import Store
 from shared_core.waiting import Keys, ranks_text, wait_for
@@ -27,13 +27,15 @@ from shared_core.worker import link
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.recovery.copies import Copies
 from shared_core.worker.recovery.exchange import Received
-from shared_core.worker.recovery.lane import PATIENCE, Lane
 from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.survivor_group import LONGEST_WAIT, SurvivorGroup
 from shared_core.worker.state.local_state import Position
 
 
 class _Arrivals:
-    """Looks like a store whose keys are ranks, which are there when they have come to a lane or have finished."""
+    """Looks like a store whose keys are ranks, which are there when they have come to a survivor group or have
+    finished.
+    """
 
     def __init__(self, store: Store, meeting: str) -> None:
         self._store, self._meeting = store, meeting
@@ -58,7 +60,7 @@ class _AnyOf:
         return any(self._store.check([key]) for key in keys)
 
 
-class Patience(Enum):
+class WaitFor(Enum):
     """For whom is waited that is to be admitted."""
 
     #: For nobody: who is ready is admitted.
@@ -68,8 +70,8 @@ class Patience(Enum):
     FOR_ALL = "all"
 
 
-class Lanes:
-    """Forms lanes, and admits replacements.
+class SurvivorGroups:
+    """Forms survivor groups, and admits replacements.
 
     Args:
         copies: give replacements their state while the others train.
@@ -78,7 +80,7 @@ class Lanes:
     def __init__(self, recovery: Recovery, copies: Copies, position: Position) -> None:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
         self._copies, self._position = copies, position
-        self._lane: Lane | None = None
+        self._survivor_group: SurvivorGroup | None = None
         self._passed_over: set[str] = set()
         self._admits: Callable[[], None] | None = None
         self._comes: Callable[[], None] = lambda: None
@@ -86,62 +88,70 @@ class Lanes:
 
     @property
     def formed(self) -> bool:
-        """Whether there has been a lane: then every worker uses lanes, and no failure is answered by a replay."""
-        return self._lane is not None
+        """Whether there has been a survivor group: then every worker uses survivor groups, and no failure is answered
+        by a replay.
+        """
+        return self._survivor_group is not None
 
     @property
     def absent(self) -> frozenset[int]:
         """Ranks that failed and have not been admitted again, as of the newest announcement."""
         return self._runtime.absent
 
-    def lane(self) -> Lane:
-        """Connect the ranks that are present; returns when all of them have called this. See :class:`Lane`.
+    def survivor_group(self) -> SurvivorGroup:
+        """Connect the ranks that are present; returns when all of them have called this. See :class:`SurvivorGroup`.
 
-        A worker that uses lanes does all communication of its training steps over them. Ask again when one breaks. If a
-        rank does not come in the time-out of the process group, the job ends.
+        A worker that uses survivor groups does all communication of its training steps over them. Ask again when one
+        breaks. If a rank does not come in the time-out of the process group, the job ends.
 
         Raises:
             ConfigError: if ``on_failure`` is not ``reroute``.
         """
         runtime, started = self._runtime, time.time()
         if self._env.config.on_failure != "reroute":
-            raise ConfigError("lanes are for on_failure='reroute': in all other cases a failed rank is waited for")
-        if self._lane is None:
-            self._recovery.store.below().set(lane_key(self._env.rank, self._env.incarnation), "1")
+            raise ConfigError(
+                "survivor groups are for on_failure='reroute': in all other cases a failed rank is waited for"
+            )
+        if self._survivor_group is None:
+            self._recovery.store.below().set(survivor_group_key(self._env.rank, self._env.incarnation), "1")
         while True:
             with runtime.lock:
-                # A failure before all use lanes, or without a replacement, is answered by forming the generation.
+                # A failure before all use survivor groups, or without a replacement, is answered by forming the
+                # generation.
                 while not runtime.absent and runtime.generation < runtime.latest:
                     runtime.raise_if_ended()
                     runtime.changed.wait(1.0)
                 generation, absent = runtime.latest, runtime.absent
             present = [rank for rank in range(self._env.world_size) if rank not in absent]
-            if self._lane is not None:
-                lane = self._lane
-                if lane.generation == generation and {*lane.ranks, *lane.finished} == set(present):
-                    return lane
-                lane.close()
+            if self._survivor_group is not None:
+                survivor_group = self._survivor_group
+                if survivor_group.generation == generation and {*survivor_group.ranks, *survivor_group.finished} == set(
+                    present
+                ):
+                    return survivor_group
+                survivor_group.close()
             try:
-                self._lane = self._connect(generation, present)
+                self._survivor_group = self._connect(generation, present)
             except GenerationAbandoned:
                 continue
-            if self._env.rank == self._lane.ranks[0]:
+            if self._env.rank == self._survivor_group.ranks[0]:
                 self._recovery.events.emit(
-                    "lane",
+                    "survivor_group",
                     rank=self._env.rank,
                     generation=generation,
-                    ranks=list(self._lane.ranks),
+                    ranks=list(self._survivor_group.ranks),
                     formed_s=time.time() - started,
                     boundary=runtime.boundary,
                 )
-            return self._lane
+            return self._survivor_group
 
-    def _connect(self, generation: int, present: Sequence[int]) -> Lane:
+    def _connect(self, generation: int, present: Sequence[int]) -> SurvivorGroup:
         """Raises GenerationAbandoned if the generation ends meanwhile."""
         runtime, rank = self._runtime, self._env.rank
-        inject.point("lane.connect")
-        # A generation has more lanes if replacements are admitted in it: each joins more ranks than the one before.
-        name = f"lane{len(present)}"
+        inject.point("survivor_group.connect")
+        # A generation has more survivor groups if replacements are admitted in it: each joins more ranks than the one
+        # before.
+        name = f"survivor group{len(present)}"
         store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
         store.set(f"{meeting}/{rank}", "1")
         arrivals = _Arrivals(store, meeting)
@@ -151,7 +161,7 @@ class Lanes:
         self._wait(arrivals, {each: str(each) for each in present}, generation, limit_s, what)
         # Whoever comes here does not finish in between, and whoever has finished does not come.
         ranks = tuple(each for each in present if arrivals.come(each))
-        timeout = runtime.world.timeout if runtime.world is not None else PATIENCE
+        timeout = runtime.world.timeout if runtime.world is not None else LONGEST_WAIT
         for attempt in range(MAX_ATTEMPTS):
             try:
                 inner = runtime.connections.side_group(
@@ -159,13 +169,15 @@ class Lanes:
                 )
             except NotConnected:
                 continue
-            lane = Lane(runtime, inner, generation, ranks, tuple(each for each in present if each not in ranks))
+            survivor_group = SurvivorGroup(
+                runtime, inner, generation, ranks, tuple(each for each in present if each not in ranks)
+            )
             try:
-                lane.barrier()  # all are connected, or nobody uses it
-                return lane
+                survivor_group.barrier()  # all are connected, or nobody uses it
+                return survivor_group
             except RuntimeError as error:
-                lane.close()
-                if isinstance(error, LaneBroken):
+                survivor_group.close()
+                if isinstance(error, SurvivorGroupBroken):
                     raise GenerationAbandoned(str(error)) from error
                 if isinstance(error, (SwiftError, inject.FaultInjected)):
                     raise
@@ -197,7 +209,7 @@ class Lanes:
                 abandoned = lambda: self._runtime.latest > generation  # noqa: E731
                 wait_for(store, keys, abandoned, limit_s, self._env.rank, what, bound=bound, ends=ends)
         except WaitTimeout as error:
-            self._recovery.endings.give_up(error)
+            self._recovery.fatal_actions.give_up(error)
         finally:
             with self._runtime.lock:
                 self._runtime.note_waiting(-1)
@@ -240,7 +252,7 @@ class Lanes:
 
     # -- admitting --------------------------------------------------------------------------------
 
-    def joining_ranks(self, *, wait: Patience = Patience.NOT_AT_ALL) -> tuple[int, ...]:
+    def joining_ranks(self, *, wait: WaitFor = WaitFor.NOT_AT_ALL) -> tuple[int, ...]:
         """Absent ranks whose replacements wait to be admitted. Who waits in another entry call cannot be admitted here:
         where that is waited for, all go back to the checkpoint.
 
@@ -255,21 +267,21 @@ class Lanes:
         if not absent:
             return ()
         keys = {rank: join_request_key(generation, rank) for rank in absent}
-        store, waits = self._recovery.store.below(), wait is not Patience.NOT_AT_ALL
+        store, waits = self._recovery.store.below(), wait is not WaitFor.NOT_AT_ALL
         if waits:
             store.set(still_key(generation), "1")
             timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
             try:
                 what = "to be admitted (they failed, and their replacements run the script up to the training loop)"
                 bound = "reroute.rejoin_after_s and detection.wait_timeout_s"
-                those = _AnyOf(store) if wait is Patience.FOR_ONE else store
+                those = _AnyOf(store) if wait is WaitFor.FOR_ONE else store
                 self._wait(those, keys, generation, timeout_s, what, bound=bound)
             except GenerationAbandoned:
                 return ()
         said = {rank: self._asked_to_join(store, key, waits=waits) for rank, key in keys.items()}
         other = [rank for rank, entry in said.items() if entry not in (None, self._position.entry)]
         if waits and other:
-            self._recovery.endings.fall_back(
+            self._recovery.fatal_actions.fall_back(
                 f"the replacement of {ranks_text(other)} is in another call of the program (fit, validate, ...) than "
                 "the "
                 "others, so it cannot be admitted: all ranks must make the same calls"
@@ -285,7 +297,7 @@ class Lanes:
             return entry
         except DamagedRecord as error:
             if waits:
-                self._recovery.endings.give_up(error)
+                self._recovery.fatal_actions.give_up(error)
             if key not in self._passed_over:
                 self._passed_over.add(key)
                 console(f"{error}. The replacement that wrote it is not admitted; its rank stays absent")
@@ -293,29 +305,29 @@ class Lanes:
 
     def admit(self, ranks: Sequence[int]) -> bool:
         """Admit replacements, each as a copy of one of its replicas as it has published itself at the last step
-        boundary, random generators included. All members of the newest lane call this after the same step boundary:
-        right after it, or after the step that followed and before anything else that communicates. Replacements then
-        run the batch from its boundary; updates that their state contains already do nothing.
+        boundary, random generators included. All members of the newest survivor group call this after the same step
+        boundary: right after it, or after the step that followed and before anything else that communicates.
+        Replacements then run the batch from its boundary; updates that their state contains already do nothing.
 
         Args:
             ranks: what :meth:`joining_ranks` gave, on one of them. Other absent ranks stay absent.
 
         Returns:
-            Whether they are in. If not, another rank failed meanwhile. In both cases ask for the next lane.
+            Whether they are in. If not, another rank failed meanwhile. In both cases ask for the next survivor group.
         """
-        assert self._lane is not None
-        runtime, recovery, lane = self._runtime, self._recovery, self._lane
-        present = {*lane.ranks, *lane.finished}
+        assert self._survivor_group is not None
+        runtime, recovery, survivor_group = self._runtime, self._recovery, self._survivor_group
+        present = {*survivor_group.ranks, *survivor_group.finished}
         absent = frozenset(range(self._env.world_size)) - present
-        turn = Round(lane.generation, absent, frozenset(ranks))
-        started, first = time.time(), self._env.rank == lane.ranks[0]
-        inject.point("lane.admit")
+        turn = Round(survivor_group.generation, absent, frozenset(ranks))
+        started, first = time.time(), self._env.rank == survivor_group.ranks[0]
+        inject.point("survivor_group.admit")
         for rank in ranks if first else ():
-            recovery.store.below().set(admitting_key(lane.generation, rank), turn.to_json())
+            recovery.store.below().set(admitting_key(survivor_group.generation, rank), turn.to_json())
         try:
             received = recovery.admit(turn)
         except GenerationAbandoned:
-            self._await_next(lane.generation)
+            self._await_next(survivor_group.generation)
             return False
         if first:
             stall_s = time.time() - started
@@ -323,7 +335,7 @@ class Lanes:
                 recovery.events.emit(
                     "admitted",
                     rank=rank,
-                    generation=lane.generation,
+                    generation=survivor_group.generation,
                     boundary=runtime.boundary,
                     stall_s=stall_s,
                     bytes_moved=received.nbytes,
@@ -333,7 +345,7 @@ class Lanes:
     def join_request(self, entry: int) -> Received:
         """Replacement: wait to be admitted. Returns what was received."""
         runtime, recovery, rank = self._runtime, self._recovery, self._env.rank
-        inject.point("lane.join_request")
+        inject.point("survivor_group.join_request")
         store = recovery.store.below()
         while True:
             generation = runtime.latest
@@ -351,7 +363,7 @@ class Lanes:
             except GenerationAbandoned:
                 self._await_next(generation)
             except DamagedRecord as error:
-                recovery.endings.give_up(error)
+                recovery.fatal_actions.give_up(error)
         if self._copies.pending:
             self._comes()
             self._copies.complete()

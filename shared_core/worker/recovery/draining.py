@@ -13,27 +13,27 @@ from shared_core.protocol.worker_env import Resized
 from shared_core.transport.store import Store
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.fronts import Fronts
+from shared_core.worker.recovery.frontier_builder import FrontierBuilder
 from shared_core.worker.recovery.resize import local_state
 
 
-class HandingOn:
+class Draining:
     """What one worker does when the number of workers changes.
 
     Args:
         fronts: collects what others say.
     """
 
-    def __init__(self, context: Context, donor: Donor, fronts: Fronts) -> None:
+    def __init__(self, context: Context, donor: Donor, frontiers: FrontierBuilder) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
-        self._donor, self._fronts = donor, fronts
+        self._donor, self._frontier_builder = donor, frontiers
 
-    def hand_on(self, entry: Entry) -> None:
+    def drain_for_resize(self, entry: Entry) -> None:
         """Hand on; if that cannot be done, the launcher is told, and failed workers are replaced after all."""
         with self._lifecycle.acting:
             try:
-                self._hand_on(entry)
+                self._drain_for_resize(entry)
             except GenerationAbandoned:
                 return  # somebody else failed, or nobody leaves
             except Exception as error:  # noqa: BLE001 (a full disk, too: whatever it is, another way must be found)
@@ -48,7 +48,7 @@ class HandingOn:
             if not self._lifecycle.ended(entry.generation):
                 self._donor.withdraw()
 
-    def _hand_on(self, entry: Entry) -> None:
+    def _drain_for_resize(self, entry: Entry) -> None:
         generation, stay = entry.generation, entry.stay
         joined = self._runtime.generation >= 0
         if not self._lifecycle.break_off(entry) if joined else self._lifecycle.ended(generation):
@@ -61,7 +61,7 @@ class HandingOn:
         cut = choose_cut({offer.rank: offer for offer in offers})
         inject.point("resize.cut")
         if self._env.rank in cut.donors.values():
-            self._donor.hand_on(cut)
+            self._donor.drain_for_resize(cut)
             store.set(f"{key}/handed/{self._env.rank}", "1")
         if self._env.rank == min(stay):
             resized = Resized(self._env.restart, self._env.world_size, stay, cut.boundary)
@@ -71,4 +71,4 @@ class HandingOn:
             self._store.tell("handed", {"generation": generation, "boundary": cut.boundary})
 
     def _collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
-        return self._fronts.collect(store, name, ranks, generation, f"{what} (the number of workers changes)")
+        return self._frontier_builder.collect(store, name, ranks, generation, f"{what} (the number of workers changes)")

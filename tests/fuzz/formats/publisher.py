@@ -14,7 +14,7 @@ from shared_core.encoding.plain import dumps
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.state.publication_file import packed
-from shared_core.worker.state.publications import LOOSE, Board
+from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 
 from ..harness import Target, exact, exact_parts, only_errors
 from ..plain_values import values
@@ -44,20 +44,20 @@ orders = st.lists(st.integers(0, 999), max_size=20) | st.lists(st.lists(st.integ
 
 
 @lru_cache(1)
-def _board(folder: Path) -> Board:
-    return Board(folder / "rank0")
+def _publisher(folder: Path) -> SharedMemoryPublisher:
+    return SharedMemoryPublisher(folder / "rank0")
 
 
 def _write_boundary(value: Any, folder: Path) -> bytes:
     boundary, local = value
-    _board(folder).publish_boundary(boundary, local)
-    return (_board(folder).folder / "boundary.1").read_bytes()
+    _publisher(folder).publish_boundary(boundary, local)
+    return (_publisher(folder).folder / "boundary.1").read_bytes()
 
 
 def _read_boundary(data: bytes, folder: Path) -> Any:
-    board = _board(folder)
-    (board.folder / "boundary.1").write_bytes(data)
-    return board.boundaries(), board.read_boundary(1)
+    publisher = _publisher(folder)
+    (publisher.folder / "boundary.1").write_bytes(data)
+    return publisher.boundaries(), publisher.read_boundary(1)
 
 
 def _of_head(head: bytes) -> bytes:
@@ -74,48 +74,48 @@ def _head(value: Any, folder: Path) -> bytes:
 
 
 def _refers(value: Any, folder: Path) -> bytes:
-    """A boundary that refers to a file of loose parameters."""
-    board = _board(folder)
-    board.write_loose(1, {3: torch.ones(2)})
-    return dumps({"a": value, LOOSE: {3: 1}})
+    """A boundary that refers to a file of unoptimized parameters."""
+    publisher = _publisher(folder)
+    publisher.write_unoptimized(1, {3: torch.ones(2)})
+    return dumps({"a": value, UNOPTIMIZED: {3: 1}})
 
 
 def _read_end(data: bytes, folder: Path) -> Any:
-    board = _board(folder)
-    (board.folder / "end.0").write_bytes(data)
-    return board.read_end(0)
+    publisher = _publisher(folder)
+    (publisher.folder / "end.0").write_bytes(data)
+    return publisher.read_end(0)
 
 
 def _write_end(value: Any, folder: Path) -> bytes:
-    _board(folder).publish_end(0, value, {"x": 1})
-    return (_board(folder).folder / "end.0").read_bytes()
+    _publisher(folder).publish_end(0, value, {"x": 1})
+    return (_publisher(folder).folder / "end.0").read_bytes()
 
 
 def _write_mid(value: Any, folder: Path) -> bytes:
-    _board(folder).publish_mid(1, 0, value)
-    return (_board(folder).folder / "mid.1.0").read_bytes()
+    _publisher(folder).publish_mid(1, 0, value)
+    return (_publisher(folder).folder / "mid.1.0").read_bytes()
 
 
 def _read_mid(data: bytes, folder: Path) -> Any:
-    (_board(folder).folder / "mid.1.0").write_bytes(data)
-    return _board(folder).read_mid(1, 0)
+    (_publisher(folder).folder / "mid.1.0").write_bytes(data)
+    return _publisher(folder).read_mid(1, 0)
 
 
 def _write_order(value: Any, folder: Path) -> bytes:
-    board = _board(folder)
-    name = board.orders.write(value)
-    data = (board.folder / name).read_bytes()
-    board.orders.drop(name)
+    publisher = _publisher(folder)
+    name = publisher.orders.write(value)
+    data = (publisher.folder / name).read_bytes()
+    publisher.orders.drop(name)
     return data
 
 
 def _read_order(data: bytes, folder: Path) -> Any:
-    board = _board(folder)
-    (board.folder / "order.x").write_bytes(data)
+    publisher = _publisher(folder)
+    (publisher.folder / "order.x").write_bytes(data)
     try:
-        return board.orders.read("order.x")
+        return publisher.orders.read("order.x")
     finally:
-        board.orders.drop("order.x")
+        publisher.orders.drop("order.x")
 
 
 def _inner_order(value: Any, folder: Path) -> bytes:
@@ -125,27 +125,27 @@ def _inner_order(value: Any, folder: Path) -> bytes:
 
 
 def _write_records(value: Any, folder: Path) -> bytes:
-    board = _board(folder)
-    path = board.folder / "records"
+    publisher = _publisher(folder)
+    path = publisher.folder / "records"
     path.write_bytes(b"")
     for key, results in value:
-        board.records.add(key, results)
+        publisher.records.add(key, results)
     return path.read_bytes()
 
 
 def _read_records(data: bytes, folder: Path) -> Any:
-    (_board(folder).folder / "records").write_bytes(data)
-    return _board(folder).records.read()
+    (_publisher(folder).folder / "records").write_bytes(data)
+    return _publisher(folder).records.read()
 
 
 TARGETS = [
-    Target("board.boundary", st.tuples(boundaries, parts), _write_boundary, _read_boundary, exact),
-    Target("board.boundary_head_sealed", boundaries, _head, _read_boundary, only_errors, seal=_of_head),
-    Target("board.boundary_parts_sealed", values, _refers, _read_boundary, only_errors, seal=_of_payload),
-    Target("board.end", values, _write_end, _read_end, exact),
-    Target("board.end_sealed", values, lambda value, _: dumps(value), _read_end, only_errors, seal=_of_payload),
-    Target("board.mid", parts, _write_mid, _read_mid, exact, count=10),
-    Target("board.order", orders, _write_order, _read_order, exact),
-    Target("board.order_sealed", orders, _inner_order, _read_order, only_errors, seal=_of_payload),
-    Target("board.records", records, _write_records, _read_records, exact_parts),
+    Target("publisher.boundary", st.tuples(boundaries, parts), _write_boundary, _read_boundary, exact),
+    Target("publisher.boundary_head_sealed", boundaries, _head, _read_boundary, only_errors, seal=_of_head),
+    Target("publisher.boundary_parts_sealed", values, _refers, _read_boundary, only_errors, seal=_of_payload),
+    Target("publisher.end", values, _write_end, _read_end, exact),
+    Target("publisher.end_sealed", values, lambda value, _: dumps(value), _read_end, only_errors, seal=_of_payload),
+    Target("publisher.mid", parts, _write_mid, _read_mid, exact, count=10),
+    Target("publisher.order", orders, _write_order, _read_order, exact),
+    Target("publisher.order_sealed", orders, _inner_order, _read_order, only_errors, seal=_of_payload),
+    Target("publisher.records", records, _write_records, _read_records, exact_parts),
 ]

@@ -14,23 +14,23 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.checkpoints.recovery_line import Collect
 from shared_core.worker.checkpoints.restored import Restored, ends_before
-from shared_core.worker.endings import EXIT_STALE
+from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.recovery.exchange import Received
-from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.rank_copy import unpack
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.resize import take_over
 from shared_core.worker.recovery.spare import Spare
+from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.start import truncation
 from shared_core.worker.state.updates import Updates
 
 
-class Beginning:
+class StartPoint:
     """What one worker begins with.
 
     Args:
         recovery: forms generations, and knows the failed worker's place.
-        lanes: by which a replacement is admitted.
+        survivor_groups: by which a replacement is admitted.
         spare: what this worker is until it has a place.
 
     Attributes:
@@ -42,16 +42,21 @@ class Beginning:
         self,
         env: WorkerEnv,
         recovery: Recovery,
-        lanes: Lanes,
+        survivor_groups: SurvivorGroups,
         checkpoints: Checkpoints,
         updates: Updates,
         spare: Spare,
     ) -> None:
         self.spare = spare
-        self._env, self._recovery, self._lanes, self._checkpoints = env, recovery, lanes, checkpoints
-        self._board, self._updates = recovery.board, updates
+        self._env, self._recovery, self._survivor_groups, self._checkpoints = (
+            env,
+            recovery,
+            survivor_groups,
+            checkpoints,
+        )
+        self._publisher, self._updates = recovery.publisher, updates
         # A replacement whose failed worker has passed a step boundary mostly starts there.
-        passed = env.spare or (env.incarnation > 0 and bool(self._board.boundaries()))
+        passed = env.spare or (env.incarnation > 0 and bool(self._publisher.boundaries()))
         self._restored = None if passed else self._line()
         self._saved: Restored | None = None
         self._peeked: dict[str, Any] | None = None
@@ -68,16 +73,16 @@ class Beginning:
             else:
                 checkpoint = self._checkpoints.newest()
         except CorruptFile as error:
-            self._recovery.endings.fall_back(str(error))
+            self._recovery.fatal_actions.fall_back(str(error))
         except Unsupported as error:
-            self._recovery.endings.fail(error)
+            self._recovery.fatal_actions.fail(error)
             raise
         if resized is None or (checkpoint is not None and checkpoint.boundary.index >= resized.boundary):
             return checkpoint
         try:
             return take_over(env, resized)
         except (RecoveryFailed, CorruptFile) as error:
-            self._recovery.endings.fall_back(str(error))
+            self._recovery.fatal_actions.fall_back(str(error))
 
     def prepare(self) -> None:
         """Replacement: decide where to begin, before the user's code has done anything that depends on it."""
@@ -93,9 +98,9 @@ class Beginning:
                 try:
                     self._saved = self._checkpoints.own.at(target.index)
                 except CorruptFile as error:  # since it was looked at
-                    self._recovery.endings.fall_back(str(error))
-                self._board.complete(self._saved.records, self._saved.ends)
-                self._recovery.runtime.records = dict(self._board.records.read())
+                    self._recovery.fatal_actions.fall_back(str(error))
+                self._publisher.complete(self._saved.records, self._saved.ends)
+                self._recovery.runtime.records = dict(self._publisher.records.read())
         elif self._recovery.replacement and self._restored is None and self.joining:
             self._restored = self._line()
 
@@ -106,7 +111,7 @@ class Beginning:
         try:
             self._recovery.lifecycle.born_in(self.spare.await_place())
         except DamagedRecord as error:
-            self._recovery.endings.give_up(error)
+            self._recovery.fatal_actions.give_up(error)
         self._checkpoints.look_at_failed_worker()
         self.prepare()
         target, asks_to_join = self._recovery.forming.target, self._recovery.asks_to_join
@@ -143,20 +148,20 @@ class Beginning:
         if not self.joining:
             return None
         if self.spare.waits:
-            return self._board.read_end(entry) if self.spare.finished(entry) else None
+            return self._publisher.read_end(entry) if self.spare.finished(entry) else None
         if self._restored is not None:
             if entry not in self._restored.ends:
                 return None
             result, parts = self._restored.ends[entry]
-            self._board.publish_end(entry, result, parts)  # for replacements of this attempt
+            self._publisher.publish_end(entry, result, parts)  # for replacements of this attempt
             return result, parts
         if self._recovery.asks_to_join:
-            return ends_before(self._board, entry + 1).get(entry)
-        return self._board.read_end(entry) if self._is_finished(entry) else None
+            return ends_before(self._publisher, entry + 1).get(entry)
+        return self._publisher.read_end(entry) if self._is_finished(entry) else None
 
     def _is_finished(self, entry: int) -> bool:
         if self._recovery.asks_to_join:
-            return entry in ends_before(self._board, entry + 1)
+            return entry in ends_before(self._publisher, entry + 1)
         target = self._recovery.forming.target
         return target is not None and (target.entry > entry or (target.entry == entry and target.kind == "end"))
 
@@ -174,16 +179,16 @@ class Beginning:
         if self._restored is not None:
             return self._restored.parts
         target = self._recovery.forming.target
-        if self._recovery.asks_to_join and (boundaries := self._board.boundaries()):
+        if self._recovery.asks_to_join and (boundaries := self._publisher.boundaries()):
             target = boundaries[-1]
         if target is None:
             return {}
-        return self._saved.parts if self._saved is not None else self._board.read_boundary(target.index)
+        return self._saved.parts if self._saved is not None else self._publisher.read_boundary(target.index)
 
     def remembered(self, kind: str) -> dict[str, Any]:
         """What failed workers have kept under ``kind``, by name; the newest of each."""
         self.settle()
-        records = self._restored.records if self._restored is not None else self._board.records.read()
+        records = self._restored.records if self._restored is not None else self._publisher.records.read()
         return {key.name: value for key, value in records if key.kind == kind}
 
     # -- at the place ------------------------------------------------------------------------------
@@ -218,22 +223,22 @@ class Beginning:
             if self._restored.collect is not None:
                 self._collect(self._restored, self._restored.collect, replicas)
             for key, results in self._restored.records:
-                self._board.records.add(key, results)
+                self._publisher.records.add(key, results)
             return self._restored, None
         self._updates.begin_install()
         if self._recovery.asks_to_join:  # the others have continued: this rank becomes a copy of a replica
-            received = self._lanes.join_request(entry)
+            received = self._survivor_groups.join_request(entry)
             assert received.boundary is not None and received.local is not None
-            parts = unpack(self._board, received.local.numpy().tobytes())
-            self._board.forget_boundaries()
+            parts = unpack(self._publisher, received.local.numpy().tobytes())
+            self._publisher.forget_boundaries()
             state = received.description, received.tensors
             return Restored(received.boundary, parts, {}, [], *state, owned=True, added=True), received
         received = self._recovery.join()
         boundary = received.boundary
         assert boundary is not None
         if self._saved is not None:
-            return replace(self._saved, boundary=boundary, records=self._board.records.read()), received
-        parts, records = self._board.read_boundary(boundary.index), self._board.records.read()
+            return replace(self._saved, boundary=boundary, records=self._publisher.records.read()), received
+        parts, records = self._publisher.read_boundary(boundary.index), self._publisher.records.read()
         state = received.description, received.tensors
         return Restored(boundary, parts, {}, records, *state, owned=True), received
 
@@ -249,14 +254,14 @@ class Beginning:
                 )
             restored.description, restored.tensors = collect(self._updates.replicated)
         except SwiftError as error:
-            self._recovery.endings.fail(error)
+            self._recovery.fatal_actions.fail(error)
             raise
 
     def reached(self, place: Restored) -> str:
         """The state is in place. Returns the checkpoint that all begin from, in words; empty if it is none."""
         whence = ""
         if self._restored is None and place.tier:
-            self._board.forget_boundaries()  # of places that are now ahead
+            self._publisher.forget_boundaries()  # of places that are now ahead
         elif place.tier:
             of = f", which {place.workers} workers have made" if place.resized else ""
             whence = f"the checkpoint at step boundary {place.boundary.index} ({place.tier}){of}"

@@ -1,5 +1,5 @@
 """A copy of the replicated state that others continue changing, as the worker sees it that makes the same updates; see
-:mod:`shared_core.worker.state.following`.
+:mod:`shared_core.worker.state.incremental_copy`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shared_core.errors import RecoveryFailed
-from shared_core.worker.state.following import LoggedUpdate, Piece, Sums, sums
+from shared_core.worker.state.incremental_copy import LoggedUpdate, Piece, Sums, sums
 from shared_core.worker.state.replicated import VALUE, Replicated, beside
 
 

@@ -11,20 +11,20 @@ from shared_core.errors import ConfigError
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.control_socket import ControlSocket
+from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.other_machines import OtherMachines
 from shared_core.launcher.resizes import Resizes
 from shared_core.launcher.starting import Starter
-from shared_core.launcher.telling import Telling
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import Fleet
+from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import keys
 from shared_core.protocol.agent_phase import Event
 from shared_core.protocol.failure_policy import FailureBook
 from shared_core.protocol.generation import CauseKind, Entry, Kind
 
 
-class Hearing:
+class ControlChannel:
     """Reads the store and the agent's socket, and acts on what is there.
 
     Args:
@@ -38,17 +38,17 @@ class Hearing:
         attempts: Attempts,
         resizes: Resizes,
         machines: OtherMachines | None,
-        fleet: Fleet,
+        worker_pool: WorkerPool,
         starter: Starter,
         wakeup: Wakeup,
         control: ControlSocket,
-        telling: Telling,
+        job_reporter: JobReporter,
         book: FailureBook,
         last_checkpoint: LastCheckpoint,
     ) -> None:
-        self._attempts, self._resizes, self._machines, self._fleet = attempts, resizes, machines, fleet
+        self._attempts, self._resizes, self._machines, self._worker_pool = attempts, resizes, machines, worker_pool
         self._starter, self._wakeup, self._control = starter, wakeup, control
-        self._telling, self._book = telling, book
+        self._job_reporter, self._book = job_reporter, book
         self._last_checkpoint = last_checkpoint
         self._words: dict[str, Callable[[Any], None]] = {
             "divergent": self._divergent,
@@ -90,7 +90,7 @@ class Hearing:
         if entry.kind is Kind.RELEASE:
             attempts.step(Event.RELEASED)
         elif entry.kind is Kind.FAIL:
-            self._telling.story.fails(entry.reason)
+            self._job_reporter.console_reporter.fails(entry.reason)
             attempts.fail(entry.rank, 0, 1, "", entry.reason)
         elif entry.kind is Kind.RESTART:
             attempts.restart(entry)
@@ -98,22 +98,22 @@ class Hearing:
             attempts.resize(entry)
         else:
             self._resizes.note(entry)
-            self._telling.story.counts(len(entry.failed))
+            self._job_reporter.console_reporter.counts(len(entry.failed))
             if self._machines is not None:
                 self._machines.check()  # it may have given our place away
 
     # -- words of the workers -----------------------------------------------------------------------------------------
 
     def _divergent(self, wrong: list[int]) -> None:
-        for one in list(self._fleet.live.values()):
+        for one in list(self._worker_pool.live.values()):
             if one.rank in wrong:
                 one.kill("its state differs from its replicas'", CauseKind.DIVERGENT)
 
     def _fail(self, said: Any) -> None:
         rank, message = said.rank, said.message
-        self._telling.story.fails(f"rank {rank}: {message}")
-        self._telling.ends("failed", rank=rank, reason=message)
-        pid = next((one.pid for one in self._fleet.live.values() if one.rank == rank), 0)
+        self._job_reporter.console_reporter.fails(f"rank {rank}: {message}")
+        self._job_reporter.ends("failed", rank=rank, reason=message)
+        pid = next((one.pid for one in self._worker_pool.live.values() if one.rank == rank), 0)
         self._attempts.fail(rank, pid, 1, "", message)
 
     def _saved(self, said: Any) -> None:
@@ -124,7 +124,7 @@ class Hearing:
         """What the script says of its checkpoints, where the launcher was told nothing."""
         before = self._starter.config
         try:
-            if pid not in self._fleet.live:
+            if pid not in self._worker_pool.live:
                 raise ConfigError(f"process {pid} is no worker of this machine")
             if others := sorted(wish.keys() - CHECKPOINT_OPTIONS):
                 raise ConfigError(f"{', '.join(others)} is not for a script to say")
@@ -134,11 +134,11 @@ class Hearing:
             return
         self._last_checkpoint.want()
         if config.checkpoint.dir != before.checkpoint.dir:
-            self._telling.story.checkpoints(config.checkpoint.dir)
+            self._job_reporter.console_reporter.checkpoints(config.checkpoint.dir)
         self._starter.use(config)
 
     def _report(self, said: Any) -> None:
-        self._telling.report({key: each for key, each in asdict(said).items() if each is not None})
+        self._job_reporter.report({key: each for key, each in asdict(said).items() if each is not None})
 
     def _restart(self, said: Any) -> None:
         reason = said.reason
@@ -147,6 +147,6 @@ class Hearing:
             self._attempts.restart_all(reason, 0.0, line=None)
             return
         reason += "; no replacements are left (--max-restarts)"
-        self._telling.story.fails(reason)
-        self._telling.ends("failed", reason=reason)
+        self._job_reporter.console_reporter.fails(reason)
+        self._job_reporter.ends("failed", reason=reason)
         self._attempts.fail(self._attempts.places.ranks[0], 0, 1, "", reason)

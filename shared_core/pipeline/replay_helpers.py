@@ -120,7 +120,7 @@ def _serve(replays: Replays, inner: InnerGroup, makes: Sequence[Callable[[], Sta
             continue
         others = range(1, len(makes))
         parts = [first, *(receive(inner, place, "to hand out its part of the replay", _HELP_S) for place in others)]
-        with replays.turn.taken():
+        with replays.compute_lock.taken():
             before = RawRandom()
             try:
                 stages = stages or [make() for make in makes]
@@ -235,7 +235,7 @@ class Helpers:
         """
         before = RawRandom()
         try:
-            self._lend(stage, works[self.sizes[0] :])
+            self._hand_out(stage, works[self.sizes[0] :])
             done = self._own_share(stage, works[: self.sizes[0]])
         finally:
             restore_raw(before)
@@ -244,7 +244,7 @@ class Helpers:
             done += [Computed(*_computed(layout, results)) for layout in head["layouts"]]
         return done
 
-    def _lend(self, stage: Stage, works: list[Work]) -> None:
+    def _hand_out(self, stage: Stage, works: list[Work]) -> None:
         parameters, rest = [p.detach() for p in stage.parameters], works
         for place, size in enumerate(self.sizes[1:], self.line):
             share, rest = rest[:size], rest[size:]

@@ -6,13 +6,13 @@ import time
 from typing import Any
 
 from shared_core.protocol.frontier import channel_key
-from shared_core.protocol.standstill import Standing
+from shared_core.protocol.standstill import WaitStatus
 from shared_core.worker.comm.groups import GroupState
 from shared_core.worker.comm.op import Op, describe
 from shared_core.worker.comm.runtime import Runtime
 
 
-def standing(runtime: Runtime, look: int, *, idle: bool) -> Standing | None:
+def wait_status(runtime: Runtime, look: int, *, idle: bool) -> WaitStatus | None:
     """What the program waits for in the live generation; None if it does not wait, or if a recovery is under way, which
     says itself whom it waits for.
 
@@ -22,7 +22,7 @@ def standing(runtime: Runtime, look: int, *, idle: bool) -> Standing | None:
     """
     with runtime.lock:
         live = not runtime.broken and runtime.generation == runtime.latest
-        # With ranks absent no generation is formed, and the program waits on lanes.
+        # With ranks absent no generation is formed, and the program waits on survivor groups.
         if runtime.starting or runtime.generation < 0 or not (live or runtime.beside):
             return None
         found = _wait(runtime)
@@ -30,13 +30,13 @@ def standing(runtime: Runtime, look: int, *, idle: bool) -> Standing | None:
             return None
         begun, wait = found
         waited_s = time.monotonic() - begun
-        return Standing(runtime.rank, runtime.latest, look, waited_s=waited_s, idle=idle, **wait, **_done(runtime))
+        return WaitStatus(runtime.rank, runtime.latest, look, waited_s=waited_s, idle=idle, **wait, **_done(runtime))
 
 
-def finished(runtime: Runtime, look: int) -> Standing:
+def finished(runtime: Runtime, look: int) -> WaitStatus:
     """The program has ended."""
     with runtime.lock:
-        return Standing(runtime.rank, runtime.generation, look, **_done(runtime))
+        return WaitStatus(runtime.rank, runtime.generation, look, **_done(runtime))
 
 
 def _wait(runtime: Runtime) -> tuple[float, dict[str, Any]] | None:

@@ -80,7 +80,7 @@ class StageState:
         return description | {"buffers": len(buffers)}, [*tensors, *buffers]
 
 
-class GuestLayers:
+class HostedStage:
     """See :class:`shared_core.reroute.step.StageModel`: the layers of another stage.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Turn:
+class ComputeLock:
     """Held by the thread of the training program except while it waits in this backend.
 
     A helper thread that takes it may use the global generators and compute: the program continues afterwards as if it

@@ -16,7 +16,7 @@ from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.listener import RecoveryListener
 
 
-class Fronts:
+class FrontierBuilder:
     """Makes this rank's frontiers, and waits for keys that ranks set.
 
     Args:
@@ -40,7 +40,7 @@ class Fronts:
         front = self._of_replacement() if self._lifecycle.joins else self._of_survivor()
         return front if boundaries is None else replace(front, boundaries=tuple(boundaries))
 
-    def patience(self, generation: int) -> tuple[float, str]:
+    def wait_limit(self, generation: int) -> tuple[float, str]:
         """How long others are waited for in a generation, in seconds, and the name of that bound."""
         limit_s, world = self._runtime.wait_timeout_s, self._runtime.world
         if generation == 0 and world is not None and self._runtime.groups.longest_s(world) > limit_s:
@@ -63,7 +63,7 @@ class Fronts:
             WaitTimeout: if one does not come.
         """
         keys = {rank: f"{generation_key(generation)}/{name}/{rank}" for rank in ranks}
-        limit_s, bound = self.patience(generation)
+        limit_s, bound = self.wait_limit(generation)
         given_up = lambda: self._lifecycle.ended(generation)  # noqa: E731
         wait_for(store, keys, given_up, limit_s, self._env.rank, what, bound=bound)
         return store.multi_get(list(keys.values()))

@@ -19,13 +19,13 @@ from contextlib import suppress
 from shared_core.errors import DamagedRecord, Deadlock, ReplayDivergence
 from shared_core.events import EventLog, console
 from shared_core.protocol.codec import Count, decode
-from shared_core.protocol.standstill import Standing, awaited, describe, lasts, left_s, stuck
+from shared_core.protocol.standstill import WaitStatus, awaited, describe, lasts, left_s, stuck
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.transport.store import Store
 from shared_core.waiting import ends_text, quiet_s, ranks_text
-from shared_core.worker.comm.standing import finished, standing
-from shared_core.worker.endings import Endings
+from shared_core.worker.comm.wait_status import finished, wait_status
+from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.link import at_end
 from shared_core.worker.recovery.recovery import Recovery
 
@@ -39,7 +39,7 @@ _IDLE = 0.2
 AGAIN_S = 600.0
 
 
-class Patience:
+class WaitWatchdog:
     """Watches the waits of one worker's program, on a thread of its own.
 
     Args:
@@ -47,9 +47,9 @@ class Patience:
         endings: ends a job of which no rank can continue.
     """
 
-    def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog, endings: Endings) -> None:
+    def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog, fatal_actions: FatalActions) -> None:
         self._env, self._recovery, self._runtime, self._events = env, recovery, recovery.runtime, events
-        self._endings, self._limit_s = endings, env.config.detection.wait_timeout_s
+        self._fatal_actions, self._limit_s = fatal_actions, env.config.detection.wait_timeout_s
         self._clocks = time.monotonic(), time.process_time()
         self._lock = threading.Lock()
         self._over = False
@@ -57,17 +57,17 @@ class Patience:
         self._reported = False
         self._speaks: int | None = None
         self._said: tuple[int, frozenset[int]] = (-1, frozenset())
-        self._before: dict[int, Standing] = {}
+        self._before: dict[int, WaitStatus] = {}
         #: Where the ranks are that are waited for, in a sentence and a space; empty if it is not known.
         self.whereabouts = ""
-        self._last: Standing | None = None
+        self._last: WaitStatus | None = None
 
     def begin(self) -> None:
         """Watch from now on; the default process group is about to be made."""
         at_end(self._finish)
         if self._env.incarnation:
             self._store().set(self._key(self._env.rank), "")  # what the failed worker has reported
-        threads.start(self._run, name="swift-patience")
+        threads.start(self._run, name="swift-watchdog")
 
     def _finish(self) -> None:
         if self._env.world_size == 1 or self._runtime.generation < 0:
@@ -101,7 +101,7 @@ class Patience:
     def _look(self) -> None:
         """Report where this rank stands, and speak if that falls to it."""
         self._looks += 1
-        mine = standing(self._runtime, self._looks, idle=self._idle())
+        mine = wait_status(self._runtime, self._looks, idle=self._idle())
         quiet = quiet_s(self._limit_s)
         if mine is not None and mine.waited_s < min(_REPORT_S, quiet / 2):
             mine = None
@@ -139,40 +139,40 @@ class Patience:
             self._speaks = None
         self._before = {}
 
-    def _speak(self, store: Store, mine: Standing) -> None:
-        standings = self._read(store, mine)
-        held = stuck(standings)
-        sure = lasts(held, self._before, standings)
-        if not held or not self._before or not _same(held, self._before, standings):
-            self._before = standings  # the next looks are compared with this one
+    def _speak(self, store: Store, mine: WaitStatus) -> None:
+        statuses = self._read(store, mine)
+        held = stuck(statuses)
+        sure = lasts(held, self._before, statuses)
+        if not held or not self._before or not _same(held, self._before, statuses):
+            self._before = statuses  # the next looks are compared with this one
         if sure:
-            self._stand_still(standings, held)
+            self._stand_still(statuses, held)
         elif not held and mine.waited_s >= min(quiet_s(self._limit_s), quiet_s(mine.limit_s)):
-            self._wait_on(store, mine, standings)
+            self._wait_on(store, mine, statuses)
 
-    def _read(self, store: Store, mine: Standing) -> dict[int, Standing]:
+    def _read(self, store: Store, mine: WaitStatus) -> dict[int, WaitStatus]:
         """Reports of this generation. A damaged one is passed over: its rank may be computing."""
         keys = {rank: key for rank in range(self._env.world_size) if store.check([key := self._key(rank)])}
-        standings = []
+        statuses = []
         for (rank, key), raw in zip(keys.items(), store.multi_get(list(keys.values())), strict=True):
             with suppress(DamagedRecord):
-                standings += [Standing.from_json(raw, key, rank)] if raw else []
-        return {each.rank: each for each in standings if each.finished or each.generation == mine.generation}
+                statuses += [WaitStatus.from_json(raw, key, rank)] if raw else []
+        return {each.rank: each for each in statuses if each.finished or each.generation == mine.generation}
 
-    def _stand_still(self, standings: dict[int, Standing], held: dict[int, tuple[int, ...]]) -> None:
+    def _stand_still(self, statuses: dict[int, WaitStatus], held: dict[int, tuple[int, ...]]) -> None:
         """Nobody can continue. Without a recovery it is the program's own mistake, and ends when
         torch's time-out does.
         """
-        generation = standings[next(iter(held))].generation
-        waits = {rank: standings[rank] for rank in held}
+        generation = statuses[next(iter(held))].generation
+        waits = {rank: statuses[rank] for rank in held}
         begun = max(each.waited_s for each in waits.values())
         bound_s, bound = min(each.limit_s for each in waits.values()), "time-out of the process group"
         if generation > 0 and self._limit_s < bound_s:
             bound_s, bound = self._limit_s, "detection.wait_timeout_s"
-        left = left_s(held, standings, bound_s)
+        left = left_s(held, statuses, bound_s)
         if left < bound_s - begun:
             bound = "none of them does anything else"
-        text = describe(standings, held)
+        text = describe(statuses, held)
         self.whereabouts = f"{text}. "
         if self._said[0] != generation or self._said[1].isdisjoint(held):
             self._said = (generation, frozenset(held))
@@ -183,7 +183,7 @@ class Patience:
     def _end(self, generation: int, why: str) -> None:
         """Go back to the checkpoint once, where there is one; else end the job."""
         if self._env.config.checkpoint.dir is not None and not self._env.restart:
-            self._endings.fall_back(why)
+            self._fatal_actions.fall_back(why)
         if generation > 0:
             self._runtime.end(
                 ReplayDivergence(
@@ -207,19 +207,19 @@ class Patience:
         (wall_before, cpu_before), self._clocks = self._clocks, (wall, cpu)
         return cpu - cpu_before < _IDLE * (wall - wall_before) and not self._runtime.others.call
 
-    def _wait_on(self, store: Store, mine: Standing, standings: dict[int, Standing]) -> None:
+    def _wait_on(self, store: Store, mine: WaitStatus, statuses: dict[int, WaitStatus]) -> None:
         """Somebody is late. One line in a while, and one after each recovery."""
-        whom = awaited(mine, standings)
-        text = describe(standings, {mine.rank: whom}) if whom else ""
+        whom = awaited(mine, statuses)
+        text = describe(statuses, {mine.rank: whom}) if whom else ""
         self.whereabouts = f"{text}. " if text else ""
         key = f"stand/said/{mine.generation}"
         if not whom or time.time() - _when(store, key) < AGAIN_S:
             return
         store.set(key, str(time.time()))
-        at = {rank: standings[rank].where for rank in whom if rank in standings and not standings[rank].finished}
+        at = {rank: statuses[rank].where for rank in whom if rank in statuses and not statuses[rank].finished}
         where = "; ".join(f"rank {rank} is in {place}" for rank, place in list(at.items())[:4])
         limit_s = self._env.config.detection.progress_timeout_s
-        busy = [rank for rank in whom if rank not in standings]
+        busy = [rank for rank in whom if rank not in statuses]
         if busy:
             is_are = "is" if len(busy) == 1 else "are"
             where += f"{'; ' if where else ''}{ranks_text(busy)} {is_are} not in a collective"
@@ -241,6 +241,6 @@ def _when(store: Store, key: str) -> float:
         return 0.0
 
 
-def _same(held: dict[int, tuple[int, ...]], before: dict[int, Standing], now: dict[int, Standing]) -> bool:
+def _same(held: dict[int, tuple[int, ...]], before: dict[int, WaitStatus], now: dict[int, WaitStatus]) -> bool:
     """Whether all of a standstill wait for what they waited for before."""
     return all(rank in before and before[rank].place == now[rank].place for rank in held)

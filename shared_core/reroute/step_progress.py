@@ -1,4 +1,6 @@
-"""How far each worker is when a lane is formed, and the change of plans that follows from it, as plain data."""
+"""How far each worker is when a survivor group is formed, and the change of plans that follows from
+it, as plain data.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any, NamedTuple
 from shared_core.schedule.schedule import Action, Worker
 
 
-class Standing(NamedTuple):
+class StepProgress(NamedTuple):
     """How far a worker is.
 
     Attributes:
@@ -26,15 +28,15 @@ class Standing(NamedTuple):
         return [self.step, self.place, [list(each) for each in sorted(self.behind.items())]]
 
     @classmethod
-    def from_plain(cls, data: Sequence[Any]) -> Standing:
+    def from_plain(cls, data: Sequence[Any]) -> StepProgress:
         """Reverse of :meth:`to_plain`."""
         step, place, behind = data
         return cls(step, place, dict(behind))
 
-    def after(self, changed: Collection[int]) -> Standing:
+    def after(self, changed: Collection[int]) -> StepProgress:
         """Of a worker that only now learns that these steps have other rows."""
         new = {number: 0 for number in changed if number < self.step}
-        return Standing(self.step, 0 if self.step in changed else self.place, {**self.behind, **new})
+        return StepProgress(self.step, 0 if self.step in changed else self.place, {**self.behind, **new})
 
     def progress(self, number: int, row: Sequence[Action]) -> int:
         """How many actions of its row of a step the worker has run."""
@@ -43,7 +45,7 @@ class Standing(NamedTuple):
         return self.place if number == self.step else 0
 
 
-def standings(
+def progresses(
     workers: Mapping[int, Worker], views: Mapping[int, Any], changed: Mapping[int, Collection[int]]
 ) -> dict[str, list[Any]]:
     """How far all are, by worker as text.
@@ -54,13 +56,13 @@ def standings(
         changed: by rank, steps with rows of which it learns only now.
     """
     return {
-        text_of(workers[rank]): Standing.from_plain(view["at"]).after(changed[rank]).to_plain()
+        text_of(workers[rank]): StepProgress.from_plain(view["at"]).after(changed[rank]).to_plain()
         for rank, view in views.items()
     }
 
 
 def summed_stages(workers: Mapping[int, Worker], views: Mapping[int, Any]) -> list[list[int]]:
-    """Pairs of a step and a stage whose sum of gradients somebody has; arguments as of :func:`standings`."""
+    """Pairs of a step and a stage whose sum of gradients somebody has; arguments as of :func:`progresses`."""
     found = {
         (int(number), workers[rank].stage)
         for rank, view in views.items()

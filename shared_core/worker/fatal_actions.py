@@ -13,7 +13,7 @@ from shared_core.events import console
 from shared_core.waiting import Wait, ranks_text
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.job_store import JobStore
-from shared_core.worker.start import standing_by
+from shared_core.worker.start import hot_standby
 
 #: Exit code of a replacement whose place, or state, a further failure made useless; the agent starts another.
 EXIT_STALE = 75
@@ -21,7 +21,7 @@ EXIT_STALE = 75
 _END_S = 60.0
 
 
-class Endings:
+class FatalActions:
     """What one worker does when it cannot continue."""
 
     def __init__(self, runtime: Runtime, store: JobStore) -> None:
@@ -66,7 +66,7 @@ class Endings:
 
 def _end_spare(reason: str) -> None:
     """A hot standby ends itself, and not the job: it holds no rank yet."""
-    if standing_by.stands_by():
+    if hot_standby.is_hot_standby():
         console(f"a hot standby ends: {reason}")
         os._exit(1)
 

@@ -23,7 +23,7 @@ def begin() -> None:
         _held = HeldOutput()
 
 
-def stands_by() -> bool:
+def is_hot_standby() -> bool:
     """Whether this process is a hot standby."""
     return _held is not None
 

@@ -88,7 +88,7 @@ def followable(replicated: Replicated) -> bool:
     return bool(replicated.optimizers) and own and not any(isinstance(each, LBFGS) for each in replicated.optimizers)
 
 
-class Following:
+class IncrementalCopy:
     """One copy in the making. The program's thread logs updates, another one takes what is to be sent."""
 
     def __init__(self, replicated: Replicated) -> None:
@@ -258,32 +258,32 @@ class Followers:
     """
 
     def __init__(self) -> None:
-        self._all: list[Following] = []
+        self._all: list[IncrementalCopy] = []
         self.able = True
 
-    def start(self, replicated: Replicated | None) -> Following | None:
+    def start(self, replicated: Replicated | None) -> IncrementalCopy | None:
         """Begin a copy, in a context in which no update runs; None where updates cannot be followed."""
         if replicated is None or not self.able or not followable(replicated):
             return None
-        self._all = [*self._all, following := Following(replicated)]
-        return following
+        self._all = [*self._all, incremental_copy := IncrementalCopy(replicated)]
+        return incremental_copy
 
-    def end(self, following: Following) -> None:
+    def end(self, incremental_copy: IncrementalCopy) -> None:
         """It needs no more updates."""
-        self._all = [each for each in self._all if each is not following]
+        self._all = [each for each in self._all if each is not incremental_copy]
 
     def begin(self, version: int, optimizer: Optimizer) -> None:
-        """See :meth:`Following.begin`."""
+        """See :meth:`IncrementalCopy.begin`."""
         for each in self._all:
             each.begin(version, optimizer)
 
     def updated(self) -> None:
-        """See :meth:`Following.updated`."""
+        """See :meth:`IncrementalCopy.updated`."""
         for each in self._all:
             each.updated()
 
     def taken_back(self, version: int) -> None:
-        """See :meth:`Following.taken_back`."""
+        """See :meth:`IncrementalCopy.taken_back`."""
         for each in self._all:
             each.taken_back(version)
 

@@ -1,5 +1,5 @@
 """A model that all ranks hold. Gradients of the share of each logical rank are summed in the order of ranks, over a
-lane: while a rank is absent, the next one that is there computes its share too.
+survivor group: while a rank is absent, the next one that is there computes its share too.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from beginning import begin
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from shared_core.errors import LaneBroken
+from shared_core.errors import SurvivorGroupBroken
 from shared_core.job import Job
 from shared_core.testing.copies import hold
 from shared_core.testing.digest import training_digest
 from shared_core.testing.report import Report
-from shared_core.worker.recovery.lane import Lane
-from shared_core.worker.recovery.lanes import Patience
+from shared_core.worker.recovery.survivor_group import SurvivorGroup
+from shared_core.worker.recovery.survivor_groups import WaitFor
 
 _AGAIN = 1000
 
@@ -30,7 +30,7 @@ class Trainer:
         last: what was summed in the last update: gradients and loss, for whoever did not get it.
     """
 
-    def __init__(self, report: Report, admitted_at: int, last_at: int, waits: Patience) -> None:
+    def __init__(self, report: Report, admitted_at: int, last_at: int, waits: WaitFor) -> None:
         torch.manual_seed(0)
         self.report, self.waits = report, waits
         self.admitted_at, self.last_at = admitted_at, max(admitted_at, last_at)
@@ -70,57 +70,61 @@ class Trainer:
         dist.all_gather(shares, mine)
         self.update(shares)
 
-    def settle(self, job: Job, lane: Lane) -> bool:
+    def settle(self, job: Job, survivor_group: SurvivorGroup) -> bool:
         """Whether all have done the same updates and nobody asks to join; if not, what there is to do is done."""
-        admitted_at = self.last_at if len(job.lanes.absent) == 1 else self.admitted_at
-        asks = job.rank == lane.ranks[0] and bool(job.lanes.absent) and self.loop["step"] >= admitted_at
-        joining_ranks = job.lanes.joining_ranks(wait=self.waits) if asks else ()
-        seen = lane.exchange({"step": self.loop["step"], "joining": list(joining_ranks)})
+        admitted_at = self.last_at if len(job.survivor_groups.absent) == 1 else self.admitted_at
+        asks = (
+            job.rank == survivor_group.ranks[0]
+            and bool(job.survivor_groups.absent)
+            and self.loop["step"] >= admitted_at
+        )
+        joining_ranks = job.survivor_groups.joining_ranks(wait=self.waits) if asks else ()
+        seen = survivor_group.exchange({"step": self.loop["step"], "joining": list(joining_ranks)})
         steps = {rank: each["step"] for rank, each in seen.items()}
         newest = max(steps.values())
-        behind = [rank for rank in lane.ranks if steps[rank] < newest]
+        behind = [rank for rank in survivor_group.ranks if steps[rank] < newest]
         if behind:
-            source = next(rank for rank in lane.ranks if steps[rank] == newest)
+            source = next(rank for rank in survivor_group.ranks if steps[rank] == newest)
             if job.rank == source:
                 for rank in behind:
-                    lane.send(self.last, rank, _AGAIN)
+                    survivor_group.send(self.last, rank, _AGAIN)
             elif job.rank in behind:
                 total = torch.empty(sum(p.numel() for p in self.net.parameters()) + 1)
-                lane.recv(total, source, _AGAIN).wait()
+                survivor_group.recv(total, source, _AGAIN).wait()
                 self.update([total])
             return False
-        if ready := seen[lane.ranks[0]]["joining"]:
-            job.lanes.admit(ready)
+        if ready := seen[survivor_group.ranks[0]]["joining"]:
+            job.survivor_groups.admit(ready)
             return False
         return True
 
     def step(self, job: Job) -> None:
-        """Over lanes, of whoever is there."""
+        """Over survivor groups, of whoever is there."""
         step = self.loop["step"]
         while self.loop["step"] == step:
             try:
-                lane = job.lanes.lane()
-                if self.settle(job, lane):
-                    self.shared_step(job, lane)
-            except LaneBroken:
+                survivor_group = job.survivor_groups.survivor_group()
+                if self.settle(job, survivor_group):
+                    self.shared_step(job, survivor_group)
+            except SurvivorGroupBroken:
                 continue
 
-    def shared_step(self, job: Job, lane: Lane) -> None:
+    def shared_step(self, job: Job, survivor_group: SurvivorGroup) -> None:
         """One attempt at a step."""
         world = range(job.world_size)
-        hosts = {d: next(r for r in (*world[d:], *world) if r in lane.ranks) for d in world}
+        hosts = {d: next(r for r in (*world[d:], *world) if r in survivor_group.ranks) for d in world}
         shares: dict[int, torch.Tensor] = {}
         works = []
         for d, host in hosts.items():
             if host != job.rank:
                 shares[d] = torch.empty(sum(p.numel() for p in self.net.parameters()) + 1)
-                works.append(lane.recv(shares[d], host, d))
+                works.append(survivor_group.recv(shares[d], host, d))
         for d, host in hosts.items():
             if host == job.rank:
                 shares[d] = self.share(d)
-                for other in lane.ranks:
+                for other in survivor_group.ranks:
                     if other != job.rank:
-                        lane.send(shares[d], other, d)
+                        survivor_group.send(shares[d], other, d)
         while works:
             arrived = [work for work in works if work.done()] or works[:1]
             for work in arrived:
@@ -132,10 +136,10 @@ class Trainer:
         """Return when all have done all updates."""
         while True:
             try:
-                lane = job.lanes.lane()
-                if lane.finished or self.settle(job, lane):
+                survivor_group = job.survivor_groups.survivor_group()
+                if survivor_group.finished or self.settle(job, survivor_group):
                     return
-            except LaneBroken:
+            except SurvivorGroupBroken:
                 continue
 
 
@@ -153,7 +157,7 @@ def main() -> None:
     args = parser.parse_args()
     report = Report()
     job = begin()
-    trainer = Trainer(report, args.admitted_at, args.last_at, Patience(args.wait_for))
+    trainer = Trainer(report, args.admitted_at, args.last_at, WaitFor(args.wait_for))
     if job is not None:
         job.attach([trainer.net], [trainer.optimizer], replicas=range(job.world_size))
         job.register("loop", lambda: dict(trainer.loop), trainer.loop.update)
@@ -173,7 +177,11 @@ def main() -> None:
     extra = {}
     if job is not None:
         trainer.end(job)
-        extra = {"rejoined": job.position.rejoined, "plan": job.notes.kept("plan"), "absent": sorted(job.lanes.absent)}
+        extra = {
+            "rejoined": job.position.rejoined,
+            "plan": job.notes.kept("plan"),
+            "absent": sorted(job.survivor_groups.absent),
+        }
     digests = training_digest(trainer.net, [trainer.optimizer], [], {"loss": trainer.loop["loss_sum"]})
     report.finish(digests, **extra)
     group = dist.group.WORLD

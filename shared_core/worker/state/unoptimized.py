@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from shared_core.worker.state.checksums import checksum
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.replicated import Replicated
 
 #: Parameters up to this size are copied in case the script turns out to change them, in bytes.
 SMALL = 16 << 20
 
 
-class Loose:
+class UnoptimizedParameters:
     """The parameters of ``replicated`` that none of its optimizers has in a group.
 
     Args:
@@ -61,11 +61,11 @@ class Loose:
             self._replicated.parameters[place].data.copy_(value)
         self._known.clear()
 
-    def publish(self, board: Board, boundary: int, values: Mapping[int, Any]) -> dict[int, int]:
+    def publish(self, publisher: SharedMemoryPublisher, boundary: int, values: Mapping[int, Any]) -> dict[int, int]:
         """Write those that have changed since the last time.
 
         Args:
-            board: of this rank.
+            publisher: of this rank.
             boundary: number of the step boundary.
             values: from :meth:`capture`.
 
@@ -79,7 +79,7 @@ class Loose:
             if known is None or known[0] != value._version or known[1] != checksum(value):
                 changed[place] = value
         if changed:
-            board.write_loose(boundary, changed)
+            publisher.write_unoptimized(boundary, changed)
         for place, value in changed.items():
             known = self._known.get(place)
             counted = known is not None and known[0] != value._version

@@ -12,7 +12,7 @@ from typing import Any
 from shared_core.config import SwiftConfig
 from shared_core.events import EventLog, console
 from shared_core.launcher.attempt import Attempt
-from shared_core.launcher.console import Change, Story, count, host_of
+from shared_core.launcher.console import Change, ConsoleReporter, count, host_of
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.places import Places
 from shared_core.launcher.workers import LiveWorker
@@ -24,7 +24,7 @@ from shared_core.system.facts import facts
 from shared_core.system.process import begun
 
 
-class Telling:
+class JobReporter:
     """Tells of one agent's job.
 
     Args:
@@ -42,7 +42,7 @@ class Telling:
     def __init__(self, program: Program, options: AgentOptions, job_dir: Path, book: FailureBook, run_id: str) -> None:
         self._program, self._options, self._job_dir, self._book = program, options, job_dir, book
         self._budget = book.budget
-        self.story = Story(console, begun())
+        self.console_reporter = ConsoleReporter(console, begun())
         self.run_id = run_id
         self._events = EventLog(options.events, run_id, job_dir)
         self._attempt: Attempt | None = None
@@ -93,7 +93,7 @@ class Telling:
         if not any(attempt.incarnations[rank] for rank in pids):
             machines = [host_of(name) for name in attempt.ledger.machines if name]
             events, note = self._options.events, self._options.note
-            self.story.starts(self._program.target, places.world_size, pids, config, events, machines, note)
+            self.console_reporter.starts(self._program.target, places.world_size, pids, config, events, machines, note)
         self.emit(
             "start",
             world_size=places.world_size,
@@ -135,11 +135,11 @@ class Telling:
             exit_code=death.exit_code,
             boundaries=death.boundaries,
         )
-        self.story.failed(death.rank, death.cause, death.detected, death.pid, continues=continues)
+        self.console_reporter.failed(death.rank, death.cause, death.detected, death.pid, continues=continues)
 
     def failed_elsewhere(self, entry: Entry) -> None:
         """Another machine's workers fail, with the machine."""
-        self.story.counts(len(entry.failed))
+        self.console_reporter.counts(len(entry.failed))
         for cause in entry.causes:
             self.emit("failed", rank=cause.who, cause=cause.text, detected=entry.detected)
 
@@ -149,7 +149,7 @@ class Telling:
 
     def report(self, said: Mapping[str, Any]) -> None:
         """A worker says how a recovery goes."""
-        if (done := self.story.report(said)) is not None:
+        if (done := self.console_reporter.report(said)) is not None:
             stall_s, failed, boundary = done
             self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=failed, boundary=boundary)
 
@@ -191,7 +191,7 @@ class Telling:
         self, what: str, why: str, whence: str, reached: int, line: Resized | None, before: int, *, tell: bool
     ) -> None:
         boundary = None if line is None else line.boundary
-        self.story.changes(Change(time.time(), what, why, whence, reached, boundary, before), tell=tell)
+        self.console_reporter.changes(Change(time.time(), what, why, whence, reached, boundary, before), tell=tell)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -212,12 +212,12 @@ class Telling:
         """All workers have left."""
         self.ends("succeeded")
         if places.speaks:
-            self.story.succeeds(places.world_size)
+            self.console_reporter.succeeds(places.world_size)
 
     def ends_without(self, absent: Collection[int], words: str) -> None:
         """The job ends without these ranks."""
         console(f"the job ends without {words}: the others have done the work")
-        self.story.forget(absent)
+        self.console_reporter.forget(absent)
 
 
 def _size(path: str | None) -> int:
