@@ -144,7 +144,7 @@ class Job:
         """The failed worker's newest published value of a registered name, or None; for what must be known before the
         join (log file names).
         """
-        return self._worker.start.beginning.peek(name)
+        return self._worker.start.start_point.peek(name)
 
     def step_boundary(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
         """Call at the very start of each batch, before anything random and any collective of it.

@@ -99,7 +99,7 @@ class Listener(Protocol):
 
         Raises:
             StoreError: it cannot be reached.
-            Stranger: who answers there does not know the job's secret.
+            NotAuthenticated: who answers there does not know the job's secret.
         """
 
     def pause(self, seconds: float) -> None:
@@ -189,7 +189,7 @@ class Gathering:
             wait.look()
             if document["phase"] == RUNNING and self._reach(document["members"][0]["name"]):
                 return document
-            # A host that renews nothing is lost: it has stopped its workers by now, so the others start over.
+            # A host that renews nothing has failed: it has stopped its workers by now, so the others start over.
             limit_s = self._options.hold_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
             complete = document["phase"] == RUNNING or len(document["members"]) == self._options.nnodes
             if self._register.backend != C10D and complete and time.monotonic() - seen[1] > 1.25 * limit_s:

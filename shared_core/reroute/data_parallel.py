@@ -230,7 +230,7 @@ class DataParallelSteps:
                 self._share_sum(computing, newest - 1, behind)
             return False
         if not computing:
-            return False  # those that gave them their state are lost
+            return False  # those that gave them their state failed
         if idle:
             self._step = newest
         self._waits = any(view["waits"] for view in views.values())

@@ -158,7 +158,7 @@ def prove(sock: socket.socket, key: bytes) -> bytes:
     """The client's side of :func:`ask`. The socket's time-out is changed.
 
     Raises:
-        Stranger: the other side does not know the key, or has another one.
+        NotAuthenticated: the other side does not know the key, or has another one.
         OSError: it does not answer.
     """
     deadline = time.monotonic() + PROOF_S

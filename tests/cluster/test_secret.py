@@ -1,4 +1,4 @@
-"""Strangers at the port where a machine keeps copies for others: they learn nothing, and stop nothing."""
+"""Others at the port where a machine keeps copies for others: they learn nothing, and stop nothing."""
 
 from __future__ import annotations
 

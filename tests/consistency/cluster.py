@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from cluster_worker import Failure, Meeting, Store, Stuck, Worker
+from cluster_worker import Failure, Gathered, Store, Stuck, Worker
 
 from shared_core.launcher.ledger import Ledger
 from shared_core.protocol.frontier import StepBoundary
@@ -52,7 +52,7 @@ class Job:
         self.publishers: list[list[StepBoundary]] = [[] for _ in self.ranks]
         self.plans: dict[str, Plan] = {}
         self.issued: dict[int, dict[int, int]] = {}
-        self.meetings: dict[tuple[int, int, frozenset[int]], Meeting] = {}
+        self.meetings: dict[tuple[int, int, frozenset[int]], Gathered] = {}
         self.live = [Worker(self, rank, 0, 0) for rank in self.ranks]
         self.doomed: list[Worker] = []
         #: What has happened in which phase.
@@ -165,9 +165,9 @@ class Job:
         here = self.issued[worker.connected]
         return all(here.get(rank, 0) > step for rank in self.ranks)
 
-    def survivor_group(self, worker: Worker, generation: int, absent: frozenset[int]) -> Meeting:
+    def survivor_group(self, worker: Worker, generation: int, absent: frozenset[int]) -> Gathered:
         present = frozenset(self.ranks) - absent
-        meeting = self.meetings.setdefault((generation, worker.version, absent), Meeting(present))
+        meeting = self.meetings.setdefault((generation, worker.version, absent), Gathered(present))
         meeting.here[worker.rank] = worker
         if meeting.here.keys() == present and all(each in self.live for each in meeting.here.values()):
             incarnations = self.entry(generation).incarnations if generation else ()

@@ -475,7 +475,7 @@ class Worker:
             self.publisher = [boundary]
 
 
-class Meeting:
+class Gathered:
     """A step over a survivor group: it is made when all that are present have come, for all of them at once."""
 
     def __init__(self, ranks: frozenset[int]) -> None:
