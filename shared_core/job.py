@@ -44,7 +44,7 @@ class Job:
         options: those that the script gives.
         survivor_groups: by which the others continue without a failed rank.
         replays: for pipelines whose replacements run on from a checkpoint.
-        news: events and recoveries.
+        reporter: events and recoveries.
         runtime: the process groups.
     """
 

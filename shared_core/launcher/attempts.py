@@ -57,7 +57,7 @@ class Attempts:
         tick_s: how often the workers are looked at.
         job: private folder of the job.
         book: counts failures.
-        crew: the other machines, if there are any.
+        membership: the other machines, if there are any.
 
     Attributes:
         phase: of the agent.

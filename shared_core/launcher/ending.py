@@ -26,7 +26,7 @@ class Ending:
         machines: the other machines, if there are any.
         last_checkpoint: that the end waits for.
         persisting: writes checkpoints to storage.
-        telling: knows the job's id.
+        job_reporter: knows the job's id.
     """
 
     def __init__(

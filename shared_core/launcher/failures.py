@@ -29,9 +29,9 @@ class Failures:
         config: options of the job.
         alone: there is no other machine.
         attempts: the attempt under way.
-        fleet: the processes.
+        worker_pool: the processes.
         wakeup: ends the agent's waits.
-        telling: says what happens.
+        job_reporter: says what happens.
         book: judges deaths.
         resizing: the number of workers.
     """

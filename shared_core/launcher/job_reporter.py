@@ -35,7 +35,7 @@ class JobReporter:
         run_id: of this start of the job.
 
     Attributes:
-        story: the lines.
+        console_reporter: the lines.
         run_id: of this start of the job, equal on all machines.
     """
 

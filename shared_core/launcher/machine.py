@@ -37,7 +37,7 @@ class MachineMembership:
     """What an agent needs of the other machines.
 
     Args:
-        meeting: where the machines came together.
+        rendezvous: where the machines came together.
         job_dir: private folder of the job on this machine.
         pause: waits so many seconds while this machine has no place; may raise to give up.
         wake: called on a thread when there is something to look at.
@@ -68,7 +68,8 @@ class MachineMembership:
         self._pause, self._number = pause, number
         rendezvous.attend(self)
 
-    # -- what the meeting asks of this machine ------------------------------------------------------------------------
+    # -- what the rendezvous asks of this machine
+    # ------------------------------------------------------------------------
 
     @property
     def number(self) -> int:

@@ -1,4 +1,4 @@
-"""The document by which the machines of a job meet, as plain data. The meeting changes it."""
+"""The document by which the machines of a job meet, as plain data. The rendezvous changes it."""
 
 from __future__ import annotations
 

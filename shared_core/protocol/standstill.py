@@ -149,7 +149,7 @@ def describe(statuses: Mapping[int, WaitStatus], waits: Mapping[int, tuple[int, 
     """``ranks 0, 2 wait for rank 1 in barrier() (#3 of the default group)``, for all that wait.
 
     Args:
-        standings: by rank, what is known.
+        statuses: by rank, what is known.
         waits: by rank, for whom it waits.
     """
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}

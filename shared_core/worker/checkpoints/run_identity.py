@@ -24,7 +24,7 @@ class RunIdentity:
 
     Args:
         store: makes a client of the agents' store, below the attempt's prefix.
-        endings: where a damaged record in the store ends the worker.
+        fatal_actions: where a damaged record in the store ends the worker.
     """
 
     def __init__(self, env: WorkerEnv, store: Callable[[], Store], fatal_actions: FatalActions) -> None:

@@ -35,7 +35,7 @@ class SharedState:
 
     Attributes:
         lock: guards everything here and in the groups; ``changed`` is its condition.
-        turn: whose turn it is to compute.
+        compute_lock: whose turn it is to compute.
         generation: the one that is installed; -1 before the first.
         latest: the newest that was announced.
         broken: a failure is known and the next generation is not yet live.

@@ -46,7 +46,7 @@ class Entries:
     Args:
         start: knows which the failed worker had finished.
         publisher: takes their results.
-        news: told to those that listen.
+        reporter: told to those that listen.
         publishing: publishes the ends of calls.
         joining: takes the failed worker's place.
     """

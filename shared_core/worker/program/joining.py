@@ -27,7 +27,7 @@ class Joining:
         place: where the program is.
         made_groups: groups that the program has made.
         progress: what the launcher sees of this worker.
-        news: says that it has joined.
+        reporter: says that it has joined.
         publishing: publishes it, there.
     """
 

@@ -24,7 +24,7 @@ class StepBoundaries:
 
     Args:
         progress: what the launcher sees of this worker.
-        news: told to those that listen.
+        reporter: told to those that listen.
         publishing: publishes boundaries.
         place: where the program is.
         joining: takes the failed worker's place.

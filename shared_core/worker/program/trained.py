@@ -61,7 +61,7 @@ class Trained:
         updates: the replicated state.
         parts: rank-local state.
         buckets: of DDP modules.
-        passes: through them.
+        forward_recorder: through them.
         overlapped: makes updates of their parameters early, where that is wanted.
 
     Attributes:

@@ -31,16 +31,16 @@ class Admitting:
     """Admits replacements, on the program's thread of all members of a round.
 
     Args:
-        fronts: where this rank stands.
+        frontier_builder: where this rank stands.
         forming: connects, and takes over what was moved.
     """
 
     def __init__(
-        self, context: Context, publisher: SharedMemoryPublisher, frontiers: FrontierBuilder, forming: Forming
+        self, context: Context, publisher: SharedMemoryPublisher, frontier_builder: FrontierBuilder, forming: Forming
     ) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
-        self._publisher, self._frontier_builder, self._forming = publisher, frontiers, forming
+        self._publisher, self._frontier_builder, self._forming = publisher, frontier_builder, forming
 
     def admit(self, turn: Round) -> Received:
         """Let the replacements of a round in; all survivors stand at the same step boundary.

@@ -29,12 +29,12 @@ class Agreement:
     """What one rank says and hears before a generation is connected.
 
     Args:
-        fronts: where this rank stands.
+        frontier_builder: where this rank stands.
     """
 
-    def __init__(self, context: Context, frontiers: FrontierBuilder) -> None:
+    def __init__(self, context: Context, frontier_builder: FrontierBuilder) -> None:
         self._env, self._runtime, self._lifecycle = context.env, context.runtime, context.lifecycle
-        self._frontier_builder = frontiers
+        self._frontier_builder = frontier_builder
         self._saying = threading.Lock()
         self._said: set[str] = set()
         self._plans: dict[int, Agreed] = {}

@@ -46,7 +46,7 @@ def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy
         inner: the replacement and this worker.
         replacement: its place in the group.
         updates: the replicated state.
-        following: the copy.
+        incremental_copy: the copy.
         sent: is counted on.
 
     Raises:

@@ -21,13 +21,13 @@ class Draining:
     """What one worker does when the number of workers changes.
 
     Args:
-        fronts: collects what others say.
+        frontier_builder: collects what others say.
     """
 
-    def __init__(self, context: Context, donor: Donor, frontiers: FrontierBuilder) -> None:
+    def __init__(self, context: Context, donor: Donor, frontier_builder: FrontierBuilder) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
-        self._donor, self._frontier_builder = donor, frontiers
+        self._donor, self._frontier_builder = donor, frontier_builder
 
     def drain_for_resize(self, entry: Entry) -> None:
         """Hand on; if that cannot be done, the launcher is told, and failed workers are replaced after all."""

@@ -42,7 +42,7 @@ class Recovery:
 
     Args:
         copies: that are made of it while training continues.
-        endings: how this worker ends what cannot continue.
+        fatal_actions: how this worker ends what cannot continue.
         listener: what it tells, and asks, the rest of the worker.
 
     Attributes:

@@ -24,14 +24,14 @@ class Start:
     """The start of one worker; :meth:`begin` makes it, before anything else is asked.
 
     Args:
-        endings: where a checkpoint cannot be used.
+        fatal_actions: where a checkpoint cannot be used.
         survivor_groups: by which a replacement is admitted.
         presses: whether the logs on disk need a checkpoint; asked in rank 0.
         spare: what this worker is until it has a place.
 
     Attributes:
         checkpoints: of this rank.
-        beginning: what it begins with.
+        start_point: what it begins with.
         orders: the passes over the data whose rest may be dealt out to another number of workers; None where it is
             not.
     """

@@ -22,7 +22,7 @@ class Survivor:
     """Recovers this worker after failures of others. Each method runs on a thread of its own.
 
     Args:
-        endings: what is done where that is impossible.
+        fatal_actions: what is done where that is impossible.
         listener: who is told.
     """
 

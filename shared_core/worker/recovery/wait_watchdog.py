@@ -44,7 +44,7 @@ class WaitWatchdog:
 
     Args:
         recovery: knows the store, and whether there was a failure.
-        endings: ends a job of which no rank can continue.
+        fatal_actions: ends a job of which no rank can continue.
     """
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog, fatal_actions: FatalActions) -> None:

@@ -49,7 +49,7 @@ class ExternalMutation:
 
         Args:
             replicated: what is trained.
-            loose: those of its parameters that no optimizer steps; None: nothing is looked for.
+            unoptimized: those of its parameters that no optimizer steps; None: nothing is looked for.
         """
         watches = unoptimized is not None and self._policy != "never"
         self._replicated, self._unoptimized = replicated, unoptimized if watches else None

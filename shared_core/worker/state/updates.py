@@ -114,8 +114,8 @@ class Updates:
 
         Args:
             replicated: what is trained.
-            loose: those of its parameters that no optimizer steps. Without it changes outside updates are not looked
-                for.
+            unoptimized: those of its parameters that no optimizer steps. Without it changes outside updates are not
+                looked for.
             undo: keep what updates overwrite until the next step boundary, for :meth:`GivenState.at_version`.
             sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A replacement
                 then runs every update that the failed worker's batch had, on its own shard, and is given the parameters
