@@ -116,7 +116,7 @@ class SwiftConfig(Section):
                 object.__setattr__(self, name, kind(**given))
             elif not isinstance(given, kind):
                 raise ConfigError(f"{name} must be a section of options, got {given!r:.100}")
-        if self.on_failure == "reroute" and self.resize.replace_timeout_s:
+        if self.reroutes and self.resize.replace_timeout_s:
             raise ConfigError(
                 "on_failure='reroute' never changes the number of workers: leave resize.replace_timeout_s out, or "
                 "choose on_failure='replace'"
@@ -125,7 +125,7 @@ class SwiftConfig(Section):
     @property
     def resizes(self) -> bool:
         """Whether the number of workers may change."""
-        return self.on_failure == "shrink" or (self.on_failure == "replace" and self.resize.replace_timeout_s > 0)
+        return self.shrinks or (self.on_failure == "replace" and self.resize.replace_timeout_s > 0)
 
     @property
     def reroutes(self) -> bool:
@@ -133,17 +133,27 @@ class SwiftConfig(Section):
         return self.on_failure == "reroute"
 
     @property
+    def restarts(self) -> bool:
+        """Whether all workers start again when a rank fails."""
+        return self.on_failure == "restart"
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the others continue with fewer workers when a rank fails."""
+        return self.on_failure == "shrink"
+
+    @property
     def uses_devices(self) -> bool:
         """Whether tensors may be on other devices than the CPU. They may where all workers start again, too: nothing
         that a device runs is cut off then.
         """
-        return self.device.experimental or self.on_failure == "restart"
+        return self.device.experimental or self.restarts
 
     @property
     def continues(self) -> bool:
         """Whether a job begins with what an earlier start of the same command has left, or with what it was told to."""
         chosen = self.checkpoint
-        wanted = chosen.resume == "always" or (chosen.resume == "auto" and self.on_failure == "restart")
+        wanted = chosen.resume == "always" or (chosen.resume == "auto" and self.restarts)
         return chosen.dir is not None and (wanted or bool(chosen.resume_from))
 
     @property

@@ -150,7 +150,7 @@ class Agent:
         )
         alone = membership is None
         self._resizes = Resizes(config, nproc, alone, attempts, worker_pool, job_reporter, resizing)
-        restart = config.on_failure == "restart"
+        restart = config.restarts
         self._machines: OtherMachines | None = None
         if membership is not None:
             self._machines = OtherMachines(membership, nproc, restart, attempts, self._resizes, job_reporter, resizing)

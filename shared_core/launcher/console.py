@@ -348,11 +348,11 @@ def host_of(machine: str) -> str:
 
 def _answer(config: SwiftConfig) -> str:
     """What is done about a failed worker."""
-    if config.on_failure == "restart":
+    if config.restarts:
         return "if one fails, all start again" + (" from the newest checkpoint" if config.checkpoint.dir else "")
-    if config.on_failure == "shrink":
+    if config.shrinks:
         return "if one fails, the others continue without it"
-    if config.on_failure == "reroute":
+    if config.reroutes:
         return "if one fails, the others compute its share until it is replaced"
     return "a failed one is replaced where what it trains is attached"
 

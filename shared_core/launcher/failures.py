@@ -66,7 +66,7 @@ class Failures:
         verdicts = [self._book.judge(death) for death in deaths]
         ending = next((verdict for verdict in verdicts if verdict.action == "end"), None)
         everyone = self._alone and attempts.roster.failed >= set(attempts.places.ranks)
-        restart = everyone or self._config.on_failure == "restart"
+        restart = everyone or self._config.restarts
         entry: Entry | None = None
         if ending is None and not restart:
             # First of all what the survivors wait for; the telling comes last.
@@ -83,7 +83,7 @@ class Failures:
             self._fail(ending)
         elif restart:
             self._book.count_once(len(deaths))
-            why = "on_failure is restart" if self._config.on_failure == "restart" else "all workers failed"
+            why = "on_failure is restart" if self._config.restarts else "all workers failed"
             attempts.restart_all(why, max(verdict.delay_s for verdict in verdicts), line=self._resizing.line)
         elif entry is not None:
             self._job_reporter.generation(entry)

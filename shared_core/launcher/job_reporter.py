@@ -170,7 +170,7 @@ class JobReporter:
             whence = f"from step boundary {line.boundary}, where their number had changed"
         many = places.world_size
         what = "the worker is back" if many == 1 else f"all {many} workers are back"
-        why = "" if config.on_failure == "restart" else entry.reason
+        why = "" if config.restarts else entry.reason
         self._change(what, why, whence, reached, line, 0, tell=places.speaks)
 
     def resizes(self, before: int, places: Places, line: Resized | None, reached: int) -> None:

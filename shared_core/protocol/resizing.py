@@ -78,7 +78,7 @@ class Resizing:
         self.vacant = now if self.vacant is None else self.vacant
         held = tuple(name for name in machines if name is not None)
         config = self.config
-        at_once = bool(self.stay) or config.on_failure == "shrink"
+        at_once = bool(self.stay) or config.shrinks
         in_time = config.resize.replace_timeout_s and now >= self.vacant + config.resize.replace_timeout_s
         if len(held) < max(1, self.least) or (self.stay and not changed) or not (at_once or in_time):
             return None
@@ -124,7 +124,7 @@ class Resizing:
         Args:
             goodbyes: some worker has finished: what it did after its last step boundary must not be done twice.
         """
-        return bool(self.stay) or (self.config.on_failure == "shrink" and not goodbyes)
+        return bool(self.stay) or (self.config.shrinks and not goodbyes)
 
     def expect(self, ranks: Sequence[int], now: float) -> None:
         """Replacements of these ranks are started."""

@@ -65,7 +65,7 @@ class SharedState:
         self.rank, self.world_size, self.listener = env.rank, env.world_size, listener
         detection = env.config.detection
         self.connect_timeout_s, self.wait_timeout_s = detection.connect_timeout_s, detection.wait_timeout_s
-        self.stages, self.restarts = env.config.device.experimental, env.config.on_failure == "restart"
+        self.stages, self.restarts = env.config.device.experimental, env.config.restarts
         self.operates = True
         self.checksums = self.bucket_checksums = env.config.state.verify_checksums
         self.lock = threading.RLock()

@@ -68,12 +68,12 @@ class Start:
         checkpoints = Checkpoints(
             env, self._runtime, self._store, self._fatal_actions, self._events, self._updates, self._presses
         )
-        if config.on_failure == "reroute":
+        if config.reroutes:
             checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
         if (pricing := checkpoints.pricing) is not None:
             self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
         start_point = StartPoint(env, self._recovery, self._survivor_groups, checkpoints, self._updates, self._spare)
-        keeps = config.checkpoint.dir is not None and config.on_failure != "reroute"
+        keeps = config.checkpoint.dir is not None and not config.reroutes
         orders = None
         if config.resizes or keeps:
             orders = Orders(self._publisher.orders, config.resize.data == "drop", config.resizes)

@@ -108,7 +108,7 @@ class SurvivorGroups:
             ConfigError: if ``on_failure`` is not ``reroute``.
         """
         runtime, started = self._runtime, time.time()
-        if self._env.config.on_failure != "reroute":
+        if not self._env.config.reroutes:
             raise ConfigError(
                 "survivor groups are for on_failure='reroute': in all other cases a failed rank is waited for"
             )

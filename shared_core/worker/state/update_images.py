@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shared_core.errors import RecoveryFailed
+from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.update_count import Count
 
@@ -23,10 +24,11 @@ class UpdateImages:
         policy: ``always``, ``never``, or ``auto``: where a caller asks for it, and once a batch has had several
             updates.
         stable: gives the newest step boundary that every rank has published.
+        outside: whether the script changes the state outside updates, too: then the state at step boundaries is kept.
     """
 
-    def __init__(self, policy: str, count: Count, stable: Callable[[], int]) -> None:
-        self._policy, self._count, self._stable = policy, count, stable
+    def __init__(self, policy: str, count: Count, stable: Callable[[], int], outside: ExternalMutation) -> None:
+        self._policy, self._count, self._stable, self._outside = policy, count, stable, outside
         self._several = False
         self._wanted = False
         self._sharded = self._own = False
@@ -50,6 +52,11 @@ class UpdateImages:
             return False
         # Of a sharded stage a replica has nothing else to give: see Updates.attach().
         return self._policy == "always" or (self._several and (self._policy == "auto" or self._sharded))
+
+    @property
+    def needed(self) -> bool:
+        """Whether they are, and replacements begin with them; not where these are given no newer state."""
+        return not self._outside.active and self.kept
 
     def want(self, *, at_once: bool = False) -> None:
         """Keep from the next step boundary on, or at once (where the policy is ``auto``)."""

@@ -183,7 +183,7 @@ class UpdateSteps:
         """One update of a sharded stage is made in here: its shard is stepped, and parameters come from all shards."""
         assert self._replicated is not None
         self._begin()
-        if self._keeps_images:
+        if self._images.needed:
             with self._gate.condition:
                 self._images.keep(self._replicated, range(len(self._replicated.parameters)))
                 self._gate.condition.notify_all()
@@ -222,12 +222,8 @@ class UpdateSteps:
             self._followers.begin(self._count.applied, optimizer)
         self._open_window()
 
-    @property
-    def _keeps_images(self) -> bool:
-        return not self._outside.active and self._images.kept
-
     def _keep_image(self, optimizer: Optimizer) -> None:
-        if self._keeps_images:
+        if self._images.needed:
             assert self._replicated is not None
             places = [self._replicated.index_of(p) for group in optimizer.param_groups for p in group["params"]]
             self._images.keep(self._replicated, places)

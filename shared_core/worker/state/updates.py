@@ -52,10 +52,10 @@ class Updates:
     ) -> None:
         self._fence = fence
         self._count = Count()
-        self._images = UpdateImages(preimages, self._count, stable)
         self._undo: Undo | None = None
         self.replicated: Replicated | None = None
         self.outside, self.followers = ExternalMutation(preimages), Followers()
+        self._images = UpdateImages(preimages, self._count, stable, self.outside)
         self.gate = Gate()
         self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
         self.steps = UpdateSteps(self.gate, self._count, self._images, self.outside, self.followers, after, fence)
@@ -82,7 +82,7 @@ class Updates:
     @property
     def keeps_images(self) -> bool:
         """Whether parameters are kept before each update."""
-        return not self.outside.active and self._images.kept  # else replacements are given no newer ones
+        return self._images.needed
 
     def keep_images(self, *, at_once: bool = False) -> None:
         """Keep parameters before each update from the next step boundary on, or at once (where the
