@@ -92,7 +92,7 @@ def test_two_replacements_have_donors_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fronts", "message"),
+    ("frontiers", "message"),
     [
         ([replacement(0), survivor(1), replacement(2), survivor(3)], "rank 0 has no replica left"),
         ([survivor(0), replacement(1), survivor(2), survivor(3, index=8)], "survivors stand at different places"),

@@ -205,7 +205,7 @@ class SurvivorGroups:
         with self._runtime.lock:
             self._runtime.note_waiting(+1)
         try:
-            with self._runtime.turn.passed_on():
+            with self._runtime.compute_lock.passed_on():
                 abandoned = lambda: self._runtime.latest > generation  # noqa: E731
                 wait_for(store, keys, abandoned, limit_s, self._env.rank, what, bound=bound, ends=ends)
         except WaitTimeout as error:
