@@ -52,7 +52,7 @@ from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntr
 from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.recovery_line import DESCRIPTION, NAMES
 from shared_core.worker.state.attached import Attached
-from shared_core.worker.state.change_detection import Watch
+from shared_core.worker.state.change_detection import ChangeWatch
 from shared_core.worker.state.local_state import Capture, Parts, Restore
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.unoptimized import UnoptimizedParameters
@@ -250,7 +250,7 @@ class Alone(_NoReplacements):
             self._replicated, {id(p) for ddp in wrapped for p in ddp.parameters()}
         )
         #: The script changes something outside updates: a snapshot cannot be copied while it continues.
-        self._outside, self._watch = self._unoptimized.own, Watch(self._replicated)
+        self._outside, self._watch = self._unoptimized.own, ChangeWatch(self._replicated)
         self.register(
             "unoptimized", lambda: self._unoptimized.capture() if self._outside else {}, self._unoptimized.restore
         )

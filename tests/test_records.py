@@ -25,7 +25,7 @@ from shared_core.protocol import worker_messages as said
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, join_request_key
+from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, join_request_key
 from shared_core.protocol.plan import Plan, Transfer
 from shared_core.protocol.rendezvous_document import read_document
 from shared_core.protocol.rounds import admit_key
@@ -60,7 +60,7 @@ ENTRY = Entry(
     generation=1,
     incarnations=(0, 1),
     absent=frozenset({1}),
-    kind=Kind.CARRY_ON,
+    kind=EntryKind.CARRY_ON,
     causes=(FAILURE,),
     detected=1.5,
     machines=("a", "b"),
@@ -68,7 +68,7 @@ ENTRY = Entry(
     after=("a",),
     reason="failed",
 )
-LAST = Entry(generation=1, incarnations=(0, 1), kind=Kind.RESIZE, rank=0, workers=3, line=Resized(0, 2, (0, 1), 7))
+LAST = Entry(generation=1, incarnations=(0, 1), kind=EntryKind.RESIZE, rank=0, workers=3, line=Resized(0, 2, (0, 1), 7))
 MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True}
 
 

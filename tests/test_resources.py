@@ -18,7 +18,7 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import LONGEST_S, Retries, map_file
 from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.messages.group_log import BufferPool, Entry, GroupLog
+from shared_core.worker.messages.group_log import BufferPool, GroupLog, LogEntry
 from shared_core.worker.messages.spilling import RETRY_S, Spilling
 from shared_core.worker.state.overflow import Overflow
 from shared_core.worker.state.publications import SharedMemoryPublisher
@@ -155,7 +155,7 @@ def test_a_log_that_cannot_be_spilled_stays_in_memory(
     spilling = Spilling(0, clock)
     tensors = [torch.full((25_000,), float(seq)) for seq in range(4)]  # 400 kB; there is room for 256 KiB
     for seq, tensor in enumerate(tensors):
-        log.put(seq, Entry(("all_reduce", ((25_000,),), ("float32",), 0), seq, [tensor.clone()]))
+        log.put(seq, LogEntry(("all_reduce", ((25_000,),), ("float32",), 0), seq, [tensor.clone()]))
         spilling.spill(log, 1000)
         clock.now += RETRY_S
     assert 0 < log.nbytes < 400_000

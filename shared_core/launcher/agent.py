@@ -24,7 +24,7 @@ from shared_core.launcher.control_channel import ControlChannel
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.ending import Ending
-from shared_core.launcher.failures import Failures
+from shared_core.launcher.failures import WorkerFailures
 from shared_core.launcher.fencing import Fenced
 from shared_core.launcher.gathering import JobOver
 from shared_core.launcher.goodbyes import ShutdownBarrier
@@ -44,7 +44,7 @@ from shared_core.launcher.starting import Starter
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import progress_file
-from shared_core.protocol.agent_phase import Event, Phase
+from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
 from shared_core.protocol.failure_policy import FailureBook
 from shared_core.protocol.resizing import Resizing
 from shared_core.resources import free_bytes
@@ -154,7 +154,7 @@ class Agent:
         self._machines: OtherMachines | None = None
         if membership is not None:
             self._machines = OtherMachines(membership, nproc, restart, attempts, self._resizes, job_reporter, resizing)
-        self._failures = Failures(config, alone, attempts, worker_pool, wakeup, job_reporter, book, resizing)
+        self._failures = WorkerFailures(config, alone, attempts, worker_pool, wakeup, job_reporter, book, resizing)
         self._control_channel = ControlChannel(
             attempts, self._resizes, self._machines, worker_pool, starter, wakeup, control, job_reporter, book,
             self._last_checkpoint,
@@ -203,7 +203,7 @@ class Agent:
         attempts = self._attempts
         while True:
             try:
-                attempts.step(Event.CAME)
+                attempts.step(AgentEvent.CAME)
                 self._meet()
                 return self._loop()
             except (Fenced, StoreError) as error:
@@ -214,7 +214,7 @@ class Agent:
                 if over.failed:
                     raise
                 console(str(over))
-                attempts.succeed(Event.ENDED_ELSEWHERE)
+                attempts.succeed(AgentEvent.ENDED_ELSEWHERE)
                 assert attempts.result is not None
                 return attempts.result
 
@@ -248,15 +248,15 @@ class Agent:
             return
         attempts.start_due()
         self._resizes.grow_if_due()
-        if attempts.phase is Phase.ENDING and not self._worker_pool.live and not self._worker_pool.starting:
+        if attempts.phase is AgentPhase.ENDING and not self._worker_pool.live and not self._worker_pool.starting:
             self._job_reporter.succeeds(attempts.places)
-            attempts.succeed(Event.LEFT)
+            attempts.succeed(AgentEvent.LEFT)
 
     def _check_signals(self) -> None:
         if not self._wakeup.received:
             return
         attempts = self._attempts
-        trains = attempts.begun and attempts.phase is not Phase.ENDING and not attempts.now.goodbyes()
+        trains = attempts.begun and attempts.phase is not AgentPhase.ENDING and not attempts.now.goodbyes()
         if trains and attempts.reached and self._last_checkpoint.waits(self._wakeup.received):
             return
         received = signal.Signals(self._wakeup.received[0])
@@ -311,7 +311,7 @@ class Agent:
             if one.look() >= STOPPED_LOOKS:
                 one.kill("stopped (SIGSTOP), killed by the agent")
                 continue
-            if self._attempts.phase is Phase.ENDING:
+            if self._attempts.phase is AgentPhase.ENDING:
                 continue
             progress = progress_file.read_progress(self._attempts.progress_file(one.rank))
             if progress is not None:

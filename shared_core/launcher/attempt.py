@@ -15,7 +15,7 @@ from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import serve_store
 from shared_core.protocol.codec import decode
 from shared_core.protocol.failure_policy import Death
-from shared_core.protocol.generation import Cause, Entry, Kind
+from shared_core.protocol.generation import Cause, Entry, EntryKind
 from shared_core.protocol.keys import WORDS
 from shared_core.protocol.preparing import place_key
 from shared_core.transport.store import Store
@@ -218,7 +218,7 @@ class Attempt:
         # rank's goodbye is gone.
         def everyone() -> Entry | None:
             keys = [self._done_keys[rank] for rank in self.ledger.present()]
-            return Entry(kind=Kind.RELEASE) if keys and self._client.check(keys) else None
+            return Entry(kind=EntryKind.RELEASE) if keys and self._client.check(keys) else None
 
         if self.append(everyone) is None:
             return False

@@ -19,13 +19,13 @@ from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.places import Places
 from shared_core.launcher.roster import Roster
 from shared_core.launcher.spares import Spares
-from shared_core.launcher.starting import Start, Starter
+from shared_core.launcher.starting import AttemptStart, Starter
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
 from shared_core.protocol import progress_file
-from shared_core.protocol.agent_phase import Action, Event, Phase, transition
+from shared_core.protocol.agent_phase import AgentAction, AgentEvent, AgentPhase, transition
 from shared_core.protocol.failure_policy import FailureBook
-from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.jobdir import JobDir
@@ -89,23 +89,23 @@ class Attempts:
         self._wakeup, self._control = wakeup, control
         self._worker_pool, self._starter, self._job_reporter = worker_pool, starter, job_reporter
         self._records, self._book, self._resizing, self._membership = records, book, resizing, membership
-        self.phase = Phase.RENDEZVOUS
+        self.phase = AgentPhase.RENDEZVOUS
         self.places = Places(spec)
         self.number = 0
         self.roster = Roster()
         self.spares = spares
         self.result: RunResult | None = None
         self._attempt: Attempt | None = None
-        self._actions: dict[Action, Callable[[Happened], None]] = {
-            Action.START: self._start_all,
-            Action.REPLACE: self._replace,
-            Action.TELL: self._tell,
-            Action.KILL: self._kill_all,
-            Action.CLEAR: self._clear,
-            Action.DELAY: self._delay,
-            Action.REGROUP: self._regroup,
-            Action.FORGET: self._forget,
-            Action.LET_GO: self._let_go,
+        self._actions: dict[AgentAction, Callable[[Happened], None]] = {
+            AgentAction.START: self._start_all,
+            AgentAction.REPLACE: self._replace,
+            AgentAction.TELL: self._tell,
+            AgentAction.KILL: self._kill_all,
+            AgentAction.CLEAR: self._clear,
+            AgentAction.DELAY: self._delay,
+            AgentAction.REGROUP: self._regroup,
+            AgentAction.FORGET: self._forget,
+            AgentAction.LET_GO: self._let_go,
         }
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Attempts:
     @property
     def released(self) -> bool:
         """Whether all workers have said goodbye."""
-        return self.phase is Phase.ENDING or bool(self.result is not None and self.result.return_values)
+        return self.phase is AgentPhase.ENDING or bool(self.result is not None and self.result.return_values)
 
     def progress_file(self, rank: int) -> Path:
         """Where a worker of this machine says how far it is."""
@@ -143,7 +143,7 @@ class Attempts:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def step(self, event: Event, happened: Happened | None = None) -> None:
+    def step(self, event: AgentEvent, happened: Happened | None = None) -> None:
         """Something has happened: change the phase, and do what is to be done."""
         self.phase, actions = transition(self.phase, event)
         for action in actions:
@@ -152,11 +152,11 @@ class Attempts:
     def place(self, machine: int, machines: int) -> None:
         """This machine has a place: start its workers."""
         self._take(Places.of(self._spec, machine, machines, self._spec.local_world_size))
-        self.step(Event.PLACED)
+        self.step(AgentEvent.PLACED)
 
     def restart_all(self, reason: str, delay_s: float, *, line: Resized | None) -> None:
         """End this attempt for all agents, unless another did, and begin the next."""
-        entry = self.now.append(lambda: Entry(kind=Kind.RESTART, reason=reason, line=line))
+        entry = self.now.append(lambda: Entry(kind=EntryKind.RESTART, reason=reason, line=line))
         if entry is None:
             self._wakeup.tell()
         else:
@@ -165,30 +165,30 @@ class Attempts:
 
     def restart(self, entry: Entry, delay_s: float = 0.0) -> None:
         """The ledger says that all workers start again, as generation 0 of the next attempt."""
-        self.step(Event.RESTART, Happened(entry, delay_s, self.reached))
+        self.step(AgentEvent.RESTART, Happened(entry, delay_s, self.reached))
         self.number += 1
-        self.step(Event.PLACED)
+        self.step(AgentEvent.PLACED)
 
     def resize(self, entry: Entry) -> None:
         """The ledger says that the next attempt has another number of workers."""
-        self.step(Event.RESIZED, Happened(entry, reached=self.reached))
-        self.step(Event.PLACED)
+        self.step(AgentEvent.RESIZED, Happened(entry, reached=self.reached))
+        self.step(AgentEvent.PLACED)
 
     def fail(self, rank: int, pid: int, code: int, error_file: str, message: str) -> None:
         """The job has failed, with this worker's error."""
         self.write_failure(rank, message)
         failure = failure_of(self.places.local_rank(rank), pid, code, error_file, message)
         self.result = RunResult(WorkerState.FAILED, failures={rank: failure})
-        self.step(Event.FAILED)
+        self.step(AgentEvent.FAILED)
 
     def write_failure(self, rank: int, message: str) -> None:
         """Tell other agents, and the workers, that the job has failed."""
-        self.now.append(lambda: Entry(kind=Kind.FAIL, rank=rank, reason=message or f"rank {rank} failed"))
+        self.now.append(lambda: Entry(kind=EntryKind.FAIL, rank=rank, reason=message or f"rank {rank} failed"))
         self.now.stop()
 
-    def succeed(self, event: Event) -> None:
+    def succeed(self, event: AgentEvent) -> None:
         """The job is over, and this machine has done its part."""
-        if event is Event.ENDED_ELSEWHERE:
+        if event is AgentEvent.ENDED_ELSEWHERE:
             self._take(Places(self._spec))  # none of its workers is to be reported
         self.result = RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.places.ranks))
         self.step(event)
@@ -203,7 +203,7 @@ class Attempts:
             self._job_reporter.replacement(one)
         elif not self.roster.missing:
             self.tell_start()
-        if self.phase is Phase.ENDING and one.cause == CANCELLED:
+        if self.phase is AgentPhase.ENDING and one.cause == CANCELLED:
             one.kill(CANCELLED)
 
     def tell_start(self) -> None:
@@ -228,17 +228,17 @@ class Attempts:
 
     def look_after_spares(self) -> None:
         """Prepare standbys while all is well."""
-        if self.phase is Phase.RUNNING and not self.roster.failed and not self.roster.missing:
+        if self.phase is AgentPhase.RUNNING and not self.roster.failed and not self.roster.missing:
             self.spares.look(self._in_what())
 
     def _start(self, local_rank: int) -> None:
         if self.spares.start(local_rank, self._in_what()):
             self._wakeup.tell()  # its process is there
 
-    def _in_what(self) -> Start:
+    def _in_what(self) -> AttemptStart:
         address = self._membership.address if self._membership is not None else ""
         store = self._membership.keeper if self._membership is not None else str(self._control.path)
-        return Start(self.places, self.now, store, address, self._resizing.line, self._job_reporter.run_id)
+        return AttemptStart(self.places, self.now, store, address, self._resizing.line, self._job_reporter.run_id)
 
     def _take(self, places: Places) -> None:
         self.places = places

@@ -19,9 +19,9 @@ from shared_core.launcher.starting import Starter
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import keys
-from shared_core.protocol.agent_phase import Event
+from shared_core.protocol.agent_phase import AgentEvent
 from shared_core.protocol.failure_policy import FailureBook
-from shared_core.protocol.generation import CauseKind, Entry, Kind
+from shared_core.protocol.generation import CauseKind, Entry, EntryKind
 
 
 class ControlChannel:
@@ -80,21 +80,21 @@ class ControlChannel:
             if not continues():
                 return
         if attempts.phase.trains and attempt.release():
-            attempts.step(Event.RELEASED)
+            attempts.step(AgentEvent.RELEASED)
         if attempts.phase.trains and self._machines is not None:
             self._machines.look()
 
     def _follow(self, entry: Entry) -> None:
         """Another agent's entry."""
         attempts = self._attempts
-        if entry.kind is Kind.RELEASE:
-            attempts.step(Event.RELEASED)
-        elif entry.kind is Kind.FAIL:
+        if entry.kind is EntryKind.RELEASE:
+            attempts.step(AgentEvent.RELEASED)
+        elif entry.kind is EntryKind.FAIL:
             self._job_reporter.console_reporter.fails(entry.reason)
             attempts.fail(entry.rank, 0, 1, "", entry.reason)
-        elif entry.kind is Kind.RESTART:
+        elif entry.kind is EntryKind.RESTART:
             attempts.restart(entry)
-        elif entry.kind is Kind.RESIZE:
+        elif entry.kind is EntryKind.RESIZE:
             attempts.resize(entry)
         else:
             self._resizes.note(entry)

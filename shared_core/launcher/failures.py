@@ -13,16 +13,16 @@ from shared_core.launcher.logs import ERROR_FILE
 from shared_core.launcher.wakeup import Wakeup
 from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
 from shared_core.protocol import progress_file
-from shared_core.protocol.agent_phase import Event, Phase
+from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
 from shared_core.protocol.failure_policy import AS_ANY, Death, FailureBook, Verdict
-from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.system import process
 
 Failed = list[tuple[LiveWorker, Death]]
 
 
-class Failures:
+class WorkerFailures:
     """Answers the deaths of workers.
 
     Args:
@@ -53,11 +53,11 @@ class Failures:
     def handle_worker_exits(self, dead: list[tuple[LiveWorker, int]]) -> None:
         """Workers died, with these exit codes: write the next generation, then see to replacements."""
         detected, attempts = time.time(), self._attempts
-        if attempts.phase is Phase.ENDING:
+        if attempts.phase is AgentPhase.ENDING:
             _note_late(dead)
             return
         failed = [(one, self._death(one, code, detected)) for one, code in dead]
-        if attempts.phase is Phase.RESIZING:  # a replacement that was too late has no part in what follows
+        if attempts.phase is AgentPhase.RESIZING:  # a replacement that was too late has no part in what follows
             failed = [(one, death) for one, death in failed if death.rank in self._resizing.stay]
         if not failed:
             return
@@ -100,11 +100,11 @@ class Failures:
     def _answer(self, entry: Entry, failed: Failed, verdicts: list[Verdict]) -> bool:
         """Do what the generation says. Returns whether all have to start again instead."""
         attempts, resizing = self._attempts, self._resizing
-        if entry.kind is Kind.DRAIN:
+        if entry.kind is EntryKind.DRAIN:
             if not entry.stay:
                 return True  # nobody is left who could hand over
             resizing.begin(entry.stay, len(entry.stay) if self._alone else resizing.target)
-            attempts.step(Event.CHANGE)
+            attempts.step(AgentEvent.CHANGE)
             return False
         if len(entry.absent or ()) == len(entry.incarnations):
             return True  # nobody is left who could admit a replacement

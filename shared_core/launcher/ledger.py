@@ -13,7 +13,7 @@ from typing import Any
 from shared_core.protocol.generation import (
     GIVEN_UP,
     Entry,
-    Kind,
+    EntryKind,
     generation_key,
     go_key,
     plan_key,
@@ -115,7 +115,7 @@ class Ledger:
             incarnations[rank] += 1
         if not kind.over:
             absent = self._absent_after(entry.failed)
-            kind = kind if kind is Kind.DRAIN else Kind.CARRY_ON if absent else Kind.FORM
+            kind = kind if kind is EntryKind.DRAIN else EntryKind.CARRY_ON if absent else EntryKind.FORM
         return replace(
             entry,
             generation=self.generation + 1,
@@ -152,7 +152,7 @@ class Ledger:
             self.over = entry
         else:
             self.absent = entry.absent
-            self.change = entry if entry.kind is Kind.DRAIN else None
+            self.change = entry if entry.kind is EntryKind.DRAIN else None
             self.generation, self.incarnations, self.detected = entry.generation, entry.incarnations, entry.detected
         if not ours:
             self._news.append(entry)

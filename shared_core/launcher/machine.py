@@ -16,10 +16,10 @@ from shared_core.launcher.console import host_of, listed
 from shared_core.launcher.fencing import Fenced, sever
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer
-from shared_core.launcher.neighbour import Copies, Sender
+from shared_core.launcher.neighbour import NeighbourCopies, Sender
 from shared_core.launcher.rendezvous import SwiftRendezvousHandler
 from shared_core.protocol import mirroring
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind
+from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.takeover import Reassignment, reassign
 from shared_core.protocol.worker_env import Resized
@@ -60,7 +60,7 @@ class MachineMembership:
         self._rendezvous, self._job_dir = rendezvous, job_dir
         self._wake, self._stop_workers = wake, stop_workers
         self._gone: set[str] = set()
-        self._copies = Copies(job_dir / CHECKPOINTS)
+        self._copies = NeighbourCopies(job_dir / CHECKPOINTS)
         self._key = derive(secret, rendezvous.get_run_id())
         leave(job_dir, self._key)
         self._server: MirrorServer | None = None
@@ -197,7 +197,7 @@ class MachineMembership:
             if change is not None:
                 why = _reason(change)
                 if restart:
-                    return Entry(kind=Kind.RESTART, reason=why, machines=machines)
+                    return Entry(kind=EntryKind.RESTART, reason=why, machines=machines)
                 causes = tuple(Cause(CauseKind.MACHINE, why, rank) for rank in change.ranks(nproc))
                 entry = replace(entry, causes=causes)
             after = resizing.machines(machines, alive, changed=change is not None, now=time.monotonic())
@@ -205,7 +205,7 @@ class MachineMembership:
                 held = [place for place, name in enumerate(machines) if name is not None]
                 stay = [place * nproc + local_rank for place in held for local_rank in range(nproc)]
                 stay = [rank for rank in stay if rank not in entry.failed]
-                entry = replace(entry, kind=Kind.DRAIN, stay=tuple(stay), after=after)
+                entry = replace(entry, kind=EntryKind.DRAIN, stay=tuple(stay), after=after)
                 why = f"{why}; " if why else ""
                 why += "1 machine continues" if len(after) == 1 else f"{len(after)} machines continue"
             return replace(entry, reason=why) if why else None

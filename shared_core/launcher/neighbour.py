@@ -1,8 +1,8 @@
 """A copy of each machine's newest snapshot in the memory of one other machine: the tier ``neighbour``.
 
 A thread of the agent sends the snapshot to the agent of the machine in the next place (:class:`Sender`), which keeps
-the newest whole one and the one that is coming (:class:`Copies`). When all workers start again, each asks all machines
-what they hold, and reads what it needs from there (:mod:`~shared_core.worker.checkpoints.in_memory`).
+the newest whole one and the one that is coming (:class:`NeighbourCopies`). When all workers start again, each asks all
+machines what they hold, and reads what it needs from there (:mod:`~shared_core.worker.checkpoints.in_memory`).
 
 It goes over the connections of :mod:`~shared_core.launcher.mirror`. A copy: one frame with the names and sizes of the
 files and the notes that seal them; an answer; each file in parts and its SHA-256; a frame once all of it was still
@@ -50,7 +50,7 @@ def _low_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-class Copies:
+class NeighbourCopies:
     """What this machine's memory holds of checkpoints: its own snapshots, and a copy of its neighbour's.
 
     Attributes:
@@ -258,7 +258,7 @@ class Sender:
         secret: the job's key.
     """
 
-    def __init__(self, copies: Copies, name: Callable[[], str], secret: bytes) -> None:
+    def __init__(self, copies: NeighbourCopies, name: Callable[[], str], secret: bytes) -> None:
         self.machines: tuple[str | None, ...] = ()
         self._copies, self._name, self._secret = copies, name, secret
         self._sent: tuple[str, Key] | None = None

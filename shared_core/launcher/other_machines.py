@@ -7,7 +7,7 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.resizes import Resizes
-from shared_core.protocol.agent_phase import Event
+from shared_core.protocol.agent_phase import AgentEvent
 from shared_core.protocol.resizing import Resizing
 
 
@@ -60,7 +60,7 @@ class OtherMachines:
         reason = self._membership.why(error)
         console(f"the workers of this machine are stopped: {reason}")
         self._job_reporter.warn(f"workers stopped: {reason}")
-        self._attempts.step(Event.FENCED)
+        self._attempts.step(AgentEvent.FENCED)
 
     def send_no_more(self) -> None:
         """The job ends on this machine: its snapshots are not copied any more."""

@@ -31,7 +31,7 @@ from shared_core.launcher.lease import Lease
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import Ports
 from shared_core.launcher.rendezvous_store import C10D, Register
-from shared_core.protocol.generation import Kind
+from shared_core.protocol.generation import EntryKind
 from shared_core.protocol.rendezvous_document import ENDED, RUNNING
 from shared_core.transport.store import MemoryStore
 from shared_core.waiting import Wait
@@ -223,9 +223,9 @@ class SwiftRendezvousHandler(RendezvousHandler):
                         self._turn_away(lease, ledger, gone | ledger.gone)
                     self._listener.pause(_LOOK_S)
                 gone |= ledger.gone
-                if ledger.over.kind not in (Kind.RESTART, Kind.RESIZE):
+                if ledger.over.kind not in (EntryKind.RESTART, EntryKind.RESIZE):
                     self.leave(over=False)
-                    failed = ledger.over.kind is not Kind.RELEASE
+                    failed = ledger.over.kind is not EntryKind.RELEASE
                     raise JobOver("the job ended while this machine waited", failed=failed)
                 line = ledger.over.line
                 number, machines, self.line = number + 1, ledger.machines, line.to_json() if line is not None else ""

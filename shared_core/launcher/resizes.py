@@ -11,8 +11,8 @@ from shared_core.launcher.console import ranks
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import progress_file
-from shared_core.protocol.agent_phase import Event, Phase
-from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
+from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 
@@ -51,7 +51,7 @@ class Resizes:
             return
         here = attempts.places.ranks
         if (
-            attempts.phase is Phase.RESIZING
+            attempts.phase is AgentPhase.RESIZING
             or attempts.roster.failed
             or attempts.roster.missing
             or attempts.now.goodbyes()
@@ -68,7 +68,7 @@ class Resizes:
         resizing.joined([rank for rank in resizing.due if self._has_joined(rank)])
         late = resizing.late(time.monotonic())
         stay = sorted(set(attempts.places.ranks) - set(late) - attempts.roster.failed)
-        if not late or not stay or attempts.phase is not Phase.RUNNING:
+        if not late or not stay or attempts.phase is not AgentPhase.RUNNING:
             return
         limit_s = self._config.resize.replace_timeout_s
         why = f"nobody has taken the place of {ranks(late)} within {limit_s:g} s (resize.replace_timeout_s)"
@@ -84,7 +84,7 @@ class Resizes:
             return False
         self._job_reporter.generation(entry)
         self._resizing.begin(stay, target)
-        self._attempts.step(Event.CHANGE)
+        self._attempts.step(AgentEvent.CHANGE)
         return True
 
     def _has_joined(self, rank: int) -> bool:
@@ -95,12 +95,12 @@ class Resizes:
     def handed_on(self, generation: int, boundary: int) -> None:
         """The state is handed on: end this attempt and continue with another number of workers."""
         resizing, attempts, attempt = self._resizing, self._attempts, self._attempts.now
-        if attempts.phase is not Phase.RESIZING or generation != attempt.generation:
+        if attempts.phase is not AgentPhase.RESIZING or generation != attempt.generation:
             return
         before = attempts.places.world_size
         line = Resized(attempt.number, before, resizing.stay, boundary) if boundary else resizing.line
         machines = () if self._alone else resizing.after
-        entry = Entry(kind=Kind.RESIZE, workers=resizing.target, line=line, machines=machines)
+        entry = Entry(kind=EntryKind.RESIZE, workers=resizing.target, line=line, machines=machines)
         written = attempt.append(lambda: entry if attempt.generation == generation else None)
         if written is not None:  # else another agent was first, or has seen another failure
             self._job_reporter.emit(
@@ -111,7 +111,7 @@ class Resizes:
     def declined(self, generation: int, reason: str) -> None:
         """The number of workers cannot change here: failed ones are replaced after all."""
         attempts = self._attempts
-        if attempts.phase is not Phase.RESIZING or generation != attempts.now.generation:
+        if attempts.phase is not AgentPhase.RESIZING or generation != attempts.now.generation:
             return
         console(f"the number of workers cannot change now ({reason}): failed workers are replaced instead")
         self._job_reporter.warn(f"the number of workers cannot change: {reason}")
@@ -123,4 +123,4 @@ class Resizes:
     def note(self, entry: Entry) -> None:
         """A generation was written that may begin or end a change."""
         self._resizing.follow(entry, self._nproc)
-        self._attempts.step(Event.CHANGE if self._resizing.stay else Event.NO_CHANGE)
+        self._attempts.step(AgentEvent.CHANGE if self._resizing.stay else AgentEvent.NO_CHANGE)

@@ -11,7 +11,7 @@ from pathlib import Path
 from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.launcher.job_reporter import JobReporter
-from shared_core.launcher.starting import Start, Starter
+from shared_core.launcher.starting import AttemptStart, Starter
 from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
 from shared_core.protocol.preparing import EXIT_UNFIT, LEAST_STARTUP_S, Measured, Prepared, decide, next_rank, retry_s
 from shared_core.protocol.progress_file import path_of, read_progress
@@ -45,7 +45,7 @@ class Spares:
         self._preparing: LiveWorker | None = None
         self._failures, self._next = 0, 0.0
 
-    def look(self, start: Start) -> None:
+    def look(self, start: AttemptStart) -> None:
         """Prepare the next standby, if it is time and nobody is waited for.
 
         Args:
@@ -88,7 +88,7 @@ class Spares:
         took_s, held = time.time() - spare.born, private_bytes(spare.pid)
         self._job_reporter.emit("prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held)
 
-    def start(self, local_rank: int, start: Start) -> bool:
+    def start(self, local_rank: int, start: AttemptStart) -> bool:
         """Start a worker: its rank's place goes to the hot standby, else to a process that is asked for.
 
         Args:
@@ -104,7 +104,7 @@ class Spares:
         self._starter.start(local_rank, start)
         return False
 
-    def _take(self, rank: int, start: Start) -> bool:
+    def _take(self, rank: int, start: AttemptStart) -> bool:
         self._failed_ranks[rank] += 1
         self._handle_exits()
         incarnation = start.attempt.incarnations[rank]

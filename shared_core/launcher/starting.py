@@ -22,7 +22,7 @@ from shared_core.protocol.worker_env import Resized
 
 
 @dataclass(frozen=True)
-class Start:
+class AttemptStart:
     """In what a worker is started.
 
     Attributes:
@@ -80,12 +80,12 @@ class Starter:
             self._logs.start()
         return self._logs
 
-    def start(self, local_rank: int, start: Start) -> None:
+    def start(self, local_rank: int, start: AttemptStart) -> None:
         """Ask for a worker; the worker pool says when its process exists."""
         rank = start.places.workers[local_rank].global_rank
         self._worker_pool.start(self._worker(local_rank, start, start.attempt.incarnations[rank]))
 
-    def prepare(self, local_rank: int, start: Start) -> LiveWorker:
+    def prepare(self, local_rank: int, start: AttemptStart) -> LiveWorker:
         """Ask for a hot standby: the worker that follows the present one of its rank."""
         rank = start.places.workers[local_rank].global_rank
         spare = self._worker(local_rank, start, start.attempt.incarnations[rank] + 1)
@@ -94,7 +94,7 @@ class Starter:
         self._worker_pool.start(spare)
         return spare
 
-    def _worker(self, local_rank: int, start: Start, incarnation: int) -> LiveWorker:
+    def _worker(self, local_rank: int, start: AttemptStart, incarnation: int) -> LiveWorker:
         logs = self.open_logs(start.places.ranks)
         rank = start.places.workers[local_rank].global_rank
         nth = self._starts.get(rank, 0)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from shared_core.errors import Unsupported
-from shared_core.loaders.engine import Engine, Kind, Orders
+from shared_core.loaders.engine import Engine, LoaderKind, Orders
 from shared_core.loaders.owned import changes
 from shared_core.loaders.place import Record, as_copy
 from shared_core.loaders.position import Position
@@ -167,7 +167,7 @@ class ResumableLoader:
             "iterations": [each.plain() for each in records],
             "recent": found.plain_recent() if found is not None else [],
             "owned": owned,
-            "where": engine.where() if engine.kind is Kind.RESTORE else None,
+            "where": engine.where() if engine.kind is LoaderKind.RESTORE else None,
             "built": self._swift_built if self._swift_copied else {},
         }
 

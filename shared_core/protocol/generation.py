@@ -55,7 +55,7 @@ def still_key(generation: int) -> str:
     return f"gen/{generation}/still"
 
 
-class Kind(Enum):
+class EntryKind(Enum):
     """What happens with an entry."""
 
     #: All ranks form the generation, the replacements of failed ones among them.
@@ -76,7 +76,7 @@ class Kind(Enum):
     @property
     def over(self) -> bool:
         """Whether nothing follows in this attempt."""
-        return self in (Kind.RELEASE, Kind.RESTART, Kind.RESIZE, Kind.FAIL)
+        return self in (EntryKind.RELEASE, EntryKind.RESTART, EntryKind.RESIZE, EntryKind.FAIL)
 
 
 class CauseKind(Enum):
@@ -129,7 +129,7 @@ class Entry:
     generation: int = 0
     incarnations: tuple[int, ...] = ()
     absent: frozenset[int] | None = None
-    kind: Kind = Kind.FORM
+    kind: EntryKind = EntryKind.FORM
     causes: tuple[Cause, ...] = ()
     detected: float = 0.0
     machines: tuple[str | None, ...] = ()
@@ -162,7 +162,7 @@ class Entry:
         staying = stay or (change.stay if change is not None else ())
         return replace(
             self,
-            kind=Kind.DRAIN,
+            kind=EntryKind.DRAIN,
             stay=tuple(rank for rank in staying if rank not in self.failed),
             after=change.after if change is not None else (),
         )
@@ -178,7 +178,7 @@ class Entry:
             "cause": {str(cause.who): cause.text for cause in self.causes},
             "detected": self.detected,
         }
-        if self.kind is Kind.DRAIN:
+        if self.kind is EntryKind.DRAIN:
             fields["stay"] = list(self.stay)
         if self.after:
             fields["after"] = list(self.after)
@@ -232,7 +232,7 @@ class Entry:
             generation=stored["generation"],
             incarnations=tuple(incarnations),
             absent=None if stored["absent"] is None else frozenset(stored["absent"]),
-            kind=Kind(stored["kind"]),
+            kind=EntryKind(stored["kind"]),
             causes=tuple(Cause(CauseKind(kind), text, who) for kind, text, who in stored["causes"]),
             detected=stored["detected"],
             machines=stored["machines"],
@@ -279,6 +279,6 @@ def _wrong_in(entry: Entry, version: int, generation: int, world_size: int) -> s
             return f"{name} names rank {max(ranks)}, and there are {world_size}"
     if not -1 <= entry.rank < world_size:
         return f"rank is {entry.rank}, and there are {world_size}"
-    if entry.kind in (Kind.FORM, Kind.CARRY_ON) and (entry.kind is Kind.CARRY_ON) != bool(entry.absent):
+    if entry.kind in (EntryKind.FORM, EntryKind.CARRY_ON) and (entry.kind is EntryKind.CARRY_ON) != bool(entry.absent):
         return f"kind is {entry.kind.value!r}, with {len(entry.absent or ())} absent ranks"
     return ""

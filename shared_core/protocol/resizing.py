@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shared_core.config import SwiftConfig
-from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.takeover import grown
 from shared_core.protocol.worker_env import Resized
 
@@ -54,7 +54,7 @@ class Resizing:
         if entry.after:
             self.after = entry.after
             self.begin(entry.stay, len(self.after) * nproc)
-        elif entry.kind is not Kind.DRAIN:
+        elif entry.kind is not EntryKind.DRAIN:
             self.end()
 
     def machines(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.generation import Entry, EntryKind
 
 
-class Phase(Enum):
+class WorkerPhase(Enum):
     """Where a worker is in its life."""
 
     #: The script runs up to its default process group; a replacement does not know its place yet.
@@ -38,10 +38,10 @@ class Phase(Enum):
     @property
     def answers(self) -> bool:
         """Whether collectives are answered from records."""
-        return self in (Phase.BEHIND, Phase.ASKS_TO_JOIN)
+        return self in (WorkerPhase.BEHIND, WorkerPhase.ASKS_TO_JOIN)
 
 
-class Event(Enum):
+class WorkerEvent(Enum):
     """What can happen to a worker."""
 
     #: An entry: all ranks form the generation.
@@ -72,7 +72,7 @@ class Event(Enum):
     ADMITTED_LATE = "admitted late"
 
 
-class Action(Enum):
+class WorkerAction(Enum):
     """What the worker is to do."""
 
     #: Cut the connections and form the generation.
@@ -91,78 +91,89 @@ class Action(Enum):
     EXIT = auto()
 
 
-class IllegalEvent(Exception):
+class IllegalWorkerEvent(Exception):
     """An event that cannot happen in a phase: a mistake in the protocol."""
 
 
-Outcome = tuple[Phase, tuple[Action, ...]]
+Outcome = tuple[WorkerPhase, tuple[WorkerAction, ...]]
 
-_SURVIVORS = (Phase.LIVE, Phase.RECOVERING, Phase.WITHOUT, Phase.DRAINING)
-_NOT_JOINED = (Phase.STARTING, Phase.FROM_START, Phase.BEHIND, Phase.ASKS_TO_JOIN, Phase.JOINING)
+_SURVIVORS = (WorkerPhase.LIVE, WorkerPhase.RECOVERING, WorkerPhase.WITHOUT, WorkerPhase.DRAINING)
+_NOT_JOINED = (
+    WorkerPhase.STARTING,
+    WorkerPhase.FROM_START,
+    WorkerPhase.BEHIND,
+    WorkerPhase.ASKS_TO_JOIN,
+    WorkerPhase.JOINING,
+)
 
 #: The phase that follows and what is to be done, for each event that can happen in a phase.
-TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
+TRANSITIONS: dict[tuple[WorkerPhase, WorkerEvent], Outcome] = {
     # A replacement's place: what its own entry says, then what all have agreed on.
-    (Phase.STARTING, Event.CARRY_ON): (Phase.ASKS_TO_JOIN, ()),
-    (Phase.STARTING, Event.BOUNDARY_FOUND): (Phase.BEHIND, ()),
-    (Phase.STARTING, Event.NO_BOUNDARY): (Phase.FROM_START, ()),
+    (WorkerPhase.STARTING, WorkerEvent.CARRY_ON): (WorkerPhase.ASKS_TO_JOIN, ()),
+    (WorkerPhase.STARTING, WorkerEvent.BOUNDARY_FOUND): (WorkerPhase.BEHIND, ()),
+    (WorkerPhase.STARTING, WorkerEvent.NO_BOUNDARY): (WorkerPhase.FROM_START, ()),
     # Its way into the job.
-    (Phase.STARTING, Event.ARRIVED): (Phase.JOINING, ()),
-    (Phase.FROM_START, Event.ARRIVED): (Phase.JOINING, ()),
-    (Phase.BEHIND, Event.ARRIVED): (Phase.JOINING, ()),
-    (Phase.JOINING, Event.INSTALLED): (Phase.LIVE, ()),
-    (Phase.ASKS_TO_JOIN, Event.ADMITTED): (Phase.LIVE, ()),
-    (Phase.ASKS_TO_JOIN, Event.ADMITTED_SOME): (Phase.WITHOUT, ()),
-    (Phase.ASKS_TO_JOIN, Event.ADMITTED_LATE): (Phase.WITHOUT, ()),
+    (WorkerPhase.STARTING, WorkerEvent.ARRIVED): (WorkerPhase.JOINING, ()),
+    (WorkerPhase.FROM_START, WorkerEvent.ARRIVED): (WorkerPhase.JOINING, ()),
+    (WorkerPhase.BEHIND, WorkerEvent.ARRIVED): (WorkerPhase.JOINING, ()),
+    (WorkerPhase.JOINING, WorkerEvent.INSTALLED): (WorkerPhase.LIVE, ()),
+    (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.ADMITTED): (WorkerPhase.LIVE, ()),
+    (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.ADMITTED_SOME): (WorkerPhase.WITHOUT, ()),
+    (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.ADMITTED_LATE): (WorkerPhase.WITHOUT, ()),
     # Another failure before it is in.
-    (Phase.STARTING, Event.FORM): (Phase.STARTING, (Action.WITHDRAW,)),
-    (Phase.FROM_START, Event.FORM): (Phase.FROM_START, (Action.WITHDRAW, Action.POST_FRONT)),
-    (Phase.BEHIND, Event.FORM): (Phase.BEHIND, (Action.WITHDRAW, Action.POST_FRONT)),
+    (WorkerPhase.STARTING, WorkerEvent.FORM): (WorkerPhase.STARTING, (WorkerAction.WITHDRAW,)),
+    (WorkerPhase.FROM_START, WorkerEvent.FORM): (
+        WorkerPhase.FROM_START,
+        (WorkerAction.WITHDRAW, WorkerAction.POST_FRONT),
+    ),
+    (WorkerPhase.BEHIND, WorkerEvent.FORM): (WorkerPhase.BEHIND, (WorkerAction.WITHDRAW, WorkerAction.POST_FRONT)),
     # It is being admitted: only then nobody is absent.
-    (Phase.ASKS_TO_JOIN, Event.FORM): (Phase.RECOVERING, (Action.RECOVER,)),
-    (Phase.JOINING, Event.FORM): (Phase.JOINING, (Action.WITHDRAW,)),
-    (Phase.ASKS_TO_JOIN, Event.CARRY_ON): (Phase.ASKS_TO_JOIN, (Action.WITHDRAW,)),
+    (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.FORM): (WorkerPhase.RECOVERING, (WorkerAction.RECOVER,)),
+    (WorkerPhase.JOINING, WorkerEvent.FORM): (WorkerPhase.JOINING, (WorkerAction.WITHDRAW,)),
+    (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.CARRY_ON): (WorkerPhase.ASKS_TO_JOIN, (WorkerAction.WITHDRAW,)),
     # A survivor's way back.
-    (Phase.RECOVERING, Event.INSTALLED): (Phase.LIVE, ()),
-    (Phase.WITHOUT, Event.ADMITTED): (Phase.LIVE, ()),
-    (Phase.WITHOUT, Event.ADMITTED_SOME): (Phase.WITHOUT, ()),
+    (WorkerPhase.RECOVERING, WorkerEvent.INSTALLED): (WorkerPhase.LIVE, ()),
+    (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED): (WorkerPhase.LIVE, ()),
+    (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED_SOME): (WorkerPhase.WITHOUT, ()),
     # A failure while replacements were admitted: what is to be done about it has begun.
-    (Phase.RECOVERING, Event.ADMITTED_LATE): (Phase.RECOVERING, ()),
-    (Phase.WITHOUT, Event.ADMITTED_LATE): (Phase.WITHOUT, ()),
-    (Phase.DRAINING, Event.ADMITTED_LATE): (Phase.DRAINING, ()),
+    (WorkerPhase.RECOVERING, WorkerEvent.ADMITTED_LATE): (WorkerPhase.RECOVERING, ()),
+    (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED_LATE): (WorkerPhase.WITHOUT, ()),
+    (WorkerPhase.DRAINING, WorkerEvent.ADMITTED_LATE): (WorkerPhase.DRAINING, ()),
 }
 for _phase in _SURVIVORS:
-    TRANSITIONS[_phase, Event.FORM] = Phase.RECOVERING, (Action.RECOVER,)
-    TRANSITIONS[_phase, Event.CARRY_ON] = Phase.WITHOUT, (Action.CARRY_ON,)
-    TRANSITIONS[_phase, Event.DRAIN] = Phase.DRAINING, (Action.DRAIN,)
+    TRANSITIONS[_phase, WorkerEvent.FORM] = WorkerPhase.RECOVERING, (WorkerAction.RECOVER,)
+    TRANSITIONS[_phase, WorkerEvent.CARRY_ON] = WorkerPhase.WITHOUT, (WorkerAction.CARRY_ON,)
+    TRANSITIONS[_phase, WorkerEvent.DRAIN] = WorkerPhase.DRAINING, (WorkerAction.DRAIN,)
 for _phase in _NOT_JOINED:
     # It says that it has no state, and runs on: that may yet be withdrawn.
-    TRANSITIONS[_phase, Event.DRAIN] = _phase, (Action.DRAIN,)
-for _phase in (*_NOT_JOINED, Phase.LIVE, Phase.RECOVERING):
-    if _phase is not Phase.ASKS_TO_JOIN:
-        TRANSITIONS[_phase, Event.LEFT_OUT] = _phase, ()  # a replacement that came too late: the launcher ends it
+    TRANSITIONS[_phase, WorkerEvent.DRAIN] = _phase, (WorkerAction.DRAIN,)
+for _phase in (*_NOT_JOINED, WorkerPhase.LIVE, WorkerPhase.RECOVERING):
+    if _phase is not WorkerPhase.ASKS_TO_JOIN:
+        TRANSITIONS[_phase, WorkerEvent.LEFT_OUT] = _phase, ()  # a replacement that came too late: the launcher ends it
 
 
-def transition(phase: Phase, event: Event) -> Outcome:
+def transition(phase: WorkerPhase, event: WorkerEvent) -> Outcome:
     """The phase that follows, and what is to be done.
 
     Raises:
-        IllegalEvent: if the event cannot happen in the phase.
+        IllegalWorkerEvent: if the event cannot happen in the phase.
     """
-    if event is Event.REPLACED:
-        return Phase.ENDED, (Action.EXIT,)
-    if event is Event.OVER:
+    if event is WorkerEvent.REPLACED:
+        return WorkerPhase.ENDED, (WorkerAction.EXIT,)
+    if event is WorkerEvent.OVER:
         # Who asks to join waits until the launcher ends it: alone it must not continue.
-        return Phase.ASKS_TO_JOIN if phase is Phase.ASKS_TO_JOIN else Phase.ENDED, (Action.STOP_WATCHING,)
-    if phase is Phase.ENDED:
-        return Phase.ENDED, ()  # the program may come a little further before it is ended
+        return WorkerPhase.ASKS_TO_JOIN if phase is WorkerPhase.ASKS_TO_JOIN else WorkerPhase.ENDED, (
+            WorkerAction.STOP_WATCHING,
+        )
+    if phase is WorkerPhase.ENDED:
+        return WorkerPhase.ENDED, ()  # the program may come a little further before it is ended
     try:
         return TRANSITIONS[phase, event]
     except KeyError:
-        raise IllegalEvent(f"a worker that is {phase.value!r} cannot have the event {event.value!r}") from None
+        raise IllegalWorkerEvent(f"a worker that is {phase.value!r} cannot have the event {event.value!r}") from None
 
 
-def heard(entry: Entry, rank: int, incarnation: int) -> Event:
+def heard(entry: Entry, rank: int, incarnation: int) -> WorkerEvent:
     """What an entry of the ledger is to a worker.
 
     Args:
@@ -171,9 +182,9 @@ def heard(entry: Entry, rank: int, incarnation: int) -> Event:
         incarnation: of the worker.
     """
     if entry.kind.over:
-        return Event.OVER
+        return WorkerEvent.OVER
     if entry.incarnations[rank] > incarnation:
-        return Event.REPLACED
-    if entry.kind is Kind.DRAIN:
-        return Event.DRAIN if rank in entry.stay else Event.LEFT_OUT
-    return Event.CARRY_ON if entry.kind is Kind.CARRY_ON else Event.FORM
+        return WorkerEvent.REPLACED
+    if entry.kind is EntryKind.DRAIN:
+        return WorkerEvent.DRAIN if rank in entry.stay else WorkerEvent.LEFT_OUT
+    return WorkerEvent.CARRY_ON if entry.kind is EntryKind.CARRY_ON else WorkerEvent.FORM

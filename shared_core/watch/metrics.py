@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from shared_core.errors import MissingExtra
-from shared_core.watch.ranks import Phase
+from shared_core.watch.ranks import RankPhase
 from shared_core.watch.server import Page
 from shared_core.watch.view import JobView
 
@@ -72,7 +72,7 @@ def metrics_of(view: JobView) -> Iterator[Metric]:
         return family
 
     mine = [one for one in view.workers if one.here]
-    phases = {phase.value: float(sum(one.phase == phase for one in view.workers)) for phase in Phase}
+    phases = {phase.value: float(sum(one.phase == phase for one in view.workers)) for phase in RankPhase}
     steps = {str(one.rank): float(one.step) for one in mine if one.step is not None}
     newest = view.checkpoint
     said = {"run": view.run, "name": view.name, "script": view.script, "host": view.host}

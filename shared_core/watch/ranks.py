@@ -10,7 +10,7 @@ from typing import Any
 from shared_core.events import Event
 
 
-class Phase(StrEnum):
+class RankPhase(StrEnum):
     """What a worker does. ``waiting``: it has been in one collective for long; ``stalled``: it waits for a replacement;
     ``joining``: it is the replacement; ``gone``: it has ended, and its launcher has not said so; ``elsewhere``: it runs
     on another machine, and what it does is not seen here.
@@ -29,7 +29,7 @@ class Phase(StrEnum):
 
 
 @dataclass
-class Held:
+class HeldRank:
     """A rank.
 
     Attributes:
@@ -40,7 +40,7 @@ class Held:
         failures: how often it failed.
     """
 
-    phase: Phase
+    phase: RankPhase
     pid: int | None
     host: str = ""
     agent: int = 0
@@ -58,7 +58,7 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, HeldRank] = {}
         self.seen: set[int] = set()
         self.world_size = self.generation = 0
         self._failures: dict[int, int] = {}
@@ -76,17 +76,17 @@ class Ranks:
             self.world_size = _pid(said.get("workers")) or self.world_size
         elif event.kind == "generation" and (said.get("failed") or said.get("stay")):
             for rank, held in self.held.items():
-                if rank not in said.get("failed", []) and held.phase in (Phase.TRAINING, Phase.STARTING):
-                    held.phase = Phase.STALLED
+                if rank not in said.get("failed", []) and held.phase in (RankPhase.TRAINING, RankPhase.STARTING):
+                    held.phase = RankPhase.STALLED
         elif one is None:
             return
         elif event.kind == "failed":
-            one.phase, one.pid, one.failures = Phase.FAILED, None, one.failures + 1
+            one.phase, one.pid, one.failures = RankPhase.FAILED, None, one.failures + 1
         elif event.kind == "replacement_start":
-            one.phase, one.pid = Phase.JOINING, _pid(said.get("pid"))
+            one.phase, one.pid = RankPhase.JOINING, _pid(said.get("pid"))
             one.host, one.agent = _word(said.get("host")), _pid(said.get("agent")) or one.agent
-        elif event.kind in ("replacement_ready", "recovered", "resumed") and one.phase is not Phase.FAILED:
-            one.phase = Phase.TRAINING
+        elif event.kind in ("replacement_ready", "recovered", "resumed") and one.phase is not RankPhase.FAILED:
+            one.phase = RankPhase.TRAINING
 
     def _start(self, said: dict[str, Any]) -> None:
         """One machine's workers run, in the first generation of an attempt."""
@@ -94,12 +94,12 @@ class Ranks:
         for rank, pid in _pids(said).items():
             failures = self.held[rank].failures if rank in self.held else self._failures.get(rank, 0)
             agent = _pid(said.get("agent")) or 0
-            self.held[rank] = Held(Phase.STARTING, pid, _word(said.get("host")), agent, failures)
+            self.held[rank] = HeldRank(RankPhase.STARTING, pid, _word(said.get("host")), agent, failures)
             self.seen.add(rank)
 
 
 @dataclass
-class Failed:
+class SeenFailure:
     """A failure; times in seconds since the epoch.
 
     Attributes:
@@ -123,7 +123,7 @@ class Failed:
     closed: float | None = None
 
 
-class Failures:
+class SeenFailures:
     """All failures of a job.
 
     Attributes:
@@ -131,8 +131,8 @@ class Failures:
     """
 
     def __init__(self) -> None:
-        self.all: list[Failed] = []
-        self._open: dict[int, Failed] = {}
+        self.all: list[SeenFailure] = []
+        self._open: dict[int, SeenFailure] = {}
 
     def take(self, event: Event) -> None:
         """The next event."""
@@ -140,7 +140,7 @@ class Failures:
         if event.kind == "failed":
             self._close(rank, event.time)
             cause = str(said.get("cause", ""))
-            one = Failed(rank, float(said.get("detected", event.time)), cause, _pid(said.get("pid")))
+            one = SeenFailure(rank, float(said.get("detected", event.time)), cause, _pid(said.get("pid")))
             self.all.append(one)
             self._open[rank] = one
         elif event.kind == "start":

@@ -13,7 +13,7 @@ from shared_core.events import Event
 from shared_core.protocol.progress_file import Pace
 from shared_core.report.timeline import Recovery, recoveries
 from shared_core.system.card import Card
-from shared_core.watch.ranks import Failures, Held, Phase, Ranks
+from shared_core.watch.ranks import HeldRank, RankPhase, Ranks, SeenFailures
 
 #: A worker that has been in one collective for longer is shown as waiting, in seconds.
 WAITS_S = 2.0
@@ -58,7 +58,7 @@ class WorkerView:
 
     Attributes:
         rank: its logical rank.
-        phase: a value of :class:`~shared_core.watch.ranks.Phase`.
+        phase: a value of :class:`~shared_core.watch.ranks.RankPhase`.
         pid: of its worker; None where nobody holds the rank.
         host: machine of the worker; empty if it was not said.
         here: it is a worker of this machine, so step, pace and log are known.
@@ -214,7 +214,7 @@ class JobView:
     @property
     def present(self) -> int:
         """Ranks that a worker holds."""
-        return sum(one.pid is not None and one.phase not in (Phase.GONE, Phase.DONE) for one in self.workers)
+        return sum(one.pid is not None and one.phase not in (RankPhase.GONE, RankPhase.DONE) for one in self.workers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -223,7 +223,7 @@ class JobView:
 
 def view_of(events: Sequence[Event], live: Live) -> JobView:
     """The job, from the events of one run in the order of their file, and one look at this machine."""
-    ranks, failures, found = Ranks(), Failures(), recoveries(events)
+    ranks, failures, found = Ranks(), SeenFailures(), recoveries(events)
     for event in events:
         ranks.take(event)
         failures.take(event)
@@ -278,12 +278,12 @@ def kind_of(cause: str) -> str:
     return "other"
 
 
-def _worker(rank: int, held: Held, live: Live, ended: bool) -> WorkerView:
+def _worker(rank: int, held: HeldRank, live: Live, ended: bool) -> WorkerView:
     card = live.card
     here = card is not None and held.agent == card.agent and held.host == card.host
     pace = live.paces.get(rank) if here else None
     phase = _phase(held, here, pace, live, ended)
-    trains = phase in (Phase.TRAINING, Phase.WAITING)
+    trains = phase in (RankPhase.TRAINING, RankPhase.WAITING)
     return WorkerView(
         rank=rank,
         phase=phase,
@@ -297,24 +297,24 @@ def _worker(rank: int, held: Held, live: Live, ended: bool) -> WorkerView:
     )
 
 
-def _phase(held: Held, here: bool, pace: Pace | None, live: Live, ended: bool) -> Phase:
+def _phase(held: HeldRank, here: bool, pace: Pace | None, live: Live, ended: bool) -> RankPhase:
     """The phase that events tell, and what can be seen of the process."""
     if ended:
-        return Phase.DONE
+        return RankPhase.DONE
     if not here:
         if live.card is not None and not live.alive:
-            return Phase.GONE
-        return Phase.ELSEWHERE if held.phase is Phase.STARTING else held.phase
+            return RankPhase.GONE
+        return RankPhase.ELSEWHERE if held.phase is RankPhase.STARTING else held.phase
     process = live.states.get(held.pid) if held.pid is not None else None
     if held.pid is None:
-        return Phase.FAILED if live.alive else Phase.GONE
+        return RankPhase.FAILED if live.alive else RankPhase.GONE
     if process is None or process == "Z":
-        return Phase.GONE
+        return RankPhase.GONE
     if process == "T":
-        return Phase.STOPPED
-    if held.phase not in (Phase.STARTING, Phase.TRAINING) or pace is None or not pace.boundaries:
+        return RankPhase.STOPPED
+    if held.phase not in (RankPhase.STARTING, RankPhase.TRAINING) or pace is None or not pace.boundaries:
         return held.phase
-    return Phase.WAITING if pace.inside and live.now - pace.changed > WAITS_S else Phase.TRAINING
+    return RankPhase.WAITING if pace.inside and live.now - pace.changed > WAITS_S else RankPhase.TRAINING
 
 
 def _state(workers: Sequence[WorkerView], end: Event | None, live: Live, answering: bool) -> str:
@@ -325,10 +325,10 @@ def _state(workers: Sequence[WorkerView], end: Event | None, live: Live, answeri
     if not live.alive:
         return "gone"
     phases = {one.phase for one in workers}
-    if not phases or phases == {Phase.STARTING}:
+    if not phases or phases == {RankPhase.STARTING}:
         return "recovering" if answering else "starting"
-    continuing = phases & {Phase.TRAINING, Phase.WAITING, Phase.STOPPED, Phase.ELSEWHERE}
-    return "running" if continuing and Phase.STALLED not in phases else "recovering"
+    continuing = phases & {RankPhase.TRAINING, RankPhase.WAITING, RankPhase.STOPPED, RankPhase.ELSEWHERE}
+    return "running" if continuing and RankPhase.STALLED not in phases else "recovering"
 
 
 def _ends(event: Event, card: Card | None) -> bool:
@@ -339,7 +339,7 @@ def _ends(event: Event, card: Card | None) -> bool:
     )
 
 
-def _failures(failures: Failures, found: Sequence[Recovery]) -> list[FailureView]:
+def _failures(failures: SeenFailures, found: Sequence[Recovery]) -> list[FailureView]:
     stalls: dict[tuple[int, float], float | None] = {}
     for at, one in enumerate(found):
         # One that was abandoned because of another failure is over when its successor is.
@@ -371,7 +371,7 @@ def _stalled(found: Sequence[Recovery], state: str, now: float) -> float:
 
 
 def _spans(
-    failures: Failures, found: Sequence[Recovery], made: Sequence[Event], ranks: set[int], end: Event | None
+    failures: SeenFailures, found: Sequence[Recovery], made: Sequence[Event], ranks: set[int], end: Event | None
 ) -> tuple[Span, ...]:
     ended = None if end is None else end.time
     marks = ((event.time, f"checkpoint at step {_whole(event.fields.get('boundary'))}") for event in made)

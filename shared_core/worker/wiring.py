@@ -38,7 +38,7 @@ from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.commits import Commits
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.first_group import on_first_group
@@ -48,7 +48,7 @@ from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.spare import Spare
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.recovery.wait_watchdog import WaitWatchdog
 from shared_core.worker.state.compiled import Compiled
@@ -86,7 +86,7 @@ class Worker:
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
         compiled = Compiled(state_relay.origin, fatal_actions.fall_back)
         parts.register("swift.compiled", compiled.capture, compiled.restore)
-        copies = self.copies = Copies(env, runtime, store, updates, events, state_relay.replicas)
+        copies = self.copies = StateCopies(env, runtime, store, updates, events, state_relay.replicas)
         recovery = self.recovery = Recovery(
             env, runtime, store, publisher, events, donor, copies, fatal_actions, recovery_relay
         )
@@ -106,7 +106,7 @@ class Worker:
         commits = Commits(runtime, log, state_relay.newest_boundary, state_relay.due_boundary, config.log.budget_bytes)
         replays = self.replays = Replays(runtime, log, commits)
         spare = Spare(env, store, publisher)
-        start = self.start = Start(
+        start = self.start = WorkerStart(
             runtime,
             store,
             fatal_actions,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shared_core.checkpoint import Sealed, Spool
 from shared_core.launcher.mirror import MirrorServer, fetch
-from shared_core.launcher.neighbour import Copies
+from shared_core.launcher.neighbour import NeighbourCopies
 from shared_core.system import secret
 from shared_core.system.snapshot_wire import LIST, ask
 from shared_core.system.wire import connect
@@ -26,7 +26,7 @@ class Site:
         self.job = folder / "job"
         self.job.mkdir(mode=0o700)
         secret.leave(self.job, KEY)
-        self.copies = Copies(self.job / "checkpoints")
+        self.copies = NeighbourCopies(self.job / "checkpoints")
         self.server = MirrorServer(self.job / "mirror", self.copies.serve, key=KEY)
         self.name = f"127.0.0.1:{self.server.port}#x"
         own = folder / "own"

@@ -16,7 +16,7 @@ from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, survivor_group_key
+from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, survivor_group_key
 from shared_core.protocol.mirroring import keeper
 from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.takeover import reassign
@@ -101,9 +101,9 @@ def test_two_writers_form_one_order() -> None:
 def test_nothing_follows_the_last_entry() -> None:
     store = MemoryStore()
     one, other = Ledger(store, "p/", 2), Ledger(store, "p/", 2)
-    assert one.append(lambda: Entry(kind=Kind.FAIL, reason="x")) is not None
+    assert one.append(lambda: Entry(kind=EntryKind.FAIL, reason="x")) is not None
     assert other.append(lambda: losing(1)) is None
-    assert [entry.kind for entry in other.follow()] == [Kind.FAIL]
+    assert [entry.kind for entry in other.follow()] == [EntryKind.FAIL]
     assert other.generation == 0 and other.follow() == []
 
 
@@ -111,10 +111,10 @@ def test_a_machine_that_comes_when_the_attempt_is_over_learns_so() -> None:
     """Another entry gave it its place: that one is no news."""
     store = MemoryStore()
     one, late = Ledger(store, "p/", 2), Ledger(store, "p/", 2)
-    assert one.append(lambda: losing(1)) and one.append(lambda: Entry(kind=Kind.RESTART, reason="x"))
+    assert one.append(lambda: losing(1)) and one.append(lambda: Entry(kind=EntryKind.RESTART, reason="x"))
     late.catch_up()
     assert late.incarnations == (0, 1)
-    assert [entry.kind for entry in late.follow()] == [Kind.RESTART] and late.follow() == []
+    assert [entry.kind for entry in late.follow()] == [EntryKind.RESTART] and late.follow() == []
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_an_entry_comes_back_as_it_was() -> None:
     causes = (Cause(CauseKind.DIVERGENT, "it differs", 1), Cause(CauseKind.MACHINE, "machine b failed", 2))
     line = Resized(0, 3, (0, 1), 7)
     full = Entry(
-        generation=4, incarnations=(0, 1, 2), absent=frozenset({2}), kind=Kind.DRAIN, causes=causes, detected=1.5,
+        generation=4, incarnations=(0, 1, 2), absent=frozenset({2}), kind=EntryKind.DRAIN, causes=causes, detected=1.5,
         machines=("a", None), stay=(0, 1), after=("a",), reason="why", rank=1, workers=2, line=line,
     )  # fmt: skip
     assert Entry.from_json(full.to_json().encode(), 4, 3) == full

@@ -22,7 +22,7 @@ from shared_core.checkpoint.writer import Writer
 from shared_core.errors import CorruptFile, StorageFull
 from shared_core.events import EventLog
 from shared_core.launcher.mirror import MirrorServer
-from shared_core.launcher.neighbour import Copies, Sender
+from shared_core.launcher.neighbour import NeighbourCopies, Sender
 from shared_core.system import secret
 from shared_core.system.wire import Link, accept, connect
 from shared_core.worker.checkpoints.in_memory import find
@@ -47,7 +47,7 @@ class OneMachine:
     """An agent's part: what takes copies, and what sends them."""
 
     def __init__(self, folder: Path, place: int) -> None:
-        self.copies = Copies(folder / "checkpoints")
+        self.copies = NeighbourCopies(folder / "checkpoints")
         self.server = MirrorServer(folder / "mirror", self.copies.serve, key=KEY)
         self.name = f"127.0.0.1:{self.server.port}#{place}"
         self.sender = Sender(self.copies, lambda: self.name, KEY)

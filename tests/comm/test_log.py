@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from shared_core.worker.comm.op import input_checksum, signature
-from shared_core.worker.messages.group_log import BufferPool, Entry, GroupLog
+from shared_core.worker.messages.group_log import BufferPool, GroupLog, LogEntry
 
 
 def entry(
     value: float, boundary: int, size: int = 8, dtype: torch.dtype = torch.float32, pool: BufferPool | None = None
-) -> Entry:
+) -> LogEntry:
     like = torch.full((size,), value, dtype=dtype)
     results = [pool.take(like)] if pool is not None else [like]
     results[0].copy_(like)
-    return Entry(signature("all_reduce", results), boundary, results, pooled=pool is not None)
+    return LogEntry(signature("all_reduce", results), boundary, results, pooled=pool is not None)
 
 
 def test_entries_go_with_their_step_boundary_and_buffers_come_back() -> None:
@@ -53,7 +53,7 @@ def test_spilled_results_come_back_bit_for_bit(
     log = GroupLog(pool)
     for seq in range(5):
         log.put(seq, entry(seq, boundary=seq, dtype=dtype, pool=pool if seq % 2 else None))
-    log.put(5, Entry(signature("all_gather", []), 5, [torch.randn(3, 2), torch.empty(0, 4)]))
+    log.put(5, LogEntry(signature("all_gather", []), 5, [torch.randn(3, 2), torch.empty(0, 4)]))
     expected = {seq: [t.clone() for t in log.results(seq)] for seq in range(6)}
     kept = log.entries[5].nbytes + log.entries[4].nbytes
     assert log.spill(kept) == sum(log.entries[0].nbytes or t.numel() * t.element_size() for t in expected[0]) * 4
@@ -97,7 +97,7 @@ def test_the_disk_holds_only_what_can_be_asked_for(tmp_path: Path, monkeypatch: 
 
 def test_kept_inputs_of_rank_specific_operations_stay_in_memory() -> None:
     log = GroupLog(BufferPool())
-    log.put(0, Entry(signature("reduce", []), 0, [], redo=lambda inner: None, kept=[torch.zeros(4)]))
+    log.put(0, LogEntry(signature("reduce", []), 0, [], redo=lambda inner: None, kept=[torch.zeros(4)]))
     assert log.nbytes == 16 and log.spill(0) == 0 and log.nbytes == 16
 
 

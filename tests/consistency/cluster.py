@@ -13,10 +13,10 @@ from cluster_worker import Failure, Gathered, Store, Stuck, Worker
 
 from shared_core.launcher.ledger import Ledger
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, generation_key
+from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, generation_key
 from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan
-from shared_core.protocol.worker_phase import Event, Phase
+from shared_core.protocol.worker_phase import WorkerEvent, WorkerPhase
 
 
 class Job:
@@ -56,7 +56,7 @@ class Job:
         self.live = [Worker(self, rank, 0, 0) for rank in self.ranks]
         self.doomed: list[Worker] = []
         #: What has happened in which phase.
-        self.rows: set[tuple[Phase, Event]] = set()
+        self.rows: set[tuple[WorkerPhase, WorkerEvent]] = set()
         self.count = 0
 
     # -- the launcher ------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Job:
         if written is not None:
             what = "".join(f", rank {c.who} {c.kind.value}" for c in written.causes)
             what += f", absent {sorted(written.absent)}" if written.absent else ""
-            what += f", stay {list(written.stay)}" if written.kind is Kind.DRAIN else ""
+            what += f", stay {list(written.stay)}" if written.kind is EntryKind.DRAIN else ""
             what += f", {written.reason}" if written.reason else ""
             self.say(f"launcher: entry {written.generation}: {written.kind.value}{what}")
         return written
@@ -94,11 +94,11 @@ class Job:
         assert written is not None
         if (
             not self.workers.keys() - ranks
-            or (written.kind is Kind.DRAIN and not written.stay)
+            or (written.kind is EntryKind.DRAIN and not written.stay)
             or len(written.absent or ()) == len(self.ranks)
         ):
             self.restart("all workers failed")
-        elif written.kind is not Kind.DRAIN:
+        elif written.kind is not EntryKind.DRAIN:
             for worker in failed:
                 self.replacement(worker.rank)
 
@@ -113,12 +113,14 @@ class Job:
                 self.lose([worker])
 
     def restart(self, reason: str) -> None:
-        self.append(Entry(kind=Kind.RESTART, reason=reason))
+        self.append(Entry(kind=EntryKind.RESTART, reason=reason))
 
     def handed(self, generation: int, boundary: int) -> None:
         if self.ledger.generation == generation and self.ledger.change is not None:
             self.append(
-                Entry(kind=Kind.RESIZE, workers=len(self.ledger.change.stay), reason=f"from step boundary {boundary}")
+                Entry(
+                    kind=EntryKind.RESIZE, workers=len(self.ledger.change.stay), reason=f"from step boundary {boundary}"
+                )
             )
 
     def change(self) -> None:
@@ -185,12 +187,12 @@ class Job:
 
         Raises:
             Stuck: if nobody can continue.
-            IllegalEvent: from ``transition``.
+            IllegalWorkerEvent: from ``transition``.
         """
         self.say(f"{len(self.ranks)} ranks, on_failure={self.on_failure!r}, {self.steps} steps")
         while self.ledger.over is None:
             if self.store.check([f"done/{rank}" for rank in self.ledger.present()]):
-                self.append(Entry(kind=Kind.RELEASE))
+                self.append(Entry(kind=EntryKind.RELEASE))
                 break
             self.count += 1
             if self.count > 20_000:

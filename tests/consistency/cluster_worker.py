@@ -14,7 +14,7 @@ from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBou
 from shared_core.protocol.generation import (
     GIVEN_UP,
     Entry,
-    Kind,
+    EntryKind,
     generation_key,
     go_key,
     plan_key,
@@ -23,7 +23,7 @@ from shared_core.protocol.generation import (
 from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan, decide
 from shared_core.protocol.rounds import Round, admitting_key, ranks_in
-from shared_core.protocol.worker_phase import Action, Event, Phase, heard, transition
+from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase, heard, transition
 
 if TYPE_CHECKING:
     from cluster import Job
@@ -84,7 +84,7 @@ class Worker:
 
     def __init__(self, job: Job, rank: int, incarnation: int, born: int) -> None:
         self.job, self.rank, self.incarnation, self.born = job, rank, incarnation, born
-        self.phase, self.newest, self.generation = Phase.STARTING, born, -1
+        self.phase, self.newest, self.generation = WorkerPhase.STARTING, born, -1
         self.entries: dict[int, Entry] = {}
         self.absent = frozenset[int]()
         self.acting = self.offering = False
@@ -117,7 +117,7 @@ class Worker:
     def ended(self, generation: int) -> bool:
         return self.newest > generation
 
-    def step(self, event: Event) -> tuple[Action, ...]:
+    def step(self, event: WorkerEvent) -> tuple[WorkerAction, ...]:
         before = self.phase
         self.phase, actions = transition(before, event)
         self.job.rows.add((before, event))
@@ -126,24 +126,24 @@ class Worker:
             self.job.say(f"{self}: {before.value} -- {event.value} --> {self.phase.value}{does}")
         return actions
 
-    def hear(self, entry: Entry) -> tuple[Action, ...]:
+    def hear(self, entry: Entry) -> tuple[WorkerAction, ...]:
         event = heard(entry, self.rank, self.incarnation)
-        if event not in (Event.OVER, Event.REPLACED):
+        if event not in (WorkerEvent.OVER, WorkerEvent.REPLACED):
             self.entries[entry.generation], self.newest = entry, entry.generation
             self.absent = entry.absent or frozenset()
         actions = self.step(event)
         for action in actions:
-            if action is Action.EXIT:
+            if action is WorkerAction.EXIT:
                 self.job.exit(self)
-            elif action is Action.POST_FRONT:
+            elif action is WorkerAction.POST_FRONT:
                 self.post(entry.generation)
-            elif action is Action.WITHDRAW:
+            elif action is WorkerAction.WITHDRAW:
                 self.start(self.withdraw(entry))
-            elif action is not Action.STOP_WATCHING:
+            elif action is not WorkerAction.STOP_WATCHING:
                 act = {
-                    Action.RECOVER: self.recover,
-                    Action.CARRY_ON: self.carry_on,
-                    Action.DRAIN: self.drain_for_resize,
+                    WorkerAction.RECOVER: self.recover,
+                    WorkerAction.CARRY_ON: self.carry_on,
+                    WorkerAction.DRAIN: self.drain_for_resize,
                 }[action]
                 self.start(act(entry))
         return actions
@@ -151,9 +151,9 @@ class Worker:
     def watch(self) -> Thread:
         if self.incarnation:
             self.hear(self.job.entry(self.born))
-        actions: tuple[Action, ...] = ()
+        actions: tuple[WorkerAction, ...] = ()
         store = self.job.store
-        while Action.STOP_WATCHING not in actions:
+        while WorkerAction.STOP_WATCHING not in actions:
             plan, go = plan_key(self.newest), go_key(self.newest)
             yield lambda: store.check([plan])  # noqa: B023 (used at once)
             if store.get(plan) != GIVEN_UP.encode():
@@ -244,10 +244,10 @@ class Worker:
         yield from self.meet(generation)
         if self.ended(generation):
             raise GenerationAbandoned("a failure was announced at the last moment")
-        self.install(plan, generation, joins, Event.INSTALLED)
+        self.install(plan, generation, joins, WorkerEvent.INSTALLED)
 
-    def install(self, plan: Plan, generation: int, joins: bool, event: Event, name: str = "") -> None:
-        live = event in (Event.INSTALLED, Event.ADMITTED)
+    def install(self, plan: Plan, generation: int, joins: bool, event: WorkerEvent, name: str = "") -> None:
+        live = event in (WorkerEvent.INSTALLED, WorkerEvent.ADMITTED)
         self.job.agree(name or str(generation), plan)
         self.step(event)
         self.connected = generation if live else None
@@ -349,7 +349,7 @@ class Worker:
             if self.incarnation:
                 yield from self.find_place()
             yield "script"
-            if self.phase is Phase.ASKS_TO_JOIN:
+            if self.phase is WorkerPhase.ASKS_TO_JOIN:
                 yield from self.join_request()
             else:
                 yield from self.join()
@@ -361,7 +361,7 @@ class Worker:
 
     def find_place(self) -> Iterator[Pause]:
         yield lambda: self.born in self.entries
-        while self.phase is Phase.STARTING:
+        while self.phase is WorkerPhase.STARTING:
             generation = self.newest
             self.post(generation)
             try:
@@ -370,15 +370,15 @@ class Worker:
                 continue
             self.target = self.agreed[generation].plan_or_fail().boundaries.get(self.rank)
             yield "place found"
-            if self.phase is Phase.STARTING:
-                self.step(Event.NO_BOUNDARY if self.target is None else Event.BOUNDARY_FOUND)
+            if self.phase is WorkerPhase.STARTING:
+                self.step(WorkerEvent.NO_BOUNDARY if self.target is None else WorkerEvent.BOUNDARY_FOUND)
                 if self.ended(generation):
                     self.post(self.newest)
 
     def join(self) -> Iterator[Pause]:
-        self.step(Event.ARRIVED)
+        self.step(WorkerEvent.ARRIVED)
         while self.generation < 0:
-            yield lambda: self.newest == 0 or self.entries[self.newest].kind is not Kind.DRAIN
+            yield lambda: self.newest == 0 or self.entries[self.newest].kind is not EntryKind.DRAIN
             generation = self.newest
             yield from self.holding(self.form(generation))
             if self.generation < 0:
@@ -408,10 +408,10 @@ class Worker:
         job = self.job
         job.store.set(survivor_group_key(self.rank, self.incarnation), "1")
         yield "survivor_group"
-        yield lambda: self.phase is Phase.WITHOUT or self.newest == self.generation
-        if self.phase is not Phase.WITHOUT and self.newest != self.generation:
+        yield lambda: self.phase is WorkerPhase.WITHOUT or self.newest == self.generation
+        if self.phase is not WorkerPhase.WITHOUT and self.newest != self.generation:
             return
-        generation, absent = self.newest, self.absent if self.phase is Phase.WITHOUT else frozenset[int]()
+        generation, absent = self.newest, self.absent if self.phase is WorkerPhase.WITHOUT else frozenset[int]()
         meeting = job.survivor_group(self, generation, absent)
         yield f"step {self.version + 1}"
         yield lambda: self.ended(generation) or meeting.over
@@ -428,7 +428,7 @@ class Worker:
 
     def join_request(self) -> Iterator[Pause]:
         self.job.store.set(f"join_request/{self.rank}.{self.incarnation}", "1")
-        while self.phase is Phase.ASKS_TO_JOIN and self.generation < 0:
+        while self.phase is WorkerPhase.ASKS_TO_JOIN and self.generation < 0:
             generation = self.newest
             key = admitting_key(generation, self.rank)
             yield lambda: self.ended(generation) or self.job.store.check([key])  # noqa: B023 (used at once)
@@ -469,7 +469,7 @@ class Worker:
         late = self.ended(generation)
         if not late:
             self.absent = turn.away
-        event = Event.ADMITTED_LATE if late else Event.ADMITTED_SOME if turn.away else Event.ADMITTED
+        event = WorkerEvent.ADMITTED_LATE if late else WorkerEvent.ADMITTED_SOME if turn.away else WorkerEvent.ADMITTED
         self.install(plan, generation, joins, event, turn.name)
         if joins and (boundary := plan.boundaries[self.rank]) is not None:
             self.publisher = [boundary]

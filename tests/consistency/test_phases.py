@@ -14,7 +14,7 @@ import pytest
 from cluster import Job
 from cluster_worker import Failure, Stuck
 
-from shared_core.protocol.worker_phase import TRANSITIONS, Event, IllegalEvent, Phase, transition
+from shared_core.protocol.worker_phase import TRANSITIONS, IllegalWorkerEvent, WorkerEvent, WorkerPhase, transition
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "phases.txt"
 HEAD = "=== "
@@ -47,22 +47,25 @@ def simulate(on_failure: str, seed: int) -> Job:
 def finished(job: Job, which: str) -> Job:
     try:
         job.run()
-    except (Stuck, IllegalEvent, AssertionError, LookupError) as error:
+    except (Stuck, IllegalWorkerEvent, AssertionError, LookupError) as error:
         raise AssertionError("\n".join([*job.lines, f"{which}: {error!r}"])) from error
     return job
 
 
-def many(on_failure: str, seeds: range) -> set[tuple[Phase, Event]]:
+def many(on_failure: str, seeds: range) -> set[tuple[WorkerPhase, WorkerEvent]]:
     jobs = [simulate(on_failure, seed) for seed in seeds]
     assert sum(job.ledger.generation for job in jobs) > len(seeds) // 2, "failures did happen"
-    return set[tuple[Phase, Event]]().union(*(job.rows for job in jobs))
+    return set[tuple[WorkerPhase, WorkerEvent]]().union(*(job.rows for job in jobs))
 
 
 @pytest.mark.parametrize("on_failure", ["replace", "reroute", "shrink"])
 def test_failures_in_any_phase(on_failure: str) -> None:
     rows = many(on_failure, range(100))
     if on_failure == "reroute":
-        assert {(Phase.ASKS_TO_JOIN, Event.ADMITTED_SOME), (Phase.WITHOUT, Event.ADMITTED_SOME)} <= rows
+        assert {
+            (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.ADMITTED_SOME),
+            (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED_SOME),
+        } <= rows
 
 
 def given_up(seed: int) -> Job:
@@ -74,14 +77,14 @@ def given_up(seed: int) -> Job:
 
 
 def test_a_change_that_is_given_up_while_replacements_are_admitted() -> None:
-    rows = set[tuple[Phase, Event]]().union(*(given_up(seed).rows for seed in range(100)))
-    assert {(Phase.ASKS_TO_JOIN, Event.FORM), (Phase.RECOVERING, Event.ADMITTED_LATE)} <= rows
+    rows = set[tuple[WorkerPhase, WorkerEvent]]().union(*(given_up(seed).rows for seed in range(100)))
+    assert {(WorkerPhase.ASKS_TO_JOIN, WorkerEvent.FORM), (WorkerPhase.RECOVERING, WorkerEvent.ADMITTED_LATE)} <= rows
 
 
 @pytest.mark.nightly
 def test_many_more() -> None:
     """Everything that may happen in a phase does, in one of them."""
-    rows = set[tuple[Phase, Event]]().union(*(given_up(seed).rows for seed in range(100)))
+    rows = set[tuple[WorkerPhase, WorkerEvent]]().union(*(given_up(seed).rows for seed in range(100)))
     for on_failure in ("replace", "reroute", "shrink"):
         for seed in range(100, 2000):
             rows |= simulate(on_failure, seed).rows
@@ -100,19 +103,19 @@ def test_the_most_telling_failures_line_by_line() -> None:
 @pytest.mark.parametrize(
     ("phase", "event"),
     [
-        (Phase.LIVE, Event.ARRIVED),
-        (Phase.LIVE, Event.ADMITTED),
-        (Phase.WITHOUT, Event.INSTALLED),
-        (Phase.BEHIND, Event.CARRY_ON),
-        (Phase.STARTING, Event.INSTALLED),
-        (Phase.ASKS_TO_JOIN, Event.ARRIVED),
+        (WorkerPhase.LIVE, WorkerEvent.ARRIVED),
+        (WorkerPhase.LIVE, WorkerEvent.ADMITTED),
+        (WorkerPhase.WITHOUT, WorkerEvent.INSTALLED),
+        (WorkerPhase.BEHIND, WorkerEvent.CARRY_ON),
+        (WorkerPhase.STARTING, WorkerEvent.INSTALLED),
+        (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.ARRIVED),
     ],
 )
-def test_an_event_that_cannot_happen_is_named(phase: Phase, event: Event) -> None:
-    with pytest.raises(IllegalEvent, match=f"{phase.value}.*{event.value}"):
+def test_an_event_that_cannot_happen_is_named(phase: WorkerPhase, event: WorkerEvent) -> None:
+    with pytest.raises(IllegalWorkerEvent, match=f"{phase.value}.*{event.value}"):
         transition(phase, event)
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_every_worker_ends_when_its_rank_is_given_away(phase: Phase) -> None:
-    assert transition(phase, Event.REPLACED)[0] is Phase.ENDED
+@pytest.mark.parametrize("phase", WorkerPhase)
+def test_every_worker_ends_when_its_rank_is_given_away(phase: WorkerPhase) -> None:
+    assert transition(phase, WorkerEvent.REPLACED)[0] is WorkerPhase.ENDED

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from shared_core import waiting
 from shared_core.loaders import read_random, wrap_loader
-from shared_core.loaders.engine import Kind, kind_of
+from shared_core.loaders.engine import LoaderKind, kind_of
 from shared_core.loaders.indices import Drawing, Follow
 from shared_core.loaders.place import Way
 from shared_core.loaders.reshard import divide, order_name, taken_up, used
@@ -202,5 +202,5 @@ def test_who_can_say_where_it_is_is_told(kind: Any) -> None:
 def test_a_shuffle_buffer_that_is_filled_again_is_not_trusted() -> None:
     """``datasets`` says of its ``state_dict`` that a shuffle buffer is not part of it."""
     buffered = type("IterableDataset", (Counter,), {"__module__": "datasets.iterable_dataset"})
-    assert kind_of(DataLoader(Counter()), "restore") is Kind.STATE
-    assert kind_of(DataLoader(buffered()), "restore") is Kind.REREAD
+    assert kind_of(DataLoader(Counter()), "restore") is LoaderKind.STATE
+    assert kind_of(DataLoader(buffered()), "restore") is LoaderKind.REREAD

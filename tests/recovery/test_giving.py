@@ -17,7 +17,7 @@ from torch import nn
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery import giving
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.giving import Giving, helpers
 from shared_core.worker.spans import Span, bundled, divided
@@ -40,7 +40,7 @@ class Rank:
         self.updates.attach(self.replicated)
         env: Any = SimpleNamespace(config=SimpleNamespace(detection=SimpleNamespace(wait_timeout_s=20.0)))
         unused: Any = None
-        copies = Copies(env, unused, unused, self.updates, unused, lambda: ())
+        copies = StateCopies(env, unused, unused, self.updates, unused, lambda: ())
         self.giving = Giving(rank, Donor(env, unused, self.updates, lambda: False), copies)
         for _ in range(steps):
             for parameter in self.net.parameters():

@@ -12,7 +12,7 @@ from shared_core.errors import CorruptFile, RecoveryFailed, Unsupported
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.plan import decide
 from shared_core.worker.state.attached import Attached
-from shared_core.worker.state.change_detection import Watch
+from shared_core.worker.state.change_detection import ChangeWatch
 from shared_core.worker.state.publication_file import is_blank
 from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.replicated import Replicated
@@ -46,7 +46,7 @@ CHANGES = {
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_change_outside_updates_is_seen(how: str) -> None:
     net, optimizer, replicated = made()
-    watch = Watch(replicated)
+    watch = ChangeWatch(replicated)
     assert watch.changed() is None
     step(net, optimizer)
     watch.note()
@@ -60,7 +60,7 @@ def test_a_change_outside_updates_is_seen(how: str) -> None:
 
 def test_later_a_change_through_data_is_seen_in_time() -> None:
     net, optimizer, replicated = made()
-    watch = Watch(replicated)
+    watch = ChangeWatch(replicated)
     for _ in range(5):
         step(net, optimizer)
         watch.note()

@@ -15,7 +15,7 @@ from shared_core.worker.comm.kept_inputs import KeptInputs
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.messages.disk_log import DiskLog
-from shared_core.worker.messages.group_log import BufferPool, Entry, Logged
+from shared_core.worker.messages.group_log import BufferPool, LogEntry, Logged
 from shared_core.worker.messages.spilling import Spilling
 
 #: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
@@ -91,15 +91,15 @@ class Results:
         """A copy in a pooled buffer."""
         return self.buffer(tensor).copy_(tensor)
 
-    def keep(self, group: GroupState, op: Op) -> Entry:
+    def keep(self, group: GroupState, op: Op) -> LogEntry:
         """Log a finished operation. Callers hold the lock, and call :meth:`archive` without it."""
         group.done.add(op.seq)
         if op.redo is not None:
-            entry = Entry(op.signature, op.boundary, [], redo=op.redo, kept=op.kept, pooled=op.kept_pooled)
+            entry = LogEntry(op.signature, op.boundary, [], redo=op.redo, kept=op.kept, pooled=op.kept_pooled)
         elif op.copy_results:
-            entry = Entry(op.signature, op.boundary, [t.detach().clone() for t in op.results])
+            entry = LogEntry(op.signature, op.boundary, [t.detach().clone() for t in op.results])
         else:
-            entry = Entry(op.signature, op.boundary, op.results, pooled=not op.borrowed, borrowed=op.borrowed)
+            entry = LogEntry(op.signature, op.boundary, op.results, pooled=not op.borrowed, borrowed=op.borrowed)
         group.log.put(op.seq, entry)
         if op.full and op.boundary > self._state.stable:
             if group.size == self._state.world_size:
@@ -170,7 +170,7 @@ class Results:
                 self.settle(lowest)
             return self._state.stable
 
-    def archive(self, group: GroupState, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
+    def archive(self, group: GroupState, seq: int, entry: LogEntry, results: Sequence[torch.Tensor]) -> None:
         """Log to disk as well, where that is done."""
         if entry.redo is None and group.size > 1:  # what nobody else takes part in nobody else can hand back
             self._disk.put_result(group.name, seq, entry, results)

@@ -21,7 +21,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system.jobdir import log_folder, own
 from shared_core.worker.messages import log_budget
 from shared_core.worker.messages.archive import Archive, Key
-from shared_core.worker.messages.group_log import Entry, Logged, read_signature
+from shared_core.worker.messages.group_log import LogEntry, Logged, read_signature
 
 
 def together(groups: str, rank: int, world_size: int, local_world_size: int) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ class DiskLog:
         if self.archive is not None and destination not in self._groups[-1][1]:
             self.archive.put(Key(channel, index, boundary, self._note), [tensor])
 
-    def put_result(self, group: str, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
+    def put_result(self, group: str, seq: int, entry: LogEntry, results: Sequence[torch.Tensor]) -> None:
         """Log what a collective gave."""
         if self.archive is not None:
             note = {"signature": entry.signature}

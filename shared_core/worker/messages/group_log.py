@@ -34,7 +34,7 @@ def same_call(one: Signature, two: Signature) -> bool:
 
 
 @dataclass
-class Entry:
+class LogEntry:
     """One logged collective.
 
     Attributes:
@@ -115,17 +115,17 @@ class GroupLog:
     """
 
     def __init__(self, pool: BufferPool) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, LogEntry] = {}
         self.nbytes = 0
         self._pool = pool
         self._spill_files: dict[int, Any] = {}
 
-    def put(self, seq: int, entry: Entry) -> None:
+    def put(self, seq: int, entry: LogEntry) -> None:
         """Add an entry."""
         self.entries[seq] = entry
         self.nbytes += entry.nbytes
 
-    def own(self, entry: Entry) -> None:
+    def own(self, entry: LogEntry) -> None:
         """Copy results that are the program's memory, if they are."""
         if entry.borrowed and entry.results is not None:
             buffers = [self._pool.take(t) for t in entry.results]
@@ -134,7 +134,7 @@ class GroupLog:
             entry.results, entry.borrowed, entry.pooled = buffers, False, True
             self.nbytes += entry.nbytes
 
-    def borrowed(self) -> Iterator[tuple[int, Entry]]:
+    def borrowed(self) -> Iterator[tuple[int, LogEntry]]:
         """Entries whose results are the program's memory."""
         return ((seq, entry) for seq, entry in self.entries.items() if entry.borrowed)
 

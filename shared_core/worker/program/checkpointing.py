@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.publications import SharedMemoryPublisher
 
@@ -19,7 +19,7 @@ class Checkpointing:
         start: has the checkpoints of this rank.
     """
 
-    def __init__(self, start: Start, position: Position, publisher: SharedMemoryPublisher) -> None:
+    def __init__(self, start: WorkerStart, position: Position, publisher: SharedMemoryPublisher) -> None:
         self._start, self._position, self._publisher = start, position, publisher
         self._reachable = True
 

@@ -12,7 +12,7 @@ from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.recovery.reporting import RecoveryReporter
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.state.local_state import Parts, Position
 from shared_core.worker.state.publications import SharedMemoryPublisher
 
@@ -53,7 +53,7 @@ class Entries:
 
     def __init__(
         self,
-        start: Start,
+        start: WorkerStart,
         position: Position,
         runtime: Runtime,
         publisher: SharedMemoryPublisher,

@@ -13,7 +13,7 @@ from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.reporting import RecoveryReporter
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.local_state import Parts, Position
 from shared_core.worker.state.updates import Updates
@@ -33,7 +33,7 @@ class Joining:
 
     def __init__(
         self,
-        start: Start,
+        start: WorkerStart,
         position: Position,
         place: ProgramPlace,
         made_groups: MadeGroups,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.publications import SharedMemoryPublisher, Tally
 
@@ -17,7 +17,7 @@ class Notes:
         start: has what failed workers have kept.
     """
 
-    def __init__(self, publisher: SharedMemoryPublisher, position: Position, start: Start) -> None:
+    def __init__(self, publisher: SharedMemoryPublisher, position: Position, start: WorkerStart) -> None:
         self._publisher, self._position, self._start = publisher, position, start
 
     def keep(self, kind: str, name: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from shared_core.handover import NOT_TOLD
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime
 from shared_core.worker.link import wish
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.recovery.start import WorkerStart
 
 
 class Options:
@@ -25,7 +25,7 @@ class Options:
         env: what the launcher told this worker, with the options that hold.
     """
 
-    def __init__(self, env: WorkerEnv, runtime: Runtime, start: Start) -> None:
+    def __init__(self, env: WorkerEnv, runtime: Runtime, start: WorkerStart) -> None:
         self.env, self._runtime, self._start = env, runtime, start
         self._told = env.config.changed
 

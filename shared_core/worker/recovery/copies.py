@@ -41,7 +41,7 @@ class _Given:
     incremental_copy: IncrementalCopy
 
 
-class Copies:
+class StateCopies:
     """Copies of replicated state that are made while training continues, as giver and as replacement.
 
     Args:

@@ -18,7 +18,7 @@ from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup, finish
 from shared_core.worker.messages.group_log import Signature, read_signature
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.giving import Giving
 from shared_core.worker.recovery.rank_copy import pack
@@ -84,7 +84,7 @@ class Exchange:
         copies: that are made of it while training continues.
     """
 
-    def __init__(self, context: Context, publisher: SharedMemoryPublisher, donor: Donor, copies: Copies) -> None:
+    def __init__(self, context: Context, publisher: SharedMemoryPublisher, donor: Donor, copies: StateCopies) -> None:
         self._rank, self._world_size = context.env.rank, context.env.world_size
         self._runtime, self._lifecycle, self._publisher = context.runtime, context.lifecycle, publisher
         self._giving = Giving(self._rank, donor, copies)

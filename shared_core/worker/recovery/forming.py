@@ -19,7 +19,7 @@ from shared_core.faults import inject
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.rounds import Round
-from shared_core.protocol.worker_phase import Event
+from shared_core.protocol.worker_phase import WorkerEvent
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.fatal_actions import EXIT_STALE, wait_for_change
@@ -157,7 +157,9 @@ class Forming:
                 runtime.absent = turn.away
             if not live:
                 runtime.broken = True
-            lifecycle.step(Event.ADMITTED if live else Event.ADMITTED_LATE if late else Event.ADMITTED_SOME)
+            lifecycle.step(
+                WorkerEvent.ADMITTED if live else WorkerEvent.ADMITTED_LATE if late else WorkerEvent.ADMITTED_SOME
+            )
             if live or joins:
                 runtime.generation = turn.generation
             if joins:
@@ -220,7 +222,7 @@ class Forming:
                 inner.discard()
                 raise GenerationAbandoned("a failure was announced at the last moment")
             runtime.absent = frozenset()
-            lifecycle.step(Event.INSTALLED)
+            lifecycle.step(WorkerEvent.INSTALLED)
             runtime.generation = generation
             if joins:
                 self._take_place(plan)

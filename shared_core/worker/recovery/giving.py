@@ -18,7 +18,7 @@ from shared_core.faults import inject
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.transfer import layout, receive, receive_spans, room, send, send_spans
 from shared_core.worker.spans import Span, divided
@@ -54,7 +54,7 @@ class Giving:
         copies: that are made of it while training continues.
     """
 
-    def __init__(self, rank: int, donor: Donor, copies: Copies) -> None:
+    def __init__(self, rank: int, donor: Donor, copies: StateCopies) -> None:
         self._rank, self._donor, self._copies = rank, donor, copies
 
     def others(self, plan: Plan, replacement: int, boundary: StepBoundary, members: Collection[int]) -> list[int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.protocol.worker_phase import Action, Event, Phase, heard, transition
+from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase, heard, transition
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.runtime import Runtime
 
@@ -27,7 +27,7 @@ class Lifecycle:
 
     def __init__(self, env: WorkerEnv, runtime: Runtime) -> None:
         self._env, self._runtime = env, runtime
-        self.phase = Phase.STARTING
+        self.phase = WorkerPhase.STARTING
         self.born = env.generation
         self.entries: dict[int, Entry] = {}
         self.acting = threading.Lock()
@@ -54,7 +54,7 @@ class Lifecycle:
     @property
     def changing(self) -> bool:
         """Whether the number of workers changes, so that nothing is formed."""
-        return self.entry is not None and self.entry.kind is Kind.DRAIN
+        return self.entry is not None and self.entry.kind is EntryKind.DRAIN
 
     def ended(self, generation: int) -> bool:
         """Whether a later generation is known: what is under way in this one is given up."""
@@ -73,26 +73,29 @@ class Lifecycle:
         self._runtime.generations.break_off()
         return not self.ended(entry.generation)
 
-    def hear(self, entry: Entry) -> tuple[Action, ...]:
+    def hear(self, entry: Entry) -> tuple[WorkerAction, ...]:
         """An entry of the ledger has come. Returns what is to be done about it."""
         event, runtime = heard(entry, self._env.rank, self._env.incarnation), self._runtime
         with runtime.lock:
-            if event not in (Event.OVER, Event.REPLACED):
+            if event not in (WorkerEvent.OVER, WorkerEvent.REPLACED):
                 self.entries[entry.generation] = entry
                 runtime.latest = entry.generation
                 runtime.absent = entry.absent or frozenset()
                 runtime.changed.notify_all()
             return self.step(event)
 
-    def step(self, event: Event) -> tuple[Action, ...]:
+    def step(self, event: WorkerEvent) -> tuple[WorkerAction, ...]:
         """Something has happened. Returns what is to be done about it.
 
         Raises:
-            IllegalEvent: if it cannot happen in this phase.
+            IllegalWorkerEvent: if it cannot happen in this phase.
         """
         with self._runtime.lock:
             self.phase, actions = transition(self.phase, event)
-            if self.phase not in (Phase.JOINING, Phase.ENDED):  # as before, while the program's thread is in there
+            if self.phase not in (
+                WorkerPhase.JOINING,
+                WorkerPhase.ENDED,
+            ):  # as before, while the program's thread is in there
                 self._runtime.starting = self.phase.answers
             return actions
 

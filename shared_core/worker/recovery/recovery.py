@@ -14,7 +14,7 @@ from shared_core.events import EventLog
 from shared_core.protocol.generation import Entry, generation_key
 from shared_core.protocol.rounds import Round
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.protocol.worker_phase import Action, Event, Phase
+from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase
 from shared_core.system import threads
 from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
@@ -25,7 +25,7 @@ from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.admitting import Admitting
 from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.draining import Draining
 from shared_core.worker.recovery.exchange import Exchange, Received
@@ -59,7 +59,7 @@ class Recovery:
         publisher: SharedMemoryPublisher,
         events: EventLog,
         donor: Donor,
-        copies: Copies,
+        copies: StateCopies,
         fatal_actions: FatalActions,
         listener: RecoveryListener,
     ) -> None:
@@ -76,17 +76,17 @@ class Recovery:
         self._admitting = Admitting(context, publisher, self._frontier_builder, self.forming)
         survivor = Survivor(context, events, donor, agreement, self.forming, fatal_actions, listener)
         draining = Draining(context, donor, self._frontier_builder)
-        self._threads: dict[Action, tuple[str, Callable[[Entry], None]]] = {
-            Action.RECOVER: ("swift-recovery", survivor.recover),
-            Action.CARRY_ON: ("swift-recovery", survivor.carry_on),
-            Action.DRAIN: ("swift-leave", draining.drain_for_resize),
-            Action.WITHDRAW: ("swift-stay", draining.withdraw),
+        self._threads: dict[WorkerAction, tuple[str, Callable[[Entry], None]]] = {
+            WorkerAction.RECOVER: ("swift-recovery", survivor.recover),
+            WorkerAction.CARRY_ON: ("swift-recovery", survivor.carry_on),
+            WorkerAction.DRAIN: ("swift-leave", draining.drain_for_resize),
+            WorkerAction.WITHDRAW: ("swift-stay", draining.withdraw),
         }
 
     @property
     def asks_to_join(self) -> bool:
         """Whether this is a replacement that the others do not wait for: it asks to be admitted."""
-        return self.lifecycle.phase is Phase.ASKS_TO_JOIN
+        return self.lifecycle.phase is WorkerPhase.ASKS_TO_JOIN
 
     # -- the program's thread ----------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Recovery:
     def _find_place(self) -> None:
         """Replacement: agree with all others on where it starts, unless they continue without it."""
         life = self.lifecycle
-        while life.phase is Phase.STARTING:
+        while life.phase is WorkerPhase.STARTING:
             generation = life.newest
             try:
                 target = self.forming.prepare(generation)
@@ -129,9 +129,9 @@ class Recovery:
             except (WaitTimeout, DamagedRecord) as error:
                 self.fatal_actions.give_up(error)
             with self.runtime.lock:
-                if life.phase is not Phase.STARTING:
+                if life.phase is not WorkerPhase.STARTING:
                     continue
-                life.step(Event.NO_BOUNDARY if target is None else Event.BOUNDARY_FOUND)
+                life.step(WorkerEvent.NO_BOUNDARY if target is None else WorkerEvent.BOUNDARY_FOUND)
                 overtaken = life.ended(generation)
             if overtaken:  # entries that come from now on the watcher answers
                 self._agreement.post(self.store.below(), life.newest)
@@ -141,7 +141,7 @@ class Recovery:
         received.
         """
         life = self.lifecycle
-        life.step(Event.ARRIVED)
+        life.step(WorkerEvent.ARRIVED)
         while True:
             with self.runtime.lock:
                 whom = "the others to hand their state on, because the number of workers changes"
@@ -180,8 +180,8 @@ class Recovery:
         try:
             # It blocks in its store, so it has a connection of its own.
             store = Below(connect_store(FOREVER_S, env), env.prefix)
-            actions: tuple[Action, ...] = ()
-            while Action.STOP_WATCHING not in actions:
+            actions: tuple[WorkerAction, ...] = ()
+            while WorkerAction.STOP_WATCHING not in actions:
                 self._agreement.hear(store, life.newest)
                 generation = life.newest + 1
                 key = generation_key(generation)
@@ -196,7 +196,7 @@ class Recovery:
         except Exception as error:  # noqa: BLE001 (a dead watcher would hang the job: end it with the reason)
             self.fatal_actions.break_down(error)
 
-    def _hear(self, entry: Entry) -> tuple[Action, ...]:
+    def _hear(self, entry: Entry) -> tuple[WorkerAction, ...]:
         """An entry has come: begin what is to be done about it."""
         with self.runtime.lock:
             actions = self.lifecycle.hear(entry)
@@ -206,10 +206,10 @@ class Recovery:
             self._act(action, entry)
         return actions
 
-    def _act(self, action: Action, entry: Entry) -> None:
-        if action is Action.EXIT:
+    def _act(self, action: WorkerAction, entry: Entry) -> None:
+        if action is WorkerAction.EXIT:
             os._exit(EXIT_STALE)
-        elif action is Action.POST_FRONT:
+        elif action is WorkerAction.POST_FRONT:
             self._agreement.post(self.store.below(), entry.generation)
         elif action in self._threads:
             name, act = self._threads[action]

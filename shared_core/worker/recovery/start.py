@@ -20,7 +20,7 @@ from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
 
-class Start:
+class WorkerStart:
     """The start of one worker; :meth:`begin` makes it, before anything else is asked.
 
     Args:

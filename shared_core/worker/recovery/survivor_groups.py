@@ -25,7 +25,7 @@ from shared_core.transport.store import Store
 from shared_core.waiting import Keys, ranks_text, wait_for
 from shared_core.worker import link
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.survivor_group import LONGEST_WAIT, SurvivorGroup
@@ -77,7 +77,7 @@ class SurvivorGroups:
         copies: give replacements their state while the others train.
     """
 
-    def __init__(self, recovery: Recovery, copies: Copies, position: Position) -> None:
+    def __init__(self, recovery: Recovery, copies: StateCopies, position: Position) -> None:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
         self._copies, self._position = copies, position
         self._survivor_group: SurvivorGroup | None = None

@@ -23,7 +23,7 @@ _PIECE = 1024
 _version = attrgetter("_version")
 
 
-class Watch:
+class ChangeWatch:
     """Whether parameters and optimizer state are as they were noted last."""
 
     def __init__(self, replicated: Replicated) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from shared_core.errors import RecoveryFailed
 from shared_core.worker.state.boundary_images import KeptBoundaries
-from shared_core.worker.state.change_detection import Watch
+from shared_core.worker.state.change_detection import ChangeWatch
 
 if TYPE_CHECKING:
     from shared_core.worker.state.replicated import Replicated
@@ -39,7 +39,7 @@ class ExternalMutation:
         self.boundary = 0
         self._replicated: Replicated | None = None
         self._unoptimized: UnoptimizedParameters | None = None
-        self._watch: Watch | None = None
+        self._watch: ChangeWatch | None = None
         self._changed = "a parameter"
         self._first = False
         self._first_version = -1
@@ -53,7 +53,7 @@ class ExternalMutation:
         """
         watches = unoptimized is not None and self._policy != "never"
         self._replicated, self._unoptimized = replicated, unoptimized if watches else None
-        self._watch = Watch(replicated) if watches else None
+        self._watch = ChangeWatch(replicated) if watches else None
         self._first = watches and bool(replicated.optimizers)
         self.active = self._unoptimized is not None and (self._policy == "always" or self._unoptimized.own)
 

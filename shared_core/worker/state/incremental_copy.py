@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from shared_core.worker.state.change_detection import Watch
+from shared_core.worker.state.change_detection import ChangeWatch
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.replicated import VALUE, Replicated, kind_of
 
@@ -100,7 +100,7 @@ class IncrementalCopy:
         self._queue: deque[LoggedUpdate | Sums] = deque()
         self._bytes = 0
         self._most = max(_GRADIENTS * replicated.nbytes, _LEAST)
-        self._watch = Watch(replicated)
+        self._watch = ChangeWatch(replicated)
         self._watch.note(values=False)
         self._over = self._level = False
         self._ticks = 0

@@ -12,7 +12,7 @@ from shared_core.launcher.ledger import Ledger
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
 from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind
+from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.rendezvous_document import read_document
 from shared_core.protocol.standstill import WaitStatus, awaited, describe, stuck
@@ -66,7 +66,7 @@ statuses = st.builds(
 causes = st.builds(Cause, st.sampled_from(CauseKind), st.just("SIGKILL"), st.integers(0, 3))
 entries = st.builds(
     Entry,
-    kind=st.sampled_from([Kind.FORM, Kind.DRAIN, Kind.RESTART, Kind.RESIZE]),
+    kind=st.sampled_from([EntryKind.FORM, EntryKind.DRAIN, EntryKind.RESTART, EntryKind.RESIZE]),
     causes=st.lists(causes, max_size=2).map(tuple),
     detected=st.floats(0, 9),
     machines=st.sampled_from([(), ("a:1#x", None)]),
