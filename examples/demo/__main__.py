@@ -172,7 +172,7 @@ class Progress:
 def describe(event: Event) -> str | None:
     """One line for the events that the demo tells while it runs."""
     if event.kind == "failed":
-        return f"rank {event.rank} fails: {event.fields.get('cause', 'unknown cause')}"[:100]
+        return f"rank {event.rank} failed: {event.fields.get('cause', 'unknown cause')}"[:100]
     if event.kind == "replacement_ready":
         return f"rank {event.rank} has a new worker, which continues at step boundary {event.fields.get('boundary')}"
     return None

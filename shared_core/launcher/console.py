@@ -210,17 +210,17 @@ class ConsoleReporter:
         if rank == 0 and (change := self._change) is not None:
             self._change = None
             boundary = said.get("boundary", change.boundary)
-            failed = max(0, change.reached - max(1, int(boundary or 1)))
+            lost = max(0, change.reached - max(1, int(boundary or 1)))
             if whence:
                 whence = f": the job continues from {whence}"
             elif change.whence:
                 whence = f", {change.whence}"
             there_were = f"there {'was' if change.before == 1 else 'were'} {change.before}" if change.before else ""
             self._say(
-                f"{change.what} after {when - change.detected:.2f} s{whence}; {steps(failed)} failed "
+                f"{change.what} after {when - change.detected:.2f} s{whence}; {steps(lost)} lost "
                 f"({'; '.join(filter(None, [there_were, change.why, f'now {self._named(self._pids)}']))})"
             )
-            done = (when - change.detected, failed, boundary)
+            done = (when - change.detected, lost, boundary)
         elif rank == 0 and whence and rank not in self._away:
             self._say(f"the job continues from {whence}")
         if rank in self._away and said.get("pid") in (
