@@ -113,7 +113,7 @@ CASES: dict[str, tuple[list[Fault], int]] = {
 def test_a_failure(name: str, jobs: Jobs) -> None:
     """The bits are those of the run without a failure, and nobody else starts again."""
     faults, admitted_at = CASES[name]
-    result = run(jobs, faults, "--let-in-at", str(admitted_at))
+    result = run(jobs, faults, "--admitted-at", str(admitted_at))
     reference = jobs.reference("survivor_group.py", nproc=4)
     away = {event.rank for event in result.kinds("failed")} if admitted_at > 12 else set()
     there = {rank: report for rank, report in reference.reports.items() if rank not in away}
@@ -124,7 +124,7 @@ def test_a_failure(name: str, jobs: Jobs) -> None:
 def test_what_happens_meanwhile(jobs: Jobs, tmp_path: Path) -> None:
     """The others make steps, and write no checkpoint; the replacement is a copy of a replica."""
     env = options(tmp_path, every=2, checkpoint_background=False)
-    result = run(jobs, [Fault(2, 4, "survivor_group.wait", "SIGKILL", nth=3)], "--let-in-at", "7", **env)
+    result = run(jobs, [Fault(2, 4, "survivor_group.wait", "SIGKILL", nth=3)], "--admitted-at", "7", **env)
     compare(result, jobs.reference("survivor_group.py", nproc=4))
     ranks = [event.fields["ranks"] for event in result.kinds("survivor_group")]
     assert ranks == [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3]], result.tail()
@@ -157,7 +157,7 @@ TURNS: dict[str, list[Fault]] = {
 def test_replacements_are_admitted_one_by_one(name: str, jobs: Jobs) -> None:
     """The others train on with the first while the second is still starting."""
     failed = [Fault(rank, 4, "survivor_group.wait", "SIGKILL", nth=3) for rank in (1, 3)]
-    args = ["--let-in-at", "7", "--last-at", "10", "--wait-for", "one", "--hold", "3"]
+    args = ["--admitted-at", "7", "--last-at", "10", "--wait-for", "one", "--hold", "3"]
     result = run(jobs, [*failed, *TURNS[name]], *args)
     compare(result, jobs.reference("survivor_group.py", nproc=4))
     check_survivors(result)
@@ -174,7 +174,7 @@ def test_replacements_are_admitted_one_by_one(name: str, jobs: Jobs) -> None:
 def test_the_replacement_may_be_started_later(jobs: Jobs) -> None:
     """The others wait longer for it than they wait for a connection."""
     fault = Fault(2, 4, "survivor_group.wait", "SIGKILL", nth=3)
-    result = run(jobs, [fault], "--let-in-at", "7", SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S="7")
+    result = run(jobs, [fault], "--admitted-at", "7", SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S="7")
     compare(result, jobs.reference("survivor_group.py", nproc=4))
     (failed,), (started,) = result.kinds("failed"), result.kinds("replacement_start")
     assert started.time - failed.fields["detected"] >= 7, result.tail()
@@ -184,7 +184,7 @@ def test_the_replacement_may_be_started_later(jobs: Jobs) -> None:
 def test_replicas_are_compared_after_the_admission(jobs: Jobs) -> None:
     """The damaged replacement is in the minority, and is replaced by another."""
     result = run(
-        jobs, [Fault(2, 4, "survivor_group.wait", "SIGKILL", nth=3)], "--let-in-at", "6", "--steps", "20", "--damage"
+        jobs, [Fault(2, 4, "survivor_group.wait", "SIGKILL", nth=3)], "--admitted-at", "6", "--steps", "20", "--damage"
     )
     assert [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("failed")] == [
         (2, False),
@@ -196,12 +196,12 @@ def test_replicas_are_compared_after_the_admission(jobs: Jobs) -> None:
 #: Arguments, faults and what is said, where the job goes back to its beginning.
 BACK: dict[str, tuple[list[str], list[Fault], str]] = {
     "a_collective_of_all_ranks": (
-        ["--let-in-at", "99", "--collective-at", "6"],
+        ["--admitted-at", "99", "--collective-at", "6"],
         [Fault(1, 4, "survivor_group.wait", "SIGKILL", nth=3)],
         "rank 0 is in barrier() of group '0', which waits for all ranks, and rank 1 is absent",
     ),
     "nobody_is_left_who_could_admit": (
-        ["--let-in-at", "99"],
+        ["--admitted-at", "99"],
         [Fault(1, 4, "survivor_group.wait", "SIGKILL", nth=3), Fault(0, 9, "survivor_group.wait", "SIGKILL")],
         "all workers failed",
     ),

@@ -9,10 +9,10 @@ from shared_core.protocol.agent_phase import AgentAction, AgentEvent, AgentPhase
 #: What follows each event that can happen in a phase; all others are refused.
 TABLE = """
 meeting: came -> meeting
-meeting: ended elsewhere -> over
-meeting: failed -> over
-meeting: fenced -> stood down, KILL FORGET
-meeting: placed -> running, START
+rendezvous: ended elsewhere -> over
+rendezvous: failed -> over
+rendezvous: fenced -> stood down, KILL FORGET
+rendezvous: placed -> running, START
 running: change -> resizing
 running: failed -> over
 running: fenced -> stood down, KILL FORGET
@@ -30,7 +30,7 @@ resizing: restart -> restarting, TELL KILL CLEAR DELAY
 restarting: failed -> over
 restarting: fenced -> stood down, KILL FORGET
 restarting: placed -> running, START
-stood down: came -> meeting
+stood down: came -> rendezvous
 stood down: failed -> over
 ending: failed -> over
 ending: fenced -> stood down, KILL FORGET

@@ -146,7 +146,7 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--let-in-at", type=int, default=8, help="from this step on others wait for replacements")
+    parser.add_argument("--admitted-at", type=int, default=8, help="from this step on others wait for replacements")
     parser.add_argument("--last-at", type=int, default=0, help="the same, where only one is absent")
     parser.add_argument(
         "--hold", type=int, default=-1, help="a rank: its replacements wait for another one to be admitted"
