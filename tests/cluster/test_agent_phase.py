@@ -8,7 +8,7 @@ from shared_core.protocol.agent_phase import AgentAction, AgentEvent, AgentPhase
 
 #: What follows each event that can happen in a phase; all others are refused.
 TABLE = """
-meeting: came -> meeting
+rendezvous: came -> rendezvous
 rendezvous: ended elsewhere -> over
 rendezvous: failed -> over
 rendezvous: fenced -> stood down, KILL FORGET
