@@ -74,7 +74,7 @@ def check_exact(result: JobResult, workers: int) -> None:
     assert sorted(result.reports) == list(range(workers)), result.tail()
     assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, result.tail()
     extra = result.reports[0]["extra"]
-    assert all(extra["exact"]) and extra["failures"][-1] < extra["failures"][0] / 2, (extra, result.tail())
+    assert all(extra["exact"]) and extra["losses"][-1] < extra["losses"][0] / 2, (extra, result.tail())
 
 
 @pytest.mark.parametrize("name", most(CASES, *RARE))
@@ -122,7 +122,7 @@ def test_the_trainer_of_lightning(name: str, jobs: Jobs) -> None:
     result = run(jobs, LIGHTNING[name], "--devices", str(workers), nproc=workers, script="lit_resize.py")
     check_exact(result, 2)
     extra = result.reports[0]["extra"]
-    assert extra["validations"] == len(extra["failures"])
+    assert extra["validations"] == len(extra["losses"])
     check_rows(extra, may_miss=int(name == "rank_0"))
 
 
@@ -137,7 +137,7 @@ def test_lightning_four_three_two_four(jobs: Jobs) -> None:
 
 def check_rows(extra: dict[str, Any], may_miss: int) -> None:
     rows = list(csv.DictReader(extra["rows"].splitlines()))
-    steps = [int(row["step"]) for row in rows if row["failure_step"]]
+    steps = [int(row["step"]) for row in rows if row["loss_step"]]
     # What rank 0 had not logged yet of the batch in which it failed, nobody can log.
     assert steps == sorted(set(steps)) and extra["steps"] - len(steps) <= may_miss, steps
 

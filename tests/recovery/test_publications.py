@@ -370,8 +370,8 @@ def test_what_is_published_is_private(tmp_path: pathlib.Path) -> None:
 
 def test_ends_of_entries(tmp_path: pathlib.Path) -> None:
     publisher = SharedMemoryPublisher(tmp_path / "rank0")
-    publisher.publish_end(0, [{"failure": 0.5}], {"loop": {"step": 3}})
-    assert SharedMemoryPublisher(tmp_path / "rank0").read_end(0) == ([{"failure": 0.5}], {"loop": {"step": 3}})
+    publisher.publish_end(0, [{"loss": 0.5}], {"loop": {"step": 3}})
+    assert SharedMemoryPublisher(tmp_path / "rank0").read_end(0) == ([{"loss": 0.5}], {"loop": {"step": 3}})
 
 
 def test_what_a_checkpoint_has_is_published_once(tmp_path: pathlib.Path) -> None:
