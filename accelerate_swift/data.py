@@ -1,7 +1,7 @@
-"""Loaders that Accelerate has prepared, with the batch tops marked.
+"""Loaders that Accelerate has prepared, with the step boundaries marked.
 
 Accelerate draws one batch ahead: while the training code has batch k, the fetch of batch k + 2 is what comes first in
-the next turn of the loop. That fetch is the top of batch k + 1.
+the next turn of the loop. That fetch is the step boundary of batch k + 1.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from shared_core.errors import Unsupported
 
 
 def gate(watch: Watch, prepared: Any, key: str | None = None) -> Any:
-    """Have a prepared loader mark the batch tops; returns what the script is to iterate.
+    """Have a prepared loader mark the step boundaries; returns what the script is to iterate.
 
     Args:
         watch: what is trained.
         prepared: as Accelerate has made it.
-        key: the same in a newcomer; by default loaders are numbered.
+        key: the same in a replacement; by default loaders are numbered.
     """
     if type(prepared) is DataLoaderDispatcher:
         return SwiftDispatcher.adopt(watch, prepared, key or watch.next_key())
     if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
-        # Skipped below, where a newcomer's place is known.
+        # Skipped below, where a replacement's place is known.
         skip, prepared.skip_batches = prepared.skip_batches, 0
         prepared.base_dataloader = below = Gate(
             watch, prepared.base_dataloader, key or watch.next_key(), ahead=1, skip=skip
@@ -64,7 +64,7 @@ class Gate:
     Args:
         watch: what is trained.
         loader: the one below.
-        key: its own, the same in a newcomer.
+        key: its own, the same in a replacement.
         ahead: batches that are fetched before they are used.
         skip: batches at the start of each pass that nobody uses.
     """
@@ -90,9 +90,9 @@ class Gate:
         return len(self._tracked.loader)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the next pass is one that a predecessor has begun."""
-        return self._tracked.goes_on
+    def continues(self) -> bool:
+        """Whether the next pass is one that a failed worker has begun."""
+        return self._tracked.continues
 
     def __iter__(self) -> Iterator[Any]:
         loop, watch = self._watch.loop, self._watch
@@ -103,10 +103,10 @@ class Gate:
         watch.begin_training()
         if not loop.begin_round():
             return iter(())
-        tops = _Tops(watch, _Inner(self._tracked, self._skip))
-        loop.activate(tops)
-        loop.walk(tops)
-        return tops
+        boundaries = _Boundaries(watch, _Inner(self._tracked, self._skip))
+        loop.activate(boundaries)
+        loop.walk(boundaries)
+        return boundaries
 
 
 class _Bare(Gate):
@@ -119,7 +119,7 @@ class _Bare(Gate):
 class _Synchronized(list[Any]):
     """The generators that Accelerate makes equal in all ranks when a pass begins.
 
-    There are none where a predecessor has begun the pass: the others did so in an earlier batch.
+    There are none where a failed worker has begun the pass: the others did so in an earlier batch.
     """
 
     def __init__(self, rng_types: Iterable[Any], below: Gate) -> None:
@@ -130,7 +130,7 @@ class _Synchronized(list[Any]):
         return list, (list(super().__iter__()),)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(()) if self._below.goes_on else super().__iter__()
+        return iter(()) if self._below.continues else super().__iter__()
 
 
 def _itself(loader: Any) -> Any:
@@ -138,29 +138,29 @@ def _itself(loader: Any) -> Any:
 
 
 class _Inner(Iterator[Any]):
-    """Iterates a loader, from a predecessor's place if it had begun this pass; no batch tops."""
+    """Iterates a loader, from a failed worker's place if it had begun this pass; no step boundaries."""
 
     def __init__(self, tracked: TrackedLoader, skip: int) -> None:
         self._tracked, self._skip = tracked, skip
         self._position = iter(tracked.loader)
 
     def __next__(self) -> Any:
-        if self._tracked.goes_on:
+        if self._tracked.continues:
             self._skip = 0
             ahead = self._tracked.resume(self._position)
             return ahead[-1] if ahead else next(self._position)
         return self.next_here()
 
     def next_here(self) -> Any:
-        """The next item, where no predecessor has begun this pass."""
+        """The next item, where no failed worker has begun this pass."""
         while self._skip:
             self._skip -= 1
             next(self._position)
         return next(self._position)
 
 
-class _Tops(Iterator[Any]):
-    """Iterates the loader of a training loop and marks the batch tops."""
+class _Boundaries(Iterator[Any]):
+    """Iterates the loader of a training loop and marks the step boundaries."""
 
     def __init__(self, watch: Watch, inner: _Inner) -> None:
         self._loop, self._inner = watch.loop, inner
@@ -177,13 +177,13 @@ class _Tops(Iterator[Any]):
         if not self._begun:
             self._begun = True
             if self._loop.joining:
-                # The batch at hand is the one that the predecessor had at its top.
+                # The batch at hand is the one that the failed worker had at its boundary.
                 with self._loop.variables_held():
-                    self._joined = self._loop.batch_top()
+                    self._joined = self._loop.step_boundary()
                     return next(self._inner)
         elif self._joined:
             self._joined = False
         else:
             with self._loop.variables_held():
-                self._loop.batch_top()
+                self._loop.step_boundary()
         return self._inner.next_here()

@@ -1,7 +1,7 @@
 """``dispatch_batches=True``: rank 0 reads all data and broadcasts each batch, of which every rank takes its part.
 
-The batch top lies before the broadcast of a batch that has been read already. A newcomer on rank 0 reads it again; on
-another rank it needs the shapes that were announced, which are published with the top.
+The step boundary lies before the broadcast of a batch that has been read already. A replacement on rank 0 reads it
+again; on another rank it needs the shapes that were announced, which are published with the boundary.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def _stock(values: dict[str, Any]) -> DataLoaderDispatcher:
 
 
 class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate has no type annotations
-    """A ``DataLoaderDispatcher`` that marks the batch tops; made from a prepared one."""
+    """A ``DataLoaderDispatcher`` that marks the step boundaries; made from a prepared one."""
 
     end_of_dataloader: bool
     _ahead: _Ahead
 
     @classmethod
     def adopt(cls, watch: Watch, prepared: DataLoaderDispatcher, key: str) -> SwiftDispatcher:
-        """The same loader with batch tops; ``key`` is its own in the script, the same in a newcomer.
+        """The same loader with step boundaries; ``key`` is its own in the script, the same in a replacement.
 
         Raises:
             Unsupported: where the number of workers may change.
@@ -75,22 +75,22 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         if not watch.training or not torch.is_grad_enabled() or loop.nested:
             yield from super().__iter__()
             return
-        marks_tops = watch.fetching is None
-        if marks_tops:
+        marks_boundaries = watch.fetching is None
+        if marks_boundaries:
             watch.begin_training()
             if not loop.begin_round():
                 return
         self.begin()
         self.set_epoch(self.iteration)
         position: Position = iter(self._tracked.loader)
-        if marks_tops:
+        if marks_boundaries:
             loop.activate(position)
             loop.walk(own[0]())
-            goes_on = loop.joining and loop.batch_top()
+            continues = loop.joining and loop.step_boundary()
         else:
-            goes_on = self._tracked.goes_on
-        if goes_on:
-            ahead = self._ahead  # the predecessor's
+            continues = self._tracked.continues
+        if continues:
+            ahead = self._ahead  # the failed worker's
             items = self._tracked.resume(position)
             if self.state.process_index == 0:
                 ahead.batch = items[-1] if self.split_batches else concatenate(items[-ahead.items :], dim=0)
@@ -101,14 +101,14 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
             for _ in range(self.skip_batches):
                 if not self.end_of_dataloader:
                     self._deliver(position)
-            if marks_tops and not self.end_of_dataloader:
-                loop.batch_top()
+            if marks_boundaries and not self.end_of_dataloader:
+                loop.step_boundary()
         while not self.end_of_dataloader:
             batch = self._deliver(position)
             loop.gave(own[0]())
             yield batch
-            if marks_tops and not self.end_of_dataloader:
-                loop.batch_top()
+            if marks_boundaries and not self.end_of_dataloader:
+                loop.step_boundary()
         self.iteration += 1
         self.end()
 

@@ -26,7 +26,7 @@ _KEY = "swift-recovery/launcher"
 
 
 def hand_over_if_needed(num_processes: int, standbys: int, config: SwiftConfig) -> None:
-    """Become ``swiftrun`` where the script was started in a way that cannot replace a lost worker.
+    """Become ``swiftrun`` where the script was started in a way that cannot replace a failed worker.
 
     ``python train.py`` with ``num_processes`` above 1 becomes the launcher. So does the one process that ``accelerate
     launch`` starts on a CPU, with the number it was asked for; where it starts several through torchrun, on one
@@ -91,7 +91,7 @@ def _leave_torchrun(standbys: int, config: SwiftConfig) -> NoReturn:
     if int(os.environ["LOCAL_RANK"]) == 0:
         store.set(_KEY, str(os.getpid()))
         del store
-        console("started by accelerate launch: continuing under swiftrun, which can replace a lost worker")
+        console("started by accelerate launch: continuing under swiftrun, which can replace a failed worker")
         for name in [each for each in os.environ if each.startswith("TORCHELASTIC_") or each in _TORCHRUN]:
             del os.environ[name]
         hand_over(workers, standbys, config.changed)

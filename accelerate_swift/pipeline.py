@@ -32,7 +32,7 @@ _STEPS, _MICRO = "gradient_accumulation_steps", "train_micro_batch_size_per_gpu"
 
 
 class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Accelerate has no type annotations
-    """Trains a ``deepspeed.pipe.PipelineModule`` in Accelerate's usual loop, through the loss of workers.
+    """Trains a ``deepspeed.pipe.PipelineModule`` in Accelerate's usual loop, through the failure of workers.
 
     ``Accelerator(deepspeed_plugin=plugin)`` is all that Accelerate needs; then ``accelerator.prepare`` returns
     DeepSpeed's pipeline engine in the place of the model. ``model((inputs, targets))`` trains on a batch, in as many
@@ -238,7 +238,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         return compat.mixed(_LoopEngine, pipeline.SwiftPipelineEngine if recovers else stock)
 
     def _take(self, engine: Any) -> None:
-        """``engine`` was made: batch tops lie where the loop draws its batches."""
+        """``engine`` was made: step boundaries lie where the loop draws its batches."""
         job = self.swift.loop.job
         if job is None:
             return

@@ -30,7 +30,7 @@ _ENABLE = "SWIFT_RECOVERY"
 
 
 class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no type annotations
-    """Keeps a run of Accelerate going through the loss of workers, bit for bit.
+    """Keeps a run of Accelerate going through the failure of workers, bit for bit.
 
     ``Accelerator(kwargs_handlers=[plugin])`` is enough for failures in the first epoch; to recover from any point,
     write the loop as ``for epoch in plugin.epochs(n)`` and register what the script itself counts
@@ -40,11 +40,11 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
     Args:
         config_file: YAML or JSON file of options; see :class:`shared_core.SwiftConfig`.
         num_processes: workers to start where the script is run as ``python train.py``.
-        standbys: processes kept ready to replace a lost worker, where this plugin starts ``swiftrun`` itself.
+        standbys: processes kept ready to replace a failed worker, where this plugin starts ``swiftrun`` itself.
         init_process_group: Accelerate's own handler for ``init_process_group``; only one of the two can be passed to
             it.
         options: options of :class:`shared_core.SwiftConfig`, by name: ``checkpoint={"dir": "checkpoints",
-            "resume": "always"}`` makes checkpoints of the job, from which the same command goes on by itself;
+            "resume": "always"}`` makes checkpoints of the job, from which the same command continues by itself;
             ``checkpoint={..., "resume_from": PATH}`` begins with a checkpoint of another command.
 
     Raises:
@@ -132,8 +132,8 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             yield epoch
 
     def steps(self, loader: Any) -> Iterator[tuple[int, Any]]:
-        """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; but a newcomer goes on with its
-        predecessor's number, where ``enumerate`` would begin with 0.
+        """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; but a replacement continues with
+        its failed worker's number, where ``enumerate`` would begin with 0.
 
         Args:
             loader: as ``accelerator.prepare`` has returned it, or a progress bar around it.
@@ -201,7 +201,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             hand_over_if_needed(self._num_processes, self._standbys, self.config)
 
     def adopt(self, accelerator: Accelerator) -> None:
-        """Let an ``Accelerator`` that is being built survive the loss of workers."""
+        """Let an ``Accelerator`` that is being built survive the failure of workers."""
         self._accelerator = accelerator
         job = install()
         assert job is not None
@@ -211,18 +211,18 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         compat.become(accelerator, _Watched)
 
     def gate(self, prepared: Any) -> Any:
-        """Have a loader that Accelerate has prepared mark the batch tops, unless others mark them."""
+        """Have a loader that Accelerate has prepared mark the step boundaries, unless others mark them."""
         if self.watch.replays:
             return prepared
         if self.watch.fetching is None:
             return gate(self.watch, prepared)
-        # A Trainer makes a new loader for each evaluation, but keeps one whose workers persist: those of a newcomer are
-        # not to draw a seed again.
+        # A Trainer makes a new loader for each evaluation, but keeps one whose workers persist: those of a replacement
+        # are not to draw a seed again.
         return gate(self.watch, prepared, self.watch.kept_key()) if compat.persists(prepared) else prepared
 
 
 class _Watched(Accelerator):  # type: ignore[misc]
-    """An ``Accelerator`` whose loaders mark the batch tops; an existing object is turned into one."""
+    """An ``Accelerator`` whose loaders mark the step boundaries; an existing object is turned into one."""
 
     _swift_plugin: SwiftPlugin
 

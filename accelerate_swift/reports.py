@@ -1,4 +1,4 @@
-"""``TrainingArguments(report_to=...)``: one run for each service, each row once, also across the loss of rank 0."""
+"""``TrainingArguments(report_to=...)``: one run for each service, each row once, also across the failure of rank 0."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Reports:
         self._names: dict[str, str] = {}
 
     def take_up(self, published: Mapping[str, Any] | None) -> None:
-        """In a newcomer, before its services are set up: use the predecessor's runs."""
+        """In a replacement, before its services are set up: use the failed worker's runs."""
         if self._job.rank == 0 and published is not None:
             take_up(published["names"])
 
     def watch(self) -> None:
-        """The services are set up: note their runs, and write what a predecessor did not."""
+        """The services are set up: note their runs, and write what a failed worker did not."""
         if self._job.rank != 0:
             return
         folders = [each.logging_dir for each in self._callbacks().values() if isinstance(each, TensorBoardCallback)]

@@ -28,7 +28,7 @@ class RunState:
             loop.job.register(STATE, self._capture, self._restore)
 
     def early(self) -> None:
-        """In a newcomer, before an epoch begins: loaders count epochs themselves, and shuffle by them."""
+        """In a replacement, before an epoch begins: loaders count epochs themselves, and shuffle by them."""
         published: Mapping[str, Any] | None = self._job.peek(STATE) if self._loop.joining else None
         if published is not None:
             for loader, number in zip(compat.loaders_of(self._accelerator), published["loaders"], strict=False):
@@ -38,8 +38,8 @@ class RunState:
     # -- what must not be done twice ----------------------------------------------------------------------------------
 
     def save_again(self, folder: str | None, save: Callable[[str | None], Any]) -> Any:
-        """``save_state``; Accelerate names the folders itself and refuses one that exists, which in a newcomer is the
-        one that its predecessor had begun.
+        """``save_state``; Accelerate names the folders itself and refuses one that exists, which in a replacement is
+        the one that the failed worker had begun.
         """
         project = self._accelerator.project_configuration
         if not (self._job.env.incarnation or self._job.env.restart) or not project.automatic_checkpoint_naming:

@@ -1,4 +1,4 @@
-"""Batches of prepared loaders by number, also in a newcomer that begins in the middle of a pass."""
+"""Batches of prepared loaders by number, also in a replacement that begins in the middle of a pass."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 class Steps:
     """Counts the batches of each pass that is in progress.
 
-    A pass is known by its place: one inside another has the next number, and takes it again in a newcomer.
+    A pass is known by its place: one inside another has the next number, and takes it again in a replacement.
     """
 
     def __init__(self) -> None:
         self._now: dict[int, int] = {}
-        #: Of the predecessor's passes that this newcomer has not reached yet.
+        #: Of the failed worker's passes that this replacement has not reached yet.
         self._theirs: dict[int, int] = {}
 
     def over(self, loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
@@ -24,7 +24,7 @@ class Steps:
         index = self._now[place] = 0
         try:
             begun = False
-            for batch in loader:  # the batch top, where a newcomer gets what is published, lies in here
+            for batch in loader:  # the step boundary, where a replacement gets what is published, lies in here
                 if not begun:
                     begun, index = True, self._theirs.pop(place, 0)
                     self._now[place] = index

@@ -1,4 +1,4 @@
-"""Accelerate's trackers: one run, each row once, also across the loss of the main process."""
+"""Accelerate's trackers: one run, each row once, also across the failure of the main process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trackers:
         self._configured = job.notes.tally("accelerate.trackers")
 
     def start(self, config: Any, start: Callable[[Any], None]) -> None:
-        """``init_trackers``: newcomers take up their predecessor's runs and leave its configuration alone.
+        """``init_trackers``: replacements take up the failed worker's runs and leave its configuration alone.
 
         Args:
             config: the script's configuration of the run.
@@ -51,7 +51,7 @@ class Trackers:
         self.watch()
 
     def watch(self) -> None:
-        """Have each tracker's ``log`` write what its predecessor did not."""
+        """Have each tracker's ``log`` write what the failed worker did not."""
         for number, tracker in enumerate(self._accelerator.trackers):
             if self._job.rank == 0 and number not in self._rows:
                 rows = self._rows[number] = Rows(

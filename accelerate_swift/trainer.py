@@ -1,4 +1,4 @@
-"""``SwiftTrainer``: ``transformers.Trainer`` that loses workers and goes on.
+"""``SwiftTrainer``: ``transformers.Trainer`` that loses workers and continues.
 
 ``transformers`` creates the process group with ``TrainingArguments``, before there is a Trainer. So importing this
 module in a worker of ``swiftrun`` is what makes the group one that survives.
@@ -32,15 +32,15 @@ _NAME = "transformers.state"
 _LAST = 3
 #: Numbers the calls of train() in this process, of all Trainers.
 _CALLS = count(1)
-#: In the place of a checkpoint's folder: go on in the middle of an epoch, but load nothing.
-_PLACE = "the predecessor's place"
+#: In the place of a checkpoint's folder: continue in the middle of an epoch, but load nothing.
+_PLACE = "the failed worker's place"
 
 
 class SwiftTrainer(transformers.Trainer):
-    """A ``Trainer`` whose workers may be lost; see :class:`accelerate_swift.SwiftPlugin`.
+    """A ``Trainer`` whose workers may fail; see :class:`accelerate_swift.SwiftPlugin`.
 
-    Import it before ``TrainingArguments`` are made. A batch top is the start of an update step: with gradient
-    accumulation, a newcomer runs all micro-batches of its step again.
+    Import it before ``TrainingArguments`` are made. A step boundary is the start of an update step: with gradient
+    accumulation, a replacement runs all micro-batches of its step again.
 
     Args:
         args: as ``Trainer``.
@@ -59,7 +59,7 @@ class SwiftTrainer(transformers.Trainer):
         self._swift_loaders: dict[str, Any] = {}
         self._swift_ended = False
         self._swift_target: Mapping[str, Any] | None = None
-        #: When this call of train() began, by the wall clock; lost workers included.
+        #: When this call of train() began, by the wall clock; failed workers included.
         self._swift_began: float | None = None
         self._swift_reports: Reports | None = None
         self._swift_holders: Holders | None = None
@@ -76,7 +76,7 @@ class SwiftTrainer(transformers.Trainer):
         return built
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As ``Trainer.train``. A worker that is lost in a second call, of this Trainer or of another one, cannot be
+        """As ``Trainer.train``. A worker that fails in a second call, of this Trainer or of another one, cannot be
         replaced: all workers then go back to the newest checkpoint, or to the start.
         """
         self._swift_phase = next(_CALLS)
@@ -98,8 +98,8 @@ class SwiftTrainer(transformers.Trainer):
                 target = self._swift_target = job.peek(_NAME)
                 if target is not None and target["phase"] > self._swift_phase:
                     job.fall_back(
-                        f"rank {job.rank}: the lost worker was in call {target['phase']} of Trainer.train(), which "
-                        "a newcomer cannot enter: use one Trainer for each call, in scripts of their own"
+                        f"rank {job.rank}: the failed worker was in call {target['phase']} of Trainer.train(), which "
+                        "a replacement cannot enter: use one Trainer for each call, in scripts of their own"
                     )
                 if target is not None:
                     resume_from_checkpoint = None  # all that it holds comes from the others, and it may be gone
@@ -108,7 +108,8 @@ class SwiftTrainer(transformers.Trainer):
                     self._swift_reports.take_up(target["reports"])
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    # -- where a newcomer begins --------------------------------------------------------------------------------------
+    # -- where a replacement begins
+    # --------------------------------------------------------------------------------------
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         epoch, batches = super()._init_training_state(*args, **kwargs)
@@ -151,8 +152,9 @@ class SwiftTrainer(transformers.Trainer):
         return kept[1]
 
     def _swift_rest(self, loader: Any) -> Any:
-        """What is left of the first epoch after the checkpoint that this call of train() began with; a newcomer finds
-        its own place in it."""
+        """What is left of the first epoch after the checkpoint that this call of train() began with; a replacement
+        finds its own place in it.
+        """
         skipped = self._swift_skipped[0]
         return self._swift_watched("rest", skip_first_batches(loader, skipped)) if skipped else loader
 
@@ -170,7 +172,7 @@ class SwiftTrainer(transformers.Trainer):
         super()._load_rng_state(checkpoint)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As in ``Trainer``; the batch top lies before it, where there may be a batch."""
+        """As in ``Trainer``; the step boundary lies before it, where there may be a batch."""
         watch = self._swift.watch
         job = self._swift.loop.job
         if job is None:
@@ -179,8 +181,8 @@ class SwiftTrainer(transformers.Trainer):
         if not self._swift_ended:
             watch.begin_training()
             if self.args.load_best_model_at_end and self.state.global_step + _LAST >= self.state.max_steps:
-                job.keep_tops()  # the best model takes the place of the last one
-            job.batch_top()
+                job.keep_boundaries()  # the best model takes the place of the last one
+            job.step_boundary()
         watch.fetching = True
         try:
             samples = super().get_batch_samples(epoch_iterator, num_batches, device)

@@ -1,4 +1,4 @@
-"""What is trained under an ``Accelerator``, and whether its loaders mark the batch tops."""
+"""What is trained under an ``Accelerator``, and whether its loaders mark the step boundaries."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Watch:
 
     Attributes:
         loop: of the core; without a job until :meth:`begin`.
-        replays: a newcomer runs the whole script, and its engine passes by the calls that others have finished.
-        fetching: None where loaders mark the batch tops. A ``transformers.Trainer`` marks them itself, and says here
-            whether it fetches what it trains on: its models may be in evaluation mode then.
+        replays: a replacement runs the whole script, and its engine passes by the calls that others have finished.
+        fetching: None where loaders mark the step boundaries. A ``transformers.Trainer`` marks them itself, and says
+            here whether it fetches what it trains on: its models may be in evaluation mode then.
         engine: a pipeline engine, which says itself what is trained.
     """
 
@@ -106,7 +106,7 @@ class Watch:
                 job.keep_images()
             self._check_alike(job, optimizers)
             if any(holds_weights(each) for each in compat.registered(accelerator)):
-                job.keep_tops()
+                job.keep_boundaries()
 
     def _check_alike(self, job: Job, optimizers: list[Optimizer]) -> None:
         """Raises Unsupported where the workers do not train the same."""
@@ -159,8 +159,8 @@ class Watch:
         return prepared
 
     def next_key(self) -> str:
-        """Names loaders in the order in which they are prepared: those of an epoch apart, for a newcomer prepares none
-        of the epochs before.
+        """Names loaders in the order in which they are prepared: those of an epoch apart, for a replacement prepares
+        none of the epochs before.
         """
         if self.loop.epoch is not None:
             self._epoch_keys.append(f"epoch {len(self._epoch_keys) + 1}")

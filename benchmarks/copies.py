@@ -39,7 +39,7 @@ def send(mirror: Mirror, size: int, times: int) -> tuple[float, float]:
     data = bytes(size)
     begun, used = time.perf_counter(), time.process_time()
     for _ in range(times):
-        mirror.write("top.1", [data])
+        mirror.write("boundary.1", [data])
         mirror.sync()
     return (time.perf_counter() - begun) / times, (time.process_time() - used) / times
 

@@ -1,4 +1,4 @@
-"""FSDP2: a model that is sharded, and what torch itself offers against losses, asynchronous checkpoints."""
+"""FSDP2: a model that is sharded, and what torch itself offers against failures, asynchronous checkpoints."""
 
 from __future__ import annotations
 

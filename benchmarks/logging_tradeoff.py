@@ -11,7 +11,7 @@ Published recovery times are Swift's, on 16 machines with 8 GPUs. They are not j
 published (see the list at the end of the output), and are of one failed rank.
 
 With ``--measure`` a small pipeline of this product with emulated compute runs with several groupings; each of its
-stages is lost once, as each machine is equally likely to fail.
+stages fails once, as each machine is equally likely to fail.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ NOT_COMPUTED = (
     "BERT-128, Swift's cost and greedy: the compute times of its machines are not published",
     "ViT-128, the groups that Swift ran with 900 GB (10 of them, but not which) and with 100 GB",
     "groups that Swift ran for BERT-128: not known at any budget",
-    "recovery time but for its replay: noticing the loss, starting again, loading the checkpoint and reading logs are "
+    "recovery time but for its replay: noticing the failure, starting again, loading the checkpoint and reading logs "
+    "are "
     "not published apart, nor which runs had parallel recovery, nor the bytes of a stage's parameters (taken to be "
     "those of one block of the published width)",
 )
@@ -126,17 +127,17 @@ def measured_rows(stages: int, groupings: Sequence[str], every: int, since: int)
     from benchmarks import pipeline_recovery as pipeline
 
     rows = []
-    losses = tuple((stage,) for stage in range(stages))
+    failures = tuple((stage,) for stage in range(stages))
     for groups in groupings:
-        case = pipeline.Case(stages, 1, "replay", losses, groups=groups)
+        case = pipeline.Case(stages, 1, "replay", failures, groups=groups)
         with scratch() as folder:
             outcome = pipeline.run(case, 1, folder, every, since)
         kills, micro_batches = outcome.kills, pipeline.MICRO_BATCHES
-        expected = statistics.mean(micro_batches + case.replays_together(kill.lost) - 1 for kill in kills)
+        expected = statistics.mean(micro_batches + case.replays_together(kill.failed) - 1 for kill in kills)
         ratios = [(kill.replay_s or 0.0) / (kill.replayed * outcome.step_s) for kill in kills if kill.replayed]
         name = f"{stages} emulated stages, measured, log_groups={groups}"
         rows += [
-            Row(name, "logs on disk at the loss, mean", statistics.mean(kill.logged for kill in kills) / 1e6, "MB"),
+            Row(name, "logs on disk at the failure, mean", statistics.mean(kill.logged for kill in kills) / 1e6, "MB"),
             Row(name, "replay of a step / normal step, mean", statistics.mean(ratios) if ratios else None, "ratio"),
             Row(name, "the same by Swift's bound", expected / (micro_batches + stages - 1), "ratio"),
             Row(name, "delay of the job, mean", statistics.mean(kill.delay_s for kill in kills), "s"),

@@ -16,16 +16,20 @@ from typing import Any
 
 #: What it is, where it is called, what it is a part of.
 PARTS: tuple[tuple[str, str, str], ...] = (
-    ("batch top", "shared_core.job:Job.batch_top", ""),
-    ("batch top: state captured", "shared_core.worker.state.local_state:Parts.capture", "batch top"),
+    ("step boundary", "shared_core.job:Job.step_boundary", ""),
+    ("step boundary: state captured", "shared_core.worker.state.local_state:Parts.capture", "step boundary"),
     (
-        "batch top: variables of the script",
+        "step boundary: variables of the script",
         "shared_core.worker.variables.variables:Variables.capture",
-        "batch top: state captured",
+        "step boundary: state captured",
     ),
-    ("batch top: written", "shared_core.worker.state.publications:Board.publish_top", "batch top"),
+    (
+        "step boundary: written",
+        "shared_core.worker.state.publications:SharedMemoryPublisher.publish_boundary",
+        "step boundary",
+    ),
     ("forward: buckets released", "shared_core.worker.comm.results:Results.release", ""),
-    ("before a bucket", "shared_core.worker.state.forward_pass:Passes.before_bucket", ""),
+    ("before a bucket", "shared_core.worker.state.forward_pass:ForwardRecorder.before_bucket", ""),
     ("a bucket reduced in place: issue", "shared_core.worker.comm.group:SwiftProcessGroup._in_place", ""),
     ("a collective: issue", "shared_core.worker.comm.operations:Operations.submit", "a bucket, where it is one"),
     ("a collective: gloo", "shared_core.worker.comm.operations:Operations.start", "a collective: issue"),

@@ -117,7 +117,7 @@ class Trainer:
         begin, busy = time.perf_counter(), time.process_time()
         for _ in range(steps):
             if self.job is not None:
-                self.job.batch_top()
+                self.job.step_boundary()
             self.optimizer.zero_grad()
             loss = self.loss(self.model)
             if hasattr(self.optimizer, "backward"):

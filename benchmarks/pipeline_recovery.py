@@ -1,4 +1,4 @@
-"""What the loss of pipeline stages costs: workers are killed (SIGKILL), and all ranks' traces and events are read.
+"""What the failure of pipeline stages costs: workers are killed (SIGKILL), and all ranks' traces and events are read.
 
 Ways: a stage with a replica takes its state from there; one without replays the steps since the checkpoint from the
 logs of its neighbours; torchrun starts all workers again from DeepSpeed's own checkpoint. With emulated compute a stage
@@ -6,8 +6,8 @@ sleeps instead of computing, so that a few cores are as good as one for each sta
 
 - stall: from the kill until the step has next returned on all ranks; part of it is the step itself;
 - delay: how much later than without the kill the job is once it is two steps beyond where it was;
-- replay: from the newcomer's join until it is through the last step that its predecessor had finished; where all ranks
-  are in one group, so that all go back to the checkpoint, from the first forward pass after that;
+- replay: from the replacement's join until it is through the last step that the failed worker had finished; where all
+  ranks are in one group, so that all go back to the checkpoint, from the first forward pass after that;
 - regained: until all ranks are beyond the furthest step that any had made before the kill;
 - recomputed: forward passes of micro-batches that a rank had made before.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.common import Row, Workers, arguments, at_least, at_most, finish, leave_nothing, say, scratch
 from benchmarks.pipeline_model import ENV, MICRO_BATCHES
-from benchmarks.recovery import PATIENCE_S, Traces, settled, stalled_until, wait
+from benchmarks.recovery import MAX_WAIT_S, Traces, settled, stalled_until, wait
 from shared_core.events import read_events
 from shared_core.report import recoveries
 
@@ -47,7 +47,7 @@ class Case:
     Attributes:
         stages, replicas: its shape.
         way: one of :data:`WAYS`.
-        losses: stages that are lost, together, in each kind of kill.
+        failures: stages that fail, together, in each kind of kill.
         compute: see :data:`COMPUTE`.
         groups: stages that start again together, as ``log_groups`` has them.
     """
@@ -55,7 +55,7 @@ class Case:
     stages: int
     replicas: int
     way: str
-    losses: tuple[tuple[int, ...], ...]
+    failures: tuple[tuple[int, ...], ...]
     compute: str = "emulated"
     groups: str = "worker"
 
@@ -70,17 +70,17 @@ class Case:
         grouped = "" if self.groups == "worker" else f" in groups {self.groups}"
         return f"{self.stages} stages x {self.replicas}, {self.compute}, {self.way}{grouped}"
 
-    def ranks(self, lost: Sequence[int], number: int) -> list[int]:
-        """Ranks of lost stages; of each stage one replica, in turn."""
-        return [stage * self.replicas + (number + place) % self.replicas for place, stage in enumerate(lost)]
+    def ranks(self, failed: Sequence[int], number: int) -> list[int]:
+        """Ranks of failed stages; of each stage one replica, in turn."""
+        return [stage * self.replicas + (number + place) % self.replicas for place, stage in enumerate(failed)]
 
-    def replays_together(self, lost: Sequence[int]) -> int:
+    def replays_together(self, failed: Sequence[int]) -> int:
         """Most neighbouring stages that replay in one line, which is Swift's ``S_group``."""
         spans = [[int(end) for end in span.split("-")] for span in self.groups.split(",") if span != "worker"]
-        again = set(lost)
+        again = set(failed)
         for span in spans:
             members = set(range(span[0], span[-1] + 1))
-            again |= members if members & set(lost) else set()
+            again |= members if members & set(failed) else set()
         longest = length = 0
         for stage in range(self.stages):
             length = length + 1 if stage in again else 0
@@ -116,26 +116,26 @@ class Kill:
     """One kill and what followed; times in seconds, from the kill if not said otherwise.
 
     Attributes:
-        lost: stages.
+        failed: stages.
         stall_s, delay_s, regained_s: see above.
         resumed_s: from the detection until the last survivor's step had returned, from the events.
         recovered_s: from the detection until the last survivor had exchanged state and logs, from the events.
-        joined_s: until the last newcomer had joined.
-        replayed: finished steps that the newcomer ran again.
+        joined_s: until the last replacement had joined.
+        replayed: finished steps that the replacement ran again.
         replay_s: how long that took.
-        survivors, newcomers: most micro-batches that one of them computed again.
+        survivors, replacements: most micro-batches that one of them computed again.
         moved, logged: bytes that the recovery moved when it formed, and of all logs on disk at the kill.
-        user_s: of the newcomer's start, what came before the loop, after imports.
+        user_s: of the replacement's start, what came before the loop, after imports.
         alone_s, planned_s, shared_s: of a replayed step, what it was expected to take alone and shared, and what a
             shared one took; 0 where none was shared.
     """
 
-    lost: tuple[int, ...]
+    failed: tuple[int, ...]
     stall_s: float
     delay_s: float
     regained_s: float
     survivors: int
-    newcomers: int
+    replacements: int
     user_s: float
     alone_s: float = 0.0
     planned_s: float = 0.0
@@ -182,11 +182,12 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
         wait(traces, workers, lambda: settled(traces, 2 * every))
         outcome.step_s = normal_step(traces)
         for number in range(repeats):
-            for lost in case.losses:
-                kill = strike(case, lost, number, workers, traces, outcome.step_s, (every, since), rng)
+            for failed in case.failures:
+                kill = strike(case, failed, number, workers, traces, outcome.step_s, (every, since), rng)
                 outcome.kills.append(kill)
                 say(
-                    f"{case.name}: lost stage {' and '.join(map(str, lost))}: delayed {kill.delay_s:.2f} s, stalled "
+                    f"{case.name}: failed stage {' and '.join(map(str, failed))}: delayed {kill.delay_s:.2f} s, "
+                    "stalled "
                     f"{kill.stall_s:.2f} s, joined {kill.joined_s or 0:.2f} s, regained {kill.regained_s:.2f} s, "
                     f"replayed {kill.replayed} steps in {kill.replay_s or 0:.2f} s"
                 )
@@ -194,7 +195,7 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
         outcome.step_s = normal_step(traces)
         (out / "stop").write_text(str(traces.furthest() + 3))
         try:
-            status = workers.wait(PATIENCE_S)
+            status = workers.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:
             status = -1
         if status:
@@ -210,7 +211,7 @@ def normal_step(traces: Traces) -> float:
 
 def strike(
     case: Case,
-    lost: tuple[int, ...],
+    failed: tuple[int, ...],
     number: int,
     workers: Workers,
     traces: Traces,
@@ -220,7 +221,7 @@ def strike(
 ) -> Kill:
     """Kill workers somewhere in the step that follows ``since`` finished ones after a checkpoint; wait; measure."""
     every, since = when
-    ranks = case.ranks(lost, number)
+    ranks = case.ranks(failed, number)
     traces.refresh()
     target = (traces.furthest() // every + 1) * every + since
     wait(traces, workers, lambda: all(traces.steps(rank)[-1]["step"] >= target for rank in ranks))
@@ -242,12 +243,12 @@ def strike(
 
     wait(traces, workers, lambda: all(beyond(rank) is not None for rank in traces.ranks))
     wait(traces, workers, lambda: all(traces.steps(rank)[-1]["step"] >= furthest + 2 for rank in traces.ranks))
-    return measure(case, lost, ranks, at, traces, step_s, furthest, logged, workers.log.parent / "events.jsonl")
+    return measure(case, failed, ranks, at, traces, step_s, furthest, logged, workers.log.parent / "events.jsonl")
 
 
 def measure(
     case: Case,
-    lost: tuple[int, ...],
+    failed: tuple[int, ...],
     ranks: Sequence[int],
     at: float,
     traces: Traces,
@@ -262,18 +263,18 @@ def measure(
     again = {rank: computed_again(traces, rank, at) for rank in traces.ranks}
     loops = [x for lines in traces.lines for x in lines if x["kind"] == "loop" and x["time"] > at]
     kill = Kill(
-        lost,
+        failed,
         stall_s=max(stalled_until(traces, rank, at, step_s) for rank in others) - at,
         delay_s=max(delay(traces, rank, at, step_s, furthest + 2) for rank in others),
         regained_s=max(regained) - at,
         survivors=max(again[rank] for rank in others),
-        newcomers=max(again[rank] for rank in ranks),
+        replacements=max(again[rank] for rank in ranks),
         user_s=max((x["user_s"] + x["import_s"] for x in loops), default=0.0),
         logged=logged,
     )
     if case.way == "torchrun":
         return kill
-    # Two losses may be noticed one after the other: the first generation is then abandoned for another.
+    # Two failures may be noticed one after the other: the first generation is then abandoned for another.
     found = [one for one in recoveries(read_events(events)) if one.detected >= at - 0.001]
     if not found:
         raise RuntimeError(f"{case.name}: no recovery in the events after the kill of ranks {ranks}")
@@ -284,7 +285,7 @@ def measure(
     for event in later:
         if event.kind == "help":
             kill.alone_s, kill.planned_s, kill.shared_s = (event.fields[f] for f in ("alone_s", "planned_s", "step_s"))
-    joins = [(e.rank, e.time) for e in later if e.kind == "newcomer_ready"]
+    joins = [(e.rank, e.time) for e in later if e.kind == "replacement_ready"]
     restarted = max((e.time for e in later if e.kind == "restart"), default=None)
     if restarted is not None:  # a rank's first forward pass after it is past the calls that it skips
         passes = [[x["time"] for x in lines if x["kind"] == "forward"] for lines in traces.lines]
@@ -319,12 +320,12 @@ def computed_again(traces: Traces, rank: int, at: float) -> int:
 
 
 def rows_of(outcome: Outcome) -> list[Row]:
-    """Rows of a case, by what was lost."""
+    """Rows of a case, by what failed."""
     case, rows = outcome.case, []
     rows.append(Row(case.name, "normal step, median", outcome.step_s, "s"))
-    for lost in case.losses:
-        kills = [kill for kill in outcome.kills if kill.lost == lost]
-        who = f"stage {' and '.join(map(str, lost))}"
+    for failed in case.failures:
+        kills = [kill for kill in outcome.kills if kill.failed == failed]
+        who = f"stage {' and '.join(map(str, failed))}"
 
         def median(name: str, kills: Sequence[Kill] = kills) -> float | None:
             values = [value for value in (getattr(kill, name) for kill in kills) if value is not None]
@@ -344,16 +345,16 @@ def rows_of(outcome: Outcome) -> list[Row]:
             continue
         rows.append(Row(case.name, f"{who}: survivors' state and logs exchanged", median("recovered_s"), "s"))
         rows.append(Row(case.name, f"{who}: survivors resumed", median("resumed_s"), "s"))
-        rows.append(Row(case.name, f"{who}: newcomer joined", median("joined_s"), "s"))
+        rows.append(Row(case.name, f"{who}: replacement joined", median("joined_s"), "s"))
         if case.groups == "worker" and case.way != "shared replay":
             rows.append(at_most(case.name, f"{who}: recomputed by a survivor", again, "micro-batches", 0))
-        rows.append(Row(case.name, f"{who}: recomputed by a newcomer", median("newcomers"), "micro-batches"))
+        rows.append(Row(case.name, f"{who}: recomputed by a replacement", median("replacements"), "micro-batches"))
         rows.append(Row(case.name, f"{who}: moved when it joined", (median("moved") or 0) / 1e6, "MB"))
         if case.way not in ("replay", "shared replay"):
             continue
         rows.append(Row(case.name, f"{who}: logs on disk", (median("logged") or 0) / 1e6, "MB"))
         replayed = [kill for kill in kills if kill.replay_s is not None and kill.replayed]
-        together = case.replays_together(lost)
+        together = case.replays_together(failed)
         bound = (MICRO_BATCHES + together - 1) / (MICRO_BATCHES + case.stages - 1)
         steps = statistics.median(kill.replayed for kill in replayed) if replayed else None
         rows.append(Row(case.name, f"{who}: steps replayed", steps, "steps"))

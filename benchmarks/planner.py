@@ -1,4 +1,5 @@
-"""Plans around lost workers: slots against closed forms and proven optima, the greedy against both, and planning time.
+"""Plans around failed workers: slots against closed forms and proven optima, the greedy against both, and planning
+time.
 
 The closed forms hold for equal times (F = I = W = 1 slot, the optimizer 3, no transfers, no memory limit); see
 docs/design/planner.md. The optimum is CP-SAT's, or the bound where it is reached; where neither proves it, the best
@@ -22,13 +23,13 @@ from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import replan
 from shared_core.schedule.routing import Route, deal
-from shared_core.schedule.schedule import Kind, Topology, Worker, held_without_loss
+from shared_core.schedule.schedule import Kind, Topology, Worker, held_without_failure
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
-Losses = tuple[tuple[int, int], ...]
+Failures = tuple[tuple[int, int], ...]
 
-#: Pipelines, stages, micro-batches and losses; each in three variants: 30 instances.
-INSTANCES: tuple[tuple[int, int, int, Losses], ...] = (
+#: Pipelines, stages, micro-batches and failures; each in three variants: 30 instances.
+INSTANCES: tuple[tuple[int, int, int, Failures], ...] = (
     (3, 4, 6, ((1, 0),)),
     (3, 4, 6, ((1, 1),)),
     (3, 4, 6, ((1, 2),)),
@@ -51,31 +52,31 @@ SIZES = ((4, 8, 32), (8, 16, 64), (16, 32, 128), (32, 64, 256))
 GREEDY_OVER_BEST, LARGEST_S, LOOK_UP_MS, REPLAN_MS = 1.05, 60.0, 10.0, 300.0
 
 
-def loads(topology: Topology, lost: Collection[Worker], route: Route) -> dict[Worker, int]:
+def loads(topology: Topology, failed: Collection[Worker], route: Route) -> dict[Worker, int]:
     """Micro-batches that each surviving worker computes in an iteration."""
-    gone = set(lost)
+    gone = set(failed)
     count = {worker: topology.micro_batches for worker in topology.workers() if worker not in gone}
     for worker in route.values():
         count[worker] += 1
     return count
 
 
-def closed_form(topology: Topology, lost: Sequence[Worker], variant: Variant) -> int:
-    """Slots (staggered: the period) of the best plan: 1F1B's, or those of the stage that lost most."""
-    load = loads(topology, lost, deal(topology, lost))
+def closed_form(topology: Topology, failed: Sequence[Worker], variant: Variant) -> int:
+    """Slots (staggered: the period) of the best plan: 1F1B's, or those of the stage that failed most."""
+    load = loads(topology, failed, deal(topology, failed))
     optimizer = 3 if variant is Variant.STAGGERED else 0
     best = 3 * (topology.micro_batches + topology.stages - 1) + optimizer
     for worker, count in load.items():
-        if any(one.stage == worker.stage for one in lost):
+        if any(one.stage == worker.stage for one in failed):
             ways = {Variant.COUPLED: 3 * worker.stage, Variant.DECOUPLED: worker.stage, Variant.STAGGERED: 3}[variant]
             best = max(best, 3 * count + ways)
     return best
 
 
-def name(topology: Topology, lost: Sequence[Worker], variant: Variant) -> str:
+def name(topology: Topology, failed: Sequence[Worker], variant: Variant) -> str:
     """The instance in a few letters."""
     shape = f"{topology.pipelines}x{topology.stages}x{topology.micro_batches}"
-    return f"{shape} lost {' '.join(f'{d}:{s}' for d, s in lost)} {variant.value}"
+    return f"{shape} failed {' '.join(f'{d}:{s}' for d, s in failed)} {variant.value}"
 
 
 def cost(found: IterationPlan) -> float:
@@ -88,12 +89,15 @@ def quality(limit: float) -> list[Row]:
     rows, worst = [], 0.0
     for shape in INSTANCES:
         for variant in Variant:
-            topology, lost = Topology(*shape[:3]), [Worker(*one) for one in shape[3]]
-            case = name(topology, lost, variant)
-            first, best = plan(topology, lost, variant=variant), plan(topology, lost, variant=variant, time_limit=limit)
+            topology, failed = Topology(*shape[:3]), [Worker(*one) for one in shape[3]]
+            case = name(topology, failed, variant)
+            first, best = (
+                plan(topology, failed, variant=variant),
+                plan(topology, failed, variant=variant, time_limit=limit),
+            )
             check(first.schedule, topology)
             check(best.schedule, topology)
-            wanted = ABOVE.get((shape, variant), closed_form(topology, lost, variant))
+            wanted = ABOVE.get((shape, variant), closed_form(topology, failed, variant))
             rows.append(at_most(case, "best plan (target: closed form)", cost(best), "slots", wanted))
             ratio = cost(first) / cost(best)
             rows.append(at_most(case, "greedy / best", ratio, "", GREEDY_OVER_BEST))
@@ -102,10 +106,10 @@ def quality(limit: float) -> list[Row]:
             say(f"{case}: greedy {cost(first):g}, best {cost(best):g} ({proof}), closed form {wanted}")
     rows.append(at_most(f"all {3 * len(INSTANCES)} instances", "greedy / best, worst", worst, "", GREEDY_OVER_BEST))
     for variant in Variant:
-        topology, lost = Topology(3, 4, 6), [Worker(1, 2)]
-        case = name(topology, lost, variant) + ", measured times, room for 5"
-        first = plan(topology, lost, times=MEASURED, memory=Memory(5), variant=variant)
-        best = plan(topology, lost, times=MEASURED, memory=Memory(5), variant=variant, time_limit=limit)
+        topology, failed = Topology(3, 4, 6), [Worker(1, 2)]
+        case = name(topology, failed, variant) + ", measured times, room for 5"
+        first = plan(topology, failed, times=MEASURED, memory=Memory(5), variant=variant)
+        best = plan(topology, failed, times=MEASURED, memory=Memory(5), variant=variant, time_limit=limit)
         rows.append(at_most(case, "greedy / best known", cost(first) / cost(best), "", GREEDY_OVER_BEST))
     return rows
 
@@ -116,17 +120,17 @@ def memory_rows(shapes: Sequence[tuple[int, int, int]]) -> list[Row]:
     """
     rows = []
     for shape in shapes:
-        topology, lost = Topology(*shape), [Worker(1, shape[1] // 2)]
-        normal = [held_without_loss(topology, s) for s in range(topology.stages)]
+        topology, failed = Topology(*shape), [Worker(1, shape[1] // 2)]
+        normal = [held_without_failure(topology, s) for s in range(topology.stages)]
         first = [normal[0]] * topology.stages
         limits = (("no limit", []), ("all may hold what 1F1B's first stage does", first), ("what 1F1B holds", normal))
         for limit, room in limits:
-            case = f"{name(topology, lost, Variant.STAGGERED)}, {limit}"
-            found = plan(topology, lost, memory=Memory.of_stages(topology, room))
+            case = f"{name(topology, failed, Variant.STAGGERED)}, {limit}"
+            found = plan(topology, failed, memory=Memory.of_stages(topology, room))
             held = most_held(found)
-            say(f"{case}: held by stage {held}, without a loss {normal}; period {found.period:g}")
+            say(f"{case}: held by stage {held}, without a failure {normal}; period {found.period:g}")
             rows.append(Row(case, "micro-batches held, most", max(held), ""))
-            rows.append(Row(case, "period / period without a loss", found.period / plan(topology).period, ""))
+            rows.append(Row(case, "period / period without a failure", found.period / plan(topology).period, ""))
     return rows
 
 
@@ -142,14 +146,14 @@ def most_held(found: IterationPlan) -> list[int]:
 
 
 def limit_rows(seconds: float) -> list[Row]:
-    """What a limit at the peers of one loss in 3 x 4 x 6 costs, where others hold what 1F1B does."""
-    rows, topology, lost = [], Topology(3, 4, 6), [Worker(1, 2)]
+    """What a limit at the peers of one failure in 3 x 4 x 6 costs, where others hold what 1F1B does."""
+    rows, topology, failed = [], Topology(3, 4, 6), [Worker(1, 2)]
     for peers, targets in LIMITS.items():
-        room = [held_without_loss(topology, s) for s in range(4)]
+        room = [held_without_failure(topology, s) for s in range(4)]
         room[2] = peers
         for variant, target in zip((Variant.COUPLED, Variant.DECOUPLED), targets, strict=True):
-            best = plan(topology, lost, variant=variant, memory=Memory.of_stages(topology, room), time_limit=seconds)
-            case = f"{name(topology, lost, variant)}, peers hold {peers}, others what 1F1B does"
+            best = plan(topology, failed, variant=variant, memory=Memory.of_stages(topology, room), time_limit=seconds)
+            case = f"{name(topology, failed, variant)}, peers hold {peers}, others what 1F1B does"
             rows.append(at_most(case, "best plan (target: another exact model)", cost(best), "slots", target))
     return rows
 
@@ -158,11 +162,11 @@ def speed(sizes: Sequence[tuple[int, int, int]]) -> list[Row]:
     """Planning time of the greedy, and how far its plan is from the bound."""
     rows = []
     for shape in sizes:
-        topology, lost = Topology(*shape), [Worker(1, shape[1] // 2)]
+        topology, failed = Topology(*shape), [Worker(1, shape[1] // 2)]
         for variant in (Variant.COUPLED, Variant.STAGGERED):
-            case = name(topology, lost, variant)
+            case = name(topology, failed, variant)
             start = time.process_time()
-            found = plan(topology, lost, variant=variant)
+            found = plan(topology, failed, variant=variant)
             seconds = time.process_time() - start
             say(f"{case}: {seconds:.2f} s of the processor, {cost(found):g} (bound {found.bound:g})")
             rows.append(at_most(case, "planning, greedy, processor time", seconds, "s", LARGEST_S))
@@ -170,7 +174,7 @@ def speed(sizes: Sequence[tuple[int, int, int]]) -> list[Row]:
     return rows
 
 
-def at_a_loss() -> list[Row]:
+def at_a_failure() -> list[Row]:
     """What happens while training waits: looking a plan up, and planning the rest of an iteration."""
     topology = Topology(4, 8, 32)
     with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +187,7 @@ def at_a_loss() -> list[Row]:
                 start = time.process_time()
                 assert fresh.look_up([worker]) is not None
                 times.append(1000 * (time.process_time() - start))
-    case = "4x8x32, any one loss, staggered"
+    case = "4x8x32, any one failure, staggered"
     rows = [
         at_most(case, "look-up of a plan in memory, median", sorted(warm)[len(warm) // 2], "ms", LOOK_UP_MS),
         Row(case, "look-up of a plan on disk, median", sorted(cold)[len(cold) // 2], "ms"),
@@ -199,7 +203,7 @@ def at_a_loss() -> list[Row]:
             start = time.process_time()
             replan(healthy, progress, [Worker(1, shape[1] // 2)])
             longest = max(longest, 1000 * (time.process_time() - start))
-        case = f"{shape[0]}x{shape[1]}x{shape[2]}, a loss within an iteration"
+        case = f"{shape[0]}x{shape[1]}x{shape[2]}, a failure within an iteration"
         rows.append(at_most(case, "planning the rest, longest", longest, "ms", REPLAN_MS))
     return rows
 
@@ -210,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = quality(1.0 if options.quick else 30.0)
     rows += limit_rows(1.0 if options.quick else 30.0)
     rows += memory_rows(HELD_SIZES)
-    rows += at_a_loss()
+    rows += at_a_failure()
     rows += speed(SIZES[:2] if options.quick else SIZES)
     assert all(row.value is None or math.isfinite(row.value) for row in rows)
     return finish(rows, options.json)

@@ -69,7 +69,7 @@ def stalls(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
                 curve, system = PLACE, _WITH_LOADER
             curves.setdefault(curve, {}).setdefault(system, []).append((float(found["x"]), row["value"]))
     panels = [
-        (PLACE, "place in the epoch", "batches before the loss; a sample takes 1 ms to read", True),
+        (PLACE, "place in the epoch", "batches before the failure; a sample takes 1 ms to read", True),
         (STARTUP, "start-up of the script", "time before the loop, s", False),
         (SIZE, "size of the model", "parameters, millions", True),
         (WORKERS_GROW, "number of workers", "workers", True),
@@ -89,7 +89,7 @@ def agreement(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
         if row["metric"] == AGREED and (found := _SIMULATED.fullmatch(row["case"])) and row["value"] is not None
     ]
     lines = {SYSTEMS["swift"]: points}
-    title = "from a loss until all workers may connect"
+    title = "from a failure until all workers may connect"
     return [Panel(title, "simulated workers", "time, s", lines)] if len(points) > 1 else []
 
 
@@ -166,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     rows = [row for path in options.rows for row in json.loads(path.read_text())]
     pictures = {
-        "stall_curves.svg": (stalls(rows), "Stall after a loss, by place in the epoch, start-up, model and workers"),
-        "agreement.svg": (agreement(rows), "Time from a loss until all simulated workers may connect"),
+        "stall_curves.svg": (stalls(rows), "Stall after a failure, by place in the epoch, start-up, model and workers"),
+        "agreement.svg": (agreement(rows), "Time from a failure until all simulated workers may connect"),
     }
     if not any(panels for panels, _ in pictures.values()):
         parser.error("no rows of recovery_curves or scale; both write them with --json FILE")

@@ -1,12 +1,13 @@
-"""What a lost worker costs: under each system one is killed (SIGKILL) again and again, and all ranks' traces are read.
+"""What a failed worker costs: under each system one is killed (SIGKILL) again and again, and all ranks' traces are
+read.
 
-Systems: this one with a standby, and without (``--standbys 0``); with fewer workers after a loss, and as many again
-later; on two machines (network namespaces), one of which is lost while a third waits; torchrun with a checkpoint every
+Systems: this one with a standby, and without (``--standbys 0``); with fewer workers after a failure, and as many again
+later; on two machines (network namespaces), one of which fails while a third waits; torchrun with a checkpoint every
 1, 5 and 20 steps; torchft where it is installed. The job is plain DDP on a 6-layer MLP of width 512 with four workers;
 in rows of FSDP2 and ZeRO-3 it is a sharded MLP, and DDP of one that has as many parameters as a shard. For each kill:
 
 - stall: from the kill until ``optimizer.step`` has next returned on all ranks, and on the survivors alone (torchft's go
-  on without the lost one, and its samples);
+  on without the failed one, and its samples);
 - regained: until all ranks are beyond the furthest step that any had made before the kill;
 - recomputed: steps that a worker other than the killed one made again;
 - lost: samples of the whole run whose gradients are in no update.
@@ -60,15 +61,15 @@ from shared_core.testing.namespaces import machines, unavailable
 
 SCRIPT = Path(__file__).with_name("recovery_worker.py")
 #: Seconds that a system gets to recover; none of those measured comes near.
-PATIENCE_S = 120.0
+MAX_WAIT_S = 120.0
 STALL_TARGET_S = 0.6
 FACTOR_TARGET = 8.0
 READY_TARGET_MS = 60.0
 #: Stall of FSDP2 and ZeRO-3 over that of DDP with a shard's parameters.
 SHARDED_TARGET = 2.0
-#: Seconds that a job goes on with fewer workers, starting them included, until it grows again.
+#: Seconds that a job continues with fewer workers, starting them included, until it grows again.
 GROW_AFTER_S = 4.0
-#: Seconds that a spare machine waits before the next is lost, so that its standby has imported what it needs.
+#: Seconds that a spare machine waits before the next fails, so that its standby has imported what it needs.
 SPARE_WAITS_S = 5.0
 
 
@@ -85,7 +86,7 @@ class System:
         every: steps between two checkpoints or commits.
         heartbeat_ms: torchft's heartbeat time-out.
         timeout_s: torchft's other time-outs.
-        resizes: the others go on without the lost worker, and the job grows again later.
+        resizes: the others continue without the failed worker, and the job grows again later.
         machines: whole machines are killed, and one more waits.
         model: its layers and their width.
         sharded: what divides the model: ``fsdp2``, with checkpoints of ``torch.distributed.checkpoint``, or ``zero3``;
@@ -114,7 +115,7 @@ class System:
 
     @property
     def judged(self) -> bool:
-        """Whether the targets for a lost worker whose place a standby takes apply."""
+        """Whether the targets for a failed worker whose place a standby takes apply."""
         return self.ours and self.usual and self.standbys > 0 and not self.resizes and self.machines == 1
 
     @property
@@ -242,7 +243,7 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
         last = traces.furthest() + max(3, min(60, round(2.0 / outcome.step_s)))
         (out / "stop").write_text(str(last))
         try:
-            status = workers.wait(PATIENCE_S)
+            status = workers.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:
             status = -1
         if status and -1 in workers.processes:
@@ -256,7 +257,7 @@ def run(system: System, kills: int, folder: Path, rng: random.Random) -> Outcome
 
 
 def wait_for_a_moment(workers: Workers, traces: Traces, rng: random.Random, step_s: float, pace: int) -> None:
-    """Let the job go on until somewhere in a step, up to ``pace`` steps later: anywhere between two checkpoints."""
+    """Let the job continue until somewhere in a step, up to ``pace`` steps later: anywhere between two checkpoints."""
     target = traces.furthest() + rng.randint(5, pace)
     wait(traces, workers, lambda: traces.furthest() >= target)
     time.sleep(rng.random() * step_s)
@@ -305,8 +306,8 @@ def strike_machine(workers: Workers, traces: Traces, step_s: float) -> Kill:
     return kill
 
 
-def measure(lost: Sequence[int], at: float, workers: Workers, traces: Traces, step_s: float) -> Kill:
-    """Wait until all is as before the loss of some ranks, and read the traces."""
+def measure(failed: Sequence[int], at: float, workers: Workers, traces: Traces, step_s: float) -> Kill:
+    """Wait until all is as before the failure of some ranks, and read the traces."""
     traces.refresh()
     furthest = traces.furthest(before=at)
 
@@ -314,10 +315,10 @@ def measure(lost: Sequence[int], at: float, workers: Workers, traces: Traces, st
         return next((line["time"] for line in traces.steps(one, at) if line["step"] > furthest), None)
 
     wait(traces, workers, lambda: all(beyond(one) is not None for one in range(WORKERS)))
-    others = [one for one in range(WORKERS) if one not in lost]
+    others = [one for one in range(WORKERS) if one not in failed]
     stalled = {one: stalled_until(traces, one, at, step_s) - at for one in range(WORKERS)}
     return Kill(
-        tuple(lost),
+        tuple(failed),
         at,
         stall_s=max(stalled.values()),
         survivors_s=max(stalled[one] for one in others),
@@ -328,7 +329,7 @@ def measure(lost: Sequence[int], at: float, workers: Workers, traces: Traces, st
 
 
 def resize(rank: int, workers: Workers, traces: Traces, events: Path) -> Kill:
-    """Kill a worker; wait until the others have gone on without it, in new processes, and until the job has grown."""
+    """Kill a worker; wait until the others have continued without it, in new processes, and until the job has grown."""
     before = traces.pids()
     killed, at = traces.lines[rank][-1]["pid"], time.time()
     os.kill(killed, signal.SIGKILL)
@@ -344,7 +345,7 @@ def resize(rank: int, workers: Workers, traces: Traces, events: Path) -> Kill:
     decided = [
         event.fields["detected"]
         for event in read_events(events)
-        if event.kind == "generation" and event.fields.get("stay") and not event.fields["lost"] and event.time > at
+        if event.kind == "generation" and event.fields.get("stay") and not event.fields["failed"] and event.time > at
     ]
     return Kill((rank,), at, stall_s, stall_s, regained_s, len(again), user_s, growth_s=grown - max(decided))
 
@@ -365,11 +366,11 @@ def wait(traces: Traces, workers: Workers, done: Any) -> None:
     Raises:
         RuntimeError: the job has ended, or nothing happened for too long.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + MAX_WAIT_S
     while not done():
         workers.check()
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{workers.system} did not go on within {PATIENCE_S:.0f} s\n{workers.tail()}")
+            raise RuntimeError(f"{workers.system} did not continue within {MAX_WAIT_S:.0f} s\n{workers.tail()}")
         time.sleep(0.005)
         traces.refresh()
 
@@ -410,7 +411,7 @@ def rows_of(outcome: Outcome, best_other: float | None, shard: float | None = No
     if outcome.system.machines > 1:
         noticed = [kill.detected_s for kill in kills if kill.detected_s is not None]
         after = [kill.stall_s - kill.detected_s for kill in kills if kill.detected_s is not None]
-        rows.append(Row(name, "loss noticed, median", statistics.median(noticed) if noticed else None, "s"))
+        rows.append(Row(name, "failure noticed, median", statistics.median(noticed) if noticed else None, "s"))
         rows.append(Row(name, "stall after it was noticed, median", statistics.median(after) if after else None, "s"))
     rows.append(Row(name, "stall of survivors alone, median", statistics.median(k.survivors_s for k in kills), "s"))
     if judged:

@@ -1,4 +1,5 @@
-"""How the stall after a lost worker grows: with the place in the epoch, the script's start-up, the model, the workers.
+"""How the stall after a failed worker grows: with the place in the epoch, the script's start-up, the model, the
+workers.
 
 Each point is a job of its own under this system, torchrun with a checkpoint every 20 steps, and torchft where it is
 installed. The job is plain DDP over a ``DataLoader``; the last rank is killed (SIGKILL) when it has come to the place.
@@ -42,16 +43,16 @@ from shared_core.events import read_events
 
 SCRIPT = Path(__file__).with_name("recovery_curves_worker.py")
 #: Seconds that a job may take to its next step; the slowest start-up and the most workers stay far below.
-PATIENCE_S = 300.0
+MAX_WAIT_S = 300.0
 #: Steps before a kill where the place does not matter: until then standbys have imported what they need.
 USUAL = 200
 #: Steps after which a job is compared with one that has lost nobody.
 AFTER = 20
 #: The stall in the hardest place over that in the easiest.
 WORST_TARGET = 1.5
-#: The stall with a large model over the least that it can be: a newcomer's start, its state copied, and one step.
+#: The stall with a large model over the least that it can be: a replacement's start, its state copied, and one step.
 LARGE_TARGET = 1.2
-#: Bytes of a parameter and its two moments, which a newcomer gets.
+#: Bytes of a parameter and its two moments, which a replacement gets.
 STATE_BYTES = 12
 SYSTEMS = {
     "swift": "this",
@@ -98,7 +99,7 @@ class Point:
 
 
 #: What grows.
-PLACE, PLACE_LOADER = "batches before the loss, 8 samples of 1 ms each", "the same with a loader worker"
+PLACE, PLACE_LOADER = "batches before the failure, 8 samples of 1 ms each", "the same with a loader worker"
 STARTUP, SIZE, WORKERS_GROW = "seconds of start-up", "million parameters", "workers"
 POINTS = [
     Point(PLACE, 20, 20, read_ms=1, quick=True),
@@ -167,8 +168,8 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What a loss cost at one point, in seconds."""
+class Failure:
+    """What a failure cost at one point, in seconds."""
 
     stall_s: float
     delay_s: float
@@ -199,20 +200,20 @@ def is_prepared(rank: int, events: Path) -> bool:
     return any(event.kind == "prepared" and event.rank == rank for event in read_events(events))
 
 
-def measure(system: str, point: Point, out: Path) -> Loss:
+def measure(system: str, point: Point, out: Path) -> Failure:
     """Run the job, kill its last rank at the place, and wait until it is 20 steps further."""
     out.mkdir()
     traces = [Trace(out / f"trace{rank}.jsonl") for rank in range(point.workers)]
     with job(system, point, out) as workers:
 
         def wait(done: Callable[[], bool], pause_s: float) -> None:
-            deadline, furthest = time.monotonic() + PATIENCE_S, 0
+            deadline, furthest = time.monotonic() + MAX_WAIT_S, 0
             while not done():
                 workers.check()
                 if (now := max(trace.last for trace in traces)) > furthest:
-                    deadline, furthest = time.monotonic() + PATIENCE_S, now
+                    deadline, furthest = time.monotonic() + MAX_WAIT_S, now
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"{system} made no step for {PATIENCE_S:.0f} s\n{workers.tail()}")
+                    raise RuntimeError(f"{system} made no step for {MAX_WAIT_S:.0f} s\n{workers.tail()}")
                 time.sleep(pause_s)
                 for trace in traces:
                     trace.refresh()
@@ -223,8 +224,8 @@ def measure(system: str, point: Point, out: Path) -> Loss:
         wait(lambda: min(trace.last for trace in traces) >= point.place, 0.005)
         times = [at for _, at, _ in traces[0].steps][-200:]
         step_s = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
-        lost = traces[-1]
-        at, pid, rank = time.time(), lost.steps[-1][2], point.workers - 1
+        failed = traces[-1]
+        at, pid, rank = time.time(), failed.steps[-1][2], point.workers - 1
         os.kill(pid, signal.SIGKILL)
         if rank in workers.processes:
             workers.processes[rank].wait()
@@ -235,7 +236,7 @@ def measure(system: str, point: Point, out: Path) -> Loss:
         wait(lambda: all(trace.first_beyond(furthest + AFTER, at) is not None for trace in traces), 0.005)
         stall = max(trace.first_beyond(furthest, at) or at for trace in traces) - at
         later = max(trace.first_beyond(furthest + AFTER, at) or at for trace in traces) - at
-    return Loss(stall, later - (AFTER + 1) * step_s, step_s)
+    return Failure(stall, later - (AFTER + 1) * step_s, step_s)
 
 
 def loopback_bytes_per_s(total: int = 1 << 30) -> float:
@@ -252,23 +253,23 @@ def loopback_bytes_per_s(total: int = 1 << 30) -> float:
             return total / (time.perf_counter() - begun)
 
 
-def rows_of(measured: dict[tuple[str, Point], Loss]) -> list[Row]:
+def rows_of(measured: dict[tuple[str, Point], Failure]) -> list[Row]:
     """The table."""
     rows = []
-    for (system, point), loss in measured.items():
+    for (system, point), failure in measured.items():
         case = f"{point.name}, {SYSTEMS[system]}"
-        rows.append(Row(case, "stall", loss.stall_s, "s"))
-        rows.append(Row(case, "delay after 20 steps", loss.delay_s, "s"))
-        rows.append(Row(case, "step time without failures, median", 1e3 * loss.step_s, "ms"))
+        rows.append(Row(case, "stall", failure.stall_s, "s"))
+        rows.append(Row(case, "delay after 20 steps", failure.delay_s, "s"))
+        rows.append(Row(case, "step time without failures, median", 1e3 * failure.step_s, "ms"))
     small = measured.get(("swift", SMALL_MODEL))
     if small is not None and any(point.parameters for _, point in measured):
         speed = loopback_bytes_per_s()
         rows.append(Row("one connection between two threads", "loopback", speed / 1e9, "GB/s"))
-        for (system, point), loss in measured.items():
+        for (system, point), failure in measured.items():
             if system == "swift" and point.parameters:
-                least = small.stall_s + STATE_BYTES * point.parameters / speed + loss.step_s
+                least = small.stall_s + STATE_BYTES * point.parameters / speed + failure.step_s
                 rows.append(at_most(f"{point.name}, this", "stall / (a small model's stall + copy of the state + a "
-                                    "step)", loss.stall_s / least, "ratio", LARGE_TARGET))  # fmt: skip
+                                    "step)", failure.stall_s / least, "ratio", LARGE_TARGET))  # fmt: skip
     easiest, hardest = measured.get(("swift", EASIEST)), measured.get(("swift", HARDEST))
     if easiest is not None and hardest is not None:
         ratio = hardest.stall_s / easiest.stall_s
@@ -286,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     leave_nothing()
     systems = [system for system in options.systems if system != "torchft" or has_torchft()]
-    measured: dict[tuple[str, Point], Loss] = {}
+    measured: dict[tuple[str, Point], Failure] = {}
     with scratch() as folder:
         for point in POINTS:
             if (options.quick and not point.quick) or (options.only and options.only not in point.name):
@@ -297,17 +298,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if system in ("torchrun", "torchft") and point.only_this:
                     continue
                 again = 1 if options.quick or system != "swift" or point.place >= 1000 else options.kills
-                losses = []
+                failures = []
                 for number in range(again):
                     try:
-                        losses.append(measure(system, point, folder / f"{len(measured)}-{number}"))
+                        failures.append(measure(system, point, folder / f"{len(measured)}-{number}"))
                     except (RuntimeError, subprocess.SubprocessError) as error:
                         if system in ("swift", "unprepared"):
                             raise
                         say(f"{point.name}, {SYSTEMS[system]}: no result. {str(error).splitlines()[0]}")
-                if not losses:
+                if not failures:
                     continue
-                one = sorted(losses, key=lambda loss: loss.stall_s)[len(losses) // 2]
+                one = sorted(failures, key=lambda failure: failure.stall_s)[len(failures) // 2]
                 measured[system, point] = one
                 said = f"stalled {one.stall_s:.2f} s, {one.delay_s:.2f} s late in the end"
                 say(f"{point.name}, {SYSTEMS[system]}: {said}")

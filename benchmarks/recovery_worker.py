@@ -92,7 +92,7 @@ def _accelerate(net: nn.Module, optimizer: Any, out: Path, trace: Trace, begin: 
 
 
 def _shared(net: nn.Module, optimizer: Any, out: Path, trace: Trace, begin: float) -> None:
-    """The same training in a loop whose workers go on at once without a lost one."""
+    """The same training in a loop whose workers continue at once without a failed one."""
     import shared_core
 
     shared_core.install()
@@ -186,7 +186,7 @@ def main() -> None:
     stop = options.out / "stop"
     while not (stop.exists() and counter["step"] >= int(stop.read_text() or 1 << 60)):
         if job is not None:
-            job.batch_top()
+            job.step_boundary()
         step = counter["step"]
 
         def one(model: Any, step: int = step) -> None:

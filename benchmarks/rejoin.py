@@ -1,9 +1,9 @@
-"""How long the others stop when a newcomer is let in, by size of the model; a part of ``benchmarks.reroute_ddp``.
+"""How long the others stop when a replacement is admitted, by size of the model; a part of ``benchmarks.reroute_ddp``.
 
-Two workers run ``shared_steps``; one is killed (SIGKILL) several times, and its newcomer is let in. Measured is for how
-long the other stands still (``stall_s`` of the event ``let_in``), and how much longer the step takes in which that
-happens than the median of those that follow. The state is copied while the other trains, or when it stands still: as
-with any optimizer that is not torch's own.
+Two workers run ``shared_steps``; one is killed (SIGKILL) several times, and its replacement is admitted. Measured is
+for how long the other stands still (``stall_s`` of the event ``admitted``), and how much longer the step takes in which
+that happens than the median of those that follow. The state is copied while the other trains, or when it stands still:
+as with any optimizer that is not torch's own.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import statistics
 from pathlib import Path
 
 from benchmarks.common import Row, Workers, at_most, say, scratch
-from benchmarks.recovery import PATIENCE_S, wait
+from benchmarks.recovery import MAX_WAIT_S, wait
 from benchmarks.recovery_traces import Traces
 from shared_core.events import Event, read_events
 
 SCRIPT = Path(__file__).with_name("rejoin_worker.py")
 #: Millions of parameters.
 SIZES, QUICK_SIZES = (1, 10, 50), (1,)
-#: Steps before the first kill, and after each letting in.
+#: Steps before the first kill, and after each admitting.
 STEPS = 5
 KILLS, QUICK_KILLS = 3, 1
 WORKERS = 2
 #: The stop with the largest model, in stops with the smallest.
 TARGET = 2.0
 _ENV = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
-_LOST = 1
+_FAILED = 1
 
 
 class Run:
@@ -66,17 +66,17 @@ class Run:
         stops, longer, steps = [], [], []
         for number in range(kills):
             self.until(max(self.ends(), default=0) + STEPS)
-            os.kill(self.traces.lines[_LOST][-1]["pid"], signal.SIGKILL)
-            wait(self.traces, self.workers, lambda seen=number: len(self.events("let_in")) > seen)
-            at = self.events("let_in")[-1].time
+            os.kill(self.traces.lines[_FAILED][-1]["pid"], signal.SIGKILL)
+            wait(self.traces, self.workers, lambda seen=number: len(self.events("admitted")) > seen)
+            at = self.events("admitted")[-1].time
             before = max(step for step, end in self.ends().items() if end <= at)
             self.until(before + 1 + STEPS)
             ends = self.ends()
             steps.append(statistics.median(ends[each + 1] - ends[each] for each in range(before + 1, before + STEPS)))
             longer.append(ends[before + 1] - ends[before] - steps[-1])
-            stops.append(self.events("let_in")[-1].fields["stall_s"])
+            stops.append(self.events("admitted")[-1].fields["stall_s"])
         (self.out / "stop").write_text(str(max(self.ends()) + 5))
-        self.workers.wait(PATIENCE_S)
+        self.workers.wait(MAX_WAIT_S)
         return stops, longer, statistics.median(steps)
 
 

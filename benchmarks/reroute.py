@@ -1,18 +1,19 @@
-"""What pipelines lose while nobody takes a lost worker's place: ``on_failure="reroute"``, with 0, 1 and 2 lost workers.
+"""What pipelines lose while nobody takes a failed worker's place: ``on_failure="reroute"``, with 0, 1 and 2 failed
+workers.
 
-Workers are killed (SIGKILL) in the middle of a step; newcomers are withheld, except where they are the matter. With
+Workers are killed (SIGKILL) in the middle of a step; replacements are withheld, except where they are the matter. With
 emulated compute a stage sleeps one slot for each of F, I and W, and three in the optimizer, so that a few cores are as
 good as one for each worker. Rows:
 
 - period: from a step to the next, mean of several steps, of all survivors; beside that of the plan in whole slots;
-- throughput: of samples, as ratio to no loss; beside it what dropping each pipeline that has lost a worker leaves
+- throughput: of samples, as ratio to no failure; beside it what dropping each pipeline that has lost a worker leaves
   (computed: as many pipelines less), as torchft does. Who waits has none, until somebody takes the place;
-- first re-routed: from the kill until the first forward of a lost worker's micro-batch begins at a peer;
+- first re-routed: from the kill until the first forward of a failed worker's micro-batch begins at a peer;
 - extra: how much longer the step took in which the worker was killed; beside it what was predicted when the rest of the
   step was planned, which was after everybody had finished what he was at and was connected again;
-- let in: how much later the others are, when a newcomer was let in, than they would be without;
+- admitted: how much later the others are, when a replacement was admitted, than they would be without;
 - two of a stage: with and without a survivor of the other stage that moves there;
-- straggler: a peer of the lost worker takes twice as long in forward and backward from some step on. The period until
+- straggler: a peer of the failed worker takes twice as long in forward and backward from some step on. The period until
   the plan for its new times holds, and from then on.
 """
 
@@ -31,7 +32,7 @@ from typing import NamedTuple
 
 from benchmarks.common import Row, Workers, arguments, at_most, finish, leave_nothing, say, scratch
 from benchmarks.pipeline_model import COMPUTE, ENV, OPTIMIZER
-from benchmarks.recovery import PATIENCE_S, wait
+from benchmarks.recovery import MAX_WAIT_S, wait
 from benchmarks.recovery_traces import Traces
 from shared_core.events import Event, read_events
 from shared_core.reroute.times import second_updates
@@ -59,16 +60,16 @@ class Case:
     Attributes:
         topology: its shape.
         variant: of plans.
-        losses: workers that are killed, one after the other.
+        failures: workers that are killed, one after the other.
         compute: see ``pipeline_model.COMPUTE``.
-        rejoins: newcomers come at once.
+        rejoins: replacements come at once.
         spreads: whether survivors may move to the stage that has lost most; None where no stage has lost two.
-        straggler: gets slow after the losses.
+        straggler: gets slow after the failures.
     """
 
     topology: Topology
     variant: Variant
-    losses: tuple[Worker, ...]
+    failures: tuple[Worker, ...]
     compute: str = "halves"
     rejoins: bool = False
     spreads: bool | None = None
@@ -79,7 +80,7 @@ class Case:
         """In the table: pipe x data, as the number of micro-batches of each pipeline."""
         t, slot = self.topology, COMPUTE[self.compute].slot_s
         compute = f"slots of {1000 * slot:.0f} ms" if slot else "real"
-        rejoins = ", newcomer" if self.rejoins else ", straggler" if self.straggler else ""
+        rejoins = ", replacement" if self.rejoins else ", straggler" if self.straggler else ""
         if self.spreads is not None:
             rejoins = ", two of a stage, " + ("normalised" if self.spreads else "not normalised")
         return f"pipe {t.stages} x data {t.pipelines} x {t.micro_batches}, {compute}, {self.variant.value}{rejoins}"
@@ -88,20 +89,20 @@ class Case:
         """Rank of a place."""
         return worker.stage * self.topology.pipelines + worker.pipeline
 
-    def slots(self, lost: Sequence[Worker], moves: Sequence[Move] = ()) -> float:
+    def slots(self, failed: Sequence[Worker], moves: Sequence[Move] = ()) -> float:
         """Planned seconds from one step to the next, by slots alone; a worker that has moved makes two updates."""
         times = Times((StageTimes(optimizer=OPTIMIZER),), data_apart=True)
-        found = plan(self.topology, lost, times=times, variant=self.variant)
+        found = plan(self.topology, failed, times=times, variant=self.variant)
         staggered, late = self.variant is Variant.STAGGERED, second_updates(times, moves)
         return simulate(found.schedule, times, staggered=staggered, late=late).period * COMPUTE[self.compute].slot_s
 
 
 @dataclass
 class Phase:
-    """Some steps with the same losses; seconds.
+    """Some steps with the same failures; seconds.
 
     Attributes:
-        lost: who is not there.
+        failed: who is not there.
         period_s: measured.
         expected_s: by the plan and the times that the job has measured.
         first_s: until the first re-routed instruction.
@@ -111,7 +112,7 @@ class Phase:
         load: of the machine, at the end.
     """
 
-    lost: tuple[Worker, ...]
+    failed: tuple[Worker, ...]
     period_s: float
     expected_s: float | None
     load: float
@@ -140,11 +141,11 @@ class Straggling(NamedTuple):
 
 @dataclass
 class Outcome:
-    """All phases of a case, what letting a newcomer in took, and periods with a straggler."""
+    """All phases of a case, what admitting a replacement took, and periods with a straggler."""
 
     case: Case
     phases: list[Phase] = field(default_factory=list)
-    let_in_s: float | None = None
+    admitted_s: float | None = None
     straggling: Straggling | None = None
 
 
@@ -198,36 +199,36 @@ class Run:
         ranks = list(self.traces.ranks)
         normal = self.period(WARM, ranks)
         outcome.phases.append(Phase((), normal, self.expected(()), os.getloadavg()[0]))
-        lost: tuple[Worker, ...] = ()
-        for worker in case.losses:
-            lost, rank = (*lost, worker), case.rank(worker)
+        failed: tuple[Worker, ...] = ()
+        for worker in case.failures:
+            failed, rank = (*failed, worker), case.rank(worker)
             ranks.remove(rank)
-            outcome.phases.append(self.strike(lost, rank, ranks, outcome.phases[-1].period_s))
+            outcome.phases.append(self.strike(failed, rank, ranks, outcome.phases[-1].period_s))
             last = outcome.phases[-1]
-            say(f"{case.name}: lost {worker}: period {last.period_s:.3f} s (slots {case.slots(lost):.3f} s)")
+            say(f"{case.name}: failed {worker}: period {last.period_s:.3f} s (slots {case.slots(failed):.3f} s)")
             if case.rejoins:
-                outcome.let_in_s = self.await_newcomer(ranks, normal, outcome.phases[-1].period_s)
+                outcome.admitted_s = self.await_replacement(ranks, normal, outcome.phases[-1].period_s)
         if case.spreads:
-            outcome.phases[-1] = self.spread(lost, ranks)  # the move came while that phase was measured
+            outcome.phases[-1] = self.spread(failed, ranks)  # the move came while that phase was measured
         if case.straggler is not None:
             outcome.straggling = self.straggle(ranks)
         furthest = max(max(self.ends(rank)) for rank in ranks)
         (self.out / "stop").write_text(str(furthest + 3))
         try:
-            status = self.workers.wait(PATIENCE_S)
+            status = self.workers.wait(MAX_WAIT_S)
         except subprocess.TimeoutExpired:
             status = -1
         if status:
             raise RuntimeError(f"{case.name} ended with status {status}\n{self.workers.tail()}")
         return outcome
 
-    def expected(self, lost: Sequence[Worker]) -> float | None:
+    def expected(self, failed: Sequence[Worker]) -> float | None:
         """What the job itself expects of its plan."""
-        wanted = [list(worker) for worker in sorted(lost)]
-        found = [e for e in self.events("planned") if e.fields["lost"] == wanted and e.fields["times"] is not None]
+        wanted = [list(worker) for worker in sorted(failed)]
+        found = [e for e in self.events("planned") if e.fields["failed"] == wanted and e.fields["times"] is not None]
         return float(found[-1].fields["period_s"]) if found else None
 
-    def strike(self, lost: tuple[Worker, ...], rank: int, others: list[int], before_s: float) -> Phase:
+    def strike(self, failed: tuple[Worker, ...], rank: int, others: list[int], before_s: float) -> Phase:
         """Kill a worker in the middle of a step, and measure that step and those that follow."""
         self.traces.refresh()
         now = max(self.ends(rank))
@@ -243,15 +244,15 @@ class Run:
         due = max(self.ends(r)[before] for r in others) + before_s
         extra = max(self.ends(r)[before + 1] for r in others) - due
         if self.case.rejoins:
-            return Phase(lost, before_s, None, os.getloadavg()[0])
+            return Phase(failed, before_s, None, os.getloadavg()[0])
         period = self.period(before + 2, others)
         first = min(e.time for e in self.events("took_over", at)) - at
         told = self.events("rerouted", at)
         planned, rest = max(e.time for e in told), told[0].fields["rest_s"]
         predicted = planned + rest[max(rest)] - due if rest else None
-        return Phase(lost, period, self.expected(lost), os.getloadavg()[0], first, extra, predicted)
+        return Phase(failed, period, self.expected(failed), os.getloadavg()[0], first, extra, predicted)
 
-    def spread(self, lost: tuple[Worker, ...], others: list[int]) -> Phase:
+    def spread(self, failed: tuple[Worker, ...], others: list[int]) -> Phase:
         """Wait until somebody has moved, and measure the steps after that."""
         self.when(lambda: len(self.events("moved")) > 0)
         moved = self.events("moved")[0]
@@ -259,20 +260,20 @@ class Run:
             raise RuntimeError(f"{self.case.name}: nobody moved: {moved.fields['why_not']}")
         self.traces.refresh()
         moves = tuple(Move(Worker(*source), Worker(*target)) for source, target in moved.fields["moves"])
-        places = set(lost) - {move.target for move in moves} | {move.source for move in moves}
+        places = set(failed) - {move.target for move in moves} | {move.source for move in moves}
         vacant, took_s = tuple(sorted(places)), float(moved.fields["took_s"])
         period = self.period(int(moved.fields["step"]) + 2, others)
         say(f"{self.case.name}: vacant {vacant}: period {period:.3f} s (slots {self.case.slots(vacant, moves):.3f} s)")
         return Phase(vacant, period, self.expected(vacant), os.getloadavg()[0], moved_s=took_s, moves=moves)
 
-    def await_newcomer(self, others: Sequence[int], normal_s: float, re_routed_s: float) -> float:
-        """How much later the others are for having let a newcomer in."""
-        self.when(lambda: len(self.events("let_in")) > 0)
-        at = self.events("let_in")[0].time
+    def await_replacement(self, others: Sequence[int], normal_s: float, re_routed_s: float) -> float:
+        """How much later the others are for having admitted a replacement."""
+        self.when(lambda: len(self.events("admitted")) > 0)
+        at = self.events("admitted")[0].time
         self.traces.refresh()
         before = min(max(step for step, end in self.ends(rank).items() if end <= at) for rank in others)
         self.until(before + 3, others)
-        # The step after the letting in, as compared with one with all workers; it fills the pipeline again.
+        # The step after the admitting, as compared with one with all workers; it fills the pipeline again.
         took = max(self.ends(rank)[before + 1] - self.ends(rank)[before] for rank in others)
         return took - normal_s
 
@@ -292,13 +293,13 @@ class Run:
 
 
 def rows_of(outcome: Outcome) -> list[Row]:
-    """Rows of a case, by losses."""
+    """Rows of a case, by failures."""
     case, rows = outcome.case, []
     emulated = COMPUTE[case.compute].slot_s > 0
     normal = outcome.phases[0].period_s
     pipelines = case.topology.pipelines
-    if outcome.let_in_s is not None:
-        return [at_most(case.name, "let in: later than without, in steps", outcome.let_in_s / normal, "steps", 1.0)]
+    if outcome.admitted_s is not None:
+        return [at_most(case.name, "admitted: later than without, in steps", outcome.admitted_s / normal, "steps", 1.0)]
     if outcome.straggling is not None:
         found = outcome.straggling
         return [
@@ -310,10 +311,10 @@ def rows_of(outcome: Outcome) -> list[Row]:
             Row(case.name, "steps until the new plan holds", float(found.steps), "steps"),
         ]
     for phase in outcome.phases:
-        name = f"{case.name}, {len(phase.lost)} lost{'' if phase.moved_s is None else ', one moved'}"
+        name = f"{case.name}, {len(phase.failed)} failed{'' if phase.moved_s is None else ', one moved'}"
         rows.append(Row(name, "period", phase.period_s, "s"))
         if emulated:
-            slots = case.slots(phase.lost, phase.moves)
+            slots = case.slots(phase.failed, phase.moves)
             rows.append(Row(name, "period, plan in slots", slots, "s"))
             rows.append(
                 at_most(name, "period / plan in slots - 1", phase.period_s / slots - 1, "of the plan", PERIOD_TARGET)
@@ -321,24 +322,24 @@ def rows_of(outcome: Outcome) -> list[Row]:
         if phase.expected_s is not None:
             rows.append(Row(name, "period, plan with measured times", phase.expected_s, "s"))
         rows.append(Row(name, "load of the machine", phase.load, ""))
-        if not phase.lost:
+        if not phase.failed:
             continue
         ratio = normal / phase.period_s
-        rows.append(Row(name, "throughput / without a loss", ratio, "times"))
+        rows.append(Row(name, "throughput / without a failure", ratio, "times"))
         if emulated:
-            rows.append(Row(name, "the same, planned", case.slots(()) / case.slots(phase.lost, phase.moves), "times"))
+            rows.append(Row(name, "the same, planned", case.slots(()) / case.slots(phase.failed, phase.moves), "times"))
             if (
                 case.variant is Variant.STAGGERED
-                and len(phase.lost) == 1
+                and len(phase.failed) == 1
                 and pipelines == 3
                 and case.topology.stages == 4
             ):
-                rows.append(at_most(name, "cost of the loss", phase.period_s / normal - 1, "of a step", COST_TARGET))
-        hit = len({worker.pipeline for worker in phase.lost})
+                rows.append(at_most(name, "cost of the failure", phase.period_s / normal - 1, "of a step", COST_TARGET))
+        hit = len({worker.pipeline for worker in phase.failed})
         rows.append(Row(name, "the same, dropping pipelines (computed)", (pipelines - hit) / pipelines, "times"))
-        rows.append(Row(name, "the same, waiting, until a newcomer is there", 0.0, "times"))
+        rows.append(Row(name, "the same, waiting, until a replacement is there", 0.0, "times"))
         if phase.moved_s is not None:
-            rows.append(Row(name, "the move, from one batch top to the other", phase.moved_s, "s"))
+            rows.append(Row(name, "the move, from one step boundary to the other", phase.moved_s, "s"))
             continue
         metric = "first re-routed after the kill"
         # An action under way is finished first; in long slots that alone takes up to 0.2 s.
@@ -367,7 +368,7 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         return [Case(small, Variant.STAGGERED, two[:1]), Case(large, Variant.STAGGERED, big[:1], "long halves")]
     shapes = [(small, two), (Topology(3, 2, 4), two), (Topology(2, 4, 6), big), (large, big)]
-    found = [Case(topology, variant, lost, _slots(topology)) for topology, lost in shapes for variant in Variant]
+    found = [Case(topology, variant, failed, _slots(topology)) for topology, failed in shapes for variant in Variant]
     found += [Case(small, Variant.STAGGERED, two, "real")]
     one_stage = (Worker(0, 1), Worker(1, 1))
     found += [Case(Topology(3, 2, 4), Variant.STAGGERED, one_stage, spreads=spreads) for spreads in (False, True)]
@@ -383,7 +384,7 @@ def _slots(topology: Topology) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 1 if a target is missed."""
-    parser = arguments("reroute", "Pipelines that go on without lost workers.")
+    parser = arguments("reroute", "Pipelines that continue without failed workers.")
     parser.add_argument("--only", metavar="TEXT", help="only cases whose name contains this")
     options = parser.parse_args(argv)
     leave_nothing()

@@ -1,8 +1,9 @@
-"""What it costs, while nothing fails, that workers could go on without each other: ``shared_steps`` against plain DDP.
+"""What it costs, while nothing fails, that workers could continue without each other: ``shared_steps`` against plain
+DDP.
 
 ``shared_steps`` sums gradients when backward is done, over point-to-point messages; DDP overlaps its all-reduce with
-backward. The jobs take turns, as in *overhead*. With ``--only rejoin``: how long the others stop when a newcomer is let
-in (:mod:`benchmarks.rejoin`).
+backward. The jobs take turns, as in *overhead*. With ``--only rejoin``: how long the others stop when a replacement is
+admitted (:mod:`benchmarks.rejoin`).
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def measure(case: str, ready: Mapping[str, Side], steps: int, rounds: int) -> li
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns 0."""
-    parser = arguments("reroute_ddp", "Step time of shared_steps, whose workers may go on alone, against plain DDP.")
+    parser = arguments("reroute_ddp", "Step time of shared_steps, whose workers may continue alone, against plain DDP.")
     parser.add_argument("--only", choices=[*CASES, _REJOIN], action="append", help="only this case; may be repeated")
     options = parser.parse_args(argv)
     leave_nothing()

@@ -52,7 +52,7 @@ def usual(
         job.attach([model], [optimizer])
     while True:
         if job is not None:
-            job.batch_top()
+            job.step_boundary()
         optimizer.zero_grad()
         loss(model).backward()
         optimizer.step()

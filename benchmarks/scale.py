@@ -1,4 +1,5 @@
-"""How the agreement on a generation grows with the number of workers: from a loss to the moment when all may connect.
+"""How the agreement on a generation grows with the number of workers: from a failure to the moment when all may
+connect.
 
 The store, the ledger and its entries are the launcher's. Each worker follows the ledger, says where it stands, decides
 and hears the plan with the product's own code. What is left out is torch: workers are threads of some processes, train
@@ -28,9 +29,9 @@ from benchmarks.common import ROOT, Row, arguments, at_most, finish, leave_nothi
 from shared_core.config import SwiftConfig
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.control_socket import ControlSocket
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top
+from shared_core.protocol.failure_policy import Death
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.generation import Entry, generation_key, plan_key
-from shared_core.protocol.loss_policy import Death
 from shared_core.protocol.members import members_text
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system.jobdir import AGENT
@@ -48,11 +49,13 @@ PROCESSES = 8
 GROUP, LOGGED = 8, 20
 #: At most so long, in seconds, at 1,000 workers on two cores.
 TARGET_S = 1.0
-AGREED = "from the loss until all may connect"
+AGREED = "from the failure until all may connect"
 
 
-class Fronts:
-    """Where a simulated rank stands: in the middle of a batch. As in :mod:`shared_core.worker.recovery.fronts`."""
+class SimulatedFrontiers:
+    """Where a simulated rank stands: in the middle of a batch. As in
+    :mod:`shared_core.worker.recovery.frontier_builder`.
+    """
 
     def __init__(self, env: WorkerEnv) -> None:
         self._env = env
@@ -60,12 +63,12 @@ class Fronts:
         near = range(first, min(first + GROUP, env.world_size))
         self._members = {"0": members_text(range(env.world_size)), f"near{first}": members_text(near)}
 
-    def front(self, tops: Sequence[Top] | None = None) -> Frontier:
-        """Of a survivor, or of a newcomer whose predecessor has passed two batch tops."""
+    def front(self, boundaries: Sequence[StepBoundary] | None = None) -> Frontier:
+        """Of a survivor, or of a replacement whose failed worker has passed two step boundaries."""
         env = self._env
         if env.incarnation:
             passed = tuple(
-                Top(
+                StepBoundary(
                     100 + at,
                     99 + at,
                     0,
@@ -82,7 +85,7 @@ class Fronts:
         groups = {name: GroupFrontier(ranks, next_, [next_], log, []) for name, ranks in self._members.items()}
         return Frontier(env.rank, 0, False, 100, (), groups)
 
-    def patience(self, generation: int) -> tuple[float, str]:
+    def wait_limit(self, generation: int) -> tuple[float, str]:
         """For ever, nearly."""
         return 100.0, "a fixed limit"
 
@@ -100,9 +103,9 @@ def worker(rank: int, incarnation: int, world_size: int, folder: Path, heard: An
         starting=False,
     )
     life = Lifecycle(env, groups)
-    fronts: Any = Fronts(env)
+    frontiers: Any = SimulatedFrontiers(env)
     context: Any = SimpleNamespace(env=env, runtime=groups, lifecycle=life)
-    agreement = Agreement(context, fronts)
+    agreement = Agreement(context, frontiers)
     blocks = Below(connect_store(FOREVER_S, env), env.prefix)
     store = Below(connect_store(FOREVER_S, env), env.prefix) if incarnation else blocks
     if not incarnation:
@@ -117,13 +120,13 @@ def worker(rank: int, incarnation: int, world_size: int, folder: Path, heard: An
         agreement.post(store, 1)
     plan = agreement.plan(store, 1)
     if incarnation:
-        agreement.say_ready(store, 1, plan.newcomers)
-    agreement.go(store, 1, plan.newcomers)
+        agreement.say_ready(store, 1, plan.replacements)
+    agreement.go(store, 1, plan.replacements)
     heard.put((time.time(), os.getpid(), time.process_time()))
 
 
 def process(ranks: Sequence[int], world_size: int, folders: Any, heard: Any, over: Any) -> None:
-    """Simulated workers of some ranks. The newcomer is a thread of its predecessor's process."""
+    """Simulated workers of some ranks. The replacement is a thread of the failed worker's process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = folders.get()
     threads = [
@@ -143,7 +146,7 @@ def process(ranks: Sequence[int], world_size: int, folders: Any, heard: Any, ove
 
 
 def one(world_size: int) -> dict[str, float]:
-    """One loss of the last rank among so many."""
+    """One failure of the last rank among so many."""
     context = mp.get_context("fork")
     folders, heard, over = context.Queue(), context.Queue(), context.Event()
     count = min(PROCESSES, world_size)

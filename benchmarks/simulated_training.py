@@ -1,7 +1,7 @@
 """Total time of a training of days, over that without failures, by system and mean time between failures.
 
-All systems see the same losses. The place of a lost worker is filled after the start-up of the user's program, which
-who waits for the newcomer waits for too.
+All systems see the same failures. The place of a failed worker is filled after the start-up of the user's program,
+which who waits for the replacement waits for too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TotalTime:
 def total_time(
     training: Training, mtbfs_h: Sequence[float], days: float = 30.0, seeds: int = 8, compared: Sequence[str] = COMPARED
 ) -> list[TotalTime]:
-    """Simulate ``seeds`` traces of so many days for each mean time between losses of the job, in hours."""
+    """Simulate ``seeds`` traces of so many days for each mean time between failures of the job, in hours."""
     found = []
     for mtbf_h in mtbfs_h:
         known = systems(training.layout, training.times, training.measured, mtbf_h * HOUR_S)

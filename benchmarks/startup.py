@@ -1,9 +1,9 @@
-"""What a script's start-up adds to a loss, with and without a prepared standby, and what one costs while it waits.
+"""What a script's start-up adds to a failure, with and without a hot standby, and what one costs while it waits.
 
 Plain DDP on a 6-layer MLP of width 512 with four workers. Before its loop the script takes 8 s, half of them computing.
 The last rank is killed (SIGKILL), when its standby is prepared where it has one; the cases take turns.
 
-- stall: from the loss until a survivor's next ``optimizer.step`` has returned, the longest of all survivors;
+- stall: from the failure until a survivor's next ``optimizer.step`` has returned, the longest of all survivors;
 - step, a standby waits / stopped: median step while the standby waits as it does, and while it is stopped (SIGSTOP),
   in turns of a second;
 - step, a standby is prepared / waits: median step while one runs the start-up;
@@ -27,7 +27,7 @@ from shared_core.events import Event, read_events
 SCRIPT = Path(__file__).with_name("startup_worker.py")
 STARTUP_S = 8.0
 RANK = WORKERS - 1
-PATIENCE_S = 180.0
+MAX_WAIT_S = 180.0
 #: Of the stall of a script that starts at once.
 FACTOR_TARGET = 1.5
 SLOWER_TARGET = 1.02
@@ -59,25 +59,25 @@ class Run:
         Raises:
             RuntimeError: it takes too long, or the job has ended.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + MAX_WAIT_S
         while not done():
             self.workers.check()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no {what} after {PATIENCE_S:g} s\n{self.workers.tail()}")
+                raise RuntimeError(f"no {what} after {MAX_WAIT_S:g} s\n{self.workers.tail()}")
             time.sleep(0.05)
 
     def stall(self) -> float:
         """Kill the rank, and return the stall."""
         self.wait("step", lambda: (self.out / f"trace{RANK}.jsonl").exists())
         if self._prepared:
-            self.wait("prepared standby", lambda: bool(self.events("prepared")))
+            self.wait("hot standby", lambda: bool(self.events("prepared")))
         time.sleep(0.5)
         [start] = self.events("start")
         os.kill(start.fields["pids"][str(RANK)], signal.SIGKILL)
         self.wait("recovery", lambda: len(self.events("resumed")) >= WORKERS - 1)
-        [newcomer] = self.events("newcomer_start")
-        if (newcomer.fields["how"] == "prepared") != bool(self._prepared):
-            raise RuntimeError(f"the newcomer was a {newcomer.fields['how']} one")
+        [replacement] = self.events("replacement_start")
+        if (replacement.fields["how"] == "prepared") != bool(self._prepared):
+            raise RuntimeError(f"the replacement was a {replacement.fields['how']} one")
         return max(float(event.fields["stall_s"]) for event in self.events("resumed"))
 
     def step_s(self, spans: Sequence[tuple[float, float]]) -> float:
@@ -112,7 +112,7 @@ def measure(folder: Path, rounds: int, turns: int) -> list[Row]:
 
 def _meanwhile(run: Run, turns: int) -> list[Row]:
     """What a standby costs while it waits, and while it is prepared."""
-    run.wait("prepared standby", lambda: len(run.events("prepared")) > 1)
+    run.wait("hot standby", lambda: len(run.events("prepared")) > 1)
     pid = run.events("prepared")[-1].fields["pid"]
     spans: dict[signal.Signals, list[tuple[float, float]]] = {signal.SIGCONT: [], signal.SIGSTOP: []}
     begun, used = time.time(), _processor_s(pid)
@@ -141,9 +141,7 @@ def _processor_s(pid: int) -> float:
 
 
 def main() -> int:
-    parser = arguments(
-        "startup", "Stall of a loss in a script that starts slowly, with and without a prepared standby."
-    )
+    parser = arguments("startup", "Stall of a failure in a script that starts slowly, with and without a hot standby.")
     options = parser.parse_args()
     leave_nothing()
     with scratch() as folder:

@@ -11,7 +11,7 @@ so slower systems get off lightly here. For each:
 - lost: samples whose gradients are in no update;
 - final loss on a fixed set that nobody trains on, and whether the parameters are bit for bit those without failures.
 
-``--simulated``: days of training, one loss in 1 to 48 hours, from measured stalls and given times of the job
+``--simulated``: days of training, one failure in 1 to 48 hours, from measured stalls and given times of the job
 (:mod:`benchmarks.simulated_training`).
 """
 
@@ -88,7 +88,7 @@ class Run:
     saved_s: float | None
 
 
-def losses_of(steps: int, number: int, seed: int) -> list[float]:
+def failures_of(steps: int, number: int, seed: int) -> list[float]:
     """When workers are killed, in steps and parts of one: one in each of ``number`` equal parts of the training after
     step ``WARM``, but not in its last 10 steps.
     """
@@ -117,7 +117,7 @@ def train(system: System, steps: int, losses: Sequence[float], folder: Path) -> 
             traces.refresh()
             killed = hit(WORKERS - 1 - number % (WORKERS - 1), workers, traces, store, number)
         wait(traces, workers, lambda: reached(steps))
-        # Newcomers that are not in yet do not count.
+        # Replacements that are not in yet do not count.
         deadline = time.monotonic() + END_S
         while not all(lines[-1]["kind"] == "end" for lines in traces.lines) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -192,7 +192,7 @@ def real_rows(quick: bool, seed: int, only: str) -> list[Row]:
                 ratio = same.seconds / plain.seconds
                 say(f"{same.system.name}: {same.seconds:.1f} s, {ratio:.3f}")
                 rows.append(Row(same.system.name, "total time / without failures", ratio, "ratio"))
-            run = train(system, steps, losses_of(steps, kills, seed), folder)
+            run = train(system, steps, failures_of(steps, kills, seed), folder)
             rows += rows_of(run, plain, same)
             say(f"{system.name}: losses {run.losses}, {run.seconds:.1f} s, {run.seconds / plain.seconds:.3f}")
         again = train(replace(bare, name=f"{bare.name}, once more"), steps, (), folder)
@@ -201,7 +201,7 @@ def real_rows(quick: bool, seed: int, only: str) -> list[Row]:
 
 
 def simulated_rows(seeds: int) -> list[Row]:
-    """Every system at every mean time between losses; this one also without overhead and with its worst."""
+    """Every system at every mean time between failures; this one also without overhead and with its worst."""
     training = Training()
     none = replace(training, measured=replace(training.measured, overhead=1.0))
     rows = []
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("total_time", "Total time of a training under failures, over that without.")
     parser.add_argument("--simulated", action="store_true", help="days of training, simulated from measured stalls")
     parser.add_argument("--only", metavar="TEXT", default="", help="only real systems whose name contains this")
-    parser.add_argument("--seed", type=int, default=1, help="of the moments of real losses")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments of real failures")
     options = parser.parse_args(argv)
     leave_nothing()
     if not options.simulated:

@@ -51,8 +51,8 @@ SCALE_WRITE_S, SCALE_RESTART_S, SCALE_COPY_S = 30.0, 300.0, 5.0
 
 NO_OVERHEAD = MeasuredStalls(overhead=1.0)
 
-#: ReCycle's table by frequency of failures, GPT-3 3.35B: hours between losses in the job. Its numbers, the layout, the
-#: step, and when workers come back are in the paper's body, which was not at hand: what is here is assumed.
+#: ReCycle's table by frequency of failures, GPT-3 3.35B: hours between failures in the job. Its numbers, the layout,
+#: the step, and when workers come back are in the paper's body, which was not at hand: what is here is assumed.
 FREQUENCY_H, FREQUENCY_REPAIR_H, FREQUENCY_STEP_S = (6.0, 2.0, 0.5), 2.0, 90.0
 #: Parameters, and pipelines, stages and micro-batches of one sequence: Megatron-LM's own runs (arXiv 2104.04473, table
 #: 1), a worker being the 8 GPUs of a machine. ReCycle's layouts and numbers of these sizes were not at hand either.
@@ -174,12 +174,12 @@ def sensitivity_rows(model: Model) -> list[Row]:
 
 
 def scale_rows(workers: int, seeds: int) -> list[Row]:
-    """Large jobs, single losses and racks of 8: with nothing to spare, and with one spare worker in a hundred."""
+    """Large jobs, single failures and racks of 8: with nothing to spare, and with one spare worker in a hundred."""
     mtbf_h = GPU_MTBF_H / workers
     shape = Layout(workers // SCALE_STAGES, SCALE_STAGES, 3 * SCALE_STAGES, SCALE_STEP_S)
     rows = []
-    for kind in ("single losses", "racks of 8"):
-        gap_h = mtbf_h if kind == "single losses" else 8 * mtbf_h
+    for kind in ("single failures", "racks of 8"):
+        gap_h = mtbf_h if kind == "single failures" else 8 * mtbf_h
         saved = CheckpointInterval(young(SCALE_WRITE_S, gap_h * 3600), SCALE_RESTART_S)
         measured = MeasuredStalls(copy_s=SCALE_COPY_S)
         systems: tuple[tuple[System, bool], ...] = (
@@ -204,7 +204,7 @@ def scale_rows(workers: int, seeds: int) -> list[Row]:
 
 
 def frequency_rows(seeds: int) -> list[Row]:
-    """Losses every 6 h, 2 h and 30 min on average, in a job of the published trace's shape."""
+    """Failures every 6 h, 2 h and 30 min on average, in a job of the published trace's shape."""
     shape, rows = Layout(PIPELINES, STAGES, MICRO_BATCHES, FREQUENCY_STEP_S), []
     systems: tuple[System, ...] = (
         ReCycle(shape),
@@ -218,7 +218,7 @@ def frequency_rows(seeds: int) -> list[Row]:
         made = [exponential(shape.workers, 30 * 24, hours, FREQUENCY_REPAIR_H, seed) for seed in range(seeds)]
         for system in systems:
             result = merge([simulate(trace, system) for trace in made])
-            case = f"3.35B, a loss every {hours:g} h, back after {FREQUENCY_REPAIR_H:g} h (assumed): {system.name}"
+            case = f"3.35B, a failure every {hours:g} h, back after {FREQUENCY_REPAIR_H:g} h (assumed): {system.name}"
             rows.append(Row(case, "throughput / no failure", result.useful, "ratio"))
     return rows
 
@@ -245,7 +245,7 @@ def large_rows(draws: int) -> list[Row]:
 
 
 def _scale_trace(workers: int, kind: str, gap_h: float, seed: int) -> Trace:
-    if kind == "single losses":
+    if kind == "single failures":
         return exponential(workers, SCALE_DAYS * 24, gap_h, SCALE_REPAIR_H, seed)
     return racks(workers, SCALE_DAYS * 24, gap_h, 8, SCALE_REPAIR_H, seed)
 

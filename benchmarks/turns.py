@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.common import WORKERS, Line, Workers, scratch
 
-PATIENCE_S = 300.0
+MAX_WAIT_S = 300.0
 #: The same of glibc's allocator on all sides, which otherwise follows from what each has allocated and freed so far:
 #: blocks up to 32 MB come from memory that the process keeps.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
@@ -106,7 +106,7 @@ def sides(
             workers = Workers(start.launcher, script, args, out, env=env, nproc=nproc, standbys=standbys)
             jobs[system] = stack.enter_context(workers)
         called: dict[tuple[str, int], Line] = {}
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + MAX_WAIT_S
         while len(called) < len(starts) * nproc:
             for job in jobs.values():
                 job.check()
@@ -115,7 +115,7 @@ def sides(
                 raise RuntimeError(f"only {sorted(called)} have started\n{logs}")
             with contextlib.suppress(TimeoutError):
                 connection, _ = listener.accept()
-                connection.settimeout(PATIENCE_S)
+                connection.settimeout(MAX_WAIT_S)
                 line = Line(connection)
                 hello = line.receive()
                 called[hello["system"], hello["rank"]] = line

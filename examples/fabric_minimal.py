@@ -31,7 +31,7 @@ def main() -> None:
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
     train = fabric.setup_dataloaders(DataLoader(TensorDataset(images[:1500], labels[:1500]), 16, shuffle=True))
     job = lightning_swift.attach(model, optimizer)  # 1: what is trained
-    for epoch in job.epochs(10):  # 2: instead of range, so that a newcomer enters the right epoch
+    for epoch in job.epochs(10):  # 2: instead of range, so that a replacement enters the right epoch
         model.train()
         for _, (x, y) in job.steps(train):  # 3: instead of enumerate, so that it enters the right batch
             fabric.backward(nn.functional.cross_entropy(model(x), y))

@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10)
     options = parser.parse_args()
-    shared_core.install()  # 1: before the process group, which is to survive the loss of workers
+    shared_core.install()  # 1: before the process group, which is to survive the failure of workers
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     print(f"rank {rank} is process {os.getpid()}", flush=True)
@@ -45,7 +45,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * len(train))
     job = shared_core.attach(model, optimizer, schedule)  # 2: what is trained
-    for epoch in job.epochs(options.epochs):  # 3: instead of range, so that a newcomer enters the right epoch
+    for epoch in job.epochs(options.epochs):  # 3: instead of range, so that a replacement enters the right epoch
         model.train()
         sampler.set_epoch(epoch)
         for _, (x, y) in job.steps(train):  # 4: instead of enumerate, so that it enters the right batch

@@ -1,4 +1,4 @@
-"""PyTorch Lightning runs that survive the loss of workers.
+"""PyTorch Lightning runs that survive the failure of workers.
 
 Examples:
     >>> import lightning.pytorch as pl

@@ -75,7 +75,7 @@ class Averages:
         """Whether callbacks have made models since this was last asked.
 
         Args:
-            begun: training has begun, so a newcomer does not have what is made now: a line says so, and it is left
+            begun: training has begun, so a replacement does not have what is made now: a line says so, and it is left
                 out, unless it takes the place of another.
         """
         before, held = self._known, self.held()
@@ -84,7 +84,8 @@ class Averages:
             self._late.update(late)
             console_once(
                 "late model",
-                f"a callback has made a model while training runs ({late[0]}): a worker that takes a lost one's place "
+                f"a callback has made a model while training runs ({late[0]}): a worker that takes a failed one's "
+                "place "
                 "does not have it. Make it in setup(), or keep its state_dict() instead",
             )
         self._known = self._averages() | self.held()
@@ -112,7 +113,7 @@ class Averages:
         missing = [name for name in states if name not in self._models()]
         if missing:
             raise Unsupported(
-                f"a worker was lost between two calls of the Trainer, and the one that takes its place lacks the model "
+                f"a worker failed between two calls of the Trainer, and the one that takes its place lacks the model "
                 f"{missing[0]}, which a callback made in a call: make it in setup()"
             )
 
@@ -132,7 +133,7 @@ class Averages:
         ]
 
     def restore(self, data: list[tuple[bool, bool]]) -> None:
-        """Bring the callbacks of a newcomer as far; values of what they make are restored after this."""
+        """Bring the callbacks of a replacement as far; values of what they make are restored after this."""
         trainer, module = self._trainer, self._trainer.lightning_module
         for callback, (scheduling, resetting) in zip(self._stochastic(), data, strict=False):
             if scheduling and not compat.has_average_scheduler(callback):

@@ -1,4 +1,6 @@
-"""What Lightning says at the start of a run: a newcomer, which starts in the middle of one, does not say it again."""
+"""What Lightning says at the start of a run: a replacement, which starts in the middle of one, does
+not say it again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _HANDLED = ("", "lightning", *_SOURCES)
 
 
 class _Quiet(logging.Filter):
-    """Drops what Lightning says below a warning, until a newcomer has its predecessor's place.
+    """Drops what Lightning says below a warning, until a replacement has the failed worker's place.
 
     Args:
         job: of this worker.
@@ -31,7 +33,7 @@ _quiet: _Quiet | None = None
 
 
 def leave_out(job: Job | None) -> None:
-    """Leave out the start banner if this is a newcomer. Further calls do nothing."""
+    """Leave out the start banner if this is a replacement. Further calls do nothing."""
     global _quiet
     if job is None or job.env.incarnation == 0 or _quiet is not None:
         return

@@ -1,4 +1,4 @@
-"""The rank-local state of a Lightning run: what is published at each batch top, and put back in a newcomer."""
+"""The rank-local state of a Lightning run: what is published at each step boundary, and put back in a replacement."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunState:
         self._built: dict[str, Any] = {}
 
     def register(self, job: Job) -> None:
-        """Register every part; the order is the order in which a newcomer restores them."""
+        """Register every part; the order is the order in which a replacement restores them."""
         self._job = job
         self._told: list[str] = []
         for cls, leaves in _OF_FRAMEWORKS.items():

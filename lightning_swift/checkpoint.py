@@ -1,4 +1,4 @@
-"""``SwiftCheckpoint``: checkpoints of the whole job, from which the same command goes on by itself."""
+"""``SwiftCheckpoint``: checkpoints of the whole job, from which the same command continues by itself."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shared_core.errors import ConfigError
 
 
 class SwiftCheckpoint(pl.Callback):
-    """Makes checkpoints of the job while it trains, at the moments that pay; started again, the script goes on there.
+    """Makes checkpoints of the job while it trains, at the moments that pay; started again, the script continues there.
 
     ``Trainer(strategy="swift_ddp", callbacks=[SwiftCheckpoint("checkpoints")])``: when the whole job is gone (killed,
-    machine rebooted, end of the time limit), start the same command again. It goes on in the middle of the epoch, bit
+    machine rebooted, end of the time limit), start the same command again. It continues in the middle of the epoch, bit
     for bit, unless its last start had come to its proper end. ``ModelCheckpoint`` beside it does what it always does.
 
     Args:
@@ -36,7 +36,7 @@ class SwiftCheckpoint(pl.Callback):
         keep: committed checkpoints that stay, at least 2.
         quota_bytes: most that they may take together; 0 is no limit.
         asynchronous: training continues while one is written; otherwise it waits until it is committed.
-        resume: go on with what an earlier start of this command has left: ``always``, ``never``, or ``auto``, with
+        resume: continue with what an earlier start of this command has left: ``always``, ``never``, or ``auto``, with
             ``on_failure="restart"`` only.
         resume_from: begin with this checkpoint, whatever command has made it: the folder of one (``step-...``), or a
             folder of checkpoints, of which the newest whole one is taken.

@@ -1,4 +1,4 @@
-"""Lightning's collectives, as a newcomer can take part in them again."""
+"""Lightning's collectives, as a replacement can take part in them again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BROADCAST_BYTES = 1024
 
 
 class CollectiveStrategy(ParallelStrategy):
-    """A strategy whose collectives can be left out, and whose sources go on with what was delivered.
+    """A strategy whose collectives can be left out, and whose sources continue with what was delivered.
 
     It stands before the strategy of Lightning's whose collectives these are.
 
@@ -36,10 +36,10 @@ class CollectiveStrategy(ParallelStrategy):
         return tensor if self.quiet else super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As Lightning's, except that the source, too, goes on with what was delivered.
+        """As Lightning's, except that the source, too, continues with what was delivered.
 
         Decisions that rest on the clock or on files (a time limit, the name of a checkpoint) may come out differently
-        when a newcomer on the source rank takes them again; its peers already act on the first one.
+        when a replacement on the source rank takes them again; its peers already act on the first one.
         """
         if self.job is None or not self.job.runtime.operates or not dist.is_initialized():
             return super().broadcast(obj, src)  # type: ignore[safe-super]
@@ -49,7 +49,7 @@ class CollectiveStrategy(ParallelStrategy):
             return _broadcast(obj, src)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """As Lightning's; a newcomer may contribute something else (whether a file exists by now)."""
+        """As Lightning's; a replacement may contribute something else (whether a file exists by now)."""
         if self.job is None:
             return super().reduce_boolean_decision(decision, all)
         with self.job.runtime.unchecked():

@@ -263,7 +263,7 @@ def fetcher_of(loop: _FitLoop) -> _DataFetcher | None:
 
 
 def keep_fetcher(loop: _FitLoop, fetcher: _DataFetcher) -> None:
-    """Make ``fetcher`` what the loop's new one is, in its place: the epoch loop goes on with the object it has."""
+    """Make ``fetcher`` what the loop's new one is, in its place: the epoch loop continues with the object it has."""
     assert loop._data_fetcher is not None
     fetcher.__dict__.update(loop._data_fetcher.__dict__)
     loop._data_fetcher = fetcher
@@ -397,7 +397,7 @@ def opened(logger: Logger) -> Any:
 
 
 def set_version(logger: Logger, version: Any) -> None:
-    """Have a logger that has opened nothing yet go on in the folder of this version."""
+    """Have a logger that has opened nothing yet continue in the folder of this version."""
     if opened(logger) is None and hasattr(logger, "_version"):
         logger._version = version
 

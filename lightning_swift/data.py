@@ -98,7 +98,7 @@ class Data:
             "train": _capture_combined(loader_of(fit), between=False),
             "val": _capture_combined(loader_of(val), between=True),
             "fetcher": None if (fetcher := fetcher_of(fit)) is None else _capture_fetcher(fetcher),
-            # Only where loaders are requested again during a fit does a newcomer need to do so too.
+            # Only where loaders are requested again during a fit does a replacement need to do so too.
             "ordinary": self._ordinary,
             "requested": dict(self._requested) if reloads else {},
             "reloaded": compat.reload_epochs(self._trainer) if reloads else {},
@@ -110,7 +110,7 @@ class Data:
         """Put back what :meth:`capture` took.
 
         Args:
-            data: from this rank's predecessor.
+            data: from this rank's failed worker.
             resized: of another number of workers.
             copied: it is that of a peer, who reads another part of the data.
         """

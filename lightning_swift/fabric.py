@@ -1,4 +1,4 @@
-"""Fabric's strategies whose workers may be lost: ``Fabric(strategy="swift_ddp")``, and FSDP2. The loop is in
+"""Fabric's strategies whose workers may fail: ``Fabric(strategy="swift_ddp")``, and FSDP2. The loop is in
 :mod:`lightning_swift.fabric_loop`.
 """
 
@@ -97,13 +97,13 @@ class _Surviving(ParallelStrategy):
 
 
 class SwiftFabricStrategy(_Surviving, DDPStrategy):
-    """Fabric's ``DDPStrategy`` in which a run goes on through the loss of workers, bit for bit.
+    """Fabric's ``DDPStrategy`` in which a run continues through the failure of workers, bit for bit.
 
     The script's loop must say where epochs and batches begin, see :func:`lightning_swift.attach`. With ``python
     train.py`` and several devices the script is started again under ``swiftrun``.
 
     Args:
-        standbys: processes kept ready to replace a lost worker, where this strategy starts ``swiftrun`` itself.
+        standbys: processes kept ready to replace a failed worker, where this strategy starts ``swiftrun`` itself.
         options: options of :class:`shared_core.SwiftConfig`, by name.
         kwargs: as ``DDPStrategy``, and options of ``DistributedDataParallel``.
 
@@ -124,8 +124,8 @@ class SwiftFabricStrategy(_Surviving, DDPStrategy):
 
 
 class SwiftFabricFSDPStrategy(_Surviving, ModelParallelStrategy):
-    """Fabric's ``ModelParallelStrategy`` in which a run with FSDP2 or HSDP goes on through the loss of workers, bit for
-    bit. Data, and the model with them, are divided over all workers.
+    """Fabric's ``ModelParallelStrategy`` in which a run with FSDP2 or HSDP continues through the failure of workers,
+    bit for bit. Data, and the model with them, are divided over all workers.
 
     Args:
         parallelize_fn: given a module and the device mesh, calls ``fully_shard`` with ``mesh["data_parallel"]``, or
@@ -192,5 +192,5 @@ def register_fabric() -> None:
     ):
         if name not in STRATEGY_REGISTRY:
             STRATEGY_REGISTRY.register(
-                name, SwiftFabricStrategy, description="DDP that survives the loss of workers", **options
+                name, SwiftFabricStrategy, description="DDP that survives the failure of workers", **options
             )

@@ -16,7 +16,7 @@ _PASSES = "fabric.passes"
 
 
 class FabricLoop:
-    """A training loop under Fabric that survives the loss of workers. Without ``swiftrun`` it is a plain loop.
+    """A training loop under Fabric that survives the failure of workers. Without ``swiftrun`` it is a plain loop.
 
     Made by :func:`attach`.
 
@@ -81,7 +81,8 @@ class FabricLoop:
                 if not checked and before != [compat.passes_of(each) for each in compat.fabric_loaders()]:
                     raise Unsupported(
                         f"this {type(given).__name__} reads from a loader that Fabric has set up, whose passes a "
-                        "newcomer cannot count then: give job.steps() the loader itself, and leave the pass with break"
+                        "replacement cannot count then: give job.steps() the loader itself, and leave the pass with "
+                        "break"
                     )
                 checked = True  # what the script reads inside the pass is its own
                 yield step
@@ -103,7 +104,7 @@ class FabricLoop:
         return self._loaders
 
     def _early(self) -> None:
-        """In a newcomer, before the epoch of its predecessor begins: it runs the epoch from its start."""
+        """In a replacement, before the epoch of the failed worker begins: it runs the epoch from its start."""
         assert self.loop.job is not None
         published: Mapping[str, Any] | None = self.loop.job.peek(_PASSES)
         if published is not None and published["call"] == self._call:
@@ -123,7 +124,7 @@ class FabricLoop:
 
 
 def attach(*objects: Any) -> FabricLoop:
-    """Say what a script under Fabric trains, and get the loop that survives the loss of workers::
+    """Say what a script under Fabric trains, and get the loop that survives the failure of workers::
 
         fabric = Fabric(accelerator="cpu", devices=2, strategy="swift_ddp")
         fabric.launch()
@@ -140,7 +141,7 @@ def attach(*objects: Any) -> FabricLoop:
 
     Raises:
         ConfigError: under ``swiftrun``, if the strategy of Fabric is none of this package; if an object has no state.
-        Unsupported: where the number of workers may change, or others compute a lost worker's share.
+        Unsupported: where the number of workers may change, or others compute a failed worker's share.
     """
     return FabricLoop(shared_core.attach(*(compat.without_fabric(each) for each in objects)))
 
@@ -148,7 +149,8 @@ def attach(*objects: Any) -> FabricLoop:
 def _check(job: Job) -> None:
     if job.reroutes or job.config.resizes:
         raise Unsupported(
-            "under Fabric a lost worker is replaced: choose on_failure='replace' and leave resize.replace_timeout_s=0. "
+            "under Fabric a failed worker is replaced: choose on_failure='replace' and leave "
+            "resize.replace_timeout_s=0. "
             "With fewer workers, or with a share that others compute, use lightning.pytorch.Trainer or plain PyTorch"
         )
     job.checkpoints.keep_number("Fabric deals out the data to a fixed number of workers")

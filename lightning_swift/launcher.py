@@ -26,7 +26,7 @@ _DATA = {
 
 
 class SwiftLauncher(compat.Launcher):
-    """Calls the entry function in this process, unless the predecessor of a newcomer has finished it already."""
+    """Calls the entry function in this process, unless the failed worker of a replacement has finished it already."""
 
     def __init__(self, strategy: RecoveringStrategy) -> None:
         self._strategy = strategy
@@ -71,7 +71,9 @@ class SwiftLauncher(compat.Launcher):
     # -- between two entry calls ---------------------------------------------------------------------------------------
 
     def _capture(self) -> Any:
-        """At the end of an entry call: what the user's code finds after it. Peers go on and could not give it later."""
+        """At the end of an entry call: what the user's code finds after it. Peers continue and
+        could not give it later.
+        """
         if not self._leaving or self._strategy.lightning_module is None:
             return None
         return self._strategy.at_end()
@@ -134,6 +136,6 @@ def _plain(result: Any, fn: TrainerFn) -> Any:
         return encode(result)
     except NotPlain as error:
         raise Unsupported(
-            f"Trainer.{fn.value} returned {error}, which cannot be kept for a worker that is lost afterwards; return "
+            f"Trainer.{fn.value} returned {error}, which cannot be kept for a worker that fails afterwards; return "
             "tensors, numbers, text and containers of these"
         ) from error

@@ -99,7 +99,7 @@ class LaunchingStrategy(RecoveringStrategy):
         elif self.num_processes > 1 and not under_plain_torchrun():
             rank_zero_warn(
                 f"the workers were started through {type(self.cluster_environment).__name__}, which cannot replace one "
-                "that is lost: survivors cannot be kept alive. Start the script with swiftrun"
+                "that fails: survivors cannot be kept alive. Start the script with swiftrun"
             )
 
     def find_checkpoints(self) -> None:

@@ -1,7 +1,7 @@
-"""Log files after the loss of rank 0: the same version, every row once.
+"""Log files after the failure of rank 0: the same version, every row once.
 
-A newcomer reuses the version its predecessor chose (noted on disk when it was chosen), writes nothing before it
-joins, and at the join cuts each file to the length it had at the batch top; the batch it runs again then writes its
+A replacement reuses the version the failed worker chose (noted on disk when it was chosen), writes nothing before it
+joins, and at the join cuts each file to the length it had at the step boundary; the batch it runs again then writes its
 rows again.
 """
 
@@ -35,12 +35,12 @@ def _joining() -> bool:
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
-#: By id of a logger: the version that a run had which goes on from a checkpoint.
+#: By id of a logger: the version that a run had which continues from a checkpoint.
 _former: dict[int, Any] = {}
 
 
 def _take_up_version(logger: Logger, version: Any) -> None:
-    """Have a logger that has opened nothing yet go on in the folder of its predecessor's."""
+    """Have a logger that has opened nothing yet continue in the folder of the failed worker's."""
     if compat.opened(logger) is not None:
         return
     # Asked for here, so that a later logger of the same folder finds the version that is its own in the notes.
@@ -80,14 +80,14 @@ def _noted(kind: type, choose: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 class SwiftExperimentWriter(csv_logs.ExperimentWriter):
-    """``metrics.csv`` whose header is exchanged atomically, that is left alone before a newcomer joins, and counts
+    """``metrics.csv`` whose header is exchanged atomically, that is left alone before a replacement joins, and counts
     its rows.
     """
 
     rows = 0
 
     def _check_log_dir_exists(self) -> None:
-        if not _joining():  # the folder is our predecessor's
+        if not _joining():  # the folder is the failed worker's
             super()._check_log_dir_exists()
 
     def save(self) -> None:
@@ -183,7 +183,7 @@ def _watch_additions(writer: Any) -> None:
 
 
 def _restore_tensorboard(logger: TensorBoardLogger, data: Mapping[str, Any]) -> None:
-    """Drop what this process wrote while starting up, cut the predecessor's files, go on in its current one."""
+    """Drop what this process wrote while starting up, cut the failed worker's files, continue in its current one."""
     experiment = logger.experiment
     own = [compat.file_of(writer) for writer in compat.event_writers(logger)]
     experiment.close()
@@ -210,7 +210,7 @@ class Loggers:
         self._services: Services | None = None
 
     def prepare(self, job: Job, state: Any) -> None:
-        """Before anything is logged: see that loggers of services write each row once. In a newcomer, take up runs
+        """Before anything is logged: see that loggers of services write each row once. In a replacement, take up runs
         that a service knows by name, and the versions of a run that was started before.
         """
         if self._trainer.is_global_zero:
@@ -267,7 +267,8 @@ class Loggers:
 
 
 class Missed:
-    """What rank 0 would have logged while it is away (``on_failure="reroute"``). The others keep it for its newcomer.
+    """What rank 0 would have logged while it is away (``on_failure="reroute"``). The others keep it for its
+    replacement.
 
     Args:
         job: of this worker.
@@ -277,7 +278,7 @@ class Missed:
 
     def __init__(self, job: Job, trainer: pl.Trainer, loggers: Loggers) -> None:
         self._job, self._trainer, self._loggers = job, trainer, loggers
-        #: Batch top before it, number of the logger, scalars and step of each row.
+        #: Step boundary before it, number of the logger, scalars and step of each row.
         self._rows: list[tuple[int, int, dict[str, Any], int | None]] = []
         #: In rank 0: of the worker whose place this one takes.
         self._before: tuple[Any, Any] = None, None
@@ -290,17 +291,17 @@ class Missed:
 
     def _note(self, number: int, metrics: Mapping[str, Any], step: int | None = None) -> None:
         plain = {name: v.item() if hasattr(v, "item") else v for name, v in metrics.items()}
-        self._rows.append((self._job.position.tops, number, plain, step))
+        self._rows.append((self._job.position.boundaries, number, plain, step))
 
     def _capture(self) -> Any:
-        if 0 not in self._job.lanes.absent:
-            # A loss of rank 0 may not be known yet, and its newest batch top is that of an accumulation window.
-            oldest = self._job.position.tops - 2 * self._trainer.accumulate_grad_batches - 2
+        if 0 not in self._job.survivor_groups.absent:
+            # A failure of rank 0 may not be known yet, and its newest step boundary is that of an accumulation window.
+            oldest = self._job.position.boundaries - 2 * self._trainer.accumulate_grad_batches - 2
             self._rows = [row for row in self._rows if row[0] >= oldest]
-        return {"top": self._job.position.tops, "rows": list(self._rows)}
+        return {"boundary": self._job.position.boundaries, "rows": list(self._rows)}
 
     def _restore(self, data: Mapping[str, Any]) -> None:
-        """Of a peer: in a newcomer of rank 0, go on where its predecessor had published its logs."""
+        """Of a peer: in a replacement of rank 0, continue where the failed worker had published its logs."""
         if self._job.rank != 0:
             self._rows = list(data["rows"])
             return
@@ -308,8 +309,8 @@ class Missed:
         if self._job.joining or not self._job.added or place is None:
             return
         self._loggers.restore(loggers)
-        for top, number, metrics, step in data["rows"]:
-            if top >= place["top"]:
+        for boundary, number, metrics, step in data["rows"]:
+            if boundary >= place["boundary"]:
                 self._trainer.loggers[number].log_metrics(metrics, step)
                 self._trainer.loggers[number].save()
 

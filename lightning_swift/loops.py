@@ -1,4 +1,4 @@
-"""Lightning's loops with batch tops in them.
+"""Lightning's loops with step boundaries in them.
 
 Lightning has no hook before a batch is fetched, and none around a stand-alone evaluation, so the loops of a trainer
 are given these classes. They add no
@@ -30,7 +30,7 @@ def _strategy(trainer: pl.Trainer) -> RecoveringStrategy:
 
 
 class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
-    """Marks the top of each batch, before the fetch."""
+    """Marks the step boundary of each batch, before the fetch."""
 
     def advance(self, data_fetcher: compat.DataFetcher) -> None:
         # In the middle of an accumulation window gradients are pending, which are nobody's published state. The last
@@ -42,7 +42,7 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
         )
         pending = automatic and self.batch_progress.current.ready % self.trainer.accumulate_grad_batches != 0
         strategy = _strategy(self.trainer)
-        strategy.batch_top(accumulating=pending)
+        strategy.step_boundary(accumulating=pending)
         sharing = strategy.sharing
         if sharing is None:
             super().advance(data_fetcher)
@@ -58,16 +58,16 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
                 ) from stop
             if not self.done and not compat.validates_next(self, data_fetcher):
                 return
-            # What follows talks to all workers. A newcomer is let in at a batch top, so this is one.
+            # What follows talks to all workers. A replacement is admitted at a step boundary, so this is one.
             sharing.behind = True
-            strategy.batch_top(accumulating=compat.accumulates(self))
+            strategy.step_boundary(accumulating=compat.accumulates(self))
         sharing.wait_for_all()
         sharing.behind = False
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Nothing: :class:`SwiftSignalConnector` never sets the flag that rank 0 would give out here.
 
-        Lightning also drops whatever error this collective meets, so the rank would go on beside the others.
+        Lightning also drops whatever error this collective meets, so the rank would continue beside the others.
         """
 
 
@@ -81,13 +81,13 @@ class SwiftAutomaticOptimization(compat.AutomaticOptimization):
 
 
 class SwiftFitLoop(compat.FitLoop):
-    """Notes the random state before the user's hooks make loaders, which a newcomer may have to do again in a later
+    """Notes the random state before the user's hooks make loaders, which a replacement may have to do again in a later
     epoch.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        # A newcomer gets its predecessor's place at the batch top. The file may be newer than that (ckpt_path="last"),
-        # even of the end, and then no batch top would follow.
+        # A replacement gets the failed worker's place at the step boundary. The file may be newer than that
+        # (ckpt_path="last"), even of the end, and then no step boundary would follow.
         if not _strategy(self.trainer).joining:
             super().load_state_dict(state_dict, prefix)
 
@@ -102,12 +102,12 @@ class SwiftFitLoop(compat.FitLoop):
 
 
 class SwiftEvaluationLoop(compat.EvaluationLoop):
-    """A stand-alone evaluation starts at a recovery point; a newcomer does not repeat the sanity check."""
+    """A stand-alone evaluation starts at a recovery point; a replacement does not repeat the sanity check."""
 
     def run(self) -> Any:
         strategy = _strategy(self.trainer)
         if compat.purpose(self) != TrainerFn.FITTING:
-            strategy.eval_top()
+            strategy.eval_boundary()
         elif self.trainer.sanity_checking and strategy.joining:
             # Its results are thrown away; but the loaders are made here, in their place in the stream of random
             # numbers.
@@ -132,7 +132,7 @@ class SwiftPredictionLoop(compat.PredictionLoop):
     """A prediction starts at a recovery point."""
 
     def run(self) -> Any:
-        _strategy(self.trainer).eval_top()
+        _strategy(self.trainer).eval_boundary()
         return super().run()
 
 
@@ -170,5 +170,5 @@ def adopt_loops(trainer: pl.Trainer) -> None:
         elif type(part) not in dict(_CLASSES).values():
             raise Unsupported(
                 f"the trainer uses {type(part).__name__} in place of one of Lightning's loops, where recovery has no "
-                "batch tops; use Lightning's own loops, or train without lightning_swift"
+                "step boundaries; use Lightning's own loops, or train without lightning_swift"
             )

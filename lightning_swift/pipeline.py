@@ -1,4 +1,4 @@
-"""``strategy="swift_deepspeed_pipeline"``: Lightning drives a DeepSpeed pipeline whose stages may be lost."""
+"""``strategy="swift_deepspeed_pipeline"``: Lightning drives a DeepSpeed pipeline whose stages may fail."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
     dimension. Rank r is in stage ``r // d`` and reads the data of data-parallel index ``r % d``, where d is the number
     of pipelines: workers divided by stages.
 
-    Training, validation and test steps are the strategy's. They log ``train_loss``, ``val_loss`` and ``test_loss``,
+    Training, validation and test steps are the strategy's. They log ``train_loss``, ``val_loss`` and ``test_failure``,
     the means over all pipelines, on every rank; a module with ``on_pipeline_loss(stage, loss)`` logs itself.
 
     Args:
@@ -56,9 +56,9 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
         activation_checkpoint_interval: layers between two checkpoints of activations; 0: all are kept.
         config: configuration of DeepSpeed, or the path of its JSON file.
         standbys: this and what follows as in :class:`SwiftDDPStrategy`.
-        on_failure: see there; not ``shrink``, but ``reroute``: training continues at once without a lost worker, whose
-            micro-batches are computed by those that hold the same stage (two pipelines at least). Then the shapes of
-            micro-batches must stay the same, and what hooks keep must be the same at all workers of a stage.
+        on_failure: see there; not ``shrink``, but ``reroute``: training continues at once without a failed worker,
+            whose micro-batches are computed by those that hold the same stage (two pipelines at least). Then the shapes
+            of micro-batches must stay the same, and what hooks keep must be the same at all workers of a stage.
         data: see there.
         checkpoint_dir: see there.
         checkpoint_every_steps: see there.
@@ -125,7 +125,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
         )
         if self.config.resizes:
             raise Unsupported(
-                "a pipeline cannot go on with another number of workers: use on_failure='replace' or 'restart', and "
+                "a pipeline cannot continue with another number of workers: use on_failure='replace' or 'restart', and "
                 "leave resize.replace_timeout_s out"
             )
         self.stages = stages
@@ -236,7 +236,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
         self._waiting, self._shapes = [], None
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """As usual; but a newcomer that skips a finished fit has no layers yet, and no optimizer."""
+        """As usual; but a replacement that skips a finished fit has no layers yet, and no optimizer."""
         if hasattr(self.lightning_module, STAGE):
             super().setup_optimizers(trainer)
 
@@ -244,7 +244,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
     averages = False
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
-        """Make the groups, the layers and the engine that the predecessor made in this call."""
+        """Make the groups, the layers and the engine that the failed worker made in this call."""
         self.setup(trainer)
         if ended is not None:
             self.put_back(ended)
@@ -289,5 +289,5 @@ def register_pipeline() -> None:
     name = SwiftPipelineStrategy.strategy_name
     if name not in StrategyRegistry:
         StrategyRegistry.register(
-            name, SwiftPipelineStrategy, description="a DeepSpeed pipeline that survives the loss of workers"
+            name, SwiftPipelineStrategy, description="a DeepSpeed pipeline that survives the failure of workers"
         )

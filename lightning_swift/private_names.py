@@ -22,14 +22,14 @@ _FABRIC_LOADER = "lightning.fabric.wrappers:_FabricDataLoader"
 
 #: ``module:name``, with its parameters where it is overridden or called; why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
-    # -- loops that get batch tops
-    (f"{_EPOCH}.advance(self, data_fetcher)", "the batch top lies before it; there is no hook before the fetch"),
+    # -- loops that get step boundaries
+    (f"{_EPOCH}.advance(self, data_fetcher)", "the step boundary lies before it; there is no hook before the fetch"),
     (f"{_EPOCH}._broadcast_sigterm_tensor(self)", "a collective for a flag that is never set; it drops errors"),
     (f"{_EPOCH}._should_check_val_fx(self, data_fetcher)", "what follows a batch talks to all workers"),
     (f"{_EPOCH}._should_accumulate(self)", "whether a batch ends with a step"),
     (f"{_EPOCH}._batches_that_stepped", "step number of rows in the logs"),
     (f"{_EPOCH}._results", "what training_step logs is replaced while a share is computed, and published"),
-    (f"{_EPOCH}._build_kwargs(self, kwargs, batch, batch_idx)", "arguments of training_step for a lost rank's batch"),
+    (f"{_EPOCH}._build_kwargs(self, kwargs, batch, batch_idx)", "arguments of training_step for a failed rank's batch"),
     (f"{_FIT}._should_accumulate(self)", "whether a batch ends with a step"),
     (f"{_FIT}._skip_backward", "a pass that only makes statistics of batch normalisation has no gradients"),
     (f"{_FIT}._combined_loader", "position in the data"),
@@ -55,7 +55,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ),
     (
         f"{_LOOPS}.optimization.automatic:_AutomaticOptimization._training_step(self, kwargs)",
-        "computes a lost rank's batch",
+        "computes a failed rank's batch",
     ),
     (f"{_LOOPS}.optimization.automatic:Closure._step_fn", "a closure is made of another's parts"),
     (f"{_LOOPS}.optimization.automatic:Closure._backward_fn", "the same"),
@@ -94,7 +94,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("lightning.pytorch.strategies:ModelParallelStrategy._configure_launcher(self)", "where the launcher is chosen"),
     ("lightning.pytorch.strategies:ModelParallelStrategy._data_parallel_size", "chosen: all workers"),
     ("lightning.pytorch.strategies:ModelParallelStrategy._tensor_parallel_size", "refused where there is any"),
-    ("lightning.fabric.utilities.load:_METADATA_FILENAME", "a newcomer reads no shard of a checkpoint, only this"),
+    ("lightning.fabric.utilities.load:_METADATA_FILENAME", "a replacement reads no shard of a checkpoint, only this"),
     ("lightning.pytorch:Trainer._accelerator_connector", "a trainer under construction has it when it has a strategy"),
     ("lightning.pytorch:Trainer._data_connector", "an entry call that is skipped attaches its data, for the next ones"),
     (f"{_TRAINER}.connectors.data_connector:_DataConnector.attach_data", "the same"),
@@ -109,11 +109,14 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_TRAINER}.call:_call_configure_model(trainer)", "the same"),
     (f"{_TRAINER}.call:_call_callback_hooks", "hooks between a pipeline's backward and step"),
     (f"{_TRAINER}.call:_call_lightning_module_hook", "the same"),
-    ("lightning.pytorch:LightningModule._on_before_batch_transfer(self, batch, dataloader_idx)", "a lost rank's batch"),
+    (
+        "lightning.pytorch:LightningModule._on_before_batch_transfer(self, batch, dataloader_idx)",
+        "a failed rank's batch",
+    ),
     ("lightning.pytorch:Trainer._logger_connector", "its plain attributes are published"),
     (f"{_TRAINER}.setup:_init_debugging_flags", "sets _val_check_time_interval, which is refused under reroute"),
     # -- what self.log gathers
-    (f"{_RESULT}:_Metadata.sync", "entries that a newcomer has not logged yet are created again"),
+    (f"{_RESULT}:_Metadata.sync", "entries that a replacement has not logged yet are created again"),
     (f"{_RESULT}:_ResultCollection.log", "a collection stands for another while a share is computed"),
     (f"{_RESULT}:_ResultMetric.has_reset", "values are published"),
     (f"{_RESULT}:_ResultMetric._forward_cache", "the same"),
@@ -131,21 +134,21 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_CALLBACKS}:ModelCheckpoint._train_time_interval", "it asks rank 0 in every batch; refused"),
     # -- loggers
     (f"{_LOGGERS}:CSVLogger._experiment", "the writer, without making one"),
-    (f"{_LOGGERS}:CSVLogger._version", "a run that was started before goes on in its folder"),
+    (f"{_LOGGERS}:CSVLogger._version", "a run that was started before continues in its folder"),
     (f"{_LOGGERS}:TensorBoardLogger._experiment", "as for CSV"),
     (f"{_LOGGERS}:TensorBoardLogger._version", "as for CSV"),
     (f"{_LOGGERS}:WandbLogger._wandb_init", "which run to write to is known only when the logger has been made"),
     (f"{_LOGGERS}:MLFlowLogger._initialized", "the same"),
     (f"{_LOGGERS}:MLFlowLogger._run_id", "the same"),
     (f"{_LOGGERS}:MLFlowLogger._prefix", "what it puts before the names of metrics"),
-    ("torch.utils.tensorboard:SummaryWriter._get_file_writer(self)", "opens the files of a newcomer"),
-    (f"{_EVENTS}:EventFileWriter._file_name", "files are cut to what the predecessor had published"),
+    ("torch.utils.tensorboard:SummaryWriter._get_file_writer(self)", "opens the files of a replacement"),
+    (f"{_EVENTS}:EventFileWriter._file_name", "files are cut to what the failed worker had published"),
     (f"{_EVENTS}:EventFileWriter._general_file_writer", "and continued"),
-    (f"{_LOGGERS}.csv_logs:ExperimentWriter._check_log_dir_exists(self)", "the folder is the predecessor's"),
+    (f"{_LOGGERS}.csv_logs:ExperimentWriter._check_log_dir_exists(self)", "the folder is the failed worker's"),
     ("lightning.fabric.loggers.csv_logs:_ExperimentWriter._rewrite_with_new_header(self, fieldnames)", "made atomic"),
-    # -- patches: a newcomer must reuse what its predecessor chose, in loggers that the script has made itself
+    # -- patches: a replacement must reuse what the failed worker chose, in loggers that the script has made itself
     (f"{_LOGGERS}.csv_logs:ExperimentWriter", "replaced: CSVLogger makes its writer by this name; no hook"),
-    ("lightning.fabric.loggers.csv_logs:CSVLogger._get_next_version(self)", "wrapped: the predecessor's version"),
+    ("lightning.fabric.loggers.csv_logs:CSVLogger._get_next_version(self)", "wrapped: the failed worker's version"),
     ("lightning.fabric.loggers.tensorboard:TensorBoardLogger._get_next_version(self)", "the same"),
     (f"{_LOGGERS}.tensorboard:TensorBoardLogger._get_next_version(self)", "the same"),
     # -- Fabric

@@ -33,7 +33,7 @@ class RecoveringStrategy(CollectiveStrategy):
 
     Attributes:
         config: options of the run.
-        sharing: the training steps of the last fit, where survivors compute a lost worker's share.
+        sharing: the training steps of the last fit, where survivors compute a failed worker's share.
     """
 
     config: SwiftConfig
@@ -41,7 +41,7 @@ class RecoveringStrategy(CollectiveStrategy):
     averages = True
     #: Whether all workers give their metrics the same values.
     metrics_alike = False
-    #: In a newcomer that skips an entry call, :meth:`after_skip` puts back what was trained.
+    #: In a replacement that skips an entry call, :meth:`after_skip` puts back what was trained.
     builds_late = False
 
     def _begin(self, job: Job | None) -> None:
@@ -63,7 +63,7 @@ class RecoveringStrategy(CollectiveStrategy):
 
     @property
     def reroutes(self) -> bool:
-        """Whether survivors compute a lost worker's share of the batches, see :class:`Sharing`."""
+        """Whether survivors compute a failed worker's share of the batches, see :class:`Sharing`."""
         return self.job is not None and self.job.reroutes and self.world_size > 1
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -74,7 +74,7 @@ class RecoveringStrategy(CollectiveStrategy):
             self._attached = []
             self._attach_trained(trainer)
             if self.run_state.averages.exchanged:
-                self.job.keep_tops()
+                self.job.keep_boundaries()
             self.run_state.loggers.opened()
 
     def _attach_trained(self, trainer: pl.Trainer) -> None:
@@ -99,12 +99,12 @@ class RecoveringStrategy(CollectiveStrategy):
         self._run_state = RunState(trainer, held=self.averages and not self.reroutes)
         self._begun = False
         self._run_state.register(self.job)
-        # Only rank 0 has any. A prepared standby of another rank goes on to its first batch.
+        # Only rank 0 has any. A hot standby of another rank continues to its first batch.
         logged = self.job.peek("lightning.loggers") if trainer.is_global_zero else None
         self._run_state.loggers.prepare(self.job, logged)
         if not self._listening:
             self._listening = True
-            self.job.news.listen(self._log_recovery)
+            self.job.reporter.listen(self._log_recovery)
 
     def attach(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Tell the job what is trained."""
@@ -145,7 +145,7 @@ class RecoveringStrategy(CollectiveStrategy):
         self.run_state.averages.load(ended["averages"])
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
-        """A newcomer has skipped an entry call: make what its predecessor made in it with collectives.
+        """A replacement has skipped an entry call: make what the failed worker made in it with collectives.
 
         Args:
             trainer: its trainer.
@@ -160,7 +160,7 @@ class RecoveringStrategy(CollectiveStrategy):
 
     @property
     def joining(self) -> bool:
-        """Whether this is a newcomer that has not reached its predecessor's place yet."""
+        """Whether this is a replacement that has not reached the failed worker's place yet."""
         return self.job is not None and self.job.joining
 
     @property
@@ -190,10 +190,11 @@ class RecoveringStrategy(CollectiveStrategy):
             reading=self.job.reading,
         )
 
-    # -- batch tops ---------------------------------------------------------------------------------------------------
+    # -- step boundaries
+    # ---------------------------------------------------------------------------------------------------
 
-    def batch_top(self, accumulating: bool) -> None:
-        """The top of a training batch; a newcomer takes its predecessor's place in here."""
+    def step_boundary(self, accumulating: bool) -> None:
+        """The step boundary of a training batch; a replacement takes the failed worker's place in here."""
         if self.job is not None:
             # Hooks up to here, and the last batch.
             if self.run_state.averages.made(begun=self._begun):
@@ -206,15 +207,15 @@ class RecoveringStrategy(CollectiveStrategy):
             if isinstance(self.checkpoint_io, SwiftCheckpointIO) and self.job.checkpoints.near:
                 self.checkpoint_io.wait()  # ModelCheckpoint counts its file as written
             epoch = self._trainer.current_epoch if self._trainer is not None else None
-            if self.job.batch_top(accumulating=accumulating, epoch=epoch):
+            if self.job.step_boundary(accumulating=accumulating, epoch=epoch):
                 self.job.variables.check_data()
                 self._log_recovery({})
 
-    def eval_top(self) -> None:
+    def eval_boundary(self) -> None:
         """The start of a stand-alone evaluation."""
         if self.job is not None:
             self.run_state.tell()
-            self.job.entries.evaluation_top()
+            self.job.entries.evaluation_boundary()
 
     def _log_recovery(self, fields: dict[str, Any]) -> None:
         """One row of scalars for each recovery, in the user's loggers, where that is asked for."""

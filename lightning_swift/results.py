@@ -29,7 +29,7 @@ _META = (
 class Results:
     """Captures and restores the collections of the training and evaluation loops.
 
-    Entries that a newcomer has not logged yet are made again from their metadata, bound to its own strategy, groups
+    Entries that a replacement has not logged yet are made again from their metadata, bound to its own strategy, groups
     and metrics.
     """
 

@@ -1,4 +1,4 @@
-"""Loggers that write to a service: one run, each row once, also across the loss of rank 0."""
+"""Loggers that write to a service: one run, each row once, also across the failure of rank 0."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Services:
                 vars(logger)[_ROWS] = _Lazy(job, logger)
 
     def take_up(self, logger: Logger, run: str | None) -> None:
-        """Before a logger opens its run: have it take up the predecessor's."""
+        """Before a logger opens its run: have it take up the failed worker's."""
         if run is not None:
             compat.take_up_run(logger, run)
 
     def opened(self) -> None:
-        """Runs are open: note them, for newcomers."""
+        """Runs are open: note them, for replacements."""
         if self._opened or not self._loggers:
             return
         self._opened = True

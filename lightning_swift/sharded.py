@@ -20,7 +20,7 @@ from shared_core.errors import ConfigError, Unsupported
 
 
 class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
-    """``ModelParallelStrategy`` that keeps a run going through the loss of workers, bit for bit.
+    """``ModelParallelStrategy`` that keeps a run going through the failure of workers, bit for bit.
 
     The module's ``configure_model`` calls ``fully_shard`` of ``torch.distributed.fsdp`` with
     ``self.device_mesh["data_parallel"]``, which is all workers. Lightning calls it before each fit, validate, test and
@@ -28,7 +28,7 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
 
     Args:
         save_distributed_checkpoint: as in ``ModelParallelStrategy``.
-        standbys: processes kept ready to replace a lost worker, when this strategy starts ``swiftrun`` itself.
+        standbys: processes kept ready to replace a failed worker, when this strategy starts ``swiftrun`` itself.
         data: ``restore``, ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         seed: seed of ``data="seeded"``.
         options: further options of :class:`shared_core.SwiftConfig`, by name.
@@ -114,8 +114,8 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """As in ``ModelParallelStrategy``; but a newcomer whose place is further on leaves it out: the others take
-        no part any more, and its predecessor has taken it.
+        """As in ``ModelParallelStrategy``; but a replacement whose place is further on leaves it out: the others take
+        no part any more, and the failed worker has taken it.
         """
         if self.joining:
             return
@@ -123,8 +123,8 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """As in ``ModelParallelStrategy``; but a newcomer whose place is further on reads no weights: the others take
-        no part any more, and it takes its predecessor's shard.
+        """As in ``ModelParallelStrategy``; but a replacement whose place is further on reads no weights: the others
+        take no part any more, and it takes the failed worker's shard.
         """
         if not self.joining:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -139,5 +139,5 @@ def register_sharded() -> None:
     name = SwiftFSDPStrategy.strategy_name
     if name not in StrategyRegistry:
         StrategyRegistry.register(
-            name, SwiftFSDPStrategy, description="FSDP2 and HSDP that survive the loss of workers"
+            name, SwiftFSDPStrategy, description="FSDP2 and HSDP that survive the failure of workers"
         )

@@ -1,8 +1,8 @@
-"""``on_failure="reroute"`` under ``swift_ddp``: survivors run ``training_step`` on the lost worker's batches too.
+"""``on_failure="reroute"`` under ``swift_ddp``: survivors run ``training_step`` on the failed worker's batches too.
 
-Each worker computes its share of a step (its batches, with random numbers of their place), and those of lost ranks
+Each worker computes its share of a step (its batches, with random numbers of their place), and those of failed ranks
 that it hosts; gradients are summed over those who are there. What ``training_step`` logs is averaged over all logical
-ranks in the same way, so every worker has the same values, and a newcomer that copies a peer has the right ones.
+ranks in the same way, so every worker has the same values, and a replacement that copies a peer has the right ones.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Sharing:
         job: as given.
         seed: as given.
         number: of the next step.
-        behind: the present batch top is behind the batch: only what follows it (validation, the end of the epoch)
+        behind: the present step boundary is behind the batch: only what follows it (validation, the end of the epoch)
             is left.
 
     Raises:
@@ -192,14 +192,14 @@ class Sharing:
         self._steps.settle(self.number)
 
     def wait_for_all(self) -> None:
-        """Wait until newcomers have taken the places of all lost workers. At a batch top, before its step."""
+        """Wait until replacements have taken the places of all failed workers. At a step boundary, before its step."""
         self._steps.wait_for_all(self.number)
 
     def begin_batch(self) -> None:
-        """At the top of a batch: wait for all if callbacks will talk to all before its end."""
+        """At the step boundary of a batch: wait for all if callbacks will talk to all before its end."""
         trainer = self._trainer
         self._shards = self._loader.shards
-        self._shards.keep(self.job.lanes.absent | {self.job.rank})
+        self._shards.keep(self.job.survivor_groups.absent | {self.job.rank})
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
                 raise Unsupported(
@@ -270,7 +270,7 @@ class Sharing:
             entries, loss = [], None
             with self._untouched():
                 for index in range(self._first, self._trainer.fit_loop.epoch_loop.batch_idx + 1):
-                    recorder, loss = self._lost_batch(rank, index)
+                    recorder, loss = self._failed_batch(rank, index)
                     entries += recorder.entries
         assert loss is not None
         note = json.dumps([entry[:3] for entry in entries]).encode() if entries else b""
@@ -289,8 +289,8 @@ class Sharing:
         finally:
             compat.set_training_results(self._trainer, results)
 
-    def _lost_batch(self, rank: int, index: int) -> tuple[_Recorder, torch.Tensor | None]:
-        """Forward and backward of a lost rank's batch: ``training_step``, and no other hook of its callbacks."""
+    def _failed_batch(self, rank: int, index: int) -> tuple[_Recorder, torch.Tensor | None]:
+        """Forward and backward of a failed rank's batch: ``training_step``, and no other hook of its callbacks."""
         trainer, loop, strategy = self._trainer, self._trainer.fit_loop, self._trainer.strategy
         batch = self._shards.read(rank, self.epoch, index)
         with self._apart.share(self.number, rank, index, _MOVING):
@@ -394,7 +394,7 @@ def check_sharing(trainer: pl.Trainer) -> None:
         ),
         (
             bool(getattr(trainer, "reload_dataloaders_every_n_epochs", 0)),
-            "reload_dataloaders_every_n_epochs: a newcomer could not read what the others have read. Leave it out",
+            "reload_dataloaders_every_n_epochs: a replacement could not read what the others have read. Leave it out",
         ),
         (
             compat.validates_by_time(trainer),

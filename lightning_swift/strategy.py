@@ -1,4 +1,4 @@
-"""``strategy="swift_ddp"``: Lightning's DDP whose workers may be lost."""
+"""``strategy="swift_ddp"``: Lightning's DDP whose workers may fail."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from shared_core.devices import has_streams_of_cuda
 
 
 class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
-    """``DDPStrategy`` that keeps a run going through the loss of workers, bit for bit.
+    """``DDPStrategy`` that keeps a run going through the failure of workers, bit for bit.
 
     With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain
     ``torchrun`` it trains as ``DDPStrategy`` and says that survivors cannot be kept alive.
 
     Args:
-        standbys: processes kept ready to replace a lost worker, when this strategy starts ``swiftrun`` itself.
-        on_failure: ``replace`` a lost worker, ``reroute``: have the others compute its batches too until a newcomer is
-            there, ``shrink``: go on with fewer, or ``restart`` all from the newest checkpoint.
+        standbys: processes kept ready to replace a failed worker, when this strategy starts ``swiftrun`` itself.
+        on_failure: ``replace`` a failed worker, ``reroute``: have the others compute its batches too until a
+            replacement is there, ``shrink``: continue with fewer, or ``restart`` all from the newest checkpoint.
         data: ``restore``, ``refetch`` or ``seeded``; see :class:`shared_core.SwiftConfig`.
         checkpoint_dir: where checkpoints for ``restart`` are written.
-        checkpoint_every_steps: batch tops between two of them; 0 writes none.
+        checkpoint_every_steps: step boundaries between two of them; 0 writes none.
         seed: seed of ``data="seeded"``.
         options: further options of :class:`shared_core.SwiftConfig`, by name.
         accelerator: this and all that follow as in ``DDPStrategy``.
@@ -117,14 +117,14 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
         return super().determine_ddp_device_ids() if has_streams_of_cuda(self.root_device) else None
 
     def configure_ddp(self) -> None:
-        """Where survivors compute a lost worker's share, gradients are summed by :class:`Sharing`."""
+        """Where survivors compute a failed worker's share, gradients are summed by :class:`Sharing`."""
         if not self.reroutes:
             super().configure_ddp()
             return
         assert self.job is not None and self.lightning_module is not None
         number = 0 if self.sharing is None else self.sharing.number
         if self.sharing is None:
-            self.job.lanes.at_end(self._settle)
+            self.job.survivor_groups.at_end(self._settle)
         self.job.trained.alike()
         self.sharing = Sharing(
             self.job, self.lightning_module.trainer, self.run_state.untouched, self.config.seed, number
@@ -145,7 +145,7 @@ def register(names: tuple[str, ...] = ("swift_ddp",), *, override: bool = False)
             options["find_unused_parameters"] = False
         if override or name not in StrategyRegistry:
             StrategyRegistry.register(
-                name, SwiftDDPStrategy, description="DDP that survives the loss of workers", override=True, **options
+                name, SwiftDDPStrategy, description="DDP that survives the failure of workers", override=True, **options
             )
 
 

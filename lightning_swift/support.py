@@ -59,7 +59,7 @@ def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
         if not averages and isinstance(callback, AVERAGING):
             raise Unsupported(
                 f"swift recovery does not support {type(callback).__name__} in a pipeline, with sharded "
-                "models or with on_failure='reroute': nobody else has a lost worker's average. Choose "
+                "models or with on_failure='reroute': nobody else has a failed worker's average. Choose "
                 "strategy='swift_ddp' with on_failure='replace', or average checkpoints after training"
             )
     module = trainer.lightning_module
@@ -67,7 +67,8 @@ def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
         if isinstance(part, MetricTracker):
             raise Unsupported(
                 f"swift recovery does not support MetricTracker ({name}): it adds modules while training runs, which a "
-                "worker that takes a lost one's place would not have. Use the metric itself, and keep what it computes "
+                "worker that takes a failed one's place would not have. Use the metric itself, and keep what it "
+                "computes "
                 "in a list"
             )
 
@@ -90,7 +91,7 @@ def check_overlapped_update(trainer: pl.Trainer) -> None:
 def check_ddp_options(
     comm_state: object | None, comm_hook: Any, comm_wrapper: Any, averaging: int | None, options: dict[str, Any]
 ) -> None:
-    """Refuse options of ``DDPStrategy`` whose state cannot be rebuilt in a newcomer.
+    """Refuse options of ``DDPStrategy`` whose state cannot be rebuilt in a replacement.
 
     Raises:
         ConfigError: for an option that neither the strategy nor ``DistributedDataParallel`` has.

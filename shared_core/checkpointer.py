@@ -1,8 +1,8 @@
 """Checkpoints of a script in plain PyTorch, without ``swiftrun``: one process, or data parallel under torchrun.
 
 It measures what a checkpoint costs and decides when the next one pays; the script names what it trains and nothing
-else. Nobody replaces a lost worker here: the next start of the script goes on from the newest checkpoint, in the middle
-of an epoch, with the bits of a run that was not interrupted.
+else. Nobody replaces a failed worker here: the next start of the script continues from the newest checkpoint, in the
+middle of an epoch, with the bits of a run that was not interrupted.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntr
 from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.recovery_line import DESCRIPTION, NAMES
 from shared_core.worker.state.attached import Attached
-from shared_core.worker.state.change_detection import Watch
+from shared_core.worker.state.change_detection import ChangeWatch
 from shared_core.worker.state.local_state import Capture, Parts, Restore
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unstepped import Loose
+from shared_core.worker.state.unoptimized import UnoptimizedParameters
 
 #: Name of the part that holds parameters and optimizer state; all ranks have the same.
 _REPLICATED = "replicated0.safetensors"
@@ -64,7 +64,7 @@ _made = 0
 
 
 class Checkpointer(TrainingLoop):
-    """Checkpoints when they pay, written while training continues, and the loop that goes on from them.
+    """Checkpoints when they pay, written while training continues, and the loop that continues from them.
 
     ::
 
@@ -190,8 +190,8 @@ class _Ranks:
         return self.said(key, f"to say its {key}")
 
 
-class _NoNewcomers:
-    """What a training loop says for newcomers, where no worker has to find the place of another."""
+class _NoReplacements:
+    """What a training loop says for replacements, where no worker has to find the place of another."""
 
     def note_reachable(self, reachable: bool) -> None:
         """Of no meaning here."""
@@ -199,17 +199,17 @@ class _NoNewcomers:
     def between(self, phase: int, epoch: int | None, pass_: int) -> None:
         """The same."""
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         """The same."""
 
     @property
-    def entries(self) -> _NoNewcomers:
+    def entries(self) -> _NoReplacements:
         """Itself."""
         return self
 
 
-class Alone(_NoNewcomers):
-    """What a training loop needs of a job where nobody replaces lost workers: batch tops with checkpoints.
+class Alone(_NoReplacements):
+    """What a training loop needs of a job where nobody replaces failed workers: step boundaries with checkpoints.
 
     Args:
         models: what is trained.
@@ -232,8 +232,8 @@ class Alone(_NoNewcomers):
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.complete = self.joining = False
         self.loss: torch.Tensor | float | None = None
-        self.tops = self.version = 0
-        self._top_version = -1
+        self.boundaries = self.version = 0
+        self._boundary_version = -1
         self._owed = False
         self._parts = Parts()
         self.variables = self._parts.variables
@@ -246,10 +246,14 @@ class Alone(_NoNewcomers):
         self.register("modes", attached.modes, attached.restore_modes)
         self.register("hyperparameters", attached.groups, attached.restore_groups)
         wrapped = [each for each in models if isinstance(each, nn.parallel.DistributedDataParallel)]
-        self._loose = Loose(self._replicated, {id(p) for ddp in wrapped for p in ddp.parameters()})
-        #: The script changes something outside updates: a snapshot cannot be copied while it goes on.
-        self._outside, self._watch = self._loose.own, Watch(self._replicated)
-        self.register("loose", lambda: self._loose.capture() if self._outside else {}, self._loose.restore)
+        self._unoptimized = UnoptimizedParameters(
+            self._replicated, {id(p) for ddp in wrapped for p in ddp.parameters()}
+        )
+        #: The script changes something outside updates: a snapshot cannot be copied while it continues.
+        self._outside, self._watch = self._unoptimized.own, ChangeWatch(self._replicated)
+        self.register(
+            "unoptimized", lambda: self._unoptimized.capture() if self._outside else {}, self._unoptimized.restore
+        )
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self._before_update())
             optimizer.register_step_post_hook(lambda *_: self._watch.note())
@@ -273,8 +277,8 @@ class Alone(_NoNewcomers):
         """Its own."""
         return self
 
-    def keep_tops(self) -> None:
-        """See :meth:`Job.keep_tops`."""
+    def keep_boundaries(self) -> None:
+        """See :meth:`Job.keep_boundaries`."""
         self._outside = True
 
     def peek(self, name: str) -> Any:
@@ -289,21 +293,21 @@ class Alone(_NoNewcomers):
         """
         raise ConfigError(f"{reason}; or start from scratch with resume='never'")
 
-    def batch_top(self) -> bool:
+    def step_boundary(self) -> bool:
         """A batch begins; True if the state was just restored to what it was here."""
         self._persist()
         if self.joining:
             self._restore()
             return True
-        self.tops += 1
+        self.boundaries += 1
         self._see()
         self._look()
         self._decide()
         due, last = self._decisions.due(self.version)
         every = self.config.checkpoint.every_steps if self.config.checkpoint.chosen_policy == "fixed" else 0
-        self._owed = self._owed or due or (every > 0 and self.tops % every == 0)
+        self._owed = self._owed or due or (every > 0 and self.boundaries % every == 0)
         # Between two updates gradients are pending, which belong to no checkpoint: it is made after the next one.
-        updated, self._top_version = self.version != self._top_version, self.version
+        updated, self._boundary_version = self.version != self._boundary_version, self.version
         if self._owed and updated:
             self._owed = False
             self._take()
@@ -342,7 +346,8 @@ class Alone(_NoNewcomers):
             signal.signal(signal.SIGTERM, self._on_sigterm)
         atexit.register(self.close)
 
-    # -- going on ------------------------------------------------------------------------------------------------------
+    # -- continuing
+    # ------------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
         """Find the checkpoint to begin with, if there is one; rank 0 decides."""
@@ -372,14 +377,14 @@ class Alone(_NoNewcomers):
         self._replicated.load(json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names])
         if self.rank == 0:
             whose = f", of '{lineage.Saved(saved).command.short}'" if adopts else ""
-            console(f"continuing from the checkpoint at batch top {step} in {saved.path.parent}{whose}")
+            console(f"continuing from the checkpoint at step boundary {step} in {saved.path.parent}{whose}")
 
     def _restore(self) -> None:
         assert self._found is not None
         found, self._found, self.joining = self._found, None, False
-        self.tops, self.version = found["top"], found["version"]
+        self.boundaries, self.version = found["boundary"], found["version"]
         self._parts.restore(found["parts"])
-        self._top_version = self.version
+        self._boundary_version = self.version
         self._decisions.joined(self.version)
         if self._pricing is not None and found["pricing"] is not None:
             self._pricing.restore(found["pricing"])
@@ -407,16 +412,16 @@ class Alone(_NoNewcomers):
             self._decisions.add(self.version, last=True)
         elif self._pricing is not None:
             if self.loss is not None:
-                self._pricing.loss(self.tops, self.loss)
+                self._pricing.loss(self.boundaries, self.loss)
                 self.loss = None
-            self._pricing.step(self.tops, self._snapshots.waited_s, self.version, self._replicated.optimizers)
-            if self._decisions.pending <= self.version and self._pricing.due(self.tops):
+            self._pricing.step(self.boundaries, self._snapshots.waited_s, self.version, self._replicated.optimizers)
+            if self._decisions.pending <= self.version and self._pricing.due(self.boundaries):
                 self._decisions.add(self.version)
 
     def _take(self) -> None:
         started = time.perf_counter()
         local = {
-            "top": self.tops,
+            "boundary": self.boundaries,
             "version": self.version,
             "parts": self._parts.capture(),
             "pricing": self._pricing.capture() if self._pricing is not None else None,
@@ -425,7 +430,7 @@ class Alone(_NoNewcomers):
         if self.rank == 0:
             images[_REPLICATED] = named(self._replicated, *self._replicated.export())
         meta = lineage.meta_of(
-            self.tops,
+            self.boundaries,
             self.version,
             session=self._session,
             run=self._run,
@@ -435,12 +440,12 @@ class Alone(_NoNewcomers):
             adopted=self._adopted,
         )
         self._snapshots.into(self._folder)
-        taken = self._snapshots.take(self.tops, {f"rank{self.rank}": dumps(local)}, images, meta)
+        taken = self._snapshots.take(self.boundaries, {f"rank{self.rank}": dumps(local)}, images, meta)
         if self._outside:
             self._snapshots.fence()
         if self._pricing is not None:
             self._pricing.name = self._run
-            self._pricing.begun(self.tops, time.perf_counter() - started, taken)
+            self._pricing.begun(self.boundaries, time.perf_counter() - started, taken)
         if not self.config.checkpoint.background:
             self._flush()
 
@@ -451,7 +456,7 @@ class Alone(_NoNewcomers):
 
     def _flush(self) -> None:
         """Wait until the newest one is committed or given up; the writer is looked after meanwhile."""
-        what, ends = f"the checkpoint at batch top {self.tops} to be committed", "it continues without it"
+        what, ends = f"the checkpoint at step boundary {self.boundaries} to be committed", "it continues without it"
         wait = Wait("rank 0", what, self.config.detection.wait_timeout_s, ends=ends, speaks=lambda: self.rank == 0)
         while self._told < 2:
             try:
@@ -459,7 +464,7 @@ class Alone(_NoNewcomers):
             except WaitTimeout:
                 break
             self._persist()
-            if self._snapshots.flush(0.2) or self._spool.status().failed >= self.tops:
+            if self._snapshots.flush(0.2) or self._spool.status().failed >= self.boundaries:
                 break
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -492,7 +497,7 @@ class Alone(_NoNewcomers):
         if self.complete and self.rank == 0 and sys.exc_info()[0] is None:
             self._mark_ended()
         if self.rank == 0 and job_dir is not None and (self._told or not whole):
-            console(verdict(self._where, self._command, self._spool, self.tops, continues=self.config.continues))
+            console(verdict(self._where, self._command, self._spool, self.boundaries, continues=self.config.continues))
         if job_dir is not None:
             job_dir.remove()
 
@@ -504,7 +509,7 @@ class Alone(_NoNewcomers):
     def _mark_ended(self) -> None:
         """The next start starts from scratch."""
         with suppress(OSError):
-            lineage.mark_ended(self._folder, self.tops)
+            lineage.mark_ended(self._folder, self.boundaries)
         if self._pricing is not None:
             self._pricing.ended("completed")
         self.complete = False

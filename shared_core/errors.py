@@ -67,7 +67,7 @@ class RunInUse(Unsupported):
 
 
 class UnsupportedOptimizer(Unsupported):
-    """An update of this optimizer cannot be undone, or its state cannot be moved to a newcomer.
+    """An update of this optimizer cannot be undone, or its state cannot be moved to a replacement.
 
     Use the optimizer or the setting that the message suggests, or turn the option off that needs it. Which optimizers
     can be undone: docs/design/undo.md.
@@ -75,17 +75,19 @@ class UnsupportedOptimizer(Unsupported):
 
 
 class ReplayDivergence(SwiftError, RuntimeError):
-    """The script did something else when a newcomer ran its batch again. The job ends rather than train on other bits.
+    """The script did something else when a replacement ran its batch again. The job ends rather than train on other
+    bits.
 
-    A newcomer must make the same calls, with the same inputs, as the worker that it replaces. Usual causes: a random
+    A replacement must make the same calls, with the same inputs, as the worker that it replaces. Usual causes: a random
     generator that nobody seeds or that is not published, a branch on the time or on a file that the run itself writes,
     a counter that is not registered (``job.register``, ``plugin.register``). The message names the operation at which
-    the two differ. What a newcomer gets back: docs/will_my_script_work.md.
+    the two differ. What a replacement gets back: docs/will_my_script_work.md.
     """
 
 
 class Deadlock(SwiftError, RuntimeError):
-    """Ranks wait for each other, so that none of them can ever go on. The job ends within seconds, not at a time-out.
+    """Ranks wait for each other, so that none of them can ever continue. The job ends within seconds, not at a
+    time-out.
 
     The message names the place where each of them waits. They do not make the same calls in the same order: look for a
     branch on the rank around a collective, a message that nobody sends, or ranks that run different numbers of batches.
@@ -108,13 +110,13 @@ class ReplicaMismatch(SwiftError, RuntimeError):
 
     The message names the first parameter that differs. Usual causes, the likeliest first: the script changes parameters
     in a way that depends on the rank, the ranks have built different models, or memory is damaged. With three or more
-    replicas a minority is replaced, and the job goes on. See
+    replicas a minority is replaced, and the job continues. See
     docs/how_it_works.md#what-a-script-changes-by-itself.
     """
 
 
 class RecoveryFailed(SwiftError, RuntimeError):
-    """No worker can give a newcomer the state or the messages that it needs.
+    """No worker can give a replacement the state or the messages that it needs.
 
     All workers start again from the newest checkpoint, or from the beginning if there is none. The message says what is
     missing. Set ``checkpoint.dir`` so that little is lost: docs/checkpoints.md.
@@ -122,21 +124,22 @@ class RecoveryFailed(SwiftError, RuntimeError):
 
 
 class GenerationAbandoned(SwiftError, RuntimeError):
-    """Another worker was lost while a generation was being formed. Internal: the next generation is formed at once.
+    """Another worker failed while a generation was being formed. Internal: the next generation is formed at once.
 
     A job never ends with this error. If one does, report it.
     """
 
 
-class LaneBroken(SwiftError, RuntimeError):
-    """A worker was lost while others used a lane. Internal: another lane is formed, and what is missing is repeated.
+class SurvivorGroupBroken(SwiftError, RuntimeError):
+    """A worker failed while others used a survivor group. Internal: another survivor group is formed, and what is
+    missing is repeated.
 
     A job never ends with this error. If one does, report it.
     """
 
 
 class NotConnected(SwiftError, RuntimeError):
-    """Members of a group did not reach each other although none was lost. Internal: they try again.
+    """Members of a group did not reach each other although none failed. Internal: they try again.
 
     If it comes again and again, look at the network. The ports that machines use: docs/machines.md#ports.
     """
@@ -193,7 +196,7 @@ class CollectiveTimeout(WaitTimeout, RuntimeError):
 class StorageFull(SwiftError, OSError):
     """There is no room to write a checkpoint. Earlier checkpoints are as they were.
 
-    A job goes on without a checkpoint that it makes by itself. Make room, or set ``checkpoint.dir`` to a larger disk.
+    A job continues without a checkpoint that it makes by itself. Make room, or set ``checkpoint.dir`` to a larger disk.
     ``checkpoint.keep`` and ``checkpoint.quota_bytes`` limit what checkpoints take:
     docs/checkpoints.md#when-storage-fails.
     """

@@ -22,17 +22,17 @@ from shared_core.resources import told_before, what_to_do
 KINDS = (
     "start",
     "began",
-    "lost",
+    "failed",
     "generation",
     "survivor_ready",
-    "newcomer_start",
-    "newcomer_ready",
+    "replacement_start",
+    "replacement_ready",
     "recovered",
     "resumed",
-    "lane",
+    "survivor_group",
     "copying",
     "copied",
-    "let_in",
+    "admitted",
     "rerouted",
     "update_taken_back",
     "took_over",
@@ -57,11 +57,20 @@ RUN = "SWIFT_RECOVERY_RUN"
 JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
 #: Kinds whose fields reports calculate with, and which fields: durations and times, whole numbers, and lists of ranks.
 _CALCULATED = frozenset(
-    {"lost", "generation", "survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed", "let_in"}
+    {
+        "failed",
+        "generation",
+        "survivor_ready",
+        "replacement_start",
+        "replacement_ready",
+        "recovered",
+        "resumed",
+        "admitted",
+    }
 )
 _SECONDS = ("detected", "ready_s", "start_s", "joined_s", "exchange_s", "stall_s")
 _WHOLE = ("bytes_moved", "served_operations", "recomputed_steps")
-_RANKS = ("lost", "stay", "absent")
+_RANKS = ("failed", "stay", "absent")
 #: No time of day is later, in seconds since the epoch; no duration or count is larger.
 _LAST_S, _LARGEST = 1e11, 1e18
 #: With what every line begins.
@@ -77,7 +86,7 @@ class Event:
         time: seconds since the epoch (``time.time()``).
         rank: logical rank it concerns, -1 for the whole job.
         generation: generation it belongs to.
-        fields: plain data particular to the kind, for instance ``cause`` and ``detected`` (``lost``), ``stall_s``,
+        fields: plain data particular to the kind, for instance ``cause`` and ``detected`` (``failed``), ``stall_s``,
             ``bytes_moved``,
             ``recomputed_steps`` (``recovered``).
         run: id of the job's start that it belongs to; empty in files of older versions.
@@ -210,7 +219,7 @@ def _is_plain(event: Event) -> bool:
         and _is_whole(event.generation)
         and all(_is_number(said[name]) for name in _SECONDS if name in said)
         and all(_is_whole(said[name]) for name in _WHOLE if name in said)
-        and (said.get("top") is None or _is_whole(said["top"]))
+        and (said.get("boundary") is None or _is_whole(said["boundary"]))
         and all(_are_ranks(said[name]) for name in _RANKS if name in said)
     )
 

@@ -49,7 +49,7 @@ def warn_plain_torchrun_once() -> None:
     _warned = True
     if os.environ.get("RANK", "0") == "0":
         console(
-            "started by plain torchrun, whose agent kills all workers when one is lost: survivors cannot be kept "
+            "started by plain torchrun, whose agent kills all workers when one fails: survivors cannot be kept "
             "alive, only checkpoints help. Start the same command with swiftrun instead of torchrun."
         )
 
@@ -72,7 +72,7 @@ def warn_srun_once(alone: bool = False) -> None:
     _warned = True
     if os.environ.get("SLURM_PROCID", "0") == "0":
         console(
-            f"started as {tasks} tasks by srun, which cannot replace one that is lost: survivors cannot be kept alive."
+            f"started as {tasks} tasks by srun, which cannot replace one that fails: survivors cannot be kept alive."
             + (" WORLD_SIZE is not set, so each task trains alone." if alone else "")
             + f" Start one task instead: srun -N1 -n1 -c{tasks} swiftrun --nproc-per-node {tasks} SCRIPT"
         )

@@ -1,9 +1,9 @@
-"""The one face adapters use: attach what is trained, mark the batch tops, register what only this rank has.
+"""The one face adapters use: attach what is trained, mark the step boundaries, register what only this rank has.
 
-A newcomer runs the user's script from the start like its predecessor did; in its first :meth:`Job.batch_top` of the
-right entry call it joins: it gets the replicated state from a survivor and the rank-local state that its predecessor
-had published, and from there on it runs the predecessor's batch again with logged results until it is level with the
-others.
+A replacement runs the user's script from the start like the failed worker did; in its first :meth:`Job.step_boundary`
+of the right entry call it joins: it gets the replicated state from a survivor and the rank-local state that its
+failed worker had published, and from there on it runs the failed worker's batch again with logged results until it is
+level with the others.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Job:
         world_size: number of logical ranks.
         position: how far the program of this worker is.
         entries: its entry calls (fit, validate, test, predict).
-        notes: what is kept for newcomers of this rank, beside what is registered.
+        notes: what is kept for replacements of this rank, beside what is registered.
         parts: what is registered.
         variables: of the script.
         trained: what is attached.
         updates: of the replicated state.
         checkpoints: of the job.
         options: those that the script gives.
-        lanes: by which the others go on without a lost rank.
-        replays: for pipelines whose newcomers run on from a checkpoint.
-        news: events and recoveries.
+        survivor_groups: by which the others continue without a failed rank.
+        replays: for pipelines whose replacements run on from a checkpoint.
+        reporter: events and recoveries.
         runtime: the process groups.
     """
 
@@ -55,8 +55,8 @@ class Job:
         self.variables = worker.parts.variables
         self.parts, self.trained, self.updates = worker.parts, worker.trained, worker.updates
         self.checkpoints, self.options = worker.checkpoints, worker.options
-        self.lanes, self.replays = worker.lanes, worker.replays
-        self.news, self.runtime = worker.news, worker.runtime
+        self.survivor_groups, self.replays = worker.survivor_groups, worker.replays
+        self.reporter, self.runtime = worker.reporter, worker.runtime
 
     @property
     def env(self) -> WorkerEnv:
@@ -70,12 +70,12 @@ class Job:
 
     @property
     def reroutes(self) -> bool:
-        """Whether the others go on at once when a rank is lost (``on_failure="reroute"``)."""
+        """Whether the others continue at once when a rank fails (``on_failure="reroute"``)."""
         return self.config.reroutes
 
     @property
     def joining(self) -> bool:
-        """Whether this is a newcomer (or a worker restarted from a checkpoint) that has not joined yet."""
+        """Whether this is a replacement (or a worker restarted from a checkpoint) that has not joined yet."""
         return self._worker.joining.pending
 
     @property
@@ -102,7 +102,7 @@ class Job:
         sharded: bool = False,
     ) -> None:
         """Say what is trained. Parameters of ``modules`` and the state of ``optimizers`` are replicated state;
-        buffers, modes, groups of the optimizers and random generators are published at each batch top, and so are
+        buffers, modes, groups of the optimizers and random generators are published at each step boundary, and so are
         parameters that no optimizer steps. A later call replaces an earlier one.
 
         Args:
@@ -110,7 +110,7 @@ class Job:
                 the script changes itself: averages, target networks.
             optimizers: their optimizers.
             replicas: ranks that train the same parameters, where not all do: those of this rank's pipeline stage. Then
-                parameters are also kept before each update, because a message that a lost rank has not delivered must
+                parameters are also kept before each update, because a message that a failed rank has not delivered must
                 be computed with the parameters that it had, which its replica may have updated.
             sharded: each replica has a part of the optimizer's state to itself. ``optimizers`` is empty then; the
                 caller registers the state, and makes each update inside ``updates.steps.update()``.
@@ -121,17 +121,17 @@ class Job:
         """
         self.trained.attach(modules, optimizers, replicas=replicas, sharded=sharded)
 
-    def keep_tops(self) -> None:
+    def keep_boundaries(self) -> None:
         """The script will change parameters or optimizer state outside updates. That is seen anyway, but only when it
-        has been done for the first time; a worker that is lost in that very batch cannot be replaced then.
+        has been done for the first time; a worker that fails in that very batch cannot be replaced then.
         """
-        self.trained.keep_tops()
+        self.trained.keep_boundaries()
 
     def keep_images(self) -> None:
         """The script may use parameters anywhere in a batch, not only by the output of ``DistributedDataParallel``:
-        keep them as they are before each update, so that a newcomer has those of its own place and never newer ones.
+        keep them as they are before each update, so that a replacement has those of its own place and never newer ones.
         """
-        if not self.reroutes:  # there newcomers are copies of others
+        if not self.reroutes:  # there replacements are copies of others
             self.updates.keep_images(at_once=True)
 
     def register(
@@ -141,23 +141,23 @@ class Job:
         self.parts.register(name, capture, restore, forward_mutated=forward_mutated, main=main)
 
     def peek(self, name: str) -> Any:
-        """The predecessor's newest published value of a registered name, or None; for what must be known before the
+        """The failed worker's newest published value of a registered name, or None; for what must be known before the
         join (log file names).
         """
-        return self._worker.start.beginning.peek(name)
+        return self._worker.start.start_point.peek(name)
 
-    def batch_top(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
-        """Call at the very top of each batch, before anything random and any collective of it.
+    def step_boundary(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
+        """Call at the very start of each batch, before anything random and any collective of it.
 
         Args:
             accumulating: gradients of earlier micro-batches are pending, so this is no recovery point.
             epoch: number of the epoch, of a loop that does not count epochs by :class:`TrainingLoop`.
 
         Returns:
-            Whether this process has just joined; then everything registered was restored to the predecessor's batch
-            top.
+            Whether this process has just joined; then everything registered was restored to the failed worker's batch
+            boundary.
         """
-        return self._worker.tops.batch(accumulating, epoch)
+        return self._worker.boundaries.batch(accumulating, epoch)
 
     def when_unmarked(self, tell: Callable[[], None]) -> None:
         """Have ``tell`` called where the script makes updates without a step boundary between them."""
@@ -170,8 +170,8 @@ class Job:
         self.checkpoints.note_loss(loss)
 
     def fall_back(self, reason: str) -> NoReturn:
-        """Nobody can take the lost worker's place: all workers start again. Does not return."""
-        self._worker.endings.fall_back(reason)
+        """Nobody can take the failed worker's place: all workers start again. Does not return."""
+        self._worker.fatal_actions.fall_back(reason)
 
 
 _job: Job | None = None
@@ -182,7 +182,7 @@ def current_job() -> Job | None:
     global _job
     if _job is None and worker_env.launched():
         _job = Job(Worker(worker_env.env()))
-        atexit.register(_job.news.memory)
+        atexit.register(_job.reporter.memory)
     return _job
 
 

@@ -1,7 +1,7 @@
-"""Epochs and batches of a training loop that the user writes: where a newcomer takes its predecessor's place.
+"""Epochs and batches of a training loop that the user writes: where a replacement takes the failed worker's place.
 
-A newcomer runs the script from its start. :meth:`TrainingLoop.epochs` begins with the predecessor's epoch, and the
-first batch that the newcomer asks a training loader for is the predecessor's: there it joins.
+A replacement runs the script from its start. :meth:`TrainingLoop.epochs` begins with the failed worker's epoch, and the
+first batch that the replacement asks a training loader for is the failed worker's: there it joins.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from shared_core.worker.sharded.own import Owner
 from shared_core.worker.variables.around import Walks, is_bare
 from shared_core.worker.variables.variables import Variables
 
-#: Passes of an epoch that a newcomer may skip with the random generators that its predecessor had after each.
+#: Passes of an epoch that a replacement may skip with the random generators that the failed worker had after each.
 _ANCHORS = 8
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
 
 _SHARED_STEPS_ONLY = (
-    "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one: write 'for step in "
+    "on_failure='reroute' needs a loop in which any worker can compute the share of a failed one: write 'for step in "
     "{}', or choose on_failure='replace'"
 )
 _SHARED_STEPS = {"job": "job.shared_steps(loader, epochs)", "plugin": "plugin.shared_steps(model, loader, epochs)"}
 
 _NO_WAY_IN = (
-    "rank {}: the lost worker was in pass {} over the data, and the script's own epoch loop cannot be entered in the "
+    "rank {}: the failed worker was in pass {} over the data, and the script's own epoch loop cannot be entered in the "
     "middle: write 'for epoch in {}.epochs(n)'"
 )
 
@@ -68,12 +68,14 @@ _SECOND_PASS = (
 )
 
 _GRADIENTS_OFF = (
-    "job.steps(loader) is used with gradients off, as for an evaluation: if a worker is lost in it, its newcomer skips "
+    "job.steps(loader) is used with gradients off, as for an evaluation: if a worker fails in it, its replacement "
+    "skips "
     "the batches that are done, and sums over them that are not registered are wrong. Evaluate with "
     "'for batch in loader:', without job.steps"
 )
 _INFERENCE = (
-    "job.steps(loader) is used under torch.inference_mode(), where a newcomer cannot be given its state: evaluate with "
+    "job.steps(loader) is used under torch.inference_mode(), where a replacement cannot be given its state: evaluate "
+    "with "
     "'for batch in loader:', without job.steps"
 )
 
@@ -86,7 +88,7 @@ _GIVE = (
 
 
 class _Warnings:
-    """Warns, once of each, of loops that a newcomer cannot go on with as the script expects.
+    """Warns, once of each, of loops that a replacement cannot continue with as the script expects.
 
     Args:
         unmarked: what to say of an epoch that makes updates in batches that nothing marks.
@@ -94,7 +96,7 @@ class _Warnings:
 
     def __init__(self, unmarked: str) -> None:
         self._unmarked, self._told = unmarked, set[str]()
-        self._tops = self._updates = 0
+        self._boundaries = self._updates = 0
 
     def second_pass(self, job: Job, message: str) -> None:
         """A second pass begins outside epochs."""
@@ -118,10 +120,10 @@ class _Warnings:
 
     def epoch_ends(self, job: Job | None) -> None:
         """An epoch has ended."""
-        if not isinstance(job, Job):  # nobody replaces a lost worker
+        if not isinstance(job, Job):  # nobody replaces a failed worker
             return
-        before, now = (self._tops, self._updates), (job.position.tops, job.updates.version)
-        self._tops, self._updates = now
+        before, now = (self._boundaries, self._updates), (job.position.boundaries, job.updates.version)
+        self._boundaries, self._updates = now
         if now[0] == before[0] and now[1] != before[1]:
             self.unmarked(job)
 
@@ -132,7 +134,7 @@ class _Warnings:
         if job.rank == 0:
             console_once(what, message)
             if isinstance(job, Job):  # a Checkpointer's loop has no events
-                job.news.emit("warning", message=message)
+                job.reporter.emit("warning", message=message)
 
 
 _COUNT_FIRST = "{0}.epochs({1}, {2}): the end of the range comes first, as in {0}.epochs({2}, start={1})"
@@ -175,7 +177,7 @@ class _Anchors:
             self.taken.pop(passes - _ANCHORS, None)
 
     def restore(self, taken: Mapping[int, bytes], passes: int) -> None:
-        """Put back what a predecessor has taken there."""
+        """Put back what a failed worker has taken there."""
         if passes not in taken:
             return
         found = loads(taken[passes])
@@ -186,7 +188,7 @@ class _Anchors:
 
 
 class TrainingLoop:
-    """A training loop that survives the loss of workers. Without ``swiftrun`` it is a plain loop.
+    """A training loop that survives the failure of workers. Without ``swiftrun`` it is a plain loop.
 
     Made by :func:`shared_core.attach`.
 
@@ -221,10 +223,11 @@ class TrainingLoop:
     # -- what the user calls ------------------------------------------------------------------------------------------
 
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
-        """Numbers from ``start`` up to ``count``; a newcomer begins with its predecessor's.
+        """Numbers from ``start`` up to ``count``; a replacement begins with the failed worker's.
 
-        Code between the start of an epoch and its training loader is run by a newcomer with the random generators and
-        registered values that its predecessor had there, but before it has the model's state: write no files there.
+        Code between the start of an epoch and its training loader is run by a replacement with the random generators
+        and registered values that the failed worker had there, but before it has the model's state: write no files
+        there.
 
         Args:
             count: end of the range.
@@ -248,7 +251,7 @@ class TrainingLoop:
             try:
                 for number in numbers if target is None else range(target["epoch"], count):
                     if self.job is not None:
-                        self._go_on(own[0](), number - start, target)
+                        self._carry_on(own[0](), number - start, target)
                     self._begin_epoch(number, target)
                     target = None
                     yield number
@@ -269,7 +272,7 @@ class TrainingLoop:
         Args:
             loader: a ``DataLoader``, a progress bar around one, a generator, any iterable.
 
-        Without :meth:`epochs`, all workers start again when one is lost after the first pass.
+        Without :meth:`epochs`, all workers start again when one fails after the first pass.
 
         Raises:
             Unsupported: for an iterable whose items cannot be found again, and under ``torch.inference_mode()``.
@@ -302,7 +305,7 @@ class TrainingLoop:
                     self._loaders.enter(begun)
                     entered = True
                 with self.variables_held():
-                    if outer and self.batch_top() and not entered:
+                    if outer and self.step_boundary() and not entered:
                         self._loaders.enter(begun)
                         entered = True
                 try:
@@ -324,16 +327,16 @@ class TrainingLoop:
     ) -> Iterator[SharedStep]:
         """Steps of which any worker can compute any rank's share; the only loop for ``on_failure="reroute"``.
 
-        With it the workers go on at once when one is lost: its peers compute its share of each global batch, and a
-        newcomer is let in later. Without a loss, with other options and without ``swiftrun`` it is a data-parallel loop
-        as well::
+        With it the workers continue at once when one fails: its peers compute its share of each global batch, and a
+        replacement is admitted later. Without a failure, with other options and without ``swiftrun`` it is a
+        data-parallel loop as well::
 
             job = shared_core.attach(model, optimizer)        # no DistributedDataParallel around the model
             for step in job.shared_steps(loader, epochs=3):
                 losses = step.backward(lambda batch: criterion(model(batch[0]), batch[1]))
                 optimizer.step()
 
-        What the loop registers must be the same at all workers: a newcomer gets a copy of a peer's.
+        What the loop registers must be the same at all workers: a replacement gets a copy of a peer's.
 
         Args:
             loader: a ``DataLoader`` over a map-style data set, with a ``DistributedSampler`` if there are several
@@ -349,17 +352,17 @@ class TrainingLoop:
         if self._sharing is not None:
             raise ConfigError("shared_steps() was called before: make all steps in one loop, with as many epochs")
         sharing = self._sharing = StepSharing(self.job, self._config, modules or self._modules, loader, accumulate)
-        return shared_steps(sharing, epochs, self, self.batch_top if self.job is not None else lambda: None)
+        return shared_steps(sharing, epochs, self, self.step_boundary if self.job is not None else lambda: None)
 
     def wait_for_all(self) -> None:
-        """After :meth:`shared_steps`: wait until newcomers have taken the places of all lost workers. Call it before
-        collectives of the script's own, which need all workers.
+        """After :meth:`shared_steps`: wait until replacements have taken the places of all failed workers. Call it
+        before collectives of the script's own, which need all workers.
         """
         if self._sharing is not None:
             self._sharing.wait_for_all(self.total_steps)
 
     def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
-        """Have state of the script follow a newcomer: what the loop counts, averages or remembers.
+        """Have state of the script follow a replacement: what the loop counts, averages or remembers.
 
         Args:
             objects: with ``state_dict`` and ``load_state_dict``, or any object whose attributes are plain data.
@@ -374,7 +377,7 @@ class TrainingLoop:
         """
         counters, weigh = self._registered.add(objects, values)
         if self.job is not None and weigh:
-            self.job.keep_tops()
+            self.job.keep_boundaries()
         return counters
 
     def ignore(self, *names: str) -> None:
@@ -397,7 +400,7 @@ class TrainingLoop:
         Args:
             job: of this worker.
             config: the options.
-            replays: newcomers run the whole script, and so count and draw all that their predecessors did.
+            replays: replacements run the whole script, and so count and draw all that the failed workers did.
         """
         self.job, self._config, self._replays = job, config, replays
         self._loaders = self._anchors.loaders = Loaders(job, config)
@@ -412,12 +415,12 @@ class TrainingLoop:
 
     @property
     def joining(self) -> bool:
-        """Whether this is a newcomer that has not reached its predecessor's place yet."""
+        """Whether this is a replacement that has not reached the failed worker's place yet."""
         return self.job is not None and self.job.joining
 
     @property
     def nested(self) -> bool:
-        """Whether a training loader is being iterated: others inside it are no batch tops."""
+        """Whether a training loader is being iterated: others inside it are no step boundaries."""
         return self._active() is not None
 
     def track(self, loader: Any, key: Hashable, ahead: int = 0) -> TrackedLoader:
@@ -439,11 +442,13 @@ class TrainingLoop:
             raise Unsupported(_SHARED_STEPS_ONLY.format(_SHARED_STEPS[self._name]))
 
     def begin_round(self) -> bool:
-        """A training loader is about to be iterated. False in a newcomer whose predecessor had finished with it."""
+        """A training loader is about to be iterated. False in a replacement whose failed worker had
+        finished with it.
+        """
         assert self.job is not None
         self._round += 1
         self._warnings.begins(self.job)
-        self.job.entries.goes_on()
+        self.job.entries.continues()
         self.job.checkpoints.note_reachable(self.epoch is not None or self._round == 1)
         target = self._target()
         if target is None:
@@ -482,19 +487,19 @@ class TrainingLoop:
         self._walks.end(thing)
 
     def variables_held(self) -> AbstractContextManager[None]:
-        """Around a batch top and the reading of what was read before it; see :meth:`Variables.held`."""
+        """Around a step boundary and the reading of what was read before it; see :meth:`Variables.held`."""
         assert self.job is not None
         return self.job.variables.held()
 
-    def batch_top(self) -> bool:
-        """A batch begins; True if this newcomer has just joined."""
+    def step_boundary(self) -> bool:
+        """A batch begins; True if this replacement has just joined."""
         assert self.job is not None
-        return self.job.batch_top()
+        return self.job.step_boundary()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _target(self) -> dict[str, Any] | None:
-        """The predecessor's place, in a newcomer that has not joined."""
+        """The failed worker's place, in a replacement that has not joined."""
         if self.job is None or not self.joining:
             return None
         found: dict[str, Any] | None = self.job.peek(_PLACE)
@@ -505,7 +510,7 @@ class TrainingLoop:
         self._begin_part()
 
     def _begin_part(self) -> None:
-        """What the script does from here to its next batch top a newcomer does again, with the same results."""
+        """What the script does from here to its next step boundary a replacement does again, with the same results."""
         if self.job is not None and not sys.is_finalizing():
             self.job.entries.between(self._phase, self.epoch, self._round)
 
@@ -515,7 +520,7 @@ class TrainingLoop:
             self._loaders.look_around(frame, self._phase)
 
     def _begin_epoch(self, number: int, target: Mapping[str, Any] | None) -> None:
-        """With the predecessor's place, if it is in this epoch."""
+        """With the failed worker's place, if it is in this epoch."""
         self.epoch, self._round = number, 0
         if self.job is None:
             return
@@ -539,12 +544,12 @@ class TrainingLoop:
         found = self._walks.capture()
         if self.job is not None and self.job.rank == 0:
             for where, name in self._walks.stuck():
-                message = f"{_AROUND.format(where, name)}: a lost worker is not replaced. {_GIVE}"
+                message = f"{_AROUND.format(where, name)}: a failed worker is not replaced. {_GIVE}"
                 console_once(f"around {where}", message)
         return found
 
-    def _go_on(self, epochs: Any, given: int, target: Mapping[str, Any] | None) -> None:
-        """``epochs`` gives the next number, in a newcomer that of its predecessor's epoch."""
+    def _carry_on(self, epochs: Any, given: int, target: Mapping[str, Any] | None) -> None:
+        """``epochs`` gives the next number, in a replacement that of the failed worker's epoch."""
         if target is None:
             self._walks.look(epochs)
         else:
@@ -563,7 +568,7 @@ class TrainingLoop:
 
 
 def attach(*objects: Any) -> TrainingLoop:
-    """Say what a script trains, and get the loop that survives the loss of workers.
+    """Say what a script trains, and get the loop that survives the failure of workers.
 
     Call :func:`shared_core.install` before the process group is created, and this after ``DistributedDataParallel``
     was put around the models.

@@ -1,4 +1,4 @@
-"""State of a script that follows a newcomer: what its loop counts, averages or remembers."""
+"""State of a script that follows a replacement: what its loop counts, averages or remembers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _capture(name: str, each: Any) -> Any:
         return encode(each.state_dict() if hasattr(each, "state_dict") else vars(each))
     except NotPlain as error:
         raise ConfigError(
-            f"the registered object {name.split()[1]!r} holds a {error}, which cannot be published for a newcomer: "
+            f"the registered object {name.split()[1]!r} holds a {error}, which cannot be published for a replacement: "
             "register plain data, or give it state_dict() and load_state_dict()"
         ) from error
 

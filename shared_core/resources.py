@@ -15,7 +15,7 @@ from shared_core.errors import OutOfResources
 
 #: What the system says when a file cannot grow: full device, quota, limit of the process.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-#: What one process has used up, and its newcomer has again.
+#: What one process has used up, and its replacement has again.
 OF_PROCESS = frozenset({errno.EMFILE, errno.ENOMEM, errno.EAGAIN})
 #: Start of the names of files in the job's folder, each of which says that the user knows of something.
 TOLD = "told-"

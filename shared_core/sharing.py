@@ -2,7 +2,7 @@
 
 Each logical rank's share of a step is a function of the parameters, the step and the rank: its data come from
 :class:`~shared_core.loaders.shards.Shards`, its random numbers from a seed. So no state of a loader is published, and
-a newcomer that is let in has only to know the number of the step.
+a replacement that is admitted has only to know the number of the step.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SharedStep:
 
         Args:
             loss: takes a batch of the loader and returns its mean loss. It is called for this rank's batches and for
-                those of lost ranks, in any order: what it does otherwise must not depend on how often it is called,
+                those of failed ranks, in any order: what it does otherwise must not depend on how often it is called,
                 and it must not talk to other workers.
 
         Returns:
@@ -62,8 +62,8 @@ class SharedStep:
         return self._sharing.backward(self.number, loss)
 
     def wait_for_all(self) -> None:
-        """Wait until newcomers have taken the places of all lost workers. Call it before collectives of the script's
-        own, which need all workers (an evaluation), and before :meth:`backward`.
+        """Wait until replacements have taken the places of all failed workers. Call it before collectives of the
+        script's own, which need all workers (an evaluation), and before :meth:`backward`.
 
         Raises:
             ConfigError: after :meth:`backward`.
@@ -112,8 +112,8 @@ class StepSharing:
             job.trained.alike()
         if rerouted is not None:
             self._steps = steps = steps_of(rerouted, self._parameters, self._compute)
-            rerouted.lanes.at_end(lambda: steps.settle(self._next))
-            rerouted.lanes.while_completed(steps.come)
+            rerouted.survivor_groups.at_end(lambda: steps.settle(self._next))
+            rerouted.survivor_groups.while_completed(steps.come)
         start_alike(modules)
 
     @property
@@ -138,7 +138,8 @@ class StepSharing:
             return
         if self._next != number:
             raise ConfigError(
-                f"wait_for_all() was called after backward() of step {number}: newcomers are let in between steps, so "
+                f"wait_for_all() was called after backward() of step {number}: replacements are admitted between "
+                "steps, so "
                 "call it before"
             )
         self._steps.wait_for_all(number)
@@ -190,18 +191,18 @@ class StepSharing:
         return Outcome(total)
 
 
-def shared_steps(sharing: StepSharing, epochs: int, position: Any, top: Callable[[], Any]) -> Iterator[SharedStep]:
+def shared_steps(sharing: StepSharing, epochs: int, position: Any, boundary: Callable[[], Any]) -> Iterator[SharedStep]:
     """The steps of some epochs.
 
     Args:
         sharing: computes them.
         epochs: how many.
-        position: its attribute ``total_steps`` is the number of the next step; it is restored in a newcomer.
-        top: marks the batch tops; a newcomer takes its predecessor's place in one.
+        position: its attribute ``total_steps`` is the number of the next step; it is restored in a replacement.
+        boundary: marks the step boundaries; a replacement takes the failed worker's place in one.
     """
     while True:
         sharing.clear()
-        top()
+        boundary()
         step = sharing.step(position.total_steps)
         if position.total_steps >= epochs * sharing.per_epoch:
             return

@@ -51,7 +51,7 @@ class Wait:
         what: is waited for, and why; a function is asked when it is to be said.
         limit_s: seconds until the wait ends with an error; ``math.inf`` for none.
         bound: name of the option or time-out that sets the limit.
-        ends: what happens at the limit; where there is none, until when the wait goes on.
+        ends: what happens at the limit; where there is none, until when the wait continues.
         advice: what the user can do, the end of the error; by the bound if none is given.
         speaks: asked once when there is something to say; False leaves it to others that wait for the same.
         say: prints a line.

@@ -32,7 +32,7 @@ def options(folder: Path, every: int = 0, **more: Any) -> dict[str, str]:
 
 
 class Running:
-    """A job on this machine that goes on while the test looks.
+    """A job on this machine that continues while the test looks.
 
     Args:
         jobs: starts it.
@@ -88,8 +88,8 @@ class Running:
         """What its writer and its workers share."""
         return Spool(self.folder / FOLDER) if self.folder is not None else None
 
-    def tops(self, rank: int = 0) -> int:
-        """Batch tops that a rank has passed."""
+    def boundaries(self, rank: int = 0) -> int:
+        """Step boundaries that a rank has passed."""
         folder = self.folder
         progress = progress_file.read_progress(folder / f"rank{rank}" / "progress") if folder is not None else None
         return progress[0] if progress is not None else 0
@@ -187,11 +187,11 @@ def saved(folder: Path) -> list[lineage.Saved]:
 
 
 def committed(folder: Path, world_size: int = 2) -> list[int]:
-    """Batch tops of the checkpoints in a folder, oldest first."""
+    """Step boundaries of the checkpoints in a folder, oldest first."""
     return [each.step for each in saved(folder) if each.checkpoint.meta["world_size"] == world_size]
 
 
-def went_on_from(result: JobResult) -> set[int]:
-    """Batch tops from which ranks say that they went on."""
-    marker = "continues from the checkpoint at batch top "
+def continued_from(result: JobResult) -> set[int]:
+    """Step boundaries from which ranks say that they continued."""
+    marker = "continues from the checkpoint at step boundary "
     return {int(line.split(marker)[1].split()[0]) for line in result.stderr.splitlines() if marker in line}

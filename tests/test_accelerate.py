@@ -1,4 +1,4 @@
-"""Loops of Accelerate lose workers and end, on every rank, with the bits of the run that lost none."""
+"""Loops of Accelerate lose workers and end, on every rank, with the bits of the run in which nobody failed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "last_batch_of_an_epoch": ([], [Fault(0, 10, "update.after", "SIGKILL")]),
     "evaluation": ([], [Fault(1, 10, "collective.before", "SIGKILL", nth=7)]),
     "startup": ([], [Fault(1, 0, "startup", "SIGKILL")]),
-    "newcomer": ([], [Fault(0, 12, "bucket", "os._exit"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
+    "replacement": ([], [Fault(0, 12, "bucket", "os._exit"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
     "accumulate": (["--accumulate", "3"], [Fault(1, 5, "forward", "SIGKILL"), Fault(0, 16, "bucket", "SIGKILL")]),
     "workers": (["--workers", "1"], [Fault(1, 13, "bucket", "SIGKILL")]),
     "bf16": (["--bf16"], [Fault(0, 12, "forward", "SIGKILL")]),
@@ -51,7 +51,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         "last_batch_of_an_epoch",
         "split_batches",
         "dispatch_the_rest",
-        "newcomer",
+        "replacement",
         "dispatch_split",
         "workers",
         "seedable_sampler",
@@ -61,23 +61,23 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         "average_evaluation",
     ),
 )
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     jobs.check("acc.py", faults=faults, args=args)
 
 
-def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     result = jobs.run("acc.py")
     compare(result, jobs.reference("acc.py"))
-    assert "the loop at" not in result.stderr, result.tail()  # enumerate() goes on at its place
+    assert "the loop at" not in result.stderr, result.tail()  # enumerate() continues at its place
 
 
-def test_the_handler_alone_survives_losses_in_the_first_epoch_and_warns(jobs: Jobs) -> None:
+def test_the_handler_alone_survives_failures_in_the_first_epoch_and_warns(jobs: Jobs) -> None:
     result = jobs.check("acc.py", faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["--no-epochs"])
     assert result.stderr.count("for epoch in plugin.epochs(n)") == 1, result.tail()
 
 
-def test_later_losses_then_go_back_to_the_checkpoint_and_name_the_plugin(jobs: Jobs, tmp_path: Path) -> None:
+def test_later_failures_then_go_back_to_the_checkpoint_and_name_the_plugin(jobs: Jobs, tmp_path: Path) -> None:
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     result = jobs.run("acc.py", faults=[Fault(1, 14, "bucket", "SIGKILL")], args=["--no-epochs"], env=env)
     [restart] = result.kinds("restart")

@@ -37,12 +37,12 @@ CASES: dict[str, list[Fault]] = {
     ],
     "first_batch": [Fault(0, 1, "pipe.send_activation", "SIGKILL", nth=2)],
     "a_whole_pipeline": [Fault(0, 4, "pipe.load", "SIGKILL", nth=2), Fault(2, 4, "pipe.load", "SIGKILL", nth=3)],
-    "newcomer": [Fault(3, 5, "pipe.recv_activation", "SIGKILL"), Fault(3, 5, "pipe.step", "SIGKILL", incarnation=1)],
+    "replacement": [Fault(3, 5, "pipe.recv_activation", "SIGKILL"), Fault(3, 5, "pipe.step", "SIGKILL", incarnation=1)],
 }
 
 
-@pytest.mark.parametrize("name", most(CASES, "first_batch", "a_whole_pipeline", "newcomer"))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+@pytest.mark.parametrize("name", most(CASES, "first_batch", "a_whole_pipeline", "replacement"))
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("acc_pipe.py", nproc=4, faults=CASES[name], args=ALL)
 
 
@@ -60,7 +60,7 @@ SHARDED: dict[str, tuple[list[str], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", most(SHARDED, "zero", "both", "saved"))
-def test_a_rank_is_lost_that_has_a_part_of_the_optimizer(name: str, jobs: Jobs) -> None:
+def test_a_rank_fails_that_has_a_part_of_the_optimizer(name: str, jobs: Jobs) -> None:
     args, faults = SHARDED[name]
     result = jobs.check("acc_pipe.py", nproc=4, faults=faults, args=args)
     dtype = "torch.bfloat16" if "--precision" in args else "torch.float32"
@@ -90,7 +90,7 @@ ALONE: dict[str, tuple[list[str], Fault, int]] = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ALONE)
-def test_a_stage_without_a_replica_is_lost(name: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_stage_without_a_replica_fails(name: str, jobs: Jobs, tmp_path: Path) -> None:
     args, fault, every = ALONE[name]
     env = {
         "SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "saved"),
@@ -116,7 +116,7 @@ def test_resumed_from_a_checkpoint(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_lost_while_a_checkpoint_is_written(jobs: Jobs) -> None:
+def test_failed_while_a_checkpoint_is_written(jobs: Jobs) -> None:
     result = jobs.check("acc_pipe.py", nproc=4, faults=[Fault(0, 3, "collective.before", "SIGKILL", nth=9)], args=PLAIN)
     saved, expected = (run.out / "epoch0" for run in (result, jobs.reference("acc_pipe.py", nproc=4, args=PLAIN)))
     files = sorted(path.relative_to(expected) for path in expected.rglob("*") if path.is_file())
@@ -234,4 +234,4 @@ def test_ways_in(way: str, tmp_path: Path) -> None:
         "rank 0 of 2: recovery True",
         "rank 1 of 2: recovery True",
     ], result.stderr
-    assert "; 1 worker was lost" in result.stderr
+    assert "; 1 worker failed" in result.stderr

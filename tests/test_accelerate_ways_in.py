@@ -88,7 +88,7 @@ WAYS: dict[str, tuple[tuple[str, ...], str, str]] = {
 @pytest.mark.parametrize(
     "way", most(WAYS, "accelerate_launch", "accelerate_launch_with_a_file", "accelerate_launch_through_torchrun")
 )
-def test_a_lost_worker_is_replaced(way: str, tmp_path: Path) -> None:
+def test_a_failed_worker_is_replaced(way: str, tmp_path: Path) -> None:
     command, options, args = WAYS[way]
     begin = armed(Fault(1, 11, "bucket", "SIGKILL"))
     result = start(tmp_path, *command, options=options, args=args, begin=begin)
@@ -97,7 +97,7 @@ def test_a_lost_worker_is_replaced(way: str, tmp_path: Path) -> None:
         "rank 0 of 2: recovery True",
         "rank 1 of 2: recovery True",
     ], result.stderr
-    assert "; 1 worker was lost" in result.stderr
+    assert "; 1 worker failed" in result.stderr
 
 
 def test_one_process_is_told_that_nothing_is_recovered(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from shared_core.faults import Fault
 from shared_core.testing.runner import compare
 
 #: Passes have twenty batches, and one step boundary more; with Accelerate ten.
-LOST = [Fault(1, 8, "bucket", "SIGKILL"), Fault(0, 27, "forward", "SIGKILL")]
+FAILED = [Fault(1, 8, "bucket", "SIGKILL"), Fault(0, 27, "forward", "SIGKILL")]
 _WITH_ACCELERATE = [Fault(1, 4, "bucket", "SIGKILL"), Fault(0, 16, "forward", "SIGKILL")]
 
 
 @pytest.mark.parametrize("way", ["enumerate", "generator", "zip", "count", "both", "map"])
-def test_what_counts_for_itself_goes_on_at_its_place(way: str, jobs: Jobs) -> None:
-    jobs.check("around.py", args=[way], faults=LOST)
+def test_what_counts_for_itself_continues_at_its_place(way: str, jobs: Jobs) -> None:
+    jobs.check("around.py", args=[way], faults=FAILED)
 
 
 @pytest.mark.parametrize("way", ["generator", "zip"])
@@ -27,10 +27,10 @@ CANNOT = [("first", "zip"), ("islice", "islice"), ("pairwise", "pairwise"), ("ow
 
 
 @pytest.mark.parametrize(("way", "name"), CANNOT)
-def test_what_cannot_go_on_is_refused_by_name(way: str, name: str, jobs: Jobs) -> None:
+def test_what_cannot_continue_is_refused_by_name(way: str, name: str, jobs: Jobs) -> None:
     result = jobs.run("around.py", args=[way], faults=[Fault(1, 5, "bucket", "SIGKILL")])
     compare(result, jobs.reference("around.py", args=[way]))
     [restart] = result.kinds("restart")
     expected = f"goes through {name}(), whose place cannot be given to another process"
     assert "the loop at around.py:" in restart.fields["reason"] and expected in restart.fields["reason"]
-    assert f"{expected}: a lost worker is not replaced" in result.stderr
+    assert f"{expected}: a failed worker is not replaced" in result.stderr

@@ -58,7 +58,7 @@ def test_the_table_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_curves_are_drawn_from_the_rows_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = [point for point in recovery_curves.POINTS if point.curve in (recovery_curves.PLACE, recovery_curves.SIZE)]
-    loss = recovery_curves.Loss(0.125, 0.1, 0.01)
+    loss = recovery_curves.Failure(0.125, 0.1, 0.01)
     measured = {("swift", point): loss for point in points} | {("torchrun", points[0]): replace(loss, stall_s=6.0)}
     rows = recovery_curves.rows_of(measured) + [
         at_most(f"{size} simulated workers", scale.AGREED, took, "s", 1.0) for size, took in ((8, 0.02), (1000, 0.5))
@@ -297,7 +297,7 @@ def test_a_short_real_run_of_pipeline_recovery(tmp_path: Path) -> None:
     case = pipeline_recovery.Case(2, 1, "replay", ((1,),))
     outcome = pipeline_recovery.run(case, 1, tmp_path, 4, 2)
     (kill,) = outcome.kills
-    assert kill.survivors == 0 and kill.newcomers >= kill.replayed * pipeline_recovery.MICRO_BATCHES > 0
+    assert kill.survivors == 0 and kill.replacements >= kill.replayed * pipeline_recovery.MICRO_BATCHES > 0
     assert kill.joined_s is not None and kill.replay_s is not None and kill.logged > 0
     assert 0 < kill.joined_s + kill.replay_s < kill.regained_s
     named = {row.metric: row for row in pipeline_recovery.rows_of(outcome)}
@@ -312,10 +312,10 @@ def test_a_short_real_run_of_pipeline_overhead() -> None:
     assert next(row for row in rows if row.metric.startswith("logged in a step")).value == 0
 
 
-def test_losses_of_a_training_are_spread_over_it() -> None:
-    assert total_time.losses_of(700, 3, 1) == total_time.losses_of(700, 3, 1) != total_time.losses_of(700, 3, 2)
+def test_failures_of_a_training_are_spread_over_it() -> None:
+    assert total_time.failures_of(700, 3, 1) == total_time.failures_of(700, 3, 1) != total_time.failures_of(700, 3, 2)
     for seed in range(20):
-        one, two, three = total_time.losses_of(630, 3, seed)
+        one, two, three = total_time.failures_of(630, 3, seed)
         assert 20 <= one < 220 <= two < 420 <= three < 620
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints under Accelerate and ``transformers.Trainer``: the whole job is killed, and the same command goes on."""
+"""Checkpoints under Accelerate and ``transformers.Trainer``: the whole job is killed, and the same
+command continues.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +8,35 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from checkpointed import committed, finished, running, went_on_from
+from checkpointed import committed, continued_from, finished, running
 from harness import Jobs, most
 
 from shared_core.testing.runner import compare
 
 
-def go_on(
+def carry_on(
     jobs: Jobs, folder: Path, script: str, args: Sequence[str], stop: int, newest: int, between: Sequence[str] = ()
 ) -> None:
     """Kill the job as it stands at a batch with a committed checkpoint, and start the same command again; another one,
     with the arguments ``between``, comes to its end before that.
     """
     with running(jobs, script, args, env={"STOP_AT": str(stop)}) as job:
-        job.until(lambda: job.tops() > stop and newest in committed(folder))
+        job.until(lambda: job.boundaries() > stop and newest in committed(folder))
         job.kill()
         job.end()
     if between:
         with running(jobs, script, between) as job:
             other = finished(job)
         assert other.stderr.count(f"{folder} holds step {newest} of another command") == 1, other.tail()
-        assert not went_on_from(other)
+        assert not continued_from(other)
     with running(jobs, script, args) as job:
         result = finished(job)
-    assert went_on_from(result) == {newest}, result.tail()
+    assert continued_from(result) == {newest}, result.tail()
     rest = [each for each in args if not each.startswith(("--checkpoints", "--every", "--files"))]
     compare(result, jobs.reference(script, args=rest))
 
 
-#: Batch tops between two checkpoints; ten batches are an epoch, and the top after it has the next number.
+#: Step boundaries between two checkpoints; ten batches are an epoch, and the boundary after it has the next number.
 EVERY = {"middle of an epoch": 6, "end of an epoch": 11, "last batch of an epoch": 10}
 
 
@@ -42,19 +44,19 @@ EVERY = {"middle of an epoch": 6, "end of an epoch": 11, "last batch of an epoch
 def test_a_loop_of_accelerate(jobs: Jobs, tmp_path: Path, where: str) -> None:
     every = EVERY[where]
     args = [f"--checkpoints={tmp_path}", f"--every={every}"]
-    go_on(jobs, tmp_path, "acc.py", args, 15, 15 // every * every)
+    carry_on(jobs, tmp_path, "acc.py", args, 15, 15 // every * every)
 
 
 @pytest.mark.nightly
 def test_another_command_in_the_same_folder_touches_nothing(jobs: Jobs, tmp_path: Path) -> None:
     args, other = ([f"--checkpoints={tmp_path}", f"--every={every}"] for every in (6, 12))
-    go_on(jobs, tmp_path, "acc.py", args, 15, 12, between=other)
+    carry_on(jobs, tmp_path, "acc.py", args, 15, 12, between=other)
 
 
 def test_the_trainer_of_transformers(jobs: Jobs, tmp_path: Path) -> None:
     """``save_strategy`` beside it does what it always does."""
     ours, files = tmp_path / "ours", tmp_path / "files"
-    go_on(jobs, ours, "hf_trainer.py", [f"--checkpoints={ours}", f"--files={files}"], 13, 10)
+    carry_on(jobs, ours, "hf_trainer.py", [f"--checkpoints={ours}", f"--files={files}"], 13, 10)
     stock = jobs.reference("hf_trainer.py").out / "checkpoints"
     assert sorted(path.name for path in files.iterdir()) == sorted(path.name for path in stock.iterdir())
 
@@ -62,11 +64,11 @@ def test_the_trainer_of_transformers(jobs: Jobs, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_the_policy_hears_every_loss(jobs: Jobs, tmp_path: Path) -> None:
     extra = jobs.run("acc.py", args=[f"--checkpoints={tmp_path}"]).reports[0]["extra"]
-    assert [top for top, _ in extra["noted"]] == list(range(21 - len(extra["noted"]), 21))
+    assert [boundary for boundary, _ in extra["noted"]] == list(range(21 - len(extra["noted"]), 21))
     assert len(extra["noted"]) > 10 and extra["noted"][-1][1] == extra["last"]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tied", [[], ["--tied"]])
 def test_a_pipeline(jobs: Jobs, tmp_path: Path, tied: list[str]) -> None:
-    go_on(jobs, tmp_path, "acc_pipe.py", [*tied, f"--checkpoints={tmp_path}"], 5, 4)
+    carry_on(jobs, tmp_path, "acc_pipe.py", [*tied, f"--checkpoints={tmp_path}"], 5, 4)

@@ -1,4 +1,5 @@
-"""Commands that differ in one argument share a folder of checkpoints: each goes on with its own, and says what it does.
+"""Commands that differ in one argument share a folder of checkpoints: each continues with its own, and says what it
+does.
 
 What ``swiftctl checkpoints`` prints last is compared with what the next start does each time.
 """
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from checkpointed import committed, finished, options, running, saved, went_on_from
+from checkpointed import committed, continued_from, finished, options, running, saved
 from harness import SCRIPTS, Jobs
 
 from shared_core.cli.swiftctl import main
@@ -30,15 +31,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def stopped(jobs: Jobs, folder: Path, args: Sequence[str], tops: int, *launcher: str) -> tuple[JobResult, int]:
-    """Kill all of a job once it has passed so many batch tops, and has made two checkpoints; its newest one."""
+def stopped(jobs: Jobs, folder: Path, args: Sequence[str], boundaries: int, *launcher: str) -> tuple[JobResult, int]:
+    """Kill all of a job once it has passed so many step boundaries, and has made two checkpoints; its newest one."""
     words, begun = " ".join([SCRIPT, *args]), time.time()
 
     def made() -> list[int]:
         return [each.step for each in saved(folder) if each.command.words == words and each.time > begun]
 
     with running(jobs, SCRIPT, args, env=options(folder, EVERY), launcher_args=[*RESTART, *launcher]) as job:
-        job.until(lambda: job.tops() >= tops and len(made()) > 1)
+        job.until(lambda: job.boundaries() >= boundaries and len(made()) > 1)
         job.kill()
         result = job.end()
     return result, made()[-1]
@@ -60,7 +61,7 @@ def following(folder: Path, args: Sequence[str], capsys: pytest.CaptureFixture[s
     return last
 
 
-def goes_on(args: Sequence[str], step: int) -> str:
+def continues(args: Sequence[str], step: int) -> str:
     return f"the next start of '{' '.join([SCRIPT, *args])}' continues from step {step}"
 
 
@@ -80,52 +81,54 @@ def test_a_changed_argument_leaves_the_first_command_s_checkpoints_alone(
     jobs: Jobs, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, newest = stopped(jobs, folder, A, 20)
-    assert following(folder, A, capsys) == goes_on(A, newest)
+    assert following(folder, A, capsys) == continues(A, newest)
     before, predicted = digests(folder), following(folder, B, capsys)
     assert predicted == (
         f"{folder} holds step {newest} of another command ({SCRIPT} --norm --steps 240); this run starts from scratch; "
         "--resume-from adopts it"
     )
     other, others = stopped(jobs, folder, B, newest + 10)  # over the same steps, and past them
-    assert said(other) == [predicted] and not went_on_from(other)
+    assert said(other) == [predicted] and not continued_from(other)
     assert before.items() <= digests(folder).items(), "the second command has changed a file of the first"
-    assert following(folder, B, capsys) == goes_on(B, others)
-    assert went_on_from(to_its_end(jobs, folder, A)) == {newest}
+    assert following(folder, B, capsys) == continues(B, others)
+    assert continued_from(to_its_end(jobs, folder, A)) == {newest}
     assert "starts from scratch: its last run has ended" in following(folder, A, capsys)
-    assert following(folder, B, capsys) == goes_on(B, others)
+    assert following(folder, B, capsys) == continues(B, others)
 
 
 @pytest.mark.nightly
-def test_both_go_on_with_their_own_and_start_from_scratch_once_they_have_ended(
+def test_both_continue_with_their_own_and_start_from_scratch_once_they_have_ended(
     jobs: Jobs, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, first = stopped(jobs, folder, A, 40)
     _, second = stopped(jobs, folder, B, 20)
-    assert went_on_from(to_its_end(jobs, folder, B)) == {second}
-    assert went_on_from(to_its_end(jobs, folder, A)) == {first}
+    assert continued_from(to_its_end(jobs, folder, B)) == {second}
+    assert continued_from(to_its_end(jobs, folder, A)) == {first}
     for args in (A, B):
         assert "starts from scratch: its last run has ended" in following(folder, args, capsys)
         result, newest = stopped(jobs, folder, args, 20)
         assert (
-            not went_on_from(result)
+            not continued_from(result)
             and "of this command, which has ended; this run starts from scratch" in said(result)[0]
         )
-        assert following(folder, args, capsys) == goes_on(args, newest)
+        assert following(folder, args, capsys) == continues(args, newest)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("way", ["a step", "the folder", "the run"])
 def test_resume_from_adopts(jobs: Jobs, folder: Path, way: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The result is that of the run that made the checkpoint, in its length; started again it goes on with its own."""
+    """The result is that of the run that made the checkpoint, in its length; started again it
+    continues with its own.
+    """
     _, newest = stopped(jobs, folder, A, 20)
     path = saved(folder)[-1].checkpoint.path
     told = f"--resume-from={ {'a step': path, 'the folder': folder, 'the run': path.parent}[way] }"
     adopted, own = stopped(jobs, folder, B, newest + 20, told)
-    assert went_on_from(adopted) == {newest} and not said(adopted)
+    assert continued_from(adopted) == {newest} and not said(adopted)
     assert adopted.stderr.count(f"begins with step {newest} at {path}, of '{SCRIPT} --norm --steps 240'") == 1
-    assert own > newest and following(folder, B, capsys) == goes_on(B, own)
-    assert went_on_from(to_its_end(jobs, folder, B, told)) == {own}
-    assert following(folder, A, capsys) == goes_on(A, newest)
+    assert own > newest and following(folder, B, capsys) == continues(B, own)
+    assert continued_from(to_its_end(jobs, folder, B, told)) == {own}
+    assert following(folder, A, capsys) == continues(A, newest)
 
 
 @pytest.mark.nightly
@@ -145,10 +148,10 @@ def test_without_resume_the_same_command_says_that_it_starts_from_scratch(
     env, args = options(folder, EVERY), ["--norm", "--steps", "30"]
     for number in range(2):
         with running(jobs, SCRIPT, ["--norm", "--steps", "400"], env=env) as job:
-            job.until(lambda: bool(committed(folder)) and job.tops() > 40)
+            job.until(lambda: bool(committed(folder)) and job.boundaries() > 40)
             job.kill()
             result = job.end()
-        assert bool(said(result)) == bool(number) and not went_on_from(result)
+        assert bool(said(result)) == bool(number) and not continued_from(result)
     assert "of this command; this run starts from scratch; --resume continues it" in said(result)[0]
     assert "was started without --resume" in following(folder, ["--norm", "--steps", "400"], capsys)
     with running(jobs, SCRIPT, args, env=env) as job:

@@ -1,4 +1,4 @@
-"""``SwiftCheckpoint``: the whole job is killed; the same command goes on, and all it leaves is as without that."""
+"""``SwiftCheckpoint``: the whole job is killed; the same command continues, and all it leaves is as without that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from checkpointed import committed, finished, running, went_on_from
+from checkpointed import committed, continued_from, finished, running
 from harness import Jobs, most
 
 from shared_core.testing.runner import JobResult, compare
@@ -19,7 +19,7 @@ def reference(jobs: Jobs, folder: Path, *args: str) -> JobResult:
     return jobs.run(SCRIPT, args=[f"--files={folder / 'stock'}", *args], launcher="plain")
 
 
-def killed_and_gone_on(
+def killed_and_continued(
     jobs: Jobs, folder: Path, args: Sequence[str], stop: int, newest: int, between: Sequence[str] = ()
 ) -> JobResult:
     """Kill the job as it stands at a batch with a committed checkpoint, and start the same command again.
@@ -29,12 +29,12 @@ def killed_and_gone_on(
         folder: for all files.
         args: of the script.
         stop: the batch.
-        newest: batch top of the checkpoint.
+        newest: step boundary of the checkpoint.
         between: arguments of another command, which comes to its end before that, with checkpoints in the same folder.
     """
     full = [f"--files={folder / 'files'}", f"--checkpoints={folder / 'ours'}", *args]
     with running(jobs, SCRIPT, full, env={"STOP_AT": str(stop)}) as job:
-        job.until(lambda: job.tops() > stop and newest in committed(folder / "ours"))
+        job.until(lambda: job.boundaries() > stop and newest in committed(folder / "ours"))
         job.kill()
         job.end()
     if between:
@@ -43,10 +43,10 @@ def killed_and_gone_on(
             other = finished(job)
         said = [line for line in other.stderr.splitlines() if f"holds step {newest} of another command" in line]
         assert len(said) == 1 and said[0].endswith("starts from scratch; --resume-from adopts it"), other.tail()
-        assert not went_on_from(other)
+        assert not continued_from(other)
     with running(jobs, SCRIPT, full) as job:
         result = finished(job)
-    assert went_on_from(result) == {newest}, result.tail()
+    assert continued_from(result) == {newest}, result.tail()
     return result
 
 
@@ -58,10 +58,10 @@ def killed_and_gone_on(
         "last batch of an epoch",
     ),
 )
-def test_the_same_command_goes_on(jobs: Jobs, tmp_path: Path, where: str) -> None:
+def test_the_same_command_continues(jobs: Jobs, tmp_path: Path, where: str) -> None:
     every = {"middle of an epoch": 28, "end of an epoch": 21, "last batch of an epoch": 20}[where]
     durable = ["--durable=asynchronous"] if every == 21 else []
-    result = killed_and_gone_on(jobs, tmp_path, [f"--every={every}", *durable], 33, 33 // every * every)
+    result = killed_and_continued(jobs, tmp_path, [f"--every={every}", *durable], 33, 33 // every * every)
     stock = reference(jobs, tmp_path)
     assert result.reports[0]["extra"]["files"] == stock.reports[0]["extra"]["files"]
     compare(result, stock)
@@ -69,14 +69,14 @@ def test_the_same_command_goes_on(jobs: Jobs, tmp_path: Path, where: str) -> Non
 
 @pytest.mark.nightly
 def test_another_command_in_the_same_folder_touches_nothing(jobs: Jobs, tmp_path: Path) -> None:
-    result = killed_and_gone_on(jobs, tmp_path, ["--every=28"], 33, 28, between=["--every=14"])
+    result = killed_and_continued(jobs, tmp_path, ["--every=28"], 33, 28, between=["--every=14"])
     compare(result, reference(jobs, tmp_path))
 
 
 @pytest.mark.nightly
 def test_files_that_a_checkpoint_counts_as_written_are(jobs: Jobs, tmp_path: Path) -> None:
     """``ModelCheckpoint`` saves in the background, to a slow disk; all is killed right after the checkpoint."""
-    result = killed_and_gone_on(jobs, tmp_path, ["--every=21", "--durable=slow", "--best=3"], 21, 21)
+    result = killed_and_continued(jobs, tmp_path, ["--every=21", "--durable=slow", "--best=3"], 21, 21)
     stock = reference(jobs, tmp_path, "--best=3")
     assert result.reports[0]["extra"]["files"] == stock.reports[0]["extra"]["files"]
     compare(result, stock)
@@ -90,7 +90,7 @@ def test_the_policy_hears_every_loss(jobs: Jobs, tmp_path: Path) -> None:
     logged = {int(row["step"]) + 1: float(row["loss"]) for row in extra["rows"] if "loss" in row}
     both = heard.keys() & logged.keys()
     assert len(heard) > 40 and len(both) > 20 and max(heard) == 60
-    assert all(heard[top] == pytest.approx(logged[top], rel=1e-6) for top in both)
+    assert all(heard[boundary] == pytest.approx(logged[boundary], rel=1e-6) for boundary in both)
 
 
 @pytest.mark.nightly
@@ -98,12 +98,12 @@ def test_a_pipeline(jobs: Jobs, tmp_path: Path) -> None:
     script, args = "lit_pipe.py", [f"--checkpoints={tmp_path / 'ours'}"]
     env = {"SWIFT_TEST_FILES": str(tmp_path)}
     with running(jobs, script, args, env=env | {"STOP_AT": "5"}) as job:
-        job.until(lambda: job.tops() > 5 and 4 in committed(tmp_path / "ours"))
+        job.until(lambda: job.boundaries() > 5 and 4 in committed(tmp_path / "ours"))
         job.kill()
         job.end()
     with running(jobs, script, args, env=env) as job:
         result = finished(job)
-    assert went_on_from(result) == {4}, result.tail()
+    assert continued_from(result) == {4}, result.tail()
     stock = jobs.reference(script)
     parts = set(stock.reports[0]["digests"]) - {"callbacks", "checkpoints"}  # they have paths
     compare(result, stock, sorted(parts))

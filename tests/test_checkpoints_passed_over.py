@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from checkpointed import committed, options, running, saved, went_on_from
+from checkpointed import committed, continued_from, options, running, saved
 from harness import Jobs
 
 from shared_core.checkpoint import store
@@ -30,12 +30,12 @@ def killed(jobs: Jobs, folder: Path, nproc: int = 1) -> list[Path]:
     return [each.checkpoint.path for each in saved(folder)]
 
 
-def started(jobs: Jobs, folder: Path, tops: int = 0, nproc: int = 1, **more: str) -> JobResult:
-    """The same command again, until it has passed so many batch tops (0: to its end)."""
+def started(jobs: Jobs, folder: Path, boundaries: int = 0, nproc: int = 1, **more: str) -> JobResult:
+    """The same command again, until it has passed so many step boundaries (0: to its end)."""
     env = options(folder, 5, **more)
     with running(jobs, SCRIPT, ARGS, env=env, launcher_args=RESTART, nproc=nproc) as job:
-        if tops:
-            job.until(lambda: job.tops() >= tops, 60)
+        if boundaries:
+            job.until(lambda: job.boundaries() >= boundaries, 60)
             job.kill()
         return job.end()
 
@@ -102,11 +102,11 @@ def test_each_kind_of_damage_to_the_newest_is_said_and_that_to_all_ends_the_job(
             assert all(reason in line for line in said), (name, result.tail())
             assert str(newest) in said[0] and str(steps[1].parent) in said[0], (name, result.tail())
             if alone:
-                assert len(said) == 1 and went_on_from(result) == {older}, (name, result.tail())
+                assert len(said) == 1 and continued_from(result) == {older}, (name, result.tail())
             else:
                 assert result.status == 1 and len(said) == len(steps), result.tail()
                 assert "checkpoint.resume='never'" in result.stderr and "none can be used" in result.stderr
-                assert not went_on_from(result) and all(step.exists() for step in steps)
+                assert not continued_from(result) and all(step.exists() for step in steps)
 
 
 def test_from_scratch_where_the_user_says_so(jobs: Jobs, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_from_scratch_where_the_user_says_so(jobs: Jobs, tmp_path: Path) -> None
     for step in steps:
         empty(step)
     result = started(jobs, tmp_path, 3, checkpoint_resume="never")
-    assert not went_on_from(result) and all(step.exists() for step in steps)
+    assert not continued_from(result) and all(step.exists() for step in steps)
     assert "is passed over: the manifest cannot be read" in result.stderr and "starts from scratch" in result.stderr
 
 
@@ -125,6 +125,6 @@ def test_an_ended_run_whose_clock_was_ahead_hides_no_other(jobs: Jobs, tmp_path:
     (ahead / "ended.json").write_text(json.dumps({"step": 1, "time": 1.0}))
     step = store.step_of(newest.name) or 0
     result = started(jobs, tmp_path, step + 3)
-    assert went_on_from(result) == {step}, result.tail()
+    assert continued_from(result) == {step}, result.tail()
     (said,) = passed_over(result)
     assert str(ahead) in said and "a clock was ahead" in said

@@ -1,4 +1,4 @@
-"""Storage is down when the job begins: training goes on, and checkpoints are written once it is up."""
+"""Storage is down when the job begins: training continues, and checkpoints are written once it is up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_job_trains_on_and_writes_once_the_server_is_up(jobs: Jobs, tmp_path: 
         args = ["--norm", "--steps", "100000"]
         with running(jobs, "plain_ddp.py", args, env=env, launcher_args=["--on-failure=restart"], nproc=1) as job:
             says = lambda text: text in (job.out / "stderr.txt").read_text()  # noqa: E731
-            job.until(lambda: job.tops() > 50 and says("cannot be reached"), 120)
+            job.until(lambda: job.boundaries() > 50 and says("cannot be reached"), 120)
             server.up()
             job.until(lambda: says("checkpoints can be written again"), 120)
             job.kill()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from checkpointed import ROOT, committed, descendants, options, running, saved, went_on_from
+from checkpointed import ROOT, committed, continued_from, descendants, options, running, saved
 from harness import SCRIPTS, Jobs, until
 
 from shared_core.testing.report import OUT
@@ -40,7 +40,7 @@ def beside(out: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a url"])
-def test_the_second_is_refused_and_goes_on_once_the_first_is_gone(kind: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_the_second_is_refused_and_continues_once_the_first_is_gone(kind: str, jobs: Jobs, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     where = str(folder) if kind == "a folder" else f"local://{folder}"
     env = options(folder, 5) | {"SWIFT_RECOVERY_CHECKPOINT_DIR": where}
@@ -55,7 +55,7 @@ def test_the_second_is_refused_and_goes_on_once_the_first_is_gone(kind: str, job
             refused = second.end()
         (run,) = runs()
         assert refused.status == 1 and "RunInUse: another job (process " in refused.stderr, refused.tail()
-        assert run in refused.stderr and "checkpoint.resume='never'" in refused.stderr and not went_on_from(refused)
+        assert run in refused.stderr and "checkpoint.resume='never'" in refused.stderr and not continued_from(refused)
         newest = committed(folder, 1)[-1]
         until(lambda: committed(folder, 1)[-1] > newest, "the first to train on", 60)
         with running(jobs, SCRIPT, ARGS, env=scratch, launcher_args=RESTART, nproc=1) as other:
@@ -64,6 +64,6 @@ def test_the_second_is_refused_and_goes_on_once_the_first_is_gone(kind: str, job
             other.end()
     begun = max(each.step for each in saved(folder) if each.run != run)
     with running(jobs, SCRIPT, ARGS, env=env, launcher_args=RESTART, nproc=1) as again:
-        again.until(lambda: again.tops() > begun, 60)
+        again.until(lambda: again.boundaries() > begun, 60)
         again.kill()
-        assert went_on_from(again.end()) == {begun}
+        assert continued_from(again.end()) == {begun}

@@ -24,10 +24,10 @@ ALL = 100
 
 
 def noted(result: JobResult, rank: int) -> dict[int, dict[str, str]]:
-    """Digests of the stop-the-world copies of a rank, by batch top."""
-    text = (result.out / f"tops{rank}.jsonl").read_text()
+    """Digests of the stop-the-world copies of a rank, by step boundary."""
+    text = (result.out / f"boundaries{rank}.jsonl").read_text()
     found = [json.loads(line) for line in text.splitlines()]
-    return {each.pop("top"): each for each in found}
+    return {each.pop("boundary"): each for each in found}
 
 
 #: A folder that no file system makes.
@@ -46,18 +46,18 @@ def held(loaded: recovery_line.Loaded) -> dict[str, str]:
 
 
 def check(result: JobResult, folder: Path) -> list[int]:
-    """Compare each checkpoint with the copy that was taken at its batch top."""
+    """Compare each checkpoint with the copy that was taken at its step boundary."""
     found = recovery_line.in_storage(lineage.contents(str(folder)), len(result.reports))
     for rank in result.reports:
         copies = noted(result, rank)
         for line in found:
-            assert held(recovery_line.load(line, rank)) == copies[line.step], f"rank {rank}, batch top {line.step}"
+            assert held(recovery_line.load(line, rank)) == copies[line.step], f"rank {rank}, step boundary {line.step}"
     return [line.step for line in found]
 
 
 def settled(steps: int) -> list[int]:
-    """Batch tops at which there can be a checkpoint: DDP makes its buckets again in the second batch."""
-    return [top for top in range(1, steps + 1) if top != 2]
+    """Step boundaries at which there can be a checkpoint: DDP makes its buckets again in the second batch."""
+    return [boundary for boundary in range(1, steps + 1) if boundary != 2]
 
 
 def writer_of(job: Running) -> int:
@@ -75,7 +75,7 @@ def writer_of(job: Running) -> int:
     ],
     ids=["one", "two", "inside"],
 )
-def test_every_checkpoint_is_the_state_of_its_batch_top(
+def test_every_checkpoint_is_the_state_of_its_step_boundary(
     jobs: Jobs, tmp_path: Path, more: list[str], nproc: int
 ) -> None:
     """At every batch; parameters and optimizer state are copied after forward and backward, as late as can be."""
@@ -83,8 +83,8 @@ def test_every_checkpoint_is_the_state_of_its_batch_top(
     env = options(tmp_path, every=1, checkpoint_keep=ALL)
     result = jobs.run(SCRIPT, args=[*args, "--late"], env=env, nproc=nproc)
     compare(result, jobs.reference(SCRIPT, args=args, nproc=nproc))
-    tops = list(range(1, 7)) if "--inside" in more else settled(6)  # without DistributedDataParallel
-    assert check(result, tmp_path) == tops, result.tail()
+    boundaries = list(range(1, 7)) if "--inside" in more else settled(6)  # without DistributedDataParallel
+    assert check(result, tmp_path) == boundaries, result.tail()
 
 
 def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_waiting_for_each_one_makes_every_one(jobs: Jobs, tmp_path: Path) -> Non
     result = jobs.run(SCRIPT, args=args, env=env)
     compare(result, jobs.reference(SCRIPT, args=args))
     assert check(result, tmp_path) == settled(6)
-    assert [event.fields["top"] for event in result.kinds("checkpoint")] == settled(6)
+    assert [event.fields["boundary"] for event in result.kinds("checkpoint")] == settled(6)
 
 
 def test_a_full_device_stops_nobody(jobs: Jobs, small_device: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_writer_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> 
         os.kill(writer, signal.SIGSTOP)
         spool, most = job.spool, 0
         assert spool is not None
-        while not (job.out / "rank0.json").exists() and job.tops() < 12:
+        while not (job.out / "rank0.json").exists() and job.boundaries() < 12:
             most = max(most, len(spool.steps()))
         os.kill(writer, signal.SIGCONT)
         result = finished(job)
@@ -138,14 +138,14 @@ def test_a_writer_that_stands_still_stops_nobody(jobs: Jobs, tmp_path: Path) -> 
     assert check(result, tmp_path), result.tail()
 
 
-@pytest.mark.parametrize("lost", ["SIGKILL", pytest.param("os._exit", marks=pytest.mark.nightly)])
-def test_a_restart_goes_on_from_memory(jobs: Jobs, tmp_path: Path, lost: str) -> None:
+@pytest.mark.parametrize("failed", ["SIGKILL", pytest.param("os._exit", marks=pytest.mark.nightly)])
+def test_a_restart_continues_from_memory(jobs: Jobs, tmp_path: Path, failed: str) -> None:
     """Nothing was ever written: the storage cannot be used. All workers start again from the snapshot in memory."""
     env = options(NOWHERE, every=5)
     args = ["--norm", "--steps", "20"]
-    fault = Fault(1, 13, "bucket", lost)
+    fault = Fault(1, 13, "bucket", failed)
     result = jobs.run("plain_ddp.py", args=args, env=env, faults=[fault], launcher_args=["--on-failure=restart"])
     compare(result, jobs.reference("plain_ddp.py", args=args))
-    assert result.stderr.count("continues from the checkpoint at batch top 10 (memory)") == 1, result.tail()
+    assert result.stderr.count("continues from the checkpoint at step boundary 10 (memory)") == 1, result.tail()
     ran = {int(key.split()[1]) for report in result.reports.values() for key in report["counts"]}
     assert min(ran) == 9

@@ -16,7 +16,7 @@ from harness import SCRIPTS, Jobs
 
 from shared_core.config import SwiftConfig
 from shared_core.faults import Fault
-from shared_core.launcher.console import Story
+from shared_core.launcher.console import ConsoleReporter
 from shared_core.system.process import begun
 from shared_core.testing.cluster import Cluster
 from shared_core.testing.namespaces import machines, unavailable
@@ -37,7 +37,7 @@ def normalised(text: str, out: Path) -> str:
     text = "\n".join(lines).replace(f"{out}/", "").replace(f"{SCRIPTS}/", "")
     text = re.sub(r"\bpids? \d[\d, ]*", lambda found: re.sub(r"\d+", "PID", found[0]), text)
     text = re.sub(r"[\w.-]+ \((\d+\.)+(\d+)\)", r"HOST (ADDRESS.\2)", text)
-    text = re.sub(r"batch top \d+", "batch top N", text)
+    text = re.sub(r"step boundary \d+", "step boundary N", text)
     text = re.sub(r"(\w\.py):\d+\)", r"\1:LINE)", text)
     return re.sub(r"\d+\.\d+ s\b", "TIME s", text).strip() + "\n"
 
@@ -74,7 +74,9 @@ CASES: dict[str, Callable[[Jobs], JobResult]] = {
         env={"SWIFT_RECOVERY_RESIZE_GROW_AFTER_S": "3"},
     ),
     "reroute": lambda jobs: jobs.run(
-        "lane.py", faults=[Fault(1, 4, "lane.wait", "SIGKILL")], launcher_args=["--on-failure=reroute"]
+        "survivor_group.py",
+        faults=[Fault(1, 4, "survivor_group.wait", "SIGKILL")],
+        launcher_args=["--on-failure=reroute"],
     ),
 }
 
@@ -82,7 +84,7 @@ CASES: dict[str, Callable[[Jobs], JobResult]] = {
 @pytest.mark.parametrize(
     "name", [name if name == "replace" else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
 )
-def test_a_life_with_a_loss(name: str, jobs: Jobs) -> None:
+def test_a_life_with_a_failure(name: str, jobs: Jobs) -> None:
     """Everything that the launcher, the workers and the libraries below them write, also to standard error itself."""
     result = CASES[name](jobs)
     assert result.status == 0 and result.struck, result.tail()
@@ -92,27 +94,27 @@ def test_a_life_with_a_loss(name: str, jobs: Jobs) -> None:
 
 def test_no_wait_is_silent() -> None:
     now, said = [1000.0], list[str]()
-    story = Story(said.append, now[0], lambda: now[0])
+    console_reporter = ConsoleReporter(said.append, now[0], lambda: now[0])
 
     def looks_at(second: float) -> list[str]:
         now[0] = 1000.0 + second
         del said[:]
-        story.look()
+        console_reporter.look()
         return said
 
-    story.starts("train.py", 2, {0: 7, 1: 8}, SwiftConfig(), None)
+    console_reporter.starts("train.py", 2, {0: 7, 1: 8}, SwiftConfig(), None)
     now[0] = 1099.0
-    story.lost(1, "killed by SIGKILL", now[0], 8)
+    console_reporter.failed(1, "killed by SIGKILL", now[0], 8)
     assert looks_at(103) == []
     [line] = looks_at(104.5)
-    assert line.endswith("rank 1 is lost (pid 8: killed by SIGKILL), and its newcomer is not started yet")
-    story.newcomer(1, 9)
+    assert line.endswith("rank 1 failed (pid 8: killed by SIGKILL), and its replacement is not started yet")
+    console_reporter.replacement(1, 9)
     assert looks_at(150) == []
     [line] = looks_at(165)
     assert line.startswith("waiting for 66 s now: ") and line.endswith(
         "(pid 9) has been running the script up to the training loop for 60 s"
     )
-    story.report({"rank": 1, "time": now[0]})
+    console_reporter.report({"rank": 1, "time": now[0]})
     assert said[1:] == ["rank 1 is back after 66.00 s; 0 steps lost (pid 8: killed by SIGKILL; now pid 9)"]
     assert looks_at(999) == []
 
@@ -121,25 +123,25 @@ def test_the_last_line_counts_from_the_start_of_the_process() -> None:
     assert abs(begun() - psutil.Process().create_time()) < 1.0
 
 
-def test_losses_that_follow_each_other_are_one_line() -> None:
+def test_failures_that_follow_each_other_are_one_line() -> None:
     said: list[str] = []
-    story = Story(said.append, 1010.0, lambda: 1010.0)
-    story.lost(1, "killed by SIGKILL", 1001.0, 8)
-    story.newcomer(1, 18)
-    story.lost(0, "exited with code 3", 1002.0, 7)
-    story.lost(1, "killed by SIGSEGV", 1003.0, 18)  # the newcomer, too
+    console_reporter = ConsoleReporter(said.append, 1010.0, lambda: 1010.0)
+    console_reporter.failed(1, "killed by SIGKILL", 1001.0, 8)
+    console_reporter.replacement(1, 18)
+    console_reporter.failed(0, "exited with code 3", 1002.0, 7)
+    console_reporter.failed(1, "killed by SIGSEGV", 1003.0, 18)  # the replacement, too
     for rank in (0, 1):
-        story.newcomer(rank, 20 + rank)
-    story.report({"rank": 1, "pid": 18, "time": 1002.9})  # heard late
-    story.report({"rank": 1, "pid": 21, "time": 1004.0})
+        console_reporter.replacement(rank, 20 + rank)
+    console_reporter.report({"rank": 1, "pid": 18, "time": 1002.9})  # heard late
+    console_reporter.report({"rank": 1, "pid": 21, "time": 1004.0})
     assert said == []
-    story.report({"rank": 0, "time": 1004.5})
+    console_reporter.report({"rank": 0, "time": 1004.5})
     why = "rank 0, pid 7: exited with code 3; now pid 20; rank 1, pid 18: killed by SIGSEGV; now pid 21"
     assert said == [f"ranks 0 and 1 are back after 3.50 s; 0 steps lost ({why})"]
-    story.lost(0, "killed by SIGKILL", 1005.0, 20)
-    story.fails("rank 0 died 3 times in a row")
+    console_reporter.failed(0, "killed by SIGKILL", 1005.0, 20)
+    console_reporter.fails("rank 0 died 3 times in a row")
     assert said[1:] == [
-        "rank 0 is lost (pid 20: killed by SIGKILL)",
+        "rank 0 failed (pid 20: killed by SIGKILL)",
         "the job failed after 0.0 s: rank 0 died 3 times in a row",
     ]
 
@@ -156,17 +158,17 @@ def test_a_job_that_fails(jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
-def test_a_machine_that_is_lost(jobs: Jobs) -> None:
+def test_a_machine_that_fails(jobs: Jobs) -> None:
     """Three machines, of which the last one waits as a spare."""
     out = jobs.folder("console")
     with machines(3) as made:
         cluster = Cluster(jobs.warm, made, out, SCRIPTS / "plain_ddp.py", args=["--norm", "--steps", "150"])
-        cluster.until(lambda: cluster.tops(2) >= 20)
+        cluster.until(lambda: cluster.boundaries(2) >= 20)
         [spare] = [place for place in (1, 2) if "as a spare" in cluster.said(place)]
         made[3 - spare].kill()
         result, statuses = cluster.finish()
     assert sorted(statuses) == [-9, 0, 0], result.tail()
-    places = {"first": 0, "lost": 3 - spare, "spare": spare}
+    places = {"first": 0, "failed": 3 - spare, "spare": spare}
     said = normalised("".join(f"--- {who}\n{cluster.said(place)}" for who, place in places.items()), out)
     for who, place in places.items():  # either may have come first
         said = said.replace(f"(ADDRESS.{place + 1})", f"(ADDRESS of the {who})")

@@ -21,9 +21,9 @@ PLACES = {
 def test_a_deadlock_ends_with_both_places(how: str, jobs: Jobs) -> None:
     result = jobs.run("deadlock.py", args=[how])
     assert result.status == 1, result.tail()
-    said = re.search(rf"Deadlock: no rank can go on, for (\d+) s \(.*\): {PLACES[how]}", result.stderr)
+    said = re.search(rf"Deadlock: no rank can continue, for (\d+) s \(.*\): {PLACES[how]}", result.stderr)
     assert said is not None and int(said[1]) < 10, result.tail()
-    assert not result.kinds("lost"), result.tail()
+    assert not result.kinds("failed"), result.tail()
 
 
 def test_a_rank_that_is_late_is_waited_for(jobs: Jobs) -> None:
@@ -37,4 +37,4 @@ def test_a_job_with_checkpoints_goes_back_once(jobs: Jobs) -> None:
     assert result.status == 0 and len(result.kinds("restart")) == 1, result.tail()
     again = jobs.run("deadlock.py", args=["group"], launcher_args=[*checkpoints[:1], checkpoints[1] + "2"])
     assert again.status == 1 and len(again.kinds("restart")) == 1, again.tail()
-    assert "Deadlock: no rank can go on" in again.stderr, again.tail()
+    assert "Deadlock: no rank can continue" in again.stderr, again.tail()

@@ -38,7 +38,7 @@ def test_a_job_that_attaches_nothing_trains_as_stock(struck: bool, jobs: Jobs) -
     result = jobs.run("endless.py", args=["unattached"], faults=faults)
     compare(result, jobs.reference("endless.py", args=["unattached"]))
     assert not unconfirmed(result), result.tail()
-    assert len(result.kinds("restart")) == struck and not result.kinds("newcomer_ready"), result.tail()
-    assert NOTHING_ATTACHED in result.stderr and "a lost one is replaced;" not in result.stderr
+    assert len(result.kinds("restart")) == struck and not result.kinds("replacement_ready"), result.tail()
+    assert NOTHING_ATTACHED in result.stderr and "a failed one is replaced;" not in result.stderr
     [memory] = {event.fields["peak_bytes"] for event in result.kinds("log_memory") if event.rank == 0}
     assert memory < 40_000, "nothing is kept for a replacement"

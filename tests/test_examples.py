@@ -1,4 +1,4 @@
-"""Each example loses workers, and ends with the fingerprints and the numbers of its run without a loss."""
+"""Each example loses workers, and ends with the fingerprints and the numbers of its run without a failure."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_the_command_of_the_jobset_loses_a_worker_and_a_machine(jobs: Jobs) -> N
             env=env,
         )
         cluster.until(lambda: "rank 1 is back" in cluster.said(0), 60.0)
-        lost = next(place for place in (1, 2) if "waits as a spare" not in cluster.said(place))
-        on[lost].kill()
+        failed = next(place for place in (1, 2) if "waits as a spare" not in cluster.said(place))
+        on[failed].kill()
         result, statuses = cluster.finish(100.0)
     assert sorted(statuses) == [-9, 0, 0] and not result.kinds("restart"), result.tail()
     result.stdout = "".join(path.read_text() for path in sorted(out.glob("stdout.*.txt")))

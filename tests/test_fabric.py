@@ -13,7 +13,8 @@ from shared_core.faults import Fault
 from shared_core.testing.digest import digest
 from shared_core.testing.runner import compare
 
-#: Arguments of the script, faults. On two ranks an epoch has six batches and seven tops, the last one for its end.
+#: Arguments of the script, faults. On two ranks an epoch has six batches and seven boundaries, the last one for its
+#: end.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "middle_of_an_epoch": ([], [Fault(1, 10, "bucket", "SIGKILL"), Fault(0, 18, "update.during", "SIGKILL", nth=9)]),
     "first_epoch": ([], [Fault(0, 3, "forward", "SIGKILL")]),
@@ -35,19 +36,19 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", few(CASES, "middle_of_an_epoch", "evaluated_before", "sharded"))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     jobs.check("fabric.py", faults=faults, args=args)
 
 
 @pytest.mark.nightly
-def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     compare(jobs.run("fabric.py"), jobs.reference("fabric.py"))
 
 
 @pytest.mark.nightly
 def test_a_sharded_checkpoint_of_fabric_has_the_same_bits(jobs: Jobs, tmp_path: Path) -> None:
-    """A worker is lost after the first of them, and another one while one is written."""
+    """A worker fails after the first of them, and another one while one is written."""
     faults = [Fault(1, 10, "forward", "SIGKILL"), Fault(0, 14, "collective.before", "SIGKILL", nth=3)]
     found = []
     for name in ("with", "without"):
@@ -69,7 +70,7 @@ def restored(folder: Path) -> str:
 
 
 @pytest.mark.nightly
-def test_when_all_are_lost_they_go_on_from_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+def test_when_all_fail_they_continue_from_a_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     both = [Fault(rank, 10, "bucket", "SIGKILL") for rank in (0, 1)]
     result = jobs.run("fabric.py", faults=both, env=env)
@@ -86,4 +87,4 @@ def test_a_part_of_a_loader_is_refused(jobs: Jobs) -> None:
 @pytest.mark.nightly
 def test_fewer_workers_are_refused(jobs: Jobs) -> None:
     result = jobs.run("fabric.py", env={"SWIFT_RECOVERY_ON_FAILURE": "shrink"})
-    assert result.status == 1 and "under Fabric a lost worker is replaced" in result.stderr, result.tail()
+    assert result.status == 1 and "under Fabric a failed worker is replaced" in result.stderr, result.tail()

@@ -12,11 +12,11 @@ from shared_core.testing.runner import check_survivors, compare, unconfirmed
 CASES: dict[str, tuple[str, list[Fault]]] = {
     "epochs": ("epochs", [Fault(1, 8, "forward", "SIGKILL")]),
     "epochs_rank_0": ("epochs", [Fault(0, 13, "bucket", "SIGKILL")]),
-    "first_batch_of_an_epoch": ("epochs", [Fault(1, 7, "batch_top", "os._exit")]),
+    "first_batch_of_an_epoch": ("epochs", [Fault(1, 7, "step_boundary", "os._exit")]),
     "last_batch_of_an_epoch": ("epochs", [Fault(0, 6, "update.after", "SIGKILL")]),
     "first_batch": ("epochs", [Fault(1, 1, "forward", "SIGKILL")]),
     "startup": ("epochs", [Fault(1, 0, "startup", "SIGKILL")]),
-    "newcomer": ("epochs", [Fault(0, 8, "bucket", "SIGKILL"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
+    "replacement": ("epochs", [Fault(0, 8, "bucket", "SIGKILL"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
     "workers": ("workers", [Fault(1, 3, "bucket", "SIGKILL")]),
     "persistent_workers": ("persistent_workers", [Fault(0, 6, "collective.before", "SIGKILL")]),
     "uneven": ("uneven", [Fault(0, 5, "update.before", "segfault")]),
@@ -26,7 +26,7 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "clip_value": ("clip_value", [Fault(1, 4, "clip", "exception")]),
     "bf16": ("bf16", [Fault(1, 5, "update.during", "SIGKILL", nth=5)]),
     "scheduler_step": ("scheduler_step", [Fault(0, 5, "update.after", "SIGTERM")]),
-    "scheduler_epoch": ("scheduler_epoch", [Fault(1, 7, "batch_top", "SIGKILL")]),
+    "scheduler_epoch": ("scheduler_epoch", [Fault(1, 7, "step_boundary", "SIGKILL")]),
     "scheduler_plateau": ("scheduler_plateau", [Fault(0, 9, "forward", "SIGKILL")]),
     "validation": ("validation", [Fault(1, 3, "validation", "SIGKILL")]),
     "validation_rank_0": ("validation", [Fault(0, 6, "validation", "os._exit")]),
@@ -45,13 +45,13 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "gan_in_the_second_update": ("gan", [Fault(1, 5, "update.during", "SIGKILL", nth=45)]),
     "first_fit_of_two": ("fit_test_fit", [Fault(1, 4, "bucket", "SIGKILL")]),
     "second_fit": ("fit_test_fit", [Fault(0, 15, "bucket", "SIGKILL")]),
-    # Lost at the beginning of the second, third and fourth call.
+    # Failed at the beginning of the second, third and fourth call.
     "between_calls_1": ("calls", [Fault(1, 0, "entry", "SIGKILL", nth=2)]),
     "between_calls_2": ("calls", [Fault(0, 12, "entry", "SIGKILL")]),
     "between_calls_3": ("calls", [Fault(1, 12, "entry", "SIGKILL", nth=2)]),
     "validate_fit": ("validate_fit", [Fault(0, 3, "bucket", "SIGKILL")]),
     "iterable": ("iterable", [Fault(1, 4, "forward", "SIGKILL")]),
-    "two_losses": ("all", [Fault(0, 3, "update.during", "SIGKILL", nth=7), Fault(1, 8, "forward", "os._exit")]),
+    "two_failures": ("all", [Fault(0, 3, "update.during", "SIGKILL", nth=7), Fault(1, 8, "forward", "os._exit")]),
     "no_sampler": ("no_sampler", [Fault(1, 5, "forward", "SIGKILL")]),
     "unused": ("unused", [Fault(0, 6, "bucket", "SIGKILL")]),
     "by_hand": ("by_hand", [Fault(1, 4, "update.after", "SIGKILL"), Fault(0, 9, "collective.before", "exception")]),
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "swa_statistics_end": ("swa", [Fault(0, 20, "validation", "SIGKILL")]),
     "held_models": ("held", [Fault(1, 8, "forward", "SIGKILL")]),
     "prepared_data": ("prepared", [Fault(0, 3, "bucket", "SIGKILL")]),
-    # Lost when a file of the end has been written.
+    # Failed when a file of the end has been written.
     "resume_newest": ("prepared", [Fault(1, 18, "validation", "SIGKILL")]),
     "resume": ("resume", [Fault(1, 14, "forward", "SIGKILL")]),
 }
@@ -105,7 +105,7 @@ RARE = (
     "no_sampler",
     "epochs_rank_0",
     "dropout",
-    "two_losses",
+    "two_failures",
     "metrics_rank_0",
     "batchnorm_bucket",
     "gan_second_update",
@@ -121,7 +121,7 @@ RARE = (
 
 
 @pytest.mark.parametrize("name", most(CASES, *RARE))
-def test_feature_with_a_loss(name: str, jobs: Jobs) -> None:
+def test_feature_with_a_failure(name: str, jobs: Jobs) -> None:
     feature, faults = CASES[name]
     result = jobs.check("lit.py", faults=faults, args=["--feature", feature])
     reference = jobs.reference("lit.py", args=["--feature", feature])
@@ -129,13 +129,15 @@ def test_feature_with_a_loss(name: str, jobs: Jobs) -> None:
         assert result.reports[rank]["extra"] == reference.reports[rank]["extra"]
 
 
-def test_a_newcomer_leaves_out_the_start_banner(jobs: Jobs) -> None:
+def test_a_replacement_leaves_out_the_start_banner(jobs: Jobs) -> None:
     """And says what comes after it has taken its place."""
     args = ["--feature", "epochs"]
-    plain, lost = (jobs.run("lit.py", faults=faults, args=args) for faults in ([], [Fault(0, 5, "bucket", "SIGKILL")]))
-    assert lost.kinds("newcomer_ready"), lost.tail()
+    plain, failed = (
+        jobs.run("lit.py", faults=faults, args=args) for faults in ([], [Fault(0, 5, "bucket", "SIGKILL")])
+    )
+    assert failed.kinds("replacement_ready"), failed.tail()
     for said in ("GPU available", "Initializing distributed", "distributed_backend", "`Trainer.fit` stopped"):
-        assert lost.stderr.count(said) == plain.stderr.count(said) > 0, f"{said}\n{lost.tail()}"
+        assert failed.stderr.count(said) == plain.stderr.count(said) > 0, f"{said}\n{failed.tail()}"
 
 
 @pytest.mark.parametrize("how", ["callback", "env"])
@@ -152,7 +154,7 @@ def test_other_ways_in(how: str, jobs: Jobs) -> None:
 
 @pytest.mark.parametrize("feature", ["augment", "workers"])
 def test_seeded_data(feature: str, jobs: Jobs) -> None:
-    """An item's randomness is then another, so the reference is the same strategy without a loss."""
+    """An item's randomness is then another, so the reference is the same strategy without a failure."""
     args = ["--feature", feature, "--how", "seeded"]
     reference = jobs.run("lit.py", args=args)
     result = jobs.run("lit.py", faults=[Fault(1, 6, "forward", "SIGKILL")], args=args)
@@ -176,7 +178,7 @@ def test_four_ranks_lose_two_at_once(jobs: Jobs) -> None:
     jobs.check("lit.py", nproc=4, faults=faults, args=["--feature", "all"])
 
 
-def test_without_a_loss_the_run_is_the_stock_run(jobs: Jobs) -> None:
+def test_without_a_failure_the_run_is_the_stock_run(jobs: Jobs) -> None:
     args = ["--feature", "all"]
     compare(jobs.run("lit.py", args=args), jobs.reference("lit.py", args=args))
 

@@ -1,4 +1,6 @@
-"""After a loss there is one version of each log, no step in it is lost or doubled, and the checkpoints are the same."""
+"""After a failure there is one version of each log, no step in it is lost or doubled, and the
+checkpoints are the same.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ ARGS = ["--feature", "loggers"]
     ],
     ids=str,
 )
-def test_logs_and_checkpoints_are_those_of_the_run_without_a_loss(fault: Fault, jobs: Jobs) -> None:
+def test_logs_and_checkpoints_are_those_of_the_run_without_a_failure(fault: Fault, jobs: Jobs) -> None:
     reference = jobs.reference("lit.py", args=ARGS)
     result = jobs.check("lit.py", faults=[fault], args=ARGS)
     assert csv_file(result).read_text() == csv_file(reference).read_text()

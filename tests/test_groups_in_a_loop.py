@@ -11,7 +11,7 @@ from shared_core.faults import Fault
 FAULTS = {
     "before": Fault(1, 8, "collective.before", "SIGKILL"),
     "between": Fault(2, 9, "collective.after", "SIGKILL", nth=2),
-    "boundary": Fault(0, 10, "batch_top", "SIGKILL"),
+    "boundary": Fault(0, 10, "step_boundary", "SIGKILL"),
 }
 
 

@@ -110,7 +110,7 @@ def test_a_job_runs_from_the_wheel_and_loses_a_worker(commands: Path, tmp_path: 
     for options in ([], ["--faults", "faults.json"]):
         done = run(commands / "swiftrun", "--nproc-per-node=2", *options, "train.py", cwd=tmp_path)
         ends.append(sorted(json.loads(line) for line in re.findall(r"^\[.*\]$", done.stdout, re.MULTILINE)))
-    assert "; 1 worker was lost" in done.stderr
+    assert "; 1 worker failed" in done.stderr
     assert ends[0] == ends[1] and [rank for rank, *_ in ends[0]] == [0, 1]
     for _, _, files in ends[0]:
         assert all(Path(file).is_relative_to(commands.parent) for file in files), files

@@ -1,4 +1,4 @@
-"""A DeepSpeed pipeline under Lightning ends, on every rank, with the bits of the run without a loss."""
+"""A DeepSpeed pipeline under Lightning ends, on every rank, with the bits of the run without a failure."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "between_calls_2": (["--calls"], [Fault(0, 6, "entry", "SIGKILL")]),
     "between_calls_3": (["--calls"], [Fault(3, 6, "entry", "SIGKILL", nth=2)]),
     "resumed": (["--resume"], [Fault(0, 8, "pipe.forward", "SIGKILL")]),
-    "accumulate": (["--accumulate", "3"], [Fault(3, 5, "batch_top", "SIGKILL")]),
+    "accumulate": (["--accumulate", "3"], [Fault(3, 5, "step_boundary", "SIGKILL")]),
 }
 RARE = tuple(CASES.keys() - {"first_stage", "last_stage_sends", "validation", "between_calls_2"})
 
 
 @pytest.mark.parametrize("name", most(CASES, *RARE))
-def test_a_stage_is_lost(name: str, jobs: Jobs) -> None:
+def test_a_stage_fails(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     result = jobs.check(SCRIPT, nproc=4, args=args, faults=faults)
     reference = jobs.reference(SCRIPT, nproc=4, args=args)
@@ -70,7 +70,10 @@ SHARDED: dict[str, tuple[list[str], list[Fault]]] = {
     "bf16": (BF16, [Fault(0, 2, "update.during", "SIGKILL", nth=20), Fault(3, 5, "pipe.backward", "SIGKILL")]),
     "mixed": (["--precision", "bf16-mixed"], [Fault(1, 3, "pipe.forward", "SIGKILL")]),
     "zero": (ZERO, [Fault(2, 2, "update.after", "SIGKILL"), Fault(1, 5, "pipe.reduce", "SIGKILL")]),
-    "both": ([*BF16, *ZERO], [Fault(1, 2, "update.during", "SIGKILL", nth=60), Fault(3, 4, "batch_top", "SIGKILL")]),
+    "both": (
+        [*BF16, *ZERO],
+        [Fault(1, 2, "update.during", "SIGKILL", nth=60), Fault(3, 4, "step_boundary", "SIGKILL")],
+    ),
     "checkpoint": ([*BF16, *ZERO], [Fault(3, 6, "checkpoint.write", "SIGKILL")]),
     "resumed": ([*BF16, *ZERO, "--resume"], [Fault(1, 8, "pipe.forward", "SIGKILL")]),
     "resumed_zero": ([*ZERO, "--resume"], [Fault(2, 8, "pipe.step", "SIGKILL")]),
@@ -81,7 +84,7 @@ SHARDED: dict[str, tuple[list[str], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", most(SHARDED, *(SHARDED.keys() - {"bf16"})))
-def test_a_rank_is_lost_that_has_a_part_of_the_optimizer(name: str, jobs: Jobs) -> None:
+def test_a_rank_fails_that_has_a_part_of_the_optimizer(name: str, jobs: Jobs) -> None:
     args, faults = SHARDED[name]
     result = jobs.check(SCRIPT, nproc=4, args=args, faults=faults)
     dtype = "torch.bfloat16" if "--precision" in args else "torch.float32"
@@ -104,7 +107,7 @@ ALONE: dict[str, tuple[list[str], Fault, int]] = {
 
 
 @pytest.mark.parametrize("name", most(ALONE, *(ALONE.keys() - {"forward"})))
-def test_a_stage_without_a_replica_is_lost(name: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_stage_without_a_replica_fails(name: str, jobs: Jobs, tmp_path: Path) -> None:
     args, fault, every = ALONE[name]
     env = {
         "SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "saved"),
@@ -169,7 +172,7 @@ def test_a_module_is_a_list_of_layers_and_a_loss() -> None:
     for kind, message in (
         (Stepping, r"training_step\(\).*pipeline_layers"),
         (Clipping, "gradient_clip_val"),
-        (Lossless, r"no loss\(\)"),
+        (Lossless, r"no failure\(\)"),
         (pl.LightningModule, r"no pipeline_layers\(\)"),
     ):
         with pytest.raises(ConfigError, match=message):

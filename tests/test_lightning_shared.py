@@ -1,4 +1,4 @@
-"""Lightning with ``on_failure="reroute"``: survivors run ``training_step`` for the lost worker, bit for bit."""
+"""Lightning with ``on_failure="reroute"``: survivors run ``training_step`` for the failed worker, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,34 +23,37 @@ def check(jobs: Jobs, faults: list[Fault], args: list[str], nproc: int = 3) -> J
     assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
     compare(result, reference)
     assert result.kinds("rerouted") and not result.kinds("restart"), result.tail()
-    assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
+    assert {event.rank for event in result.kinds("admitted")} == {fault.rank for fault in faults}, result.tail()
     return result
 
 
-#: Arguments, faults. On three ranks an epoch has seven batches; the place behind its last one is a batch top, too.
+#: Arguments, faults. On three ranks an epoch has seven batches; the place behind its last one is a step boundary, too.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "forward": ([], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "backward": ([], [Fault(2, 3, "reroute.backward", "SIGKILL")]),
     "before_the_sum": ([], [Fault(0, 3, "reroute.reduce", "SIGKILL")]),
-    "in_the_sum": ([], [Fault(2, 3, "lane.wait", "SIGKILL", nth=2)]),
+    "in_the_sum": ([], [Fault(2, 3, "survivor_group.wait", "SIGKILL", nth=2)]),
     "at_the_step": ([], [Fault(1, 3, "reroute.step", "SIGKILL")]),
     "clipping": (["--feature", "clip"], [Fault(1, 3, "clip", "SIGKILL")]),
     "in_the_update": ([], [Fault(1, 3, "update.during", "SIGKILL", nth=2)]),
-    "at_the_top": ([], [Fault(0, 4, "batch_top", "SIGKILL")]),
+    "at_the_boundary": ([], [Fault(0, 4, "step_boundary", "SIGKILL")]),
     "last_batch": ([], [Fault(2, 7, "reroute.backward", "SIGKILL")]),
-    "behind_the_last_batch": ([], [Fault(2, 8, "batch_top", "SIGKILL")]),
+    "behind_the_last_batch": ([], [Fault(2, 8, "step_boundary", "SIGKILL")]),
     "end": ([], [Fault(1, 15, "reroute.forward", "SIGKILL")]),
     "two_at_once": ([], [Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(2, 3, "reroute.reduce", "SIGKILL")]),
-    "two_in_turn": ([], [Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(1, 4, "lane.wait", "SIGKILL")]),
+    "two_in_turn": ([], [Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(1, 4, "survivor_group.wait", "SIGKILL")]),
     "all_in_turn": (["--epochs", "3"], [Fault(r, 3 + 8 * r, "reroute.backward", "SIGKILL") for r in range(3)]),
     "frozen": ([], [Fault(1, 3, "reroute.reduce", "SIGSTOP")]),
-    "newcomer": (
+    "replacement": (
         [],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
+        [
+            Fault(1, 3, "reroute.forward", "SIGKILL"),
+            Fault(1, ANY_STEP, "survivor_group.join_request", "SIGKILL", incarnation=1),
+        ],
     ),
-    "letting_in": (
+    "admitting": (
         [],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "lane.let_in", "SIGKILL")],
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "survivor_group.admit", "SIGKILL")],
     ),
     "accumulate": (["--feature", "accumulate"], [Fault(1, 5, "reroute.backward", "SIGKILL")]),
     "accumulate_short": (["--feature", "accumulate"], [Fault(0, 7, "reroute.forward", "SIGKILL")]),
@@ -60,22 +63,22 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "between_fits": (["--feature", "fits"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "files": (["--feature", "files"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "files_of_rank_0": (["--feature", "files"], [Fault(0, 3, "reroute.reduce", "SIGKILL")]),
-    "files_of_rank_0_at_the_top": (["--feature", "files"], [Fault(0, 4, "batch_top", "SIGKILL")]),
+    "files_of_rank_0_at_the_boundary": (["--feature", "files"], [Fault(0, 4, "step_boundary", "SIGKILL")]),
     "files_of_rank_0_later": (["--feature", "files"], [Fault(0, 10, "reroute.forward", "SIGKILL")]),
     "workers": (["--workers", "1"], [Fault(0, 3, "reroute.forward", "SIGKILL")]),
 }
 
 
 @pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"two_in_turn"}))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     check(jobs, faults, args)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("point", ["startup", "lane.connect"])
-def test_a_loss_before_the_first_step_is_answered_by_a_newcomer(point: str, jobs: Jobs) -> None:
-    """Nobody has anything to go on with yet."""
+@pytest.mark.parametrize("point", ["startup", "survivor_group.connect"])
+def test_a_failure_before_the_first_step_is_answered_by_a_replacement(point: str, jobs: Jobs) -> None:
+    """Nobody has anything to continue with yet."""
     reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")
     result = jobs.run(SCRIPT, nproc=3, env=ORDERED, faults=[Fault(0, ANY_STEP, point, "SIGKILL")])
     assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
@@ -95,7 +98,7 @@ def test_an_object_of_torchmetrics_counts_what_its_rank_has_computed(jobs: Jobs)
 
 
 @pytest.mark.nightly
-def test_without_a_loss_it_trains_as_ddp(jobs: Jobs) -> None:
+def test_without_a_failure_it_trains_as_ddp(jobs: Jobs) -> None:
     """Two addends have one sum only, so two ranks can be compared with Lightning's own DDP."""
     args, parts = ["--feature", "exact"], ["parameters", "optimizers", "schedulers", "loops", "steps"]
     theirs = jobs.reference(SCRIPT, args=args)
@@ -113,7 +116,7 @@ def test_sums_that_are_not_ordered_are_equal_to_rounding(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_a_loss_in_the_validation_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_failure_in_the_validation_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     checkpoints = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
     reference = jobs.reference(SCRIPT, nproc=3, env=ORDERED, launcher="swiftrun")
     faults = [Fault(1, 8, "validation", "SIGKILL")]
@@ -122,16 +125,16 @@ def test_a_loss_in_the_validation_goes_back_to_the_checkpoint(jobs: Jobs, tmp_pa
     assert result.kinds("restart"), result.tail()
 
 
-def test_others_train_on_until_the_newcomer_is_there(jobs: Jobs) -> None:
-    """The next step is committed before the newcomer is started, and it is let in between two others."""
+def test_others_train_on_until_the_replacement_is_there(jobs: Jobs) -> None:
+    """The next step is committed before the replacement is started, and it is admitted between two others."""
     args, faults = ["--epochs", "1", "--size", "600"], [Fault(1, 3, "reroute.forward", "SIGKILL")]
     result = jobs.run(SCRIPT, nproc=3, args=args, env=ORDERED, faults=faults)
     assert result.status == 0, result.tail()
-    [let_in] = result.kinds("let_in")
+    [admitted] = result.kinds("admitted")
     resumed = result.kinds("resumed")
     assert {event.rank for event in resumed} == {0, 2}, result.tail()
-    assert max(event.time for event in resumed) < let_in.time
-    assert 3 < let_in.fields["top"], result.tail()
+    assert max(event.time for event in resumed) < admitted.time
+    assert 3 < admitted.fields["boundary"], result.tail()
 
 
 #: What is said of each mistake.

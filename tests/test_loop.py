@@ -1,4 +1,6 @@
-"""Plain PyTorch loops on ``shared_core.attach`` lose workers and end with the bits of the run that lost none."""
+"""Plain PyTorch loops on ``shared_core.attach`` lose workers and end with the bits of the run in
+which nobody failed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from shared_core.testing.report import AWAIT
 from shared_core.testing.runner import JobResult, compare
 
 UNMARKED = WARNINGS["job"]
-#: Arguments of the script, faults. On two ranks an epoch has six batches and seven tops, the last one for its end.
+#: Arguments of the script, faults. On two ranks an epoch has six batches and seven boundaries, the last one for its
+#: end.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "first_epoch": ([], [Fault(1, 3, "bucket", "SIGKILL")]),
     "last_epoch": ([], [Fault(0, 17, "update.during", "SIGKILL", nth=9)]),
@@ -27,7 +30,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "evaluation": ([], [Fault(1, 14, "collective.before", "SIGKILL")]),
     "startup": ([], [Fault(1, 0, "startup", "SIGKILL")]),
     "others_have_made_the_update": ([], [Fault(1, 10, "update.before", "SIGKILL")]),
-    "newcomer": ([], [Fault(0, 9, "bucket", "os._exit"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
+    "replacement": ([], [Fault(0, 9, "bucket", "os._exit"), Fault(0, ANY_STEP, "join", "SIGKILL", incarnation=1)]),
     "accumulate": (["--accumulate", "4"], [Fault(1, 6, "forward", "SIGKILL"), Fault(0, 15, "bucket", "SIGKILL")]),
     "workers": (["--workers", "1"], [Fault(1, 10, "bucket", "SIGKILL")]),
     "left_early": (["--break-at", "4"], [Fault(0, 6, "update.after", "SIGKILL")]),
@@ -37,12 +40,12 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", most(CASES, "first_batch_of_an_epoch", "second_loader", "left_early"))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     jobs.check("loop.py", faults=faults, args=args)
 
 
-def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     compare(jobs.run("loop.py"), jobs.reference("loop.py"))
 
 
@@ -63,11 +66,11 @@ def test_nothing_grows_with_each_replacement(jobs: Jobs, tmp_path: Path) -> None
         assert least <= 1.1 * most, (key, [note[key] for note in notes])
 
 
-def test_epochs_that_the_script_counts_survive_losses_in_the_first(jobs: Jobs) -> None:
+def test_epochs_that_the_script_counts_survive_failures_in_the_first(jobs: Jobs) -> None:
     jobs.check("loop.py", faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["--no-epochs"])
 
 
-def test_later_losses_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp_path: Path) -> None:
+def test_later_failures_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp_path: Path) -> None:
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     result = jobs.run("loop.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--no-epochs"], env=env)
     [restart] = result.kinds("restart")
@@ -75,7 +78,7 @@ def test_later_losses_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, tmp
     told = [
         each for each in result.kinds("warning") if each.fields["message"].startswith("a second pass over the data")
     ]
-    assert told and told[0].time < result.kinds("lost")[0].time, "it was said when the second pass began"
+    assert told and told[0].time < result.kinds("failed")[0].time, "it was said when the second pass began"
 
 
 def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:
@@ -84,7 +87,7 @@ def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:
     said = "ConfigError: the process group was created before shared_core.install() was called"
     raised = [line for line in result.stderr.splitlines() if line.startswith("[rank")]  # of a traceback
     assert len([line for line in raised if said in line]) == 1, result.tail()
-    assert "is lost" not in result.stderr, result.tail()
+    assert " failed (" not in result.stderr, result.tail()
     last = result.stderr.splitlines()[-1]
     assert last.startswith("[swift] the job failed after ") and said in last and "loop.py:" in last, result.tail()
 
@@ -95,8 +98,8 @@ def test_batches_that_nothing_marks_are_computed_again_and_the_user_is_told_once
     assert result.stderr.count(UNMARKED) == 1, result.tail()
     [warning] = [each for each in result.kinds("warning") if each.fields["message"] == UNMARKED]
     assert warning.rank == 0
-    [ready] = result.kinds("newcomer_ready")
-    assert ready.fields["top"] == 0
+    [ready] = result.kinds("replacement_ready")
+    assert ready.fields["boundary"] == 0
     [back] = re.findall(r"rank 1 is back after ([\d.]+) s", result.stderr)
     stalls = [each.fields["stall_s"] for each in result.kinds("resumed") if each.rank == 0]
     assert float(back) > 0.5 * stalls[0], f"the stall of {stalls[0]:.2f} s was said to be over after {back} s"
@@ -119,7 +122,7 @@ def test_an_evaluation_in_steps_is_noticed(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("mode", ["w", pytest.param("a", marks=pytest.mark.nightly)])
-def test_a_newcomer_that_cuts_off_a_log_says_so(mode: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_a_replacement_that_cuts_off_a_log_says_so(mode: str, jobs: Jobs, tmp_path: Path) -> None:
     """Not of a file that all workers write before the loop, with the same content."""
     env = {"TMPDIR": str(tmp_path)}
     result = jobs.check("loop.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--log", mode], env=env)
@@ -132,7 +135,7 @@ def test_a_newcomer_that_cuts_off_a_log_says_so(mode: str, jobs: Jobs, tmp_path:
 
 @pytest.mark.parametrize("checkpoints", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_workers_that_start_again_and_cut_off_a_log_say_so(checkpoints: bool, jobs: Jobs, tmp_path: Path) -> None:
-    """Where they go on from a checkpoint: else they write all of it again."""
+    """Where they continue from a checkpoint: else they write all of it again."""
     env = {"TMPDIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
     options = ["--on-failure=restart", "--checkpoint-dir=kept"] if checkpoints else []
     faults = [Fault(rank, 10, "bucket", "SIGKILL") for rank in ((1,) if checkpoints else (0, 1))]
@@ -150,11 +153,11 @@ def _warned_of_logs(result: JobResult) -> list[int]:
 
 
 def test_a_standby_that_cuts_off_a_log_says_so_at_once(jobs: Jobs, tmp_path: Path) -> None:
-    """Nobody is lost, so that what it writes itself is never shown."""
+    """Nobody fails, so that what it writes itself is never shown."""
     awaited = json.dumps({8: (1, 0)})
     env = {"SWIFT_RECOVERY_STANDBY_PREPARED": "1", AWAIT: awaited, "TMPDIR": str(tmp_path)}
     result = jobs.run("loop.py", args=["--log", "w"], env=env)
-    assert result.status == 0 and not result.kinds("lost"), result.tail()
+    assert result.status == 0 and not result.kinds("failed"), result.tail()
     # A busy machine may have the next rank's standby ready too, before the job ends.
     [said] = [line for line in result.stderr.splitlines() if "cuts it off" in line and "standby of rank 1: " in line]
     assert said.startswith("[swift] ") and "log1.txt" in said, result.tail()

@@ -16,7 +16,8 @@ EACH = (
     "bare_generator workers agreed"
 ).split()
 
-#: Forms, one after the other with two epochs each, and where workers are lost. The end of a pass is a batch top, too.
+#: Forms, one after the other with two epochs each, and where workers fail. The end of a pass is a step boundary,
+#: too.
 JOBS: dict[str, tuple[str, list[Fault]]] = {
     "one_source": (
         "tqdm own_generator generator zip nested turns rounds stream",
@@ -55,7 +56,7 @@ JOBS: dict[str, tuple[str, list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_losses_change_no_bit(name: str, jobs: Jobs) -> None:
+def test_failures_change_no_bit(name: str, jobs: Jobs) -> None:
     forms, faults = JOBS[name]
     jobs.check("loops.py", faults=faults, args=["--epochs", "2", *forms.split()])
 
@@ -67,8 +68,8 @@ def test_restarts_from_checkpoints_change_no_bit(jobs: Jobs, tmp_path: Path) -> 
     result = jobs.run("loops.py", args=args, faults=faults, env=env)
     compare(result, jobs.reference("loops.py", args=args))
     assert not unconfirmed(result), result.tail()
-    tops = [event.fields["top"] for event in result.kinds("checkpoint")]
-    assert tops == list(range(3, 64, 3)), "each start began at the newest checkpoint"
+    boundaries = [event.fields["boundary"] for event in result.kinds("checkpoint")]
+    assert boundaries == list(range(3, 64, 3)), "each start began at the newest checkpoint"
 
 
 def test_an_iterator_that_nobody_can_follow_is_refused_before_the_first_step(jobs: Jobs) -> None:
@@ -76,22 +77,22 @@ def test_an_iterator_that_nobody_can_follow_is_refused_before_the_first_step(job
     check_clean(result)
     assert result.status == 1
     assert "this islice reads from 'stream'" in result.stderr and "leave the pass with break" in result.stderr
-    assert {event.fields["tops"] for event in result.kinds("lost")} == {0}
+    assert {event.fields["boundaries"] for event in result.kinds("failed")} == {0}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("top", range(1, 16))
+@pytest.mark.parametrize("boundary", range(1, 16))
 @pytest.mark.parametrize("form", EACH)
-def test_every_form_at_every_top(form: str, top: int, jobs: Jobs) -> None:
-    """Where a top is the end of a pass nothing strikes, and the run is one without a loss."""
-    faults = [Fault(top % 2, top, "bucket", "SIGKILL")]
+def test_every_form_at_every_boundary(form: str, boundary: int, jobs: Jobs) -> None:
+    """Where a boundary is the end of a pass nothing strikes, and the run is one without a failure."""
+    faults = [Fault(boundary % 2, boundary, "bucket", "SIGKILL")]
     compare(jobs.run("loops.py", faults=faults, args=[form]), jobs.reference("loops.py", args=[form]))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("top", range(2, 16, 3))
+@pytest.mark.parametrize("boundary", range(2, 16, 3))
 @pytest.mark.parametrize("form", EACH)
-def test_every_form_restarted(form: str, top: int, jobs: Jobs, tmp_path: Path) -> None:
+def test_every_form_restarted(form: str, boundary: int, jobs: Jobs, tmp_path: Path) -> None:
     env = options(tmp_path / "checkpoints", every=2, on_failure="restart", checkpoint_background="false")
-    faults = [Fault(top % 2, top, "batch_top", "SIGKILL")]
+    faults = [Fault(boundary % 2, boundary, "step_boundary", "SIGKILL")]
     compare(jobs.run("loops.py", faults=faults, args=[form], env=env), jobs.reference("loops.py", args=[form]))

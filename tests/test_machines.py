@@ -83,18 +83,18 @@ def test_a_worker_is_replaced_by_its_own_machine(name: str, site: Site, jobs: Jo
     check_survivors(result, jobs.reference(SCRIPT, nproc=4, args=args))
 
 
-def test_a_spare_machine_takes_the_place_of_a_lost_one(site: Site) -> None:
+def test_a_spare_machine_takes_the_place_of_a_failed_one(site: Site) -> None:
     cluster = site.start(site.machines, LONG)
-    cluster.until(lambda: cluster.tops(2) >= 20)
-    lost = 3 - site.spare(cluster)
-    site.machines[lost].kill()
+    cluster.until(lambda: cluster.boundaries(2) >= 20)
+    failed = 3 - site.spare(cluster)
+    site.machines[failed].kill()
     result, statuses = site.check(cluster, LONG)
     assert sorted(statuses) == [-9, 0, 0]
-    assert statuses[lost] == -9
+    assert statuses[failed] == -9
 
 
 @pytest.mark.nightly
-def test_a_newcomer_on_another_machine_that_cuts_off_a_log_says_so(site: Site, tmp_path: Path) -> None:
+def test_a_replacement_on_another_machine_that_cuts_off_a_log_says_so(site: Site, tmp_path: Path) -> None:
     """The machines share the folder of the log, and that of the events, which say since when the job has trained."""
     env = {"TMPDIR": str(tmp_path)}
     cluster = site.start(site.machines, ["--epochs", "250", "--log", "w"], "loop.py", env=env)
@@ -109,46 +109,46 @@ def test_a_newcomer_on_another_machine_that_cuts_off_a_log_says_so(site: Site, t
     result, _ = cluster.finish(timeout_s=80.0)
     assert result.status == 0, result.tail()
     said = re.findall(r"^\[swift\] rank (\d): the script opens .* and cuts it off", result.stderr, re.M)
-    newcomers = [event.rank for event in result.kinds("newcomer_start") if event.fields["how"] != "prepared"]
-    assert sorted(map(int, said)) == sorted(newcomers) and {2, 3} <= set(newcomers), result.tail()
+    replacements = [event.rank for event in result.kinds("replacement_start") if event.fields["how"] != "prepared"]
+    assert sorted(map(int, said)) == sorted(replacements) and {2, 3} <= set(replacements), result.tail()
 
 
-def test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site: Site, tmp_path: Path) -> None:
-    """Started again, it goes on from its checkpoint."""
+def test_with_c10d_the_failure_of_the_store_s_machine_ends_the_job(site: Site, tmp_path: Path) -> None:
+    """Started again, it continues from its checkpoint."""
     (tmp_path / "swift.json").write_text(
         json.dumps({"checkpoint.every_steps": 10, "checkpoint.dir": str(tmp_path), "checkpoint.background": False})
     )
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines[:2], LONG, options=options, name="again")
-    cluster.until(lambda: cluster.tops(2) >= 20)
+    cluster.until(lambda: cluster.boundaries(2) >= 20)
     for pid in site.machines[0].processes():
         os.kill(pid, signal.SIGKILL)
     result, statuses = cluster.finish()
     assert statuses == [-9, 1]
-    assert "the machine that hosted the rendezvous was lost, which with c10d ends the job" in cluster.said(1)
+    assert "the machine that hosted the rendezvous failed, which with c10d ends the job" in cluster.said(1)
     assert not result.reports
     again = site.start(site.machines[1:], LONG, options=[*options, "--resume"], name="again")
     result, statuses = site.check(again, LONG)
-    assert statuses == [0, 0] and "continues from the checkpoint at batch top" in result.stderr
+    assert statuses == [0, 0] and "continues from the checkpoint at step boundary" in result.stderr
 
 
 @pytest.mark.nightly
 def test_without_a_spare_machine_the_job_waits_for_one_that_comes_back(site: Site) -> None:
     cluster = site.start(site.machines[:2], LONG)
-    cluster.until(lambda: cluster.tops(2) >= 10)
+    cluster.until(lambda: cluster.boundaries(2) >= 10)
     site.machines[1].cut()
-    cluster.until(lambda: "is lost, and no spare one is there" in cluster.said(0))
+    cluster.until(lambda: "failed, and no spare one is there" in cluster.said(0))
     site.machines[1].heal()
     result, statuses = site.check(cluster, LONG)
     assert statuses == [0, 0]
-    assert max(one["incarnation"] for one in cluster.workers(2)) == 2  # one loss, one taking over
+    assert max(one["incarnation"] for one in cluster.workers(2)) == 2  # one failure, one taking over
 
 
 @pytest.mark.nightly
 def test_a_frozen_agent_loses_its_place(site: Site) -> None:
     """It cannot fence its workers, which run on; they see that others have their ranks, and go."""
     cluster = site.start(site.machines, LONG)
-    cluster.until(lambda: cluster.tops(2) >= 10)
+    cluster.until(lambda: cluster.boundaries(2) >= 10)
     spare = site.spare(cluster)
     frozen, workers = 3 - spare, cluster.workers(2, 3)
     os.kill(cluster.pids[frozen], signal.SIGSTOP)
@@ -160,17 +160,17 @@ def test_a_frozen_agent_loses_its_place(site: Site) -> None:
 
 
 @pytest.mark.nightly
-def test_on_failure_restart_goes_on_from_the_checkpoint(site: Site, tmp_path: Path) -> None:
+def test_on_failure_restart_continues_from_the_checkpoint(site: Site, tmp_path: Path) -> None:
     (tmp_path / "swift.json").write_text(
         json.dumps({"checkpoint.every_steps": 10, "checkpoint.dir": str(tmp_path), "checkpoint.background": False})
     )
     options = ["--on-failure=restart", f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines, LONG, options=options)
-    cluster.until(lambda: cluster.tops(2) >= 40)
+    cluster.until(lambda: cluster.boundaries(2) >= 40)
     site.machines[3 - site.spare(cluster)].kill()
     result, _ = site.check(cluster, LONG)
     assert len(result.kinds("restart")) == 1
-    assert "continues from the checkpoint at batch top" in result.stderr
+    assert "continues from the checkpoint at step boundary" in result.stderr
 
 
 def _kept_by(cluster: Cluster, rank: int) -> int:
@@ -180,27 +180,27 @@ def _kept_by(cluster: Cluster, rank: int) -> int:
 
 
 @pytest.mark.nightly
-def test_all_start_again_from_a_lost_machine_s_copy(site: Site, tmp_path: Path) -> None:
+def test_all_start_again_from_a_failed_machine_s_copy(site: Site, tmp_path: Path) -> None:
     """Storage fails while they train. The spare machine gets its ranks' parts from the neighbor that kept them."""
     storage = tmp_path / "storage"
     each = {"checkpoint.every_steps": 20, "checkpoint.dir": str(storage)}
     (tmp_path / "swift.json").write_text(json.dumps(each))
     options = [f"--swift-config={tmp_path / 'swift.json'}", "--on-failure=restart"]
     cluster = site.start(site.machines, LONG, options=options)
-    cluster.until(lambda: cluster.tops(0) >= 1)
+    cluster.until(lambda: cluster.boundaries(0) >= 1)
     if storage.exists():
         storage.rename(tmp_path / "away")
     storage.touch()  # a file: nothing can be written below it
     cluster.until(lambda: _kept_by(cluster, 0) >= 40 and _kept_by(cluster, 2) >= 40)
-    lost = 3 - site.spare(cluster)
-    site.machines[lost].kill()
+    failed = 3 - site.spare(cluster)
+    site.machines[failed].kill()
     cluster.until(lambda: "continues from the checkpoint" in cluster.said(0))
     assert storage.is_file()
     storage.unlink()  # whatever is left to be written at the end is
     result, statuses = site.check(cluster, LONG)
-    assert statuses[lost] == -9 and len(result.kinds("restart")) == 1
-    [top] = set(re.findall(r"continues from the checkpoint at batch top (\d+) \(neighbour\)", result.stderr))
-    assert int(top) >= 40
+    assert statuses[failed] == -9 and len(result.kinds("restart")) == 1
+    [boundary] = set(re.findall(r"continues from the checkpoint at step boundary (\d+) \(neighbour\)", result.stderr))
+    assert int(boundary) >= 40
 
 
 @pytest.mark.nightly
@@ -208,28 +208,28 @@ def test_two_machines_at_once(jobs: Jobs) -> None:
     """None keeps the other's copies, so both places are taken over in place."""
     with machines(6) as six, contextlib.closing(Site(jobs, six)) as site:
         cluster = site.start(six, LONG, nnodes=4, nproc=1)
-        cluster.until(lambda: cluster.tops(3) >= 10)
-        lost = [cluster.place_of(rank) for rank in (1, 3)]
-        for place in lost:
+        cluster.until(lambda: cluster.boundaries(3) >= 10)
+        failed = [cluster.place_of(rank) for rank in (1, 3)]
+        for place in failed:
             six[place].cut()
-        for place in lost:
+        for place in failed:
             six[place].kill()
         result, statuses = site.check(cluster, LONG)
-        assert [statuses[place] for place in lost] == [-9, -9]
+        assert [statuses[place] for place in failed] == [-9, -9]
         assert not result.kinds("restart"), result.tail()
 
 
 @pytest.mark.nightly
 @needs_etcd
 def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None:
-    """The machine of rank 0 is cut off. The others go on from its last checkpoint, and none is written twice."""
+    """The machine of rank 0 is cut off. The others continue from its last checkpoint, and none is written twice."""
     kept = tmp_path / "kept"
     each = {"checkpoint.every_steps": 5, "checkpoint.dir": str(kept), "checkpoint.background": False}
     (tmp_path / "swift.json").write_text(json.dumps(each))
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd", options=options)
-        cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
+        cluster.until(lambda: cluster.boundaries(0) >= 20 and cluster.boundaries(2) >= 20)
         cut, workers = cluster.place_of(0), cluster.workers(0, 1)
         four[cut].cut()
         cluster.until(lambda: len(cluster.workers(0)) == 2)  # the others have started over
@@ -238,31 +238,31 @@ def test_checkpoints_come_from_one_side_only(jobs: Jobs, tmp_path: Path) -> None
         cluster.until(lambda: "waits as a spare" in cluster.said(cut))
         result, statuses = site.check(cluster, LONG)
         assert statuses == [0, 0, 0], result.tail()
-        written = [event.fields["top"] for event in result.kinds("checkpoint")]
+        written = [event.fields["boundary"] for event in result.kinds("checkpoint")]
         assert len(written) > 20 and written == sorted(set(written)), written
 
 
 @pytest.mark.nightly
 @needs_etcd
 @pytest.mark.parametrize("which", ["store", "other", "store_cut_off", "etcd"])
-def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_with_etcd_the_failure_of_any_machine_is_survived(which: str, jobs: Jobs, tmp_path: Path) -> None:
     with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd")
-        cluster.until(lambda: cluster.tops(0) >= 20 and cluster.tops(2) >= 20)
-        lost = cluster.place_of(2 if which == "other" else 0)
+        cluster.until(lambda: cluster.boundaries(0) >= 20 and cluster.boundaries(2) >= 20)
+        failed = cluster.place_of(2 if which == "other" else 0)
         if which == "store_cut_off":
             workers = cluster.workers(0, 1)
-            four[lost].cut()
+            four[failed].cut()
             cluster.until(lambda: len(cluster.workers(0)) == 2)  # the others have started over
             assert not any(map(alive, workers))
-            four[lost].heal()
-            cluster.until(lambda: "waits as a spare" in cluster.said(lost))
+            four[failed].heal()
+            cluster.until(lambda: "waits as a spare" in cluster.said(failed))
         elif which == "etcd":
             one.members[0].kill()
-            cluster.until(lambda: "its lease in etcd could not be renewed" in cluster.said(lost))
+            cluster.until(lambda: "its lease in etcd could not be renewed" in cluster.said(failed))
             one.restart()
         else:
-            four[lost].kill()
+            four[failed].kill()
         result, statuses = site.check(cluster, LONG)
         assert sorted(statuses) == ([-9, 0, 0] if which in ("store", "other") else [0, 0, 0])
         restarts = [event.fields["restart"] for event in result.kinds("start")]
@@ -270,57 +270,57 @@ def test_with_etcd_the_loss_of_any_machine_is_survived(which: str, jobs: Jobs, t
 
 
 @needs_etcd
-def test_etcd_starts_again_and_a_machine_is_lost(jobs: Jobs, tmp_path: Path) -> None:
+def test_etcd_starts_again_and_a_machine_fails(jobs: Jobs, tmp_path: Path) -> None:
     """Neither ends the job or sends it back."""
     with machines(4) as four, Etcd(tmp_path, on=four[3:]) as one, contextlib.closing(Site(jobs, four)) as site:
         cluster = site.start(four[:3], LONG, endpoint=one.endpoints, backend="etcd")
-        cluster.until(lambda: cluster.tops(0) >= 10 and cluster.tops(2) >= 10)
+        cluster.until(lambda: cluster.boundaries(0) >= 10 and cluster.boundaries(2) >= 10)
         one.restart()
-        cluster.until(lambda: cluster.tops(2) >= 30)
-        lost = cluster.place_of(2)
-        four[lost].kill()
+        cluster.until(lambda: cluster.boundaries(2) >= 30)
+        failed = cluster.place_of(2)
+        four[failed].kill()
         one.restart()
         result, statuses = site.check(cluster, LONG)
-        assert sorted(statuses) == [-9, 0, 0] and statuses[lost] == -9
+        assert sorted(statuses) == [-9, 0, 0] and statuses[failed] == -9
         assert {event.fields["restart"] for event in result.kinds("start")} == {0}, result.tail()
 
 
 @pytest.mark.nightly
 @needs_etcd
-def test_the_loss_of_etcd_s_machine_is_survived(jobs: Jobs, tmp_path: Path) -> None:
+def test_the_failure_of_etcd_s_machine_is_survived(jobs: Jobs, tmp_path: Path) -> None:
     """Of any of its three members, one after the other; and then of a machine."""
     with machines(6) as six, Etcd(tmp_path, on=six[3:]) as three, contextlib.closing(Site(jobs, six)) as site:
         cluster = site.start(six[:3], LONG, endpoint=three.endpoints, backend="etcd")
         for place in range(3):
-            cluster.until(lambda place=place: cluster.tops(2) >= 20 * place + 10)  # type: ignore[misc]
+            cluster.until(lambda place=place: cluster.boundaries(2) >= 20 * place + 10)  # type: ignore[misc]
             six[3 + place].kill()
-            cluster.until(lambda place=place: cluster.tops(2) >= 20 * place + 20)  # type: ignore[misc]
+            cluster.until(lambda place=place: cluster.boundaries(2) >= 20 * place + 20)  # type: ignore[misc]
             six[3 + place].heal()
             three.restart(place)
-        lost = cluster.place_of(2)
+        failed = cluster.place_of(2)
         six[3].kill()
-        six[lost].kill()
+        six[failed].kill()
         result, statuses = site.check(cluster, LONG)
         assert sorted(statuses) == [-9, 0, 0] and not result.kinds("restart"), result.tail()
 
 
 @pytest.mark.nightly
 def test_a_machine_that_was_cut_off_stops_and_comes_back(site: Site) -> None:
-    """Only the side with the store goes on; the other comes back and takes the next lost machine's place."""
+    """Only the side with the store continues; the other comes back and takes the next failed machine's place."""
     cluster = site.start(site.machines, LONG, options=["--lease=3"])
-    cluster.until(lambda: cluster.tops(2) >= 20)
+    cluster.until(lambda: cluster.boundaries(2) >= 20)
     spare = site.spare(cluster)
     cut = 3 - spare
     site.machines[cut].cut()
     workers = cluster.workers(2, 3)
     assert len(workers) == 2
     cluster.until(lambda: not any(map(alive, workers)))
-    # Fenced before anybody takes it for lost: no other machine has its place yet.
+    # Fenced before anybody takes it for failed: no other machine has its place yet.
     assert "takes over" not in cluster.said(spare)
     cluster.until(lambda: "the workers of this machine are stopped" in cluster.said(cut))
     cluster.until(lambda: "takes over ranks 2 and 3" in cluster.said(spare))
     site.machines[spare].kill()
-    cluster.until(lambda: cluster.said(0).count(" is lost") == 2)
+    cluster.until(lambda: len(re.findall(r" failed(,| and) ", cluster.said(0))) == 2)
     site.machines[cut].heal()
     result, statuses = site.check(cluster, LONG)
     assert statuses[spare] == -9 and statuses[0] == statuses[cut] == 0
@@ -332,7 +332,7 @@ def test_a_machine_that_was_cut_off_stops_and_comes_back(site: Site) -> None:
 @pytest.mark.parametrize(
     "test",
     [
-        test_a_spare_machine_takes_the_place_of_a_lost_one,
+        test_a_spare_machine_takes_the_place_of_a_failed_one,
         test_a_machine_that_was_cut_off_stops_and_comes_back,
         test_without_a_spare_machine_the_job_waits_for_one_that_comes_back,
         test_a_frozen_agent_loses_its_place,
@@ -353,13 +353,13 @@ def test_two_machines_at_once_again(time: int, jobs: Jobs) -> None:
 @pytest.mark.parametrize("time", range(5))
 @pytest.mark.parametrize("which", ["store", "other", "store_cut_off"])
 def test_with_etcd_again(which: str, time: int, jobs: Jobs, tmp_path: Path) -> None:
-    test_with_etcd_the_loss_of_any_machine_is_survived(which, jobs, tmp_path)
+    test_with_etcd_the_failure_of_any_machine_is_survived(which, jobs, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("time", range(5))
 def test_with_c10d_again(time: int, site: Site, tmp_path: Path) -> None:
-    test_with_c10d_the_loss_of_the_store_s_machine_ends_the_job(site, tmp_path)
+    test_with_c10d_the_failure_of_the_store_s_machine_ends_the_job(site, tmp_path)
 
 
 def check_exact(cluster: Cluster, worlds: set[int]) -> JobResult:
@@ -373,33 +373,33 @@ def check_exact(cluster: Cluster, worlds: set[int]) -> JobResult:
     return result
 
 
-def test_fewer_machines_go_on_and_more_are_let_in(site: Site) -> None:
-    """One is cut off: the other goes on alone, until the first is there again."""
+def test_fewer_machines_continue_and_more_are_admitted(site: Site) -> None:
+    """One is cut off: the other continues alone, until the first is there again."""
     cluster = site.start(site.machines[:2], ["--epochs", "8", "--until", "4"], "resize.py", nnodes="1:2")
-    cluster.until(lambda: cluster.tops(2) >= 5)
+    cluster.until(lambda: cluster.boundaries(2) >= 5)
     site.machines[1].cut()
-    cluster.until(lambda: "2 workers go on after" in cluster.said(0))
+    cluster.until(lambda: "2 workers continue after" in cluster.said(0))
     site.machines[1].heal()
     result = check_exact(cluster, {4})
     assert [event.fields["workers"] for event in result.kinds("resize")] == [2, 4]
 
 
 FEWER: dict[str, tuple[str, list[int], set[int]]] = {
-    # machines, those that are lost, numbers of workers
+    # machines, those that fail, numbers of workers
     "one_of_three": ("2:3", [2], {4}),
     "one_of_three_beside_the_store": ("2:3", [1], {4}),
-    # the memory that held the lost ranks' publications is lost as well: all start again
+    # the memory that held the failed ranks' publications is lost as well: all start again
     "two_at_once": ("1:3", [1, 2], {2}),
 }
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FEWER)
-def test_fewer_machines_go_on(name: str, site: Site) -> None:
-    nnodes, lost, worlds = FEWER[name]
+def test_fewer_machines_continue(name: str, site: Site) -> None:
+    nnodes, failed, worlds = FEWER[name]
     cluster = site.start(site.machines, ["--epochs", "4"], "resize.py", nnodes=nnodes)
-    cluster.until(lambda: cluster.tops(0) >= 5)
-    for place in lost:
+    cluster.until(lambda: cluster.boundaries(0) >= 5)
+    for place in failed:
         site.machines[place].kill()
     check_exact(cluster, worlds)
 
@@ -409,12 +409,12 @@ def test_a_machine_that_does_not_come_in_time_is_done_without(site: Site, tmp_pa
     (tmp_path / "swift.json").write_text(json.dumps({"resize.replace_timeout_s": 1.0}))
     options = [f"--swift-config={tmp_path / 'swift.json'}"]
     cluster = site.start(site.machines[:2], ["--epochs", "4"], "resize.py", nnodes="1:2", options=options)
-    cluster.until(lambda: cluster.tops(2) >= 5)
+    cluster.until(lambda: cluster.boundaries(2) >= 5)
     site.machines[1].kill()
     result = check_exact(cluster, {2})
-    [lost, *_] = result.kinds("lost")
+    [failed, *_] = result.kinds("failed")
     [change] = result.kinds("resize")
-    assert change.time - lost.time >= 1.0
+    assert change.time - failed.time >= 1.0
 
 
 @pytest.mark.nightly
@@ -422,9 +422,9 @@ def test_with_fewer_machines_than_the_least_the_job_waits(site: Site) -> None:
     cluster = site.start(
         site.machines[:2], ["--epochs", "8"], "resize.py", nnodes="2:3", options=["--rdzv-conf=last_call_timeout=1"]
     )
-    cluster.until(lambda: cluster.tops(2) >= 5)
+    cluster.until(lambda: cluster.boundaries(2) >= 5)
     site.machines[1].cut()
-    cluster.until(lambda: "is lost, and no spare one is there" in cluster.said(0))
+    cluster.until(lambda: "failed, and no spare one is there" in cluster.said(0))
     site.machines[1].heal()
     result = check_exact(cluster, {4})
     assert not result.kinds("resize")
@@ -433,4 +433,4 @@ def test_with_fewer_machines_than_the_least_the_job_waits(site: Site) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("time", range(5))
 def test_fewer_machines_again(time: int, site: Site) -> None:
-    test_fewer_machines_go_on_and_more_are_let_in(site)
+    test_fewer_machines_continue_and_more_are_admitted(site)

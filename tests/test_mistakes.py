@@ -16,7 +16,7 @@ from shared_core.errors import ConfigError
 from shared_core.faults import Fault
 from shared_core.testing.runner import ROOT
 
-LOSS = [Fault(1, 5, "bucket", "SIGKILL", nth=2)]
+FAILURE = [Fault(1, 5, "bucket", "SIGKILL", nth=2)]
 
 
 def _python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -30,16 +30,16 @@ def _python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_unseeded_random_numbers_are_found_when_they_matter(jobs: Jobs) -> None:
-    result = jobs.run("plain_ddp.py", faults=LOSS, args=["--mistake", "unseeded"])
+    result = jobs.run("plain_ddp.py", faults=FAILURE, args=["--mistake", "unseeded"])
     assert result.status == 1
     assert "ReplayDivergence: rank 1" in result.stderr, result.tail()
-    assert re.search(r"input to operation \d+ of group .* has checksum \w+, its predecessor's had \w+", result.stderr)
+    assert re.search(r"input to operation \d+ of group .* has checksum \w+, the failed worker's had \w+", result.stderr)
     assert "unseeded or unregistered random number" in result.stderr
     assert "docs/troubleshooting.md#replaydivergence" in result.stderr
 
 
-def test_another_collective_than_the_predecessors_is_found(jobs: Jobs) -> None:
-    result = jobs.run("plain_ddp.py", faults=[Fault(1, 6, "batch_top", "SIGKILL")], args=["--mistake", "branch"])
+def test_another_collective_than_the_failed_workers_is_found(jobs: Jobs) -> None:
+    result = jobs.run("plain_ddp.py", faults=[Fault(1, 6, "step_boundary", "SIGKILL")], args=["--mistake", "branch"])
     assert result.status == 1
     assert "ReplayDivergence" in result.stderr, result.tail()
     assert "float64" in result.stderr and "float32" in result.stderr, result.tail()
@@ -66,7 +66,7 @@ APART = {
 
 
 @pytest.mark.parametrize("way", few(APART, "zero", "experts"))
-def test_what_ranks_train_apart_is_refused_without_a_loss(way: str, jobs: Jobs) -> None:
+def test_what_ranks_train_apart_is_refused_without_a_failure(way: str, jobs: Jobs) -> None:
     result = jobs.run("apart.py", args=[way])
     assert result.status == 1, result.tail()
     (line,) = result.told("the job failed")
@@ -84,7 +84,7 @@ def test_an_exception_that_comes_again_ends_the_job_with_it(jobs: Jobs) -> None:
     assert result.status == 1
     assert "ZeroDivisionError: a mistake of the user's" in result.stderr
     assert "rank 1 raised the same exception at the same place twice" in result.stderr, result.tail()
-    assert len(result.kinds("lost")) == 2
+    assert len(result.kinds("failed")) == 2
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Averages of weights, and all else that a script changes outside an optimizer, survive losses bit for bit."""
+"""Averages of weights, and all else that a script changes outside an optimizer, survive failures bit for bit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PLACES: dict[str, tuple[list[str], Fault]] = {
     "averages_before_the_update": (AVERAGES, Fault(1, 4, "outside", "SIGKILL")),
     "averages_in_the_update": (AVERAGES, Fault(0, 5, "outside", "SIGKILL", nth=7)),
     "averages_after_the_update": (AVERAGES, Fault(1, 4, "collective.before", "SIGKILL", nth=3)),
-    "averages_at_the_top": (AVERAGES, Fault(0, 5, "batch_top", "SIGKILL")),
+    "averages_at_the_boundary": (AVERAGES, Fault(0, 5, "step_boundary", "SIGKILL")),
     "averages_in_forward": (AVERAGES, Fault(1, 6, "forward", "SIGKILL", nth=2)),
     "averages_last": (AVERAGES, Fault(1, 15, "outside", "SIGKILL", nth=3)),
     "hand_first_batch": (BY_HAND, Fault(1, 1, "outside", "SIGKILL", nth=9)),
     "hand_second_batch": (BY_HAND, Fault(0, 2, "bucket", "SIGKILL")),
-    "hand_at_the_top": (BY_HAND, Fault(0, 3, "batch_top", "SIGKILL")),
+    "hand_at_the_boundary": (BY_HAND, Fault(0, 3, "step_boundary", "SIGKILL")),
     "hand_before_forward": (BY_HAND, Fault(1, 7, "outside", "SIGKILL", nth=2)),
     "hand_new_group": (BY_HAND, Fault(0, 7, "update.after", "SIGKILL")),
     "hand_between_forward_and_backward": (BY_HAND, Fault(1, 4, "outside", "SIGKILL", nth=4)),
@@ -46,11 +46,11 @@ PLACES: dict[str, tuple[list[str], Fault]] = {
         "averages_before_the_step",
         "averages_in_the_step",
         "averages_after_the_update",
-        "averages_at_the_top",
+        "averages_at_the_boundary",
         "averages_in_forward",
         "averages_last",
         "hand_second_batch",
-        "hand_at_the_top",
+        "hand_at_the_boundary",
         "hand_before_forward",
         "hand_between_backward_and_step",
         "hand_in_the_step",
@@ -58,18 +58,18 @@ PLACES: dict[str, tuple[list[str], Fault]] = {
         "hand_after_all",
     ),
 )
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, fault = PLACES[name]
     jobs.check(JOB, faults=[fault], args=args)
 
 
 @pytest.mark.parametrize("args", [AVERAGES, BY_HAND], ids=["averages", "by_hand"])
-def test_without_a_loss_nothing_differs(args: list[str], jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(args: list[str], jobs: Jobs) -> None:
     compare(jobs.run(JOB, args=args), jobs.reference(JOB, args=args))
 
 
 @pytest.mark.parametrize("args", [AVERAGES, BY_HAND], ids=["averages", "by_hand"])
-def test_when_all_are_lost_a_checkpoint_has_it_all(args: list[str], jobs: Jobs, tmp_path: Path) -> None:
+def test_when_all_fail_a_checkpoint_has_it_all(args: list[str], jobs: Jobs, tmp_path: Path) -> None:
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "5"}
     both = [Fault(rank, 12, "bucket", "SIGKILL") for rank in (0, 1)]
     result = jobs.run(JOB, faults=both, args=args, env=env)
@@ -110,7 +110,7 @@ def test_changes_that_begin_late_are_followed_from_the_next_batch_on(jobs: Jobs)
     jobs.check(JOB, faults=[Fault(1, 6, "outside", "SIGKILL", nth=2)], args=LATE)
 
 
-def test_a_loss_in_the_batch_in_which_they_begin_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_failure_in_the_batch_in_which_they_begin_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "kept"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
     result = jobs.run(JOB, faults=[Fault(1, 5, "outside", "SIGKILL", nth=2)], args=LATE, env=env)
     [restart] = result.kinds("restart")

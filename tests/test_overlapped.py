@@ -1,4 +1,4 @@
-"""The update overlapped with communication: the bits of plain DDP, whoever is lost between two updates."""
+"""The update overlapped with communication: the bits of plain DDP, whoever fails between two updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared_core.testing.runner import JobResult, compare
 ON = {"SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE": "true"}
 SCRIPT = "overlapped.py"
 
-#: A bucket is handed over while others of the step have had their update: a loss there finds survivors torn.
+#: A bucket is handed over while others of the step have had their update: a failure there finds survivors torn.
 FAULTS: dict[str, list[Fault]] = {
     "others_are_torn": [Fault(1, 4, "bucket", "SIGKILL", nth=3)],
     "rank_0_amid_its_update": [Fault(0, 5, "update.during", "SIGKILL", nth=20)],
@@ -27,11 +27,11 @@ FAULTS: dict[str, list[Fault]] = {
         Fault(1, 4, "bucket", "SIGKILL", nth=4),
         Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL"),
     ],
-    "the_newcomer_is_torn": [
+    "the_replacement_is_torn": [
         Fault(1, 4, "bucket", "SIGKILL", nth=3),
         Fault(1, 4, "bucket", "SIGKILL", nth=4, incarnation=1),
     ],
-    "the_newcomer_amid_its_update": [
+    "the_replacement_amid_its_update": [
         Fault(1, 4, "bucket", "SIGKILL", nth=4),
         Fault(1, 4, "update.during", "SIGKILL", nth=25, incarnation=1),
     ],
@@ -62,7 +62,7 @@ def check(jobs: Jobs, faults: list[Fault], *args: str, nproc: int = 3) -> JobRes
 
 
 @pytest.mark.parametrize("name", few(FAULTS, "others_are_torn", "who_gives_the_state"))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     check(jobs, FAULTS[name])
 
 
@@ -76,7 +76,7 @@ def test_optimizers(optimizer: str, jobs: Jobs) -> None:
     check(jobs, [Fault(1, 4, "bucket", "SIGKILL", nth=4)], "--optimizer", optimizer)
 
 
-def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     result = jobs.run(SCRIPT, env=ON)
     compare(result, jobs.reference(SCRIPT, env=ON))
     assert all(report["extra"]["early"] >= 5 for report in result.reports.values())
@@ -87,7 +87,10 @@ LIGHTNING = {
     "torn": [Fault(1, 6, "bucket", "SIGKILL", nth=3)],
     "rank_0": [Fault(0, 9, "update.during", "SIGKILL", nth=12)],
     "two": [Fault(0, 6, "bucket", "SIGKILL", nth=2), Fault(1, 11, "bucket", "SIGKILL", nth=3)],
-    "the_newcomer": [Fault(0, 6, "bucket", "SIGKILL", nth=2), Fault(0, 6, "bucket", "SIGKILL", nth=3, incarnation=1)],
+    "the_replacement": [
+        Fault(0, 6, "bucket", "SIGKILL", nth=2),
+        Fault(0, 6, "bucket", "SIGKILL", nth=3, incarnation=1),
+    ],
 }
 
 

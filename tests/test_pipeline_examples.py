@@ -66,8 +66,8 @@ def test_any_stage_at_any_instruction(framework: str, rank: int, jobs: Jobs, tmp
 @pytest.mark.nightly
 @pytest.mark.parametrize("framework", ["lightning", "accelerate"])
 def test_re_routed(framework: str, jobs: Jobs) -> None:
-    """Tied embeddings, dropout: the peers compute for a lost stage, and all end with the parameters of the same run
-    without a loss.
+    """Tied embeddings, dropout: the peers compute for a failed stage, and all end with the parameters of the same run
+    without a failure.
     """
     script = str(ROOT / "examples" / f"{framework}_gpt2_pipeline.py")
     args = ["--steps", "8" if framework == "lightning" else "4", "--stages", "2", "--blocks", "2"]

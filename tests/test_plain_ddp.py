@@ -1,4 +1,4 @@
-"""Plain PyTorch jobs lose workers and end, on every rank, with the bits of the run that lost none."""
+"""Plain PyTorch jobs lose workers and end, on every rank, with the bits of the run in which nobody failed."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ CASES: dict[str, list[Fault]] = {
     "in_the_update": [Fault(1, 5, "update.during", "SIGKILL", nth=20)],
     "after_the_update": [Fault(1, 5, "update.after", "SIGTERM")],
     "stopped": [Fault(2, 3, "collective.before", "SIGSTOP")],
-    "exception": [Fault(2, 3, "batch_top", "exception")],
+    "exception": [Fault(2, 3, "step_boundary", "exception")],
     "two_at_once": [Fault(0, 4, "bucket", "SIGKILL"), Fault(3, 4, "bucket", "SIGKILL")],
     "all_but_one": [Fault(rank, 4, "collective.before", "SIGKILL") for rank in (0, 1, 2)],
-    "the_newcomer": [Fault(1, 4, "bucket", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
+    "the_replacement": [Fault(1, 4, "bucket", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
     "a_survivor_in_the_recovery": [
         Fault(1, 4, "bucket", "SIGKILL"),
         Fault(2, ANY_STEP, "recovery.exchanged", "SIGKILL"),
     ],
     "one_rank_again": [Fault(2, step, "forward", "SIGKILL", incarnation=n) for n, step in enumerate((3, 5, 8))],
-    "at_any_moment": [Fault(1, 3, "batch_top", "SIGKILL", delay_s=0.004)],
+    "at_any_moment": [Fault(1, 3, "step_boundary", "SIGKILL", delay_s=0.004)],
 }
 
 
-#: Buckets are reduced in place, and are what a newcomer is given until the next backward overwrites them. Without
+#: Buckets are reduced in place, and are what a replacement is given until the next backward overwrites them. Without
 #: BatchNorm nothing in a forward waits for other ranks, so that survivors get as far as to overwrite them.
 IN_PLACE: dict[str, list[Fault]] = {
-    "others_are_a_top_ahead": [Fault(1, 5, "batch_top", "SIGKILL")],
-    "it_stops_and_others_are_a_top_ahead": [Fault(2, 5, "batch_top", "SIGSTOP")],
+    "others_are_a_boundary_ahead": [Fault(1, 5, "step_boundary", "SIGKILL")],
+    "it_stops_and_others_are_a_boundary_ahead": [Fault(2, 5, "step_boundary", "SIGSTOP")],
     "reductions_are_cut_off": [Fault(3, 4, "bucket", "SIGKILL", nth=2), Fault(0, 6, "bucket", "SIGKILL")],
-    "of_three": [Fault(1, 4, "bucket", "SIGKILL", nth=2), Fault(0, 5, "batch_top", "SIGKILL")],
-    "the_newcomer_in_the_same_batch": [
-        Fault(1, 5, "batch_top", "SIGKILL"),
+    "of_three": [Fault(1, 4, "bucket", "SIGKILL", nth=2), Fault(0, 5, "step_boundary", "SIGKILL")],
+    "the_replacement_in_the_same_batch": [
+        Fault(1, 5, "step_boundary", "SIGKILL"),
         Fault(1, 5, "collective.after", "SIGKILL", nth=2, incarnation=1),
     ],
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("plain_ddp.py", nproc=4, faults=CASES[name], args=NORM)
 
 
@@ -70,10 +70,10 @@ def test_optimizers(optimizer: str, jobs: Jobs) -> None:
     jobs.check("plain_ddp.py", faults=[Fault(1, 4, "update.during", "SIGKILL", nth=3)], args=args)
 
 
-def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     result = jobs.run("plain_ddp.py", nproc=4, args=NORM)
     compare(result, jobs.reference("plain_ddp.py", nproc=4, args=NORM))
-    assert not result.kinds("lost")
+    assert not result.kinds("failed")
 
 
 def test_the_reference_is_what_torchrun_gives(jobs: Jobs) -> None:
@@ -83,8 +83,8 @@ def test_the_reference_is_what_torchrun_gives(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", most(IN_PLACE, "of_three", "it_stops_and_others_are_a_top_ahead", "the_newcomer_in_the_same_batch")
+    "name", most(IN_PLACE, "of_three", "it_stops_and_others_are_a_boundary_ahead", "the_replacement_in_the_same_batch")
 )
 def test_buckets_that_are_the_log(name: str, jobs: Jobs) -> None:
     result = jobs.check("plain_ddp.py", nproc=4, faults=IN_PLACE[name])
-    assert result.kinds("lost")
+    assert result.kinds("failed")

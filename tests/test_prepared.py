@@ -1,4 +1,6 @@
-"""A prepared standby takes a lost rank's place: the bits are those of the run without a loss, and it has served."""
+"""A hot standby takes a failed rank's place: the bits are those of the run without a failure,
+and it has served.
+"""
 
 from __future__ import annotations
 
@@ -35,63 +37,63 @@ def run(
     nproc: int = 2,
     args: Sequence[str] = PLAIN,
 ) -> list[tuple[int, str]]:
-    """Rank of each newcomer, and where its process came from; the result is that of the run without a loss.
+    """Rank of each replacement, and where its process came from; the result is that of the run without a failure.
 
     Args:
-        awaited: by number of a forward pass: prepared standbys that workers wait for there, and how many were lost
+        awaited: by number of a forward pass: hot standbys that workers wait for there, and how many failed
             before.
     """
     env = {"SWIFT_RECOVERY_STANDBY_PREPARED": str(prepared), AWAIT: json.dumps(awaited)}
     result = jobs.run(script, nproc=nproc, faults=faults, env=env, args=args)
     reference = jobs.reference(script, nproc=nproc, args=args)
     compare(result, reference)
-    lost_spares = [fault for fault in faults if fault.point.startswith("spare.")]
-    assert len(unconfirmed(result)) == len(lost_spares), "\n".join([*unconfirmed(result), result.tail()])
+    failed_spares = [fault for fault in faults if fault.point.startswith("spare.")]
+    assert len(unconfirmed(result)) == len(failed_spares), "\n".join([*unconfirmed(result), result.tail()])
     struck = {fault.rank for fault in faults}
     spares = {event.rank for event in result.kinds("prepared")}  # they are processes that ran the script, too
     check_survivors(result, reference, struck | spares)
     [start] = result.kinds("start")
     survivors = {str(rank): report["pid"] for rank, report in result.reports.items() if rank not in struck}
     assert survivors.items() <= start.fields["pids"].items(), result.tail()
-    said = [line for line in result.stderr.splitlines() if "the prepared standby of rank" in line]
-    assert len(said) == len(lost_spares), result.tail()
+    said = [line for line in result.stderr.splitlines() if "the hot standby of rank" in line]
+    assert len(said) == len(failed_spares), result.tail()
     _check_output(result)
-    return [(event.rank, event.fields["how"]) for event in result.kinds("newcomer_start")]
+    return [(event.rank, event.fields["how"]) for event in result.kinds("replacement_start")]
 
 
 def _check_output(result: JobResult) -> None:
-    """What a standby writes is shown once it is a newcomer."""
-    newcomers = result.kinds("newcomer_start")
+    """What a standby writes is shown once it is a replacement."""
+    replacements = result.kinds("replacement_start")
     # Two workers share a pipe: their lines may be joined.
     shown = re.findall(r"rank \d is ready", result.stdout)
     if shown:
         first = len(result.reports)
-        assert len(shown) == first + len(newcomers), result.tail()
+        assert len(shown) == first + len(replacements), result.tail()
 
 
-def test_one_rank_is_lost_twice(jobs: Jobs) -> None:
+def test_one_rank_fails_twice(jobs: Jobs) -> None:
     """After the first standby has served, another is prepared for the same rank."""
     faults = [KILLED, Fault(1, 8, "bucket", "SIGKILL", incarnation=1)]
     assert run(jobs, "plain_ddp.py", faults, {4: (1, 0), 7: (2, 0)}) == [(1, "prepared")] * 2
 
 
-def test_a_standby_is_lost_while_it_waits(jobs: Jobs) -> None:
+def test_a_standby_fails_while_it_waits(jobs: Jobs) -> None:
     """One line, and another one is prepared."""
     faults = [KILLED, Fault(1, ANY_STEP, "spare.waits", "SIGKILL", incarnation=1)]
     assert run(jobs, "plain_ddp.py", faults, {4: (1, 1)}) == [(1, "prepared")]
 
 
 @pytest.mark.nightly
-def test_a_standby_is_lost_while_it_prepares(jobs: Jobs) -> None:
+def test_a_standby_fails_while_it_prepares(jobs: Jobs) -> None:
     faults = [KILLED, Fault(1, ANY_STEP, "spare.prepares", "exception", incarnation=1)]
     assert run(jobs, "plain_ddp.py", faults, {4: (1, 1)}) == [(1, "prepared")]
 
 
 @pytest.mark.nightly
-def test_two_ranks_are_lost_and_one_has_a_standby(jobs: Jobs) -> None:
+def test_two_ranks_fail_and_one_has_a_standby(jobs: Jobs) -> None:
     faults = [Fault(3, 5, "bucket", "SIGKILL"), Fault(2, 5, "bucket", "SIGKILL")]
-    newcomers = run(jobs, "plain_ddp.py", faults, AT_4, nproc=4)
-    assert sorted(newcomers) == [(2, "standby"), (3, "prepared")]
+    replacements = run(jobs, "plain_ddp.py", faults, AT_4, nproc=4)
+    assert sorted(replacements) == [(2, "standby"), (3, "prepared")]
 
 
 @pytest.mark.nightly
@@ -127,18 +129,18 @@ def test_frameworks(name: str, jobs: Jobs) -> None:
 def test_a_standby_of_a_finished_call_does_not_serve_in_the_next(jobs: Jobs) -> None:
     """The first fit has 12 batches. Its standby is given up when it ends, and others are prepared."""
     faults = [Fault(1, 20, "bucket", "SIGKILL")]
-    newcomers = run(jobs, "lit.py", faults, {5: (1, 0), 26: (2, 0)}, args=["--feature", "fit_test_fit"])
-    assert [rank for rank, _ in newcomers] == [1]
+    replacements = run(jobs, "lit.py", faults, {5: (1, 0), 26: (2, 0)}, args=["--feature", "fit_test_fit"])
+    assert [rank for rank, _ in replacements] == [1]
 
 
 @pytest.mark.nightly
 def test_a_stage_without_a_replica_has_no_standby(jobs: Jobs) -> None:
-    """Its newcomer runs on from a checkpoint, or from the beginning."""
+    """Its replacement runs on from a checkpoint, or from the beginning."""
     env = {"SWIFT_RECOVERY_STANDBY_PREPARED": "1"}
     fault = Fault(1, 4, "pipe.backward", "SIGKILL")
     result = jobs.run("pipe.py", faults=[fault], env=env)
     compare(result, jobs.reference("pipe.py"))
-    assert [event.fields["how"] for event in result.kinds("newcomer_start")] == ["standby"], result.tail()
+    assert [event.fields["how"] for event in result.kinds("replacement_start")] == ["standby"], result.tail()
     assert not result.kinds("prepared")
 
 

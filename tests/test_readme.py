@@ -83,11 +83,11 @@ def test_a_script_of_the_readme(name: str, tmp_path: Path) -> None:
     assert list(saved) == (["best.pt"] if name == "train_torch.py" else [])
     faults = tmp_path / "faults.json"
     faults.write_text(dumps([Fault(1, 20, "bucket", "SIGKILL"), Fault(0, 40, "forward", "SIGKILL")]))
-    lost = run(script, "shared_core.cli.swiftrun", "--faults", str(faults))
-    assert lost.returncode == 0, lost.stderr
-    assert "; 2 workers were lost" in lost.stderr
+    failed = run(script, "shared_core.cli.swiftrun", "--faults", str(faults))
+    assert failed.returncode == 0, failed.stderr
+    assert "; 2 workers failed" in failed.stderr
     # Ranks print in any order.
-    losses = [sorted(re.findall(r"mean loss [\d., best]+", each.stdout)) for each in (plain, lost)]
+    losses = [sorted(re.findall(r"mean loss [\d., best]+", each.stdout)) for each in (plain, failed)]
     assert losses[0] == losses[1]
     assert taken(tmp_path) == saved
 
@@ -111,11 +111,11 @@ print(f"steps {{trainer.global_step}};")
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("steps 16;") == 4, done.stdout
-    assert "; 1 worker was lost" in done.stderr
+    assert "; 1 worker failed" in done.stderr
 
 
 def test_the_quick_start_of_the_readme(tmp_path: Path) -> None:
-    """Its example, made short and with a worker lost, prints what is quoted there."""
+    """Its example, made short and with a failed worker, prints what is quoted there."""
     [name] = re.findall(r"^python (examples/\w+\.py)", README, re.MULTILINE)
     first = "from __future__ import annotations\n"
     script = tmp_path / name

@@ -24,29 +24,29 @@ from shared_core.launcher.ledger import Ledger
 from shared_core.protocol import worker_messages as said
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, knock_key
-from shared_core.protocol.meeting_document import read_document
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
+from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, join_request_key
 from shared_core.protocol.plan import Plan, Transfer
-from shared_core.protocol.rounds import let_in_key
-from shared_core.protocol.standstill import Standing
+from shared_core.protocol.rendezvous_document import read_document
+from shared_core.protocol.rounds import admit_key
+from shared_core.protocol.standstill import WaitStatus
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.system.wire import connect
 from shared_core.testing.runner import compare
 from shared_core.transport.store import MemoryStore
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.due import Decisions, StoreEntries
-from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.replicas import Sums
+from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.state.local_state import Position
 
-TOP = Top(
+BOUNDARY = StepBoundary(
     1, 0, -1, "batch", {"w": 3}, {"w": {"0,1,0": 2}}, {"w": {"0,1,-1": 2}}, {"w": "0,1"}, [0, 1], saved=True, own=True
 )
 GROUP = GroupFrontier("0,1", 7, [5, 6], [4, 5], [4], {"0,1,0": 2}, {"0,1,0": 2}, {"0,1,0": 1})
-FRONT = Frontier(1, 0, False, 3, (TOP,), {"w": GROUP}, [1], 2, [1], outside=True)
+FRONT = Frontier(1, 0, False, 3, (BOUNDARY,), {"w": GROUP}, [1], 2, [1], outside=True)
 PLAN = Plan(
-    {1: TOP, 0: None},
+    {1: BOUNDARY, 0: None},
     {1: 0},
     (Transfer(0, 1, {"0": [4, 5]}),),
     {"0": {4}},
@@ -55,27 +55,27 @@ PLAN = Plan(
     newest=3,
     oldest=2,
 )
-LOSS = Cause(CauseKind.DIED, "killed", 1)
+FAILURE = Cause(CauseKind.DIED, "killed", 1)
 ENTRY = Entry(
     generation=1,
     incarnations=(0, 1),
     absent=frozenset({1}),
-    kind=Kind.GO_ON,
-    causes=(LOSS,),
+    kind=EntryKind.CARRY_ON,
+    causes=(FAILURE,),
     detected=1.5,
     machines=("a", "b"),
     stay=(0,),
     after=("a",),
-    reason="lost",
+    reason="failed",
 )
-LAST = Entry(generation=1, incarnations=(0, 1), kind=Kind.RESIZE, rank=0, workers=3, line=Resized(0, 2, (0, 1), 7))
+LAST = Entry(generation=1, incarnations=(0, 1), kind=EntryKind.RESIZE, rank=0, workers=3, line=Resized(0, 2, (0, 1), 7))
 MEMBER = {"name": "10.0.0.1:1#a.1", "nproc": 2, "nnodes": "2:2", "host": True}
 
 
-def as_fronts(raw: bytes) -> Any:
+def as_frontiers(raw: bytes) -> Any:
     """Read by rank 0, whose own is whole."""
     own = Frontier(0, 0, False, 3, (), {"w": GROUP}).to_json().encode()
-    return read_fronts({0: own, 1: raw}, {0: "gen/1/front/0", 1: "gen/1/front/1"}, 2)
+    return read_frontiers({0: own, 1: raw}, {0: "gen/1/front/0", 1: "gen/1/front/1"}, 2)
 
 
 def as_agreed(raw: bytes) -> Agreed:
@@ -108,7 +108,7 @@ def has(raw: bytes) -> Any:
 OPTIONAL = {
     "groups",
     "together",
-    "top",
+    "boundary",
     "kept",
     "outside",
     "received",
@@ -126,13 +126,13 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
     "gen/1 (the last)": (json.loads(LAST.to_json()), ledger, set()),
     "first": ({"machines": ["a", "b"], "line": ""}, first, set()),
     "line": (asdict(Resized(0, 2, (0, 1), 7)), Resized.from_json, set()),
-    "front": (asdict(FRONT), as_fronts, OPTIONAL),
+    "front": (asdict(FRONT), as_frontiers, OPTIONAL),
     "plan": (json.loads(Agreed(PLAN).to_json()), as_agreed, OPTIONAL),
-    "plan (none)": (json.loads(Agreed(None, "lost").to_json()), as_agreed, set()),
+    "plan (none)": (json.loads(Agreed(None, "failed").to_json()), as_agreed, set()),
     "offer": (asdict(Offer(1, 0, ((1, 2, "batch"),), 2)), lambda raw: Offer.from_json(raw, "offer/1", 1), set()),
     "stand": (
-        asdict(Standing(1, 0, 3, 1.5, 9.0, "recv", "w", "group w", (0, 1), 3, sent={"w": {"0,1,0": 1}})),
-        lambda raw: Standing.from_json(raw, "stand/1", 1),
+        asdict(WaitStatus(1, 0, 3, 1.5, 9.0, "recv", "w", "group w", (0, 1), 3, sent={"w": {"0,1,0": 1}})),
+        lambda raw: WaitStatus.from_json(raw, "stand/1", 1),
         {"waited_s", "limit_s", "call", "group", "called", "members", "number", "channel", "source"}
         | {"issued", "pending", "sent", "idle"},
     ),
@@ -144,13 +144,13 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
         lambda raw: read_document(raw, "of the job"),
         {"beat", "host"},
     ),
-    "saved": ({"done": True, "top": 3}, lambda raw: said.read("saved", raw), {"done", "top"}),
-    "handed": ({"generation": 1, "top": 3}, lambda raw: said.read("handed", raw), set()),
+    "saved": ({"done": True, "boundary": 3}, lambda raw: said.read("saved", raw), {"done", "boundary"}),
+    "handed": ({"generation": 1, "boundary": 3}, lambda raw: said.read("handed", raw), set()),
     "declined": ({"generation": 1, "reason": "full"}, lambda raw: said.read("declined", raw), set()),
     "reports": (
-        {"rank": 0, "time": 1.5, "pid": 7, "top": 3, "whence": "x"},
+        {"rank": 0, "time": 1.5, "pid": 7, "boundary": 3, "whence": "x"},
         lambda raw: said.read("reports", raw),
-        {"pid", "top", "whence"},
+        {"pid", "boundary", "whence"},
     ),
     "divergent": ([1], lambda raw: said.read("divergent", raw), set()),
 }
@@ -200,7 +200,7 @@ def test_a_damaged_record_is_refused(key: str) -> None:
         for step in path:
             at = at[step]
         for wrong in WRONG[type(at)]:
-            if wrong is None and path and path[-1] in {"pid", "top", "version", "absent", "line", 0, 1}:
+            if wrong is None and path and path[-1] in {"pid", "boundary", "version", "absent", "line", 0, 1}:
                 continue  # some of these may be null
             if wrong == "3" and path == ("checkpoint.keep",):
                 continue  # options are also given as text
@@ -228,22 +228,22 @@ def test_a_damaged_record_is_refused(key: str) -> None:
         {"groups": {"w": asdict(GROUP) | {"ranks": "0-1:0"}}},
         {"groups": {"w": asdict(GROUP) | {"sent": {"0,2,0": 1}}}},
         {"groups": {"w": asdict(GROUP) | {"sent": {"0;1": 1}}}},
-        {"tops": [asdict(TOP) | {"sent": {"w": {"5,0,0": 1}}}]},
+        {"boundaries": [asdict(BOUNDARY) | {"sent": {"w": {"5,0,0": 1}}}]},
     ],
 )
 def test_a_frontier_that_would_take_for_ever_is_refused(damage: dict[str, Any]) -> None:
     with pytest.raises(DamagedRecord, match="gen/1/front/1"):
-        as_fronts(json.dumps(asdict(FRONT) | damage).encode())
+        as_frontiers(json.dumps(asdict(FRONT) | damage).encode())
 
 
 @pytest.mark.parametrize("raw", [b"perhaps", b"", b"\xff", b"1", b"[0]", b"[1, 2]", b"[-1]", b'["1"]'])
-def test_who_was_let_in_was_absent(raw: bytes) -> None:
+def test_who_was_admitted_was_absent(raw: bytes) -> None:
     store = MemoryStore()
     one = Ledger(store, "p/", 2)
     store.set("p/gen/1", ENTRY.to_json())
     one.follow()
-    store.set("p/" + let_in_key(1, 1), raw)
-    with pytest.raises(DamagedRecord, match="gen/1/let_in"):
+    store.set("p/" + admit_key(1, 1), raw)
+    with pytest.raises(DamagedRecord, match="gen/1/admit"):
         one.present()
 
 
@@ -265,13 +265,13 @@ def test_what_no_worker_says_is_passed_over_once(capsys: pytest.CaptureFixture[s
     watcher = KeyWatcher(connects, "p/", lambda: None, ranks=[1])
     try:
         for key in ("saved", "handed", "declined", "divergent"):
-            server.set(f"p/{key}", '{"top": "x"}')
+            server.set(f"p/{key}", '{"boundary": "x"}')
         server.queue_push("p/reports/0", "[" * 100_000)
         assert watcher.look() == watcher.look() == []
         assert capsys.readouterr().err.count("cannot be read and is ignored") == 5
-        server.set("p/handed", '{"generation": 1, "top": 3}')
+        server.set("p/handed", '{"generation": 1, "boundary": 3}')
         server.set("p/divergent", "[0, 1]")
-        server.set("p/saved", '{"done": true, "top": 3}')
+        server.set("p/saved", '{"done": true, "boundary": 3}')
         server.set("p/restart", b"\xff")
         assert watcher.look() == [
             ("restart", said.Restart("\ufffd")),
@@ -310,19 +310,19 @@ def test_what_is_no_machines_name_is_not_connected_to(name: str) -> None:
         connect(name, b"")
 
 
-def test_a_damaged_knock_lets_nobody_in(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_join_request_admits_nobody(capsys: pytest.CaptureFixture[str]) -> None:
     store = MemoryStore()
     runtime = SimpleNamespace(lock=threading.RLock(), latest=1, absent={1})
     env = SimpleNamespace(rank=0, config=SwiftConfig())
     job_store, lifecycle = SimpleNamespace(below=lambda: store), SimpleNamespace(entry=ENTRY)
     recovery: Any = SimpleNamespace(runtime=runtime, env=env, lifecycle=lifecycle, store=job_store)
     unused: Any = None
-    lanes = Lanes(recovery, unused, Position())
-    store.set(knock_key(1, 1), "x")
-    assert lanes.knocking() == lanes.knocking() == ()
-    assert capsys.readouterr().err.count(f"the entry {knock_key(1, 1)} in the job's store is damaged") == 1
-    store.set(knock_key(1, 1), "-1")
-    assert lanes.knocking() == (1,)
+    survivor_groups = SurvivorGroups(recovery, unused, Position())
+    store.set(join_request_key(1, 1), "x")
+    assert survivor_groups.joining_ranks() == survivor_groups.joining_ranks() == ()
+    assert capsys.readouterr().err.count(f"the entry {join_request_key(1, 1)} in the job's store is damaged") == 1
+    store.set(join_request_key(1, 1), "-1")
+    assert survivor_groups.joining_ranks() == (1,)
 
 
 HOSTILE = "hostile.py"

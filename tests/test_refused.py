@@ -26,7 +26,7 @@ from shared_core.testing.runner import JobResult, check_clean, collect, compare
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "refused.py"
-LOST = Fault(1, 5, "collective.before", "SIGKILL")
+FAILED = Fault(1, 5, "collective.before", "SIGKILL")
 #: Where a job writes, and what it says when that cannot be written any more.
 SAYS = {
     "events": "events are lost",
@@ -45,7 +45,7 @@ def _no_mounts() -> str:
 
 
 def run(
-    jobs: Jobs, take: Sequence[str] = (), *, shm: str = "64m", ballast: int = 1, faults: Sequence[Fault] = (LOST,)
+    jobs: Jobs, take: Sequence[str] = (), *, shm: str = "64m", ballast: int = 1, faults: Sequence[Fault] = (FAILED,)
 ) -> JobResult:
     """A job with file systems of its own for all that it writes.
 
@@ -155,8 +155,8 @@ def test_a_small_memory_file_system(jobs: Jobs, shm: str, said: str) -> None:
 
 
 def test_a_thread_cannot_be_started_in_a_recovery(jobs: Jobs) -> None:
-    refused = [Fault(0, ANY_STEP, "thread", "EAGAIN", nth=3), Fault(0, LOST.step, "device", "EAGAIN")]
-    result = run(jobs, faults=[LOST, *refused])
+    refused = [Fault(0, ANY_STEP, "thread", "EAGAIN", nth=3), Fault(0, FAILED.step, "device", "EAGAIN")]
+    result = run(jobs, faults=[FAILED, *refused])
     check(jobs, result)
     assert len(result.told("cannot start a thread")) == 1, result.tail()
     assert len(result.told("cannot open a device of gloo")) == 1, result.tail()

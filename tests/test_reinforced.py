@@ -61,9 +61,9 @@ def test_items_that_are_others_when_read_again_are_refused(large: bool, tmp_path
     def read_again() -> torch.Tensor:
         """The next item in a replacement."""
         loader = ResumableLoader(Stream(), ahead=0)
-        going_on = iter(loader)
-        loader.restore(state, going_on)
-        return next(going_on)
+        continuing = iter(loader)
+        loader.restore(state, continuing)
+        return next(continuing)
 
     assert torch.equal(read_again(), buffer[-3]) and torch.equal(given[1], buffer[-2])
     buffer.append(scale * 7)

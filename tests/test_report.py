@@ -42,21 +42,21 @@ def start(seconds: float = 0.0, workers: int = 3, restart: int = 0, **fields: ob
     return at(seconds, "start", world_size=workers, restart=restart, **fields)
 
 
-def began(seconds: float = 3.0, top: int = 0) -> Event:
-    return at(seconds, "began", 0, top=top, whence="step 5" if top else "")
+def began(seconds: float = 3.0, boundary: int = 0) -> Event:
+    return at(seconds, "began", 0, boundary=boundary, whence="step 5" if boundary else "")
 
 
-def one_loss(when: float, generation: int = 1, cause: str = "killed by SIGKILL", tops: int = 4) -> list[Event]:
-    """Rank 2 of three is lost and replaced; the others wait for 0.5 s."""
+def one_failure(when: float, generation: int = 1, cause: str = "killed by SIGKILL", boundaries: int = 4) -> list[Event]:
+    """Rank 2 of three fails and is replaced; the others wait for 0.5 s."""
     g, detected = generation, START + when
     survivors = (0, 1)
     return [
-        at(when + 0.01, "lost", 2, g, cause=cause, detected=detected, tops=tops),
-        at(when + 0.01, "generation", generation=g, lost=[2]),
+        at(when + 0.01, "failed", 2, g, cause=cause, detected=detected, boundaries=boundaries),
+        at(when + 0.01, "generation", generation=g, failed=[2]),
         *(at(when + 0.02, "survivor_ready", rank, g, detected=detected, ready_s=0.02) for rank in survivors),
-        at(when + 0.03, "newcomer_start", 2, g, how="standby"),
+        at(when + 0.03, "replacement_start", 2, g, how="standby"),
         *(at(when + 0.4, "recovered", rank, g, stall_s=0.4, exchange_s=0.1, bytes_moved=9) for rank in survivors),
-        at(when + 0.41, "newcomer_ready", 2, g, joined_s=0.21, top=tops),
+        at(when + 0.41, "replacement_ready", 2, g, joined_s=0.21, boundary=boundaries),
         *(at(when + 0.5, "resumed", rank, g, stall_s=0.5) for rank in survivors),
     ]
 
@@ -87,17 +87,17 @@ def test_the_history_of_a_recorded_job() -> None:
 
 
 def test_what_each_rank_did() -> None:
-    found = history_of([start(), began(), *one_loss(10), at(20, "end", result="succeeded")])
+    found = history_of([start(), began(), *one_failure(10), at(20, "end", result="succeeded")])
     begins = [("starting", 0.0, 3.0), ("training", 3.0, 10.0)]
     caught_up = [("catching up", 10.4, 10.5), ("training", 10.5, 20.0)]
     assert told(found.spans, 0) == [*begins, ("waiting", 10.0, 10.4), *caught_up]
-    lost = [*begins, ("lost", 10.0, 10.03), ("starting", 10.03, 10.41)]
-    assert told(found.spans, 2) == [*lost, ("catching up", 10.41, 10.5), ("training", 10.5, 20.0)]
+    failed = [*begins, ("failed", 10.0, 10.03), ("starting", 10.03, 10.41)]
+    assert told(found.spans, 2) == [*failed, ("catching up", 10.41, 10.5), ("training", 10.5, 20.0)]
     assert (found.result, found.duration_s, found.workers) == ("succeeded", 20.0, ((0.0, 3),))
 
 
 def test_parts_follow_each_other() -> None:
-    (answer,) = history_of([start(), *one_loss(10), at(20, "end")]).answers
+    (answer,) = history_of([start(), *one_failure(10), at(20, "end")]).answers
     ends = {part.kind: round(part.end, 6) for part in answer.parts}
     assert ends == {
         PartKind.PROCESS: 0.03,
@@ -107,37 +107,37 @@ def test_parts_follow_each_other() -> None:
         PartKind.BATCH: 0.5,
     }
     assert all(part.end == later.begin for part, later in pairwise(answer.parts))
-    struck = [at(9.9, "fault", 2, fault={"kind": "SIGKILL"}), *one_loss(10)]
+    struck = [at(9.9, "fault", 2, fault={"kind": "SIGKILL"}), *one_failure(10)]
     detection, *rest = history_of([start(), *struck]).answers[0].parts
     assert (detection.kind, round(detection.begin, 6), detection.end) == (PartKind.DETECTION, -0.1, 0.0)
     assert [part.kind for part in rest] == [part.kind for part in answer.parts]
-    refused = [at(9.9, "fault", 2, fault={"kind": "ENOSPC"}), *one_loss(10)]
-    assert history_of([start(), *refused]).answers[0].parts == answer.parts, "nobody is lost by that"
+    refused = [at(9.9, "fault", 2, fault={"kind": "ENOSPC"}), *one_failure(10)]
+    assert history_of([start(), *refused]).answers[0].parts == answer.parts, "nobody fails by that"
     short = parts(answer.recovery, limit_s=0.05)
     assert [part.kind for part in short] == [PartKind.PROCESS, PartKind.SCRIPT]
     assert short[-1].end == pytest.approx(0.05)
 
 
-def test_a_job_that_goes_on_without_the_lost_worker() -> None:
-    """``reroute``: the survivor's first lines come before the loss is told, and still count generation 0."""
+def test_a_job_that_continues_without_the_failed_worker() -> None:
+    """``reroute``: the survivor's first lines come before the failure is told, and still count generation 0."""
     events = [
         start(workers=2),
         began(),
         at(5.02, "survivor_ready", 0, 1, detected=START + 5, ready_s=0.02),
         at(5.05, "resumed", 0, 0, stall_s=0.05),
-        at(5.06, "lost", 1, 1, cause="killed by SIGKILL", detected=START + 5, tops=3),
-        at(5.06, "generation", generation=1, lost=[1], absent=[1]),
-        at(5.1, "newcomer_start", 1, 1),
-        at(6.0, "let_in", 1, 1, top=9, stall_s=0.2),
-        at(6.01, "newcomer_ready", 1, 1, top=9),
+        at(5.06, "failed", 1, 1, cause="killed by SIGKILL", detected=START + 5, boundaries=3),
+        at(5.06, "generation", generation=1, failed=[1], absent=[1]),
+        at(5.1, "replacement_start", 1, 1),
+        at(6.0, "admitted", 1, 1, boundary=9, stall_s=0.2),
+        at(6.01, "replacement_ready", 1, 1, boundary=9),
         at(8, "end", result="succeeded"),
     ]
     found = history_of(events)
     waits = [("waiting", 5.0, 5.05), ("training", 5.05, 5.8), ("waiting", 5.8, 6.0), ("training", 6.0, 8.0)]
     assert told(found.spans, 0)[1:] == [("training", 3.0, 5.0), *waits]
-    assert told(found.spans, 1)[2:] == [("lost", 5.0, 5.1), ("starting", 5.1, 6.0), ("training", 6.0, 8.0)]
+    assert told(found.spans, 1)[2:] == [("failed", 5.0, 5.1), ("starting", 5.1, 6.0), ("training", 6.0, 8.0)]
     (answer,) = found.answers
-    assert [part.kind for part in answer.parts] == [PartKind.AGREEMENT, PartKind.BATCH, PartKind.LETTING_IN]
+    assert [part.kind for part in answer.parts] == [PartKind.AGREEMENT, PartKind.BATCH, PartKind.ADMITTING]
     assert answer.recovery.longest_stall_s == 0.05
     (saving,) = savings(found).each
     assert saving.took_s == pytest.approx(0.25)
@@ -147,14 +147,14 @@ def test_restarts_and_other_numbers_of_workers() -> None:
     events = [
         start(workers=2),
         began(),
-        at(5, "lost", 1, cause="exit code 1", detected=START + 5, tops=4),
+        at(5, "failed", 1, cause="exit code 1", detected=START + 5, boundaries=4),
         at(5.1, "restart", reason="on_failure is restart"),
         start(5.4, workers=2, restart=1),
-        began(5.8, top=2),
-        at(6, "resumed", 0, stall_s=1.0, recomputed_steps=2, top=2),
-        at(8, "resize", workers=1, before=2, top=9, stay=[0]),
+        began(5.8, boundary=2),
+        at(6, "resumed", 0, stall_s=1.0, recomputed_steps=2, boundary=2),
+        at(8, "resize", workers=1, before=2, boundary=9, stay=[0]),
         start(8.2, workers=1, restart=2),
-        at(8.5, "resumed", 0, stall_s=0.5, top=9),
+        at(8.5, "resumed", 0, stall_s=0.5, boundary=9),
         at(10, "end", result="succeeded"),
     ]
     found = history_of(events)
@@ -162,7 +162,7 @@ def test_restarts_and_other_numbers_of_workers() -> None:
     again = [("starting", 5.1, 5.8), ("catching up", 5.8, 6.0), ("training", 6.0, 8.0)]
     ends = [("starting", 8.0, 8.5), ("training", 8.5, 10.0)]
     assert told(found.spans, 0) == [begins[0], ("training", 3.0, 5.1), *again, *ends]
-    assert told(found.spans, 1) == [*begins, ("lost", 5.0, 5.1), *again]
+    assert told(found.spans, 1) == [*begins, ("failed", 5.0, 5.1), *again]
     assert [(mark.at, mark.what) for mark in found.turns] == [
         (pytest.approx(5.1), "all workers start again: on_failure is restart"),
         (8.0, "2 to 1 workers"),
@@ -179,41 +179,41 @@ def test_restarts_and_other_numbers_of_workers() -> None:
 
 
 def test_a_job_that_still_runs_ends_with_its_last_event() -> None:
-    found = history_of([start(), *one_loss(10)[:4]])
+    found = history_of([start(), *one_failure(10)[:4]])
     assert found.result == "" and found.duration_s == pytest.approx(10.02)
-    assert told(found.spans, 2)[-1] == ("lost", 10.0, 10.02) and told(found.spans, 0)[-1][0] == "waiting"
+    assert told(found.spans, 2)[-1] == ("failed", 10.0, 10.02) and told(found.spans, 0)[-1][0] == "waiting"
     assert savings(found).each == ()
     page = html_tree.read(to_page(found))
     assert [node.text for node in page.all("span", "result")] == ["not ended"]
-    without_start = history_of(one_loss(10))
+    without_start = history_of(one_failure(10))
     assert without_start.ranks == [0, 1, 2] and without_start.facts == ()
 
 
 def test_what_was_saved() -> None:
     """A step takes a second; a restart begins at the checkpoint, and takes as long as the first start."""
-    before = [start(), began(), at(13, "checkpoint", 0, top=8, version=8)]
-    found = history_of([*before, *one_loss(22, tops=20), at(30, "end", result="succeeded")])
+    before = [start(), began(), at(13, "checkpoint", 0, boundary=8, version=8)]
+    found = history_of([*before, *one_failure(22, boundaries=20), at(30, "end", result="succeeded")])
     assert (found.step_s, found.measured_steps) == (1.0, 19)
     result = savings(found)
     (one,) = result.each
-    assert (one.lost, one.took_s, one.steps, one.restart_s) == ((2,), 0.5, 12, 15.0)
+    assert (one.failed, one.took_s, one.steps, one.restart_s) == ((2,), 0.5, 12, 15.0)
     assert one.saved_s == result.saved_s == 14.5
     assert "3.00 s" in result.assumptions[2] and "19 steps" in result.assumptions[3]
     # Without a checkpoint, from where the run began.
-    (one,) = savings(history_of([start(), began(top=5), *one_loss(22, tops=20)])).each
+    (one,) = savings(history_of([start(), began(boundary=5), *one_failure(22, boundaries=20)])).each
     assert one.steps == 15
     assert "name no checkpoint" not in result.assumptions[0]
     # What the events do not say is not guessed.
-    unknown = savings(history_of([start(), *one_loss(23, tops=20)]))
+    unknown = savings(history_of([start(), *one_failure(23, boundaries=20)]))
     assert unknown.each[0].steps == 20 and unknown.saved_s is None
     assert "name no checkpoint" in unknown.assumptions[0]
 
 
-def test_an_outage_of_two_losses_is_one() -> None:
-    first = [event for event in one_loss(10) if event.kind not in ("recovered", "resumed", "newcomer_ready")]
+def test_an_outage_of_two_failures_is_one() -> None:
+    first = [event for event in one_failure(10) if event.kind not in ("recovered", "resumed", "replacement_ready")]
     second = [
-        at(10.3, "lost", 1, 2, cause="killed by SIGSEGV", detected=START + 10.3, tops=4),
-        at(10.3, "generation", generation=2, lost=[1]),
+        at(10.3, "failed", 1, 2, cause="killed by SIGSEGV", detected=START + 10.3, boundaries=4),
+        at(10.3, "generation", generation=2, failed=[1]),
         at(11, "recovered", 0, 2, stall_s=0.7),
         at(11.1, "resumed", 0, 2, stall_s=0.8),
     ]
@@ -221,7 +221,7 @@ def test_an_outage_of_two_losses_is_one() -> None:
     abandoned, completed = found.answers
     assert abandoned.recovery.superseded_by == 2 and abandoned.at + abandoned.parts[-1].end <= completed.at
     (one,) = savings(found).each
-    assert (one.lost, one.took_s) == ((1, 2), pytest.approx(1.1))
+    assert (one.failed, one.took_s) == ((1, 2), pytest.approx(1.1))
 
 
 HOSTILE = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"' onload='x' &lt; \x1b[2J \ud800 \x00"
@@ -230,7 +230,7 @@ HOSTILE = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>
 def test_what_events_say_is_text_on_the_page(tmp_path: Path) -> None:
     events = [
         start(script=HOSTILE, host=HOSTILE),
-        *one_loss(10, cause=HOSTILE),
+        *one_failure(10, cause=HOSTILE),
         at(15, "warning", message=HOSTILE),
         at(16, "restart", reason=HOSTILE),
         at(20, "end", result=HOSTILE),
@@ -332,12 +332,12 @@ def test_report_and_trace_of_a_job(jobs: Jobs, case: str, tmp_path: Path, capsys
     )
     assert [each["name"] for each in tracks["parts 1"]] == [part.kind.value for part in waits]
     if case == "a SIGKILL":
-        assert doing == ["starting", "training", "lost", "starting", "catching up", "training"]
+        assert doing == ["starting", "training", "failed", "starting", "catching up", "training"]
         assert [each["name"] for each in tracks["rank 0"]][-4:] == ["training", "waiting", "catching up", "training"]
         assert PartKind.STATE in [part.kind for part in waits] and row["answer"] == "replace"
         assert "Against a restart" in titles
     else:
-        assert doing == ["starting", "training", "lost", "starting", "catching up", "training"]
+        assert doing == ["starting", "training", "failed", "starting", "catching up", "training"]
         assert [node.text for node in page.all("text", "label")].count("restart") == 1
         assert len(list(page.all("path", "turn"))) == 1 and row["answer"] == "restart"
         assert "Against a restart" not in titles
@@ -346,7 +346,7 @@ def test_report_and_trace_of_a_job(jobs: Jobs, case: str, tmp_path: Path, capsys
 def test_several_runs_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "events.jsonl", tmp_path / "report.html"
     first = [replace(event, run="aaaa", time=event.time - 500) for event in [start(), at(9, "end", result="failed")]]
-    path.write_text("".join(event.to_json() + "\n" for event in [*first, start(), *one_loss(5)]))
+    path.write_text("".join(event.to_json() + "\n" for event in [*first, start(), *one_failure(5)]))
     for options, result in (([], "not ended"), (["--run", "aa"], "failed")):
         assert swiftctl.main(["report", str(path), "--out", str(out), *options]) == 0
         assert [node.text for node in html_tree.read(out.read_text()).all("span", "result")] == [result]
@@ -354,9 +354,9 @@ def test_several_runs_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert said.out == f"{out}\n" and "the file holds 1 other run" in said.err
 
 
-def test_many_ranks_are_cut_to_those_that_were_lost() -> None:
-    lost = at(5, "lost", 90, 1, cause="killed by SIGKILL", detected=START + 5)
-    page = html_tree.read(to_page(history_of([start(workers=100), lost, at(9, "end", result="succeeded")])))
+def test_many_ranks_are_cut_to_those_that_failed() -> None:
+    failed = at(5, "failed", 90, 1, cause="killed by SIGKILL", detected=START + 5)
+    page = html_tree.read(to_page(history_of([start(workers=100), failed, at(9, "end", result="succeeded")])))
     labels = [node.text for node in page.all("text", "label") if node.text.startswith("rank ")]
     assert len(labels) == 64 and labels[-1] == "rank 90" and "64 of 100 ranks" in page.words()
 
@@ -380,8 +380,8 @@ def test_curves(tmp_path: Path) -> None:
 
 
 def test_a_trace_keeps_recoveries_that_overlap_apart() -> None:
-    """One newcomer is let in long after another loss was answered."""
-    found = history_of([start(), *one_loss(10), at(20, "end")])
+    """One replacement is admitted long after another failure was answered."""
+    found = history_of([start(), *one_failure(10), at(20, "end")])
     (one,) = found.answers
     other = replace(one, at=one.at + 0.2)
     tracks = check_trace(to_trace(replace(found, answers=(one, other))), found)

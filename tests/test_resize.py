@@ -13,18 +13,18 @@ from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult, unconfirmed
 
 SHRINK = ["--on-failure=shrink"]
-#: Where a rank is lost; each leaves the survivors elsewhere.
+#: Where a rank fails; each leaves the survivors elsewhere.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "in_backward": ([], [Fault(1, 5, "bucket", "SIGKILL")]),
     "rank_0": ([], [Fault(0, 5, "bucket", "SIGKILL", nth=2)]),
-    "at_a_batch_top": ([], [Fault(2, 6, "batch_top", "SIGKILL")]),
+    "at_a_step_boundary": ([], [Fault(2, 6, "step_boundary", "SIGKILL")]),
     "in_the_update": ([], [Fault(1, 5, "update.during", "SIGKILL", nth=3)]),
     # the survivors have made the update and wait in a collective that cannot be completed: they undo it
     "after_the_update": ([], [Fault(1, 5, "update.after", "SIGKILL", nth=2)]),
     "in_the_first_batch": ([], [Fault(1, 1, "forward", "SIGKILL")]),
     "before_the_first_batch": ([], [Fault(1, 0, "startup", "SIGKILL")]),
     "in_the_last_batch": ([], [Fault(1, 20, "bucket", "SIGKILL")]),
-    "after_the_last_batch": ([], [Fault(1, 21, "batch_top", "SIGKILL")]),
+    "after_the_last_batch": ([], [Fault(1, 21, "step_boundary", "SIGKILL")]),
     "in_the_second_epoch": ([], [Fault(1, 30, "bucket", "SIGKILL")]),
     "two_at_once": ([], [Fault(1, 5, "bucket", "SIGKILL"), Fault(2, 5, "bucket", "SIGKILL")]),
     "another_meanwhile": ([], [Fault(1, 5, "bucket", "SIGKILL"), Fault(2, ANY_STEP, "resize.severed", "SIGKILL")]),
@@ -43,7 +43,7 @@ RARE = (
     "two_at_once",
     "a_frozen_worker",
     "an_odd_batch_size",
-    "at_a_batch_top",
+    "at_a_step_boundary",
 )
 
 
@@ -78,7 +78,7 @@ def check_exact(result: JobResult, workers: int) -> None:
 
 
 @pytest.mark.parametrize("name", most(CASES, *RARE))
-def test_the_others_go_on(name: str, jobs: Jobs) -> None:
+def test_the_others_continue(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     result = run(jobs, faults, *args)
     check_exact(result, 3 - len(faults))
@@ -95,7 +95,7 @@ TORN = {
 
 
 @pytest.mark.parametrize("name", most(TORN, *(TORN.keys() - {"after_a_bucket"})))
-def test_torn_survivors_go_on(name: str, jobs: Jobs) -> None:
+def test_torn_survivors_continue(name: str, jobs: Jobs) -> None:
     result = run(jobs, TORN[name], "--one-optimizer", "--epochs", "5", SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE="true")
     check_exact(result, 3 - len(TORN[name]))
 
@@ -138,7 +138,7 @@ def test_lightning_four_three_two_four(jobs: Jobs) -> None:
 def check_rows(extra: dict[str, Any], may_miss: int) -> None:
     rows = list(csv.DictReader(extra["rows"].splitlines()))
     steps = [int(row["step"]) for row in rows if row["loss_step"]]
-    # What rank 0 had not logged yet of the batch in which it was lost, nobody can log.
+    # What rank 0 had not logged yet of the batch in which it failed, nobody can log.
     assert steps == sorted(set(steps)) and extra["steps"] - len(steps) <= may_miss, steps
 
 
@@ -163,22 +163,22 @@ def test_accelerate_four_three_two_four(jobs: Jobs) -> None:
 
 
 def test_nobody_takes_the_place_in_time(jobs: Jobs) -> None:
-    """The newcomer hangs on its way to the training loop."""
+    """The replacement hangs on its way to the training loop."""
     env = {"SWIFT_RECOVERY_RESIZE_REPLACE_TIMEOUT_S": "0.3"}
-    result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--newcomers-hang", options=[], **env)
+    result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--replacements-hang", options=[], **env)
     check_exact(result, 2)
     assert "nobody has taken the place of rank 1 within 0.3 s" in result.stderr
 
 
-def test_a_newcomer_in_time_takes_the_place(jobs: Jobs) -> None:
+def test_a_replacement_in_time_takes_the_place(jobs: Jobs) -> None:
     env = {"SWIFT_RECOVERY_RESIZE_REPLACE_TIMEOUT_S": "40"}
     result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], options=[], **env)
     check_exact(result, 3)
     assert not result.kinds("resize")
 
 
-def test_the_rest_of_a_lost_worker_may_be_dropped(jobs: Jobs) -> None:
-    """The first pass has not seen what the lost worker had left: 15 of 20 batches of 4."""
+def test_the_rest_of_a_failed_worker_may_be_dropped(jobs: Jobs) -> None:
+    """The first pass has not seen what the failed worker had left: 15 of 20 batches of 4."""
     result = run(jobs, [Fault(1, 5, "bucket", "SIGKILL")], "--epochs", "1", SWIFT_RECOVERY_RESIZE_DATA="drop")
     assert result.reports[0]["extra"]["used"] == [240 - 4 * 16], result.tail()
 
@@ -193,8 +193,8 @@ def test_a_restart_in_a_pass_that_was_dealt_out(jobs: Jobs, tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-def test_a_loss_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
-    """The newcomer goes on in the middle of the pass, where the checkpoint was."""
+def test_a_failure_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
+    """The replacement continues in the middle of the pass, where the checkpoint was."""
     at_8, at_9 = (
         Fault(1, 8, "bucket", "SIGKILL"),
         [Fault(rank, 9, "bucket", "SIGKILL", incarnation=rank) for rank in (0, 1)],
@@ -202,7 +202,7 @@ def test_a_loss_right_after_a_restart(jobs: Jobs, tmp_path: Path) -> None:
     options = ["--checkpoint-dir", str(tmp_path), "--crash-loop", "9"]
     result = run(jobs, [at_8, at_8, *at_9], nproc=2, options=options, SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS="4")
     check_exact(result, 2)
-    assert result.kinds("restart") and len(result.kinds("lost")) == 4, result.tail()
+    assert result.kinds("restart") and len(result.kinds("failed")) == 4, result.tail()
 
 
 def test_a_stream_is_refused_unless_it_may_be_dropped(jobs: Jobs) -> None:
@@ -213,19 +213,19 @@ def test_a_stream_is_refused_unless_it_may_be_dropped(jobs: Jobs) -> None:
     assert result.reports[0]["extra"]["worlds"] == [2, 2], result.tail()
 
 
-def test_a_worker_lost_after_others_have_finished_is_replaced(jobs: Jobs) -> None:
+def test_a_worker_failed_after_others_have_finished_is_replaced(jobs: Jobs) -> None:
     """What the others did at their end must not be done twice."""
     result = run(jobs, [], "--last", "1")
-    assert not result.kinds("resize") and result.kinds("newcomer_start"), result.tail()
+    assert not result.kinds("resize") and result.kinds("replacement_start"), result.tail()
     check_exact(result, 3)
 
 
-def test_between_two_calls_of_the_trainer_a_lost_worker_is_replaced(jobs: Jobs) -> None:
-    """The workers that stay have no batch to go on from, so the agent is told that the number cannot change."""
-    result = run(jobs, [], "--devices", "3", "--lost-after", "1", script="lit_resize.py")
+def test_between_two_calls_of_the_trainer_a_failed_worker_is_replaced(jobs: Jobs) -> None:
+    """The workers that stay have no batch to continue from, so the agent is told that the number cannot change."""
+    result = run(jobs, [], "--devices", "3", "--failed-after", "1", script="lit_resize.py")
     check_exact(result, 3)
     assert "the number of workers cannot change now" in result.stderr, result.tail()
-    assert not result.kinds("resize") and result.kinds("newcomer_start"), result.tail()
+    assert not result.kinds("resize") and result.kinds("replacement_start"), result.tail()
 
 
 @pytest.mark.parametrize(

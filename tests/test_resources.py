@@ -13,15 +13,15 @@ import torch
 from shared_core.errors import OutOfResources
 from shared_core.events import EventLog, read_events
 from shared_core.launcher.standby import Preload, Standby
-from shared_core.launcher.workers import Fleet, LiveWorker
-from shared_core.protocol.frontier import Top
+from shared_core.launcher.workers import LiveWorker, WorkerPool
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import LONGEST_S, Retries, map_file
 from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.messages.group_log import BufferPool, Entry, GroupLog
+from shared_core.worker.messages.group_log import BufferPool, GroupLog, LogEntry
 from shared_core.worker.messages.spilling import RETRY_S, Spilling
 from shared_core.worker.state.overflow import Overflow
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Clock:
@@ -81,14 +81,14 @@ def test_a_process_that_cannot_be_started_is_tried_again_until_the_wait_ends(
     monkeypatch.setattr("shared_core.launcher.workers.start_fresh", refuse)
     said: list[str] = []
     with selectors.DefaultSelector() as selector:
-        fleet = Fleet(selector, standbys, {}, Preload(()), said.append, wait_timeout_s=0.5)
-        fleet.fill_standbys()
+        worker_pool = WorkerPool(selector, standbys, {}, Preload(()), said.append, wait_timeout_s=0.5)
+        worker_pool.fill_standbys()
         request = StartRequest(1, "script", "x.py", (), {"RANK": "0"}, os.getpid(), "", "", 0)
-        fleet.start(LiveWorker(0, 0, 0, request))
+        worker_pool.start(LiveWorker(0, 0, 0, request))
         with pytest.raises(OutOfResources, match=r"no process could be started \(Resource temp.*ulimit -u"):
             while True:
-                assert fleet.started() == [] and fleet.starting
-                fleet.look_after_standbys()
+                assert worker_pool.started() == [] and worker_pool.starting
+                worker_pool.look_after_standbys()
     assert len([line for line in said if "can be started" in line]) == 1
 
 
@@ -98,8 +98,8 @@ def test_no_mapping_without_room(small_device: Path) -> None:
         map_file(small_device / "mapped", 4096)
 
 
-def top(index: int) -> Top:
-    return Top(index, index, 0, "batch", {}, {}, {}, {}, [])
+def boundary(index: int) -> StepBoundary:
+    return StepBoundary(index, index, 0, "batch", {}, {}, {}, {}, [])
 
 
 def test_publications_that_do_not_fit_into_memory_lie_on_disk(
@@ -107,26 +107,26 @@ def test_publications_that_do_not_fit_into_memory_lie_on_disk(
 ) -> None:
     memory, disk = small_device / "job" / "rank0" / "attempt0", tmp_path / "disk" / "board0" / "attempt0"
     disk.parent.mkdir(parents=True)
-    board = Board(memory, disk=Overflow(disk))
+    publisher = SharedMemoryPublisher(memory, disk=Overflow(disk))
     parts = [{"state": torch.full((20_000,), float(number))} for number in range(8)]
-    board.records.add(RecordKey(0, "a", "", 0), [torch.ones(3)])
+    publisher.records.add(RecordKey(0, "a", "", 0), [torch.ones(3)])
     for number, each in enumerate(parts):
-        board.publish_top(top(number), each)
-        board.records.add(RecordKey(0, "b", "", number), [torch.full((3_000,), float(number))])
-        board.drop_before(number - 1)
-    after = Board(memory, disk=Overflow(disk))  # a newcomer's
-    assert [each.index for each in after.tops()] == [6, 7]
-    assert all(torch.equal(after.read_top(number)["state"], parts[number]["state"]) for number in (6, 7))
+        publisher.publish_boundary(boundary(number), each)
+        publisher.records.add(RecordKey(0, "b", "", number), [torch.full((3_000,), float(number))])
+        publisher.drop_before(number - 1)
+    after = SharedMemoryPublisher(memory, disk=Overflow(disk))  # a replacement's
+    assert [each.index for each in after.boundaries()] == [6, 7]
+    assert all(torch.equal(after.read_boundary(number)["state"], parts[number]["state"]) for number in (6, 7))
     assert [key[1:4] for key, _ in after.records.read()] == [("a", "", 0), *(("b", "", number) for number in range(8))]
     assert capfd.readouterr().err.count("memory is full at") == 1
     after.drop_before(8)
-    assert len(list(disk.glob("top.*"))) <= 2, "the newest, and one whose room is used again"
+    assert len(list(disk.glob("boundary.*"))) <= 2, "the newest, and one whose room is used again"
 
 
 def test_nothing_takes_a_publication(small_device: Path) -> None:
-    board = Board(small_device / "job" / "rank0" / "attempt0")
-    with pytest.raises(OutOfResources, match=r"bytes cannot be written to .*top.1 \(No space left"):
-        board.publish_top(top(1), {"state": torch.zeros(100_000)})
+    publisher = SharedMemoryPublisher(small_device / "job" / "rank0" / "attempt0")
+    with pytest.raises(OutOfResources, match=r"bytes cannot be written to .*boundary.1 \(No space left"):
+        publisher.publish_boundary(boundary(1), {"state": torch.zeros(100_000)})
 
 
 def test_events_are_lost_while_the_disk_is_full(small_device: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +155,7 @@ def test_a_log_that_cannot_be_spilled_stays_in_memory(
     spilling = Spilling(0, clock)
     tensors = [torch.full((25_000,), float(seq)) for seq in range(4)]  # 400 kB; there is room for 256 KiB
     for seq, tensor in enumerate(tensors):
-        log.put(seq, Entry(("all_reduce", ((25_000,),), ("float32",), 0), seq, [tensor.clone()]))
+        log.put(seq, LogEntry(("all_reduce", ((25_000,),), ("float32",), 0), seq, [tensor.clone()]))
         spilling.spill(log, 1000)
         clock.now += RETRY_S
     assert 0 < log.nbytes < 400_000

@@ -1,4 +1,4 @@
-"""A job goes on from a checkpoint of another number of workers: every sample once, the same parameters."""
+"""A job continues from a checkpoint of another number of workers: every sample once, the same parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpointed import committed, finished, options, running, saved, went_on_from
+from checkpointed import committed, continued_from, finished, options, running, saved
 from harness import Jobs, most
 
 from shared_core.checkpoint import image
@@ -19,10 +19,10 @@ RESTART = ["--on-failure=restart"]
 BATCHES = {4: 15, 3: 20, 2: 30}
 
 
-def stop_and_go_on(
+def stop_and_continue(
     jobs: Jobs, folder: Path, script: str, workers: tuple[int, int], at: int, args: tuple[str, ...] = ()
 ) -> JobResult:
-    """Kill a job that has a checkpoint at batch top ``at``, and let it end with another number of workers.
+    """Kill a job that has a checkpoint at step boundary ``at``, and let it end with another number of workers.
 
     Each sample is to be used once an epoch, over both runs, and the second to begin with the parameters of the first.
     """
@@ -35,7 +35,7 @@ def stop_and_go_on(
     kept = parameters(folder, at)
     with running(jobs, script, args, env=env, launcher_args=RESTART, nproc=after) as job:
         result = finished(job)
-    assert went_on_from(result) == {at}, result.tail()
+    assert continued_from(result) == {at}, result.tail()
     assert f"which {before} workers have made" in result.stderr
     assert sorted(result.reports) == list(range(after)), result.tail()
     assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, result.tail()
@@ -59,7 +59,7 @@ WAYS = {
     "lightning": "lit_resize.py",
     "accelerate": "acc_resize.py",
 }
-#: Workers before and after, and the batch top of the checkpoint.
+#: Workers before and after, and the step boundary of the checkpoint.
 CHANGES = {
     "4 to 2": ((4, 2), 9),
     "4 to 3": ((4, 3), 9),
@@ -80,11 +80,11 @@ OFTEN = {("plain", "4 to 3"), ("plain", "4 to 2 at the end of an epoch"), ("ligh
         for change in CHANGES
     ],
 )
-def test_another_number_of_workers_goes_on(way: str, change: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_another_number_of_workers_continues(way: str, change: str, jobs: Jobs, tmp_path: Path) -> None:
     workers, at = CHANGES[change]
-    # A plain loop has a batch top after its last batch.
+    # A plain loop has a step boundary after its last batch.
     at = at or BATCHES[workers[0]] + 1
-    stop_and_go_on(jobs, tmp_path, WAYS[way], workers, at)
+    stop_and_continue(jobs, tmp_path, WAYS[way], workers, at)
 
 
 SEEDED = {"SWIFT_RECOVERY_REPLAY_RANDOMNESS": "seeded"}
@@ -109,7 +109,7 @@ def test_a_pipeline_is_repartitioned(cut: str, jobs: Jobs, tmp_path: Path) -> No
         job.end()
     with running(jobs, "pipe.py", args, env=env, launcher_args=RESTART, nproc=after) as job:
         result = finished(job)
-    assert went_on_from(result) == {at}, result.tail()
+    assert continued_from(result) == {at}, result.tail()
     whole = jobs.run("pipe.py", nproc=before, args=args, env=SEEDED)
     losses = whole.reports[0]["extra"]["losses"]
     assert len(losses) == 8 and len(set(losses)) == 8

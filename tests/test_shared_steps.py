@@ -1,4 +1,4 @@
-"""Data-parallel loops that go on without a lost worker: the bits are those of the run that lost none."""
+"""Data-parallel loops that continue without a failed worker: the bits are those of the run in which nobody failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(jobs: Jobs, script: str, faults: list[Fault], args: list[str], nproc: 
     reference = jobs.reference(script, nproc=nproc, args=args, env=ORDERED, launcher="swiftrun")
     result = jobs.run(script, nproc=nproc, args=args, env=ORDERED, faults=faults)
     assert not unconfirmed(result), "\n".join([*unconfirmed(result), result.tail()])
-    away = {fault.rank for fault in faults} - result.reports.keys()  # the others may end before a newcomer comes
+    away = {fault.rank for fault in faults} - result.reports.keys()  # the others may end before a replacement comes
     kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
     compare(result, replace(reference, reports=kept))
     assert result.kinds("rerouted") and not result.kinds("restart"), result.tail()
@@ -33,37 +33,40 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
     "forward": ([], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
     "backward": ([], [Fault(2, 3, "reroute.backward", "SIGKILL")]),
     "before_the_sum": ([], [Fault(2, 3, "reroute.reduce", "SIGKILL")]),
-    "in_the_sum": ([], [Fault(0, 3, "lane.wait", "SIGKILL", nth=2)]),
+    "in_the_sum": ([], [Fault(0, 3, "survivor_group.wait", "SIGKILL", nth=2)]),
     "at_the_step": ([], [Fault(1, 3, "reroute.step", "SIGKILL")]),
     "in_the_update": ([], [Fault(1, 3, "update.during", "SIGKILL", nth=2)]),
-    "at_the_top": ([], [Fault(0, 3, "batch_top", "SIGKILL")]),
-    "first_step": ([], [Fault(0, 1, "lane.connect", "SIGKILL"), Fault(1, 6, "reroute.forward", "SIGKILL")]),
+    "at_the_boundary": ([], [Fault(0, 3, "step_boundary", "SIGKILL")]),
+    "first_step": ([], [Fault(0, 1, "survivor_group.connect", "SIGKILL"), Fault(1, 6, "reroute.forward", "SIGKILL")]),
     "last_step": ([], [Fault(2, 18, "reroute.forward", "SIGKILL")]),
     "two_at_once": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(2, 4, "reroute.reduce", "SIGKILL")]),
-    "two_in_turn": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(1, 5, "lane.wait", "SIGKILL")]),
+    "two_in_turn": ([], [Fault(0, 4, "reroute.forward", "SIGKILL"), Fault(1, 5, "survivor_group.wait", "SIGKILL")]),
     "frozen": ([], [Fault(1, 3, "reroute.reduce", "SIGSTOP")]),
-    "let_in": (["--evaluate"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
-    "rank_0_let_in": (["--evaluate"], [Fault(0, 3, "lane.wait", "SIGKILL")]),
+    "admitted": (["--evaluate"], [Fault(1, 3, "reroute.forward", "SIGKILL")]),
+    "rank_0_admitted": (["--evaluate"], [Fault(0, 3, "survivor_group.wait", "SIGKILL")]),
     "all_in_turn": (["--evaluate"], [Fault(r, 3 + 6 * r, "reroute.backward", "SIGKILL") for r in range(3)]),
-    "newcomer": (
+    "replacement": (
         ["--evaluate"],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "lane.knock", "SIGKILL", incarnation=1)],
+        [
+            Fault(1, 3, "reroute.forward", "SIGKILL"),
+            Fault(1, ANY_STEP, "survivor_group.join_request", "SIGKILL", incarnation=1),
+        ],
     ),
-    "letting_in": (
+    "admitting": (
         ["--evaluate"],
-        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "lane.let_in", "SIGKILL")],
+        [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "survivor_group.admit", "SIGKILL")],
     ),
     "accumulate": (["--evaluate", "--accumulate", "4"], [Fault(1, 3, "reroute.backward", "SIGKILL", nth=3)]),
     "workers": (["--workers", "1", "--evaluate"], [Fault(2, 4, "reroute.forward", "SIGKILL")]),
 }
 
 
-@pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"in_the_sum", "let_in"}))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+@pytest.mark.parametrize("name", most(CASES, *CASES.keys() - {"in_the_sum", "admitted"}))
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     result = check(jobs, "shared_steps.py", faults, args)
     if "--evaluate" in args:
-        assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
+        assert {event.rank for event in result.kinds("admitted")} == {fault.rank for fault in faults}, result.tail()
 
 
 #: Faults around a copy of the state that is made while the others train; steps that wait for losses and their copies.
@@ -72,11 +75,11 @@ COPIES: dict[str, tuple[list[Fault], str]] = {
     "rank_0": ([Fault(0, 3, "reroute.forward", "SIGKILL")], "10:1"),
     "two": ([Fault(0, 3, "reroute.forward", "SIGKILL"), Fault(1, 3, "reroute.forward", "SIGKILL")], "10:2"),
     "the_donor": ([Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "copy.give", "SIGKILL")], "10:2"),
-    "the_newcomer": (
+    "the_replacement": (
         [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "copy.take", "SIGKILL", incarnation=1)],
         "10:2",
     ),
-    "the_newcomer_frozen": (
+    "the_replacement_frozen": (
         [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(1, ANY_STEP, "copy.take", "SIGSTOP", incarnation=1)],
         "10:2",
     ),
@@ -84,7 +87,7 @@ COPIES: dict[str, tuple[list[Fault], str]] = {
         [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(2, 11, "reroute.forward", "SIGKILL")],
         "10:1,12:2",
     ),
-    "while_let_in": (
+    "while_admitted": (
         [Fault(1, 3, "reroute.forward", "SIGKILL"), Fault(0, ANY_STEP, "recovery.connected", "SIGKILL")],
         "10:1,50:2",
     ),
@@ -92,57 +95,57 @@ COPIES: dict[str, tuple[list[Fault], str]] = {
 
 
 @pytest.mark.parametrize("name", most(COPIES, *COPIES.keys() - {"copied", "the_donor"}))
-def test_newcomers_copy_the_state_while_the_others_train(name: str, jobs: Jobs) -> None:
+def test_replacements_copy_the_state_while_the_others_train(name: str, jobs: Jobs) -> None:
     faults, copies = COPIES[name]
     result = check(jobs, "shared_steps.py", faults, ["--epochs", "45", "--copies", copies])
-    assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
+    assert {event.rank for event in result.kinds("admitted")} == {fault.rank for fault in faults}, result.tail()
     copied = [event.rank for event in result.kinds("copied") if not event.fields["why"]]
     assert {*copied} == {fault.rank for fault in faults}, result.tail()
 
 
-#: The newcomer of rank 2 waits until another one is in; who is lost besides.
+#: The replacement of rank 2 waits until another one is in; who fails besides.
 HELD: dict[str, list[Fault]] = {
     "nobody": [],
-    "the_newcomer_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
-    "the_newcomer_before_its_last_updates": [Fault(0, ANY_STEP, "lane.connect", "SIGKILL", incarnation=1)],
-    "the_donor": [Fault(1, ANY_STEP, "lane.agreed", "SIGKILL")],
+    "the_replacement_when_admitted": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "the_replacement_before_its_last_updates": [Fault(0, ANY_STEP, "survivor_group.connect", "SIGKILL", incarnation=1)],
+    "the_donor": [Fault(1, ANY_STEP, "survivor_group.agreed", "SIGKILL")],
     "a_survivor": [Fault(3, ANY_STEP, "recovery.exchanged", "SIGKILL")],
 }
 
 
 @pytest.mark.parametrize("name", most(HELD, *HELD.keys() - {"nobody"}))
-def test_a_newcomer_does_not_wait_for_another(name: str, jobs: Jobs) -> None:
-    """The others copy their state to the first, let it in, and train on while the second is still starting."""
-    lost = [Fault(rank, 3, "reroute.forward", "SIGKILL") for rank in (0, 2)]
+def test_a_replacement_does_not_wait_for_another(name: str, jobs: Jobs) -> None:
+    """The others copy their state to the first, admit it, and train on while the second is still starting."""
+    failed = [Fault(rank, 3, "reroute.forward", "SIGKILL") for rank in (0, 2)]
     args = ["--epochs", "45", "--copies", "10:2:1", "--hold", "2"]
-    result = check(jobs, "shared_steps.py", [*lost, *HELD[name]], args, nproc=4)
+    result = check(jobs, "shared_steps.py", [*failed, *HELD[name]], args, nproc=4)
     assert len(result.struck) == 2 + len(HELD[name]), result.tail()
-    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
-    assert tops.keys() == {fault.rank for fault in [*lost, *HELD[name]]}, result.tail()
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("admitted")}
+    assert boundaries.keys() == {fault.rank for fault in [*failed, *HELD[name]]}, result.tail()
     if name == "nobody":
-        assert tops[0] < tops[2], result.tail()
+        assert boundaries[0] < boundaries[2], result.tail()
         copied = [event.rank for event in result.kinds("copied") if not event.fields["why"]]
         assert copied == [0, 2], result.tail()
 
 
 ACCELERATE: dict[str, tuple[list[str], list[Fault]]] = {
     "loss": ([], [Fault(1, 4, "reroute.forward", "SIGKILL")]),
-    "rank_0": (["--seedable", "--workers", "1"], [Fault(0, 6, "lane.wait", "SIGKILL")]),
+    "rank_0": (["--seedable", "--workers", "1"], [Fault(0, 6, "survivor_group.wait", "SIGKILL")]),
     "accumulate": (["--accumulate", "3", "--bf16"], [Fault(2, 3, "reroute.backward", "SIGKILL", nth=2)]),
     "split_batches": (["--split-batches"], [Fault(2, 3, "reroute.step", "SIGKILL")]),
 }
 
 
 @pytest.mark.parametrize("name", most(ACCELERATE, *ACCELERATE.keys() - {"loss"}))
-def test_a_loss_under_accelerate(name: str, jobs: Jobs) -> None:
+def test_a_failure_under_accelerate(name: str, jobs: Jobs) -> None:
     pytest.importorskip("accelerate")
     args, faults = ACCELERATE[name]
     result = check(jobs, "acc_shared.py", faults, args)
-    assert result.kinds("let_in"), result.tail()  # evaluation needs all
+    assert result.kinds("admitted"), result.tail()  # evaluation needs all
 
 
 @pytest.mark.parametrize("script", most(["shared_steps.py", "acc_shared.py"], "acc_shared.py"))
-def test_without_a_loss_it_is_plain_data_parallelism(script: str, jobs: Jobs) -> None:
+def test_without_a_failure_it_is_plain_data_parallelism(script: str, jobs: Jobs) -> None:
     """Two addends have one sum only, so two ranks can be compared with gloo's own."""
     theirs = jobs.reference(script)
     compare(jobs.run(script, env=REROUTE), theirs)
@@ -167,7 +170,7 @@ def test_the_same_loop_replaces_workers(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_a_loss_in_the_scripts_own_collective_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
+def test_a_failure_in_the_scripts_own_collective_goes_back_to_the_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
     checkpoints = {
         "SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path),
         "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4",
@@ -180,18 +183,18 @@ def test_a_loss_in_the_scripts_own_collective_goes_back_to_the_checkpoint(jobs: 
 
 
 @pytest.mark.nightly
-def test_a_newcomer_with_faulty_memory_is_replaced(jobs: Jobs) -> None:
+def test_a_replacement_with_faulty_memory_is_replaced(jobs: Jobs) -> None:
     faults = [Fault(1, 3, "reroute.forward", "SIGKILL")]
     args = ["--evaluate", "--damage", "--epochs", "6"]
     result = jobs.run("shared_steps.py", nproc=3, env=ORDERED, args=args, faults=faults)
     assert result.status == 0, result.tail()
-    causes = [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("lost")]
+    causes = [(event.rank, "differs" in event.fields["cause"]) for event in result.kinds("failed")]
     assert causes == [(1, False), (1, True)], result.tail()
 
 
 #: What is said of each mistake.
 MISTAKES = {
-    "ddp": "needs a loop in which any worker can compute the share of a lost one",
+    "ddp": "needs a loop in which any worker can compute the share of a failed one",
     "own": "write 'for step in job.shared_steps(loader, epochs)'",
     "norm": "batch normalisation",
     "buffer": "the forward pass changes the buffer '4.calls'",

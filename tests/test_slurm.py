@@ -152,7 +152,7 @@ BOTH = ["rank 0 of 2", "rank 1 of 2"]
 @pytest.mark.parametrize(
     "script", [pytest.param(ACCELERATE, marks=pytest.mark.nightly), LIGHTNING], ids=["accelerate", "lightning"]
 )
-def test_a_lost_worker_is_replaced(script: str, cluster: Slurm, tmp_path: Path) -> None:
+def test_a_failed_worker_is_replaced(script: str, cluster: Slurm, tmp_path: Path) -> None:
     """``SLURM_*`` says one task; the workers of ``swiftrun`` are two all the same, also to Lightning."""
     (tmp_path / "faults.json").write_text(dumps([Fault(1, 11, "bucket", "SIGKILL")]))
     script = script.replace("PROCESSES", "1")
@@ -160,7 +160,7 @@ def test_a_lost_worker_is_replaced(script: str, cluster: Slurm, tmp_path: Path) 
     code, out, err = finish(cluster, job)
     assert code == 0, err
     assert ranks(out) == BOTH, err
-    assert "; 1 worker was lost" in err
+    assert "; 1 worker failed" in err
     assert "survivors cannot be kept alive" not in err
 
 
@@ -175,7 +175,7 @@ def at_work(cluster: Slurm, folder: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("option", ["--verbose", pytest.param("--signal=TERM", marks=pytest.mark.nightly)])
 def test_scancel_ends_all_processes(option: str, cluster: Slurm, tmp_path: Path) -> None:
-    """Workers that get the signal too are not taken for lost."""
+    """Workers that get the signal too are not taken for failed."""
     job = at_work(cluster, tmp_path)
     cluster.ask("scancel", option, cluster.ask("squeue", "--noheader", "--format=%i"))
     code, out, err = finish(cluster, job)
@@ -265,5 +265,5 @@ def test_the_batch_script_of_the_docs(cluster: Slurm, tmp_path: Path) -> None:
     (log,) = (path.read_text() for path in tmp_path.glob("train-*.log"))
     assert code == 0, f"{out}{err}{log}"
     assert ranks(log) == BOTH
-    assert "; 1 worker was lost" in log
+    assert "; 1 worker failed" in log
     assert [path.name for path in tmp_path.glob("events*")] == [f"events-{out.split()[-1]}.jsonl"]

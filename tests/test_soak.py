@@ -45,9 +45,9 @@ def test_many_random_faults(how: str) -> None:
     assert soak.main(["--faults", "60", "--how", how]) == 0
 
 
-def test_losses_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
-    """What is lost: both ends of a pipeline, two workers of a stage, a machine; when: in a step, in a copy, while
-    newcomers are let in, while workers move.
+def test_failures_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
+    """What fails: both ends of a pipeline, two workers of a stage, a machine; when: in a step, in a copy, while
+    replacements are admitted, while workers move.
     """
     kinds = Counter[str]()
     for model, world in draws.REROUTED.items():
@@ -64,7 +64,9 @@ def test_losses_of_rerouted_pipelines_leave_each_stage_a_replica() -> None:
                 kinds[fault.point] += 1
     assert all(kinds[each] > 150 for each in ("both ends", "one stage", "machine")), kinds
     assert kinds["copy.take"] > 20 and kinds["copy.give"] > 5 and kinds["reroute.move"] > 30, kinds
-    assert all(kinds[each] > 3 for each in ("lane.let_in", "lane.knock", "recovery.installed")), kinds
+    assert all(
+        kinds[each] > 3 for each in ("survivor_group.admit", "survivor_group.join_request", "recovery.installed")
+    ), kinds
 
 
 @pytest.mark.nightly
@@ -112,8 +114,8 @@ def test_a_fault_that_did_not_strike_does_not_count(jobs: Jobs) -> None:
     fault = Fault(1, 2, "bucket", "SIGKILL")
     result.faults = [fault]
     assert unconfirmed(result) == [f"{fault}: did not strike"]
-    result.struck = [{"index": 0, "fault": fault.to_dict(), "pid": 1, "time": 0.0, "tops": 2}]
-    assert unconfirmed(result) == [f"{fault}: struck, but the loss was reported as nothing"]
+    result.struck = [{"index": 0, "fault": fault.to_dict(), "pid": 1, "time": 0.0, "boundaries": 2}]
+    assert unconfirmed(result) == [f"{fault}: struck, but the failure was reported as nothing"]
 
 
 def test_what_a_job_leaves_is_found(jobs: Jobs, tmp_path: Path) -> None:

@@ -13,24 +13,24 @@ import pytest
 from harness import until
 
 from shared_core.launcher.standby import Preload, clean_env
-from shared_core.launcher.workers import GIVE_UP_AFTER, Fleet
+from shared_core.launcher.workers import GIVE_UP_AFTER, WorkerPool
 from shared_core.system import process
 
 
 @contextmanager
-def fleet(folder: Path, module: str, said: list[str]) -> Iterator[Fleet]:
+def worker_pool(folder: Path, module: str, said: list[str]) -> Iterator[WorkerPool]:
     """One that keeps a standby which imports a module with this text."""
     (folder / "imported_by_standbys.py").write_text(module)
     env = clean_env(os.environ) | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     with selectors.DefaultSelector() as selector:
-        found = Fleet(selector, 1, env, Preload(("imported_by_standbys",)), said.append)
+        found = WorkerPool(selector, 1, env, Preload(("imported_by_standbys",)), said.append)
         try:
             yield found
         finally:
             found.close()
 
 
-def look(found: Fleet) -> None:
+def look(found: WorkerPool) -> None:
     found.reap()
     found.look_after_standbys()
     found.started()
@@ -48,7 +48,7 @@ def test_killed_ones_are_made_again(tmp_path: Path) -> None:
         except OSError:
             return None
 
-    with fleet(tmp_path, f"open({str(held)!r}).read()", said) as found:
+    with worker_pool(tmp_path, f"open({str(held)!r}).read()", said) as found:
         found.fill_standbys()
         for _ in range(GIVE_UP_AFTER + 2):
             pipe = until(importing, "a standby that imports")
@@ -65,7 +65,7 @@ def test_killed_ones_are_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["raise SystemExit(3)"])
 def test_those_that_their_imports_end_are_not(module: str, tmp_path: Path) -> None:
     said = list[str]()
-    with fleet(tmp_path, module, said) as found:
+    with worker_pool(tmp_path, module, said) as found:
         found.fill_standbys()
         until(lambda: look(found) or found.can_start, "no standby to be wanted")  # type: ignore[func-returns-value]
     assert "standbys die while they import; continuing without them" in said[-1], said

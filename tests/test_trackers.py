@@ -1,4 +1,4 @@
-"""Rank 0 is lost twice in the middle of an epoch: each tracker has one run, and in it each row of the run without a
+"""Rank 0 fails twice in the middle of an epoch: each tracker has one run, and in it each row of the run without a
 loss once.
 """
 
@@ -124,12 +124,12 @@ def test_as_the_same_trackers_without_this_product(script: str, step: int, point
     stock = jobs.run(script, args=args, env=offline(store, "stock"), launcher="plain", timeout_s=100)
     late = {"WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "15"}
     faults = [Fault(0, step, point, "SIGKILL")]
-    result = jobs.run(script, args=args, faults=faults, env=offline(store, "lost") | late, timeout_s=100)
+    result = jobs.run(script, args=args, faults=faults, env=offline(store, "failed") | late, timeout_s=100)
     compare(result, stock)
     assert not unconfirmed(result), result.tail()
     kept = [[{k: v for k, v in row.items() if not _clock(k)} for row in of_wandb(r.out)[0]] for r in (result, stock)]
     assert kept[0] == kept[1]
-    stores = [of_mlflow(store.with_name(f"{name}.db")) for name in ("lost", "stock")]
+    stores = [of_mlflow(store.with_name(f"{name}.db")) for name in ("failed", "stock")]
     assert {k: v for k, v in stores[0][0].items() if not _timed(k)} == {
         k: v for k, v in stores[1][0].items() if not _timed(k)
     }

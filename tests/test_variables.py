@@ -81,7 +81,7 @@ def test_without_the_capture_they_end_otherwise(framework: str, jobs: Jobs) -> N
         jobs.check("variables_in.py", args=[framework], faults=FRAMEWORKS[framework], env={OFF: "1"})
 
 
-#: Where a worker is lost: in the second epoch, of six batches.
+#: Where a worker fails: in the second epoch, of six batches.
 CHANGED = [Fault(1, 9, "bucket", "SIGKILL")]
 
 

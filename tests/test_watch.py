@@ -34,7 +34,7 @@ def watched(jobs: Jobs, *launcher_args: str) -> Iterator[Running]:
     """A job of two workers that train until they are told that it is enough."""
     env = options(jobs.folder("checkpoints"), every=40)
     with running(jobs, "until_told.py", env=env, launcher_args=launcher_args) as job:
-        job.until(lambda: job.tops(1) > 2)
+        job.until(lambda: job.boundaries(1) > 2)
         yield job
 
 
@@ -82,41 +82,46 @@ def kill(job: Running, capsys: pytest.CaptureFixture[str], rank: int = 1) -> int
     return pid
 
 
-def test_a_loss_is_seen_everywhere(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_seen_everywhere(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     with watched(jobs, "--dashboard=0", "--metrics-port=0") as job:
         page, numbers = served_at(job, "dashboard"), served_at(job, "metrics")
         before = until(lambda: (one := status(job, capsys))["checkpoint"] and one, lambda: "there is no checkpoint")
-        assert (before["state"], before["present"], before["losses"], before["generation"]) == ("running", 2, [], 0)
+        assert (before["state"], before["present"], before["failures"], before["generation"]) == ("running", 2, [], 0)
         assert before["script"].endswith("until_told.py") and before["steps_per_s"] > 0
         assert {one["phase"] for one in before["workers"]} <= {"training", "waiting"}
         assert json.loads(ask(page, "/view.json")[2])["run"] == before["run"]
         samples = scraped(numbers)
         assert (samples["swift_workers"], samples["swift_job_state['running']"]) == (2, 1)
-        assert samples["swift_step"] >= before["step"] and "swift_losses_total['SIGKILL']" not in samples
+        assert samples["swift_step"] >= before["step"] and "swift_failures_total['SIGKILL']" not in samples
 
-        lost = kill(job, capsys)
+        failed = kill(job, capsys)
         after = until(
             lambda: (one := status(job, capsys))["recoveries"] and one["workers"][1]["phase"] == "training" and one,
-            lambda: f"the loss is not seen: {status(job, capsys)}",
+            lambda: f"the failure is not seen: {status(job, capsys)}",
         )
-        (loss,) = after["losses"]
-        newcomer = after["workers"][1]["pid"]
-        assert (loss["rank"], loss["pid"], loss["newcomer"], loss["kind"]) == (1, lost, newcomer, "SIGKILL")
-        assert newcomer != lost and Path(f"/proc/{newcomer}").exists() and loss["stall_s"] > 0
+        (failure,) = after["failures"]
+        replacement = after["workers"][1]["pid"]
+        assert (failure["rank"], failure["pid"], failure["replacement"], failure["kind"]) == (
+            1,
+            failed,
+            replacement,
+            "SIGKILL",
+        )
+        assert replacement != failed and Path(f"/proc/{replacement}").exists() and failure["stall_s"] > 0
         assert (after["state"], after["present"], after["generation"]) == ("running", 2, 1)
-        assert {span["what"] for span in after["spans"]} == {"lost", "joining", "stalled", "checkpoint"}
+        assert {span["what"] for span in after["spans"]} == {"failed", "joining", "stalled", "checkpoint"}
         samples = until(  # the agent reads the events by itself
             lambda: (one := scraped(numbers)).get("swift_recoveries_total['replace']") and one,
             lambda: "the recovery is not among the metrics",
         )
-        assert samples["swift_losses_total['SIGKILL']"] == samples["swift_recoveries_total['replace']"] == 1
+        assert samples["swift_failures_total['SIGKILL']"] == samples["swift_recoveries_total['replace']"] == 1
         assert samples["swift_stall_seconds_total"] == pytest.approx(after["stall_s"], abs=0.5)
         assert samples["swift_checkpoint_age_seconds"] >= 0 and samples["swift_generation"] == 1
-        assert json.loads(ask(page, "/view.json")[2])["losses"][0]["pid"] == lost
+        assert json.loads(ask(page, "/view.json")[2])["failures"][0]["pid"] == failed
 
         assert swiftctl.main(["status", after["run"][:6]]) == 0
         text = capsys.readouterr().out
-        assert f"{lost}" in text and f"{newcomer}" in text and "killed by SIGKILL" in text and "\x1b" not in text
+        assert f"{failed}" in text and f"{replacement}" in text and "killed by SIGKILL" in text and "\x1b" not in text
         (job.out / "enough").touch()
         finished(job)
     assert swiftctl.main(["status", str(job.out / "events.jsonl")]) == 0
@@ -181,8 +186,8 @@ def test_watch_on_a_terminal(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> 
             return text.encode() in shown
 
         until(lambda: sees("training"), lambda: shown.decode(errors="replace"))
-        lost = kill(job, capsys)
-        until(lambda: sees("killed by SIGKILL") and sees(str(lost)), lambda: shown.decode(errors="replace"))
+        failed = kill(job, capsys)
+        until(lambda: sees("killed by SIGKILL") and sees(str(failed)), lambda: shown.decode(errors="replace"))
         assert b"\x1b[" in shown
         (job.out / "enough").touch()
         finished(job)
@@ -202,7 +207,7 @@ def test_without_rich_a_terminal_gets_an_error(monkeypatch: Any, capsys: pytest.
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium on the PATH")
 @pytest.mark.skipif(shutil.which("chromedriver") is None, reason="there is no chromedriver on the PATH")
 def test_the_page_in_a_browser(jobs: Jobs, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A loss is shown without a reload, and what a script says is text."""
+    """A failure is shown without a reload, and what a script says is text."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -220,24 +225,26 @@ def test_the_page_in_a_browser(jobs: Jobs, capsys: pytest.CaptureFixture[str], t
                 return str(browser.execute_script("return document.getElementById(arguments[0]).innerText", of))
 
             until(lambda: text("state") == "running", lambda: text("about"))
-            assert "No worker was lost" in text("losses") and browser.title == "until_told.py: running"
+            assert "No worker failed" in text("failures") and browser.title == "until_told.py: running"
             browser.execute_script("window.opened = 'once'")
-            lost = kill(job, capsys)
-            until(lambda: str(lost) in text("losses"), lambda: text("losses"))
-            newcomer = until(lambda: status(job, capsys)["losses"][0]["newcomer"], lambda: "there is no newcomer")
-            until(lambda: str(newcomer) in text("workers"), lambda: text("workers"))
+            failed = kill(job, capsys)
+            until(lambda: str(failed) in text("failures"), lambda: text("failures"))
+            replacement = until(
+                lambda: status(job, capsys)["failures"][0]["replacement"], lambda: "there is no replacement"
+            )
+            until(lambda: str(replacement) in text("workers"), lambda: text("workers"))
             count = "return document.querySelectorAll('#timeline rect.' + arguments[0]).length"
             until(lambda: browser.execute_script(count, "stalled") == 1, lambda: "no stall is drawn")
-            assert browser.execute_script(count, "lost") == browser.execute_script(count, "joining") == 1
-            assert "2 of 2 workers, 1 lost" in browser.execute_script(
+            assert browser.execute_script(count, "failed") == browser.execute_script(count, "joining") == 1
+            assert "2 of 2 workers, 1 failed" in browser.execute_script(
                 "return document.getElementById('live').textContent"
             )
 
             hostile = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
             drawn = browser.execute_script(
-                "view.losses[0].cause = view.script = view.workers[0].host = view.reason = arguments[0];"
+                "view.failures[0].cause = view.script = view.workers[0].host = view.reason = arguments[0];"
                 "view.warnings = [[view.now, arguments[0]]]; view.spans[0].text = arguments[0]; show(view);"
-                "return [document.querySelectorAll('main img, main script').length, byId('losses').innerText]",
+                "return [document.querySelectorAll('main img, main script').length, byId('failures').innerText]",
                 hostile,
             )
             assert drawn[0] == 0 and hostile in drawn[1] and browser.title != "hacked"

@@ -1,4 +1,4 @@
-"""The web server of a job: who is let in by which name, and who may keep others waiting."""
+"""The web server of a job: who is admitted by which name, and who may keep others waiting."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_client_that_sends_now_and_then_is_sent_away(
     serving: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No byte of it comes later than the patience allows, and still it does not stay."""
-    monkeypatch.setattr(server, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(server, "_MAX_WAIT_S", 2.0)
     port = serving("127.0.0.1").port
     with _connect("127.0.0.1", port) as client:
         client.sendall(b"GET / HTTP/1.1\r\n")

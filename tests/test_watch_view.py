@@ -25,25 +25,29 @@ def at(after: float, kind: str, rank: int = -1, generation: int = 0, **fields: A
     return Event(kind, BEGUN + after, rank, generation, fields, "aaaa")
 
 
-#: Rank 1 of three is lost, and replaced.
-LOSS = [
+#: Rank 1 of three fails, and is replaced.
+FAILURE = [
     at(0.0, "start", **START),
-    at(3.0, "checkpoint", 0, top=40, version=40, seconds=0.2, bytes=1000),
-    at(5.0, "lost", 1, cause="killed by SIGKILL", detected=BEGUN + 5.0, pid=101),
-    at(5.0, "generation", generation=1, lost=[1]),
-    at(5.1, "newcomer_start", 1, 1, pid=201, agent=10, host="node1"),
+    at(3.0, "checkpoint", 0, boundary=40, version=40, seconds=0.2, bytes=1000),
+    at(5.0, "failed", 1, cause="killed by SIGKILL", detected=BEGUN + 5.0, pid=101),
+    at(5.0, "generation", generation=1, failed=[1]),
+    at(5.1, "replacement_start", 1, 1, pid=201, agent=10, host="node1"),
     at(5.4, "recovered", 0, 1, stall_s=0.4),
     at(5.4, "recovered", 2, 1, stall_s=0.4),
-    at(5.5, "newcomer_ready", 1, 1),
+    at(5.5, "replacement_ready", 1, 1),
     at(5.6, "resumed", 0, 1, stall_s=0.6),
     at(5.6, "resumed", 2, 1, stall_s=0.5),
 ]
 
 
-def live(seconds: float, *, alive: bool = True, tops: int = 50, **states: str | None) -> Live:
-    """All processes run, but those that are named (``p101="T"``); all workers have passed so many batch tops."""
+def live(seconds: float, *, alive: bool = True, boundaries: int = 50, **states: str | None) -> Live:
+    """All processes run, but those that are named (``p101="T"``); all workers have passed so many step boundaries."""
     now = BEGUN + seconds
-    paces = {rank: Pace(tops, False, now, tops - 20, now - 2.0, now, 500) for rank in range(3)} if tops else {}
+    paces = (
+        {rank: Pace(boundaries, False, now, boundaries - 20, now - 2.0, now, 500) for rank in range(3)}
+        if boundaries
+        else {}
+    )
     seen = dict.fromkeys((100, 101, 102, 201), "S") | {int(name[1:]): state for name, state in states.items()}
     return Live(now, alive, CARD, paces, seen)
 
@@ -57,77 +61,80 @@ def phases(view: JobView) -> list[str]:
     [
         (1, 0.1, "starting", "starting starting starting"),
         (2, 4.0, "running", "training training training"),
-        (4, 5.0, "recovering", "stalled lost stalled"),
+        (4, 5.0, "recovering", "stalled failed stalled"),
         (5, 5.2, "recovering", "stalled joining stalled"),
         (7, 5.4, "running", "training joining training"),
         (10, 9.0, "running", "training training training"),
     ],
 )
-def test_a_loss_step_by_step(many: int, now: float, state: str, expected: str) -> None:
-    view = view_of(LOSS[:many], live(now, tops=0 if many == 1 else 50))
+def test_a_failure_step_by_step(many: int, now: float, state: str, expected: str) -> None:
+    view = view_of(FAILURE[:many], live(now, boundaries=0 if many == 1 else 50))
     assert (view.state, phases(view)) == (state, expected.split())
-    assert view.present == 3 - expected.count("lost")
+    assert view.present == 3 - expected.count("failed")
     assert view.stalled_s == pytest.approx(now - 5.0 if state == "recovering" else 0.0)
 
 
 def test_all_of_a_view() -> None:
-    view = view_of(LOSS, live(9.0))
+    view = view_of(FAILURE, live(9.0))
     assert (view.run, view.name, view.script, view.host) == ("aaaa", "mine", "/home/me/train.py", "node1")
     assert (view.step, view.steps_per_s, view.generation, view.world_size, view.log_bytes) == (50, 10.0, 1, 3, 1500)
-    assert (view.stall_s, view.losses_by_kind, view.recoveries) == (0.6, {"SIGKILL": 1}, {"replace": 1})
+    assert (view.stall_s, view.failures_by_kind, view.recoveries) == (0.6, {"SIGKILL": 1}, {"replace": 1})
     assert view.checkpoint is not None and (view.checkpoint.step, view.checkpoint.age_s) == (40, 6.0)
-    (loss,) = view.losses
-    assert (loss.rank, loss.pid, loss.newcomer, loss.back_s, loss.stall_s) == (1, 101, 201, 0.5, 0.6)
+    (failure,) = view.failures
+    assert (failure.rank, failure.pid, failure.replacement, failure.back_s, failure.stall_s) == (1, 101, 201, 0.5, 0.6)
     assert [(one.rank, one.what, one.begin - BEGUN, (one.end or 0) - BEGUN) for one in view.spans] == [
         (-1, "checkpoint", 3.0, 3.0),
         (0, "stalled", 5.0, pytest.approx(5.6)),
-        (1, "lost", 5.0, pytest.approx(5.1)),
+        (1, "failed", 5.0, pytest.approx(5.1)),
         (2, "stalled", 5.0, 5.5),
         (1, "joining", pytest.approx(5.1), 5.5),
     ]
-    assert json.loads(json.dumps(view.to_dict()))["workers"][1]["losses"] == 1
+    assert json.loads(json.dumps(view.to_dict()))["workers"][1]["failures"] == 1
     assert format_view(view).startswith("train.py, run aaaa on node1: running, for 9 s\n")
 
 
 def test_what_only_the_machine_shows() -> None:
-    assert phases(view_of(LOSS[:1], live(4.0, p101="T", p102=None))) == ["training", "stopped", "gone"]
+    assert phases(view_of(FAILURE[:1], live(4.0, p101="T", p102=None))) == ["training", "stopped", "gone"]
     waits = live(4.0)
     waits = Live(waits.now, True, CARD, {0: Pace(5, True, waits.now - 3.0, 1, BEGUN, BEGUN + 1, 0)}, waits.states)
-    assert phases(view_of(LOSS[:1], waits)) == ["waiting", "starting", "starting"]
-    killed = view_of(LOSS, live(9.0, alive=False, p100=None, p201=None, p102=None))
+    assert phases(view_of(FAILURE[:1], waits)) == ["waiting", "starting", "starting"]
+    killed = view_of(FAILURE, live(9.0, alive=False, p100=None, p201=None, p102=None))
     assert (killed.state, phases(killed), killed.over) == ("gone", ["gone"] * 3, True)
 
 
 def test_all_start_again_and_another_number() -> None:
-    again = [*LOSS, at(8.0, "lost", 2, 1, cause="no progress for 9 s"), at(8.1, "restart", -1, 1, reason="why")]
+    again = [*FAILURE, at(8.0, "failed", 2, 1, cause="no progress for 9 s"), at(8.1, "restart", -1, 1, reason="why")]
     view = view_of(again, live(8.2))
     assert (view.state, view.restarts, view.generation, view.stalled_s) == ("recovering", 1, 0, pytest.approx(0.2))
     again += [at(8.5, "start", **START), at(9.0, "resumed", 0, stall_s=1.0)]
     view = view_of(again, live(9.5))
     assert (view.state, view.stall_s, view.recoveries) == ("running", pytest.approx(1.6), {"replace": 1, "restart": 1})
-    assert [one.losses for one in view.workers] == [0, 1, 1] and view.losses_by_kind == {"SIGKILL": 1, "no progress": 1}
+    assert [one.failures for one in view.workers] == [0, 1, 1] and view.failures_by_kind == {
+        "SIGKILL": 1,
+        "no progress": 1,
+    }
     assert [one.rank for one in view.spans if one.what == "restart"] == [0, 1]
     fewer = [*again, at(10.0, "resize", before=3, workers=2), at(10.2, "start", **START | {"world_size": 2})]
     view = view_of(fewer, live(11.0))
     assert (view.resizes, view.world_size) == (1, 2)
 
 
-def test_a_stall_of_those_that_go_on_without() -> None:
-    """Their lanes have no generation."""
+def test_a_stall_of_those_that_continue_without() -> None:
+    """Their survivor groups have no generation."""
     rerouted = [
-        *LOSS[:3],
-        at(5.0, "generation", generation=1, lost=[1], absent=[1]),
+        *FAILURE[:3],
+        at(5.0, "generation", generation=1, failed=[1], absent=[1]),
         *(at(5.05, "survivor_ready", rank, generation=1) for rank in (0, 2)),
         at(5.1, "resumed", 0, stall_s=0.1),
     ]
     view = view_of([*rerouted, at(5.2, "resumed", 2, stall_s=0.2)], live(5.3))
-    assert (view.state, phases(view)) == ("running", ["training", "lost", "training"])
+    assert (view.state, phases(view)) == ("running", ["training", "failed", "training"])
     assert (view.recoveries, view.stall_s) == ({"reroute": 1}, 0.2)
 
 
 def test_several_machines_in_one_file() -> None:
     other = START | {"agent": 20, "host": "node2", "pids": {"3": 100, "4": 101}, "world_size": 5}
-    events = [LOSS[0], at(0.1, "start", **other), at(9.0, "end", result="SignalException", agent=20, host="node2")]
+    events = [FAILURE[0], at(0.1, "start", **other), at(9.0, "end", result="SignalException", agent=20, host="node2")]
     view = view_of(events, live(10.0))
     assert (view.state, view.world_size, view.present) == ("running", 5, 5)
     assert [one.here for one in view.workers] == [True] * 3 + [False] * 2
@@ -141,7 +148,7 @@ def test_causes_are_few_words() -> None:
         ("killed by SIGSEGV", "SIGSEGV"),
         ("exited with code 3", "exit"),
         ("ValueError: killed by SIGKILL 7 (at train.py:3)", "exception"),
-        ("its machine was lost", "machine"),
+        ("its machine failed", "machine"),
         ("stopped (SIGSTOP), killed by the agent", "stopped"),
         ("no progress for 300 s (detection.progress_timeout_s), killed by the agent", "no progress"),
         ("\x1b[31m", "other"),
@@ -153,11 +160,11 @@ def test_the_pace_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     now = [BEGUN]
     monkeypatch.setattr("time.time", lambda: now[0])
     file = ProgressFile(tmp_path / "progress")
-    for top in range(1, 101):
-        now[0] += 0.5 if top <= 60 else 0.25
-        file.top(top, 7 * top)
+    for boundary in range(1, 101):
+        now[0] += 0.5 if boundary <= 60 else 0.25
+        file.boundary(boundary, 7 * boundary)
     pace = read_pace(tmp_path / "progress")
-    assert pace is not None and (pace.tops, pace.log_bytes) == (100, 700)
+    assert pace is not None and (pace.boundaries, pace.log_bytes) == (100, 700)
     assert pace.steps_per_s(now[0]) == pytest.approx(4.0, rel=0.5)  # over 10 to 20 s
     assert pace.steps_per_s(now[0] + 1000.0) < 0.1  # it stands still
     (tmp_path / "short").write_bytes(b"x" * 30)

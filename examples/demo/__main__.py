@@ -171,10 +171,10 @@ class Progress:
 
 def describe(event: Event) -> str | None:
     """One line for the events that the demo tells while it runs."""
-    if event.kind == "lost":
-        return f"rank {event.rank} is lost: {event.fields.get('cause', 'unknown cause')}"[:100]
-    if event.kind == "newcomer_ready":
-        return f"rank {event.rank} has a new worker, which goes on at batch top {event.fields.get('top')}"
+    if event.kind == "failed":
+        return f"rank {event.rank} failed: {event.fields.get('cause', 'unknown cause')}"[:100]
+    if event.kind == "replacement_ready":
+        return f"rank {event.rank} has a new worker, which continues at step boundary {event.fields.get('boundary')}"
     return None
 
 
@@ -191,7 +191,7 @@ class Chain:
         ready = [one.slowest_survivor_ready_s for one in self.parts if one.slowest_survivor_ready_s is not None]
         return {
             "generations": [one.generation for one in self.parts],
-            "lost": [rank for one in self.parts for rank in one.lost],
+            "failed": [rank for one in self.parts for rank in one.failed],
             "causes": [loss.cause for one in self.parts for loss in one.losses],
             "detected": first.detected,
             "survivor_ready_s": max(ready, default=None),
@@ -199,7 +199,7 @@ class Chain:
             "recomputed_steps": max(one.recomputed_steps for one in self.parts),
             "bytes_moved": sum(one.bytes_moved for one in self.parts),
             "resolution": last.resolution,
-            "top": last.top,
+            "boundary": last.boundary,
         }
 
 
@@ -281,7 +281,7 @@ def pipelines(out: Path, stages: int, strikes: Sequence[Strike]) -> dict[str, An
         "problems": [f"{name}: {failure}" for failure in failures],
         "hashes": faulty.by_rank,
         "seconds": {run.name: round(run.seconds, 2) for run in (plain, faulty)},
-        "workers_lost": sum(len(one.losses) for one in found),
+        "workers_failed": sum(len(one.losses) for one in found),
         "recoveries": [outage.to_dict() for outage in outages],
     }
 
@@ -360,15 +360,15 @@ def main() -> int:
         "hash": min(faulty.hashes, default=None),
         "hash_without_failures": min(plain.hashes, default=None),
         "seconds": {run.name: round(run.seconds, 2) for run in (plain, faulty)},
-        "workers_lost": sum(len(one.losses) for one in found),
+        "workers_failed": sum(len(one.losses) for one in found),
         "recoveries": [outage.to_dict() for outage in outages],
         "pipelines": in_pipelines,
         "losses": {run.name: run.losses for run in (plain, faulty)},
     }
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     struck = [Fault.from_dict(record["fault"]) for record in read_struck(faulty.out / "struck.jsonl")]
-    lost = [(fault.step, fault.rank) for fault in struck]
-    picture = write_picture(out / "losses.svg", [(run.name, run.losses) for run in (plain, faulty)], lost)
+    failed = [(fault.step, fault.rank) for fault in struck]
+    picture = write_picture(out / "losses.svg", [(run.name, run.losses) for run in (plain, faulty)], failed)
     if events:
         metric = read_curve(faulty.out / "metrics.csv") if faulty.losses else None
         (out / "report.html").write_text(to_page(history_of(events), metric), encoding="utf-8")
@@ -378,8 +378,8 @@ def main() -> int:
         print(f"FAILED: {failure}")
     if failures:
         return 1
-    count = sum(each["workers_lost"] for each in (report, *in_pipelines))
-    print(f"identical: {count} lost workers changed no bit on any rank")
+    count = sum(each["workers_failed"] for each in (report, *in_pipelines))
+    print(f"identical: {count} failed workers changed no bit on any rank")
     return 0
 
 

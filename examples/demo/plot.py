@@ -43,13 +43,13 @@ def _panel(curve: Curve, width: int, height: int, low: float, high: float, last:
     return ["".join(row) for row in rows]
 
 
-def write_picture(path: Path, curves: Sequence[tuple[str, Curve]], lost: Sequence[tuple[int, int]] = ()) -> bool:
+def write_picture(path: Path, curves: Sequence[tuple[str, Curve]], failed: Sequence[tuple[int, int]] = ()) -> bool:
     """Draw the curves over each other; returns False where matplotlib is not installed.
 
     Args:
         path: of the picture; its ending says in which format.
         curves: title and points (step, loss) of each; the second is drawn over the first, thin enough to see both.
-        lost: step and rank of each lost worker.
+        failed: step and rank of each failed worker.
     """
     try:
         figure = new_figure((8.0, 3.6))
@@ -59,9 +59,9 @@ def write_picture(path: Path, curves: Sequence[tuple[str, Curve]], lost: Sequenc
     for (title, curve), style in zip(curves, ({"linewidth": 5, "alpha": 0.35}, {"linewidth": 1.2}), strict=False):
         axes.plot([x for x, _ in curve], [y for _, y in curve], label=title, **style)
     top = max((y for _, curve in curves for _, y in curve), default=1.0)
-    for number, (step, rank) in enumerate(lost):
-        axes.axvline(step, color="crimson", linewidth=0.8, linestyle=":", label="" if number else "a worker is lost")
-        below = sum(other == step for other, _ in lost[:number])
+    for number, (step, rank) in enumerate(failed):
+        axes.axvline(step, color="crimson", linewidth=0.8, linestyle=":", label="" if number else "a worker fails")
+        below = sum(other == step for other, _ in failed[:number])
         axes.annotate(f"rank {rank}", (step, top), (3, -10 - 11 * below), textcoords="offset points", fontsize=8)
     axes.set(xlabel="step", ylabel="training loss, nats a byte")
     axes.legend(loc="center right", fontsize=8)

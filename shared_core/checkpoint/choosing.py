@@ -18,7 +18,7 @@ def choose(
         where: the folder of checkpoints.
         command: of the script.
         world_size: number of its processes; a checkpoint of another number is passed over.
-        continues: the script goes on from its own checkpoints.
+        continues: the script continues from its own checkpoints.
         told: where the checkpoint lies that it was told to begin with; empty for none.
 
     Raises:
@@ -39,7 +39,7 @@ def choose(
         raise ConfigError(f"resume_from: there is no whole checkpoint of {world_size} ranks at {told}")
     if number := len(own) + sum(bool(each.run) for each in passed):
         raise lineage.none_usable(where, number)
-    said = lineage.left_behind(where, command.key, "resume_from", goes_on=continues, again="resume='always'")
+    said = lineage.left_behind(where, command.key, "resume_from", continues=continues, again="resume='always'")
     if said:
         console(said)
     return None

@@ -1,4 +1,4 @@
-"""What identifies a command: the program with its arguments. Only its own next start goes on with its checkpoints."""
+"""What identifies a command: the program with its arguments. Only its own next start continues with its checkpoints."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class CostMeter:
             write.seconds += seconds / len(self._writes)
 
     def begun(self, step: int, stall_s: float) -> None:
-        """Saving the state of ``step`` has stalled training for so long; its write goes on."""
+        """Saving the state of ``step`` has stalled training for so long; its write continues."""
         self._writes[step] = _Write(stall_s)
 
     def durable(self, step: int, persist_s: float) -> None:

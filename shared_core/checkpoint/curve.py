@@ -202,7 +202,7 @@ def _fit(x: Array, y: Array, start: int, np: Any) -> Fit:
 
 def _typical(losses: Array, start: int) -> Curve:
     """From the first losses towards 0 with the root of the step. Early checkpoints are worth most, and for the question
-    when to make them only the form counts; without a loss its scale is 1.
+    when to make them only the form counts; without a failure its scale is 1.
     """
     return Curve(0.0, float(sorted(losses)[len(losses) // 2]) if len(losses) else 1.0, 0.5, 0.0, float(start))
 

@@ -1,7 +1,7 @@
 """The job-history file: how runs ended, a JSON line for each thing that happened to one.
 
 A run that is killed cannot write that it was. So each run says when it begins, from time to time how far it is, and
-at a proper end how it ended; one that has fallen silent without an end was killed. A run that goes on after a restart
+at a proper end how it ended; one that has fallen silent without an end was killed. A run that continues after a restart
 keeps its name, and with it its place in the file.
 """
 

@@ -58,7 +58,7 @@ _CHUNK = 16 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class ImageEntry:
     """Where a tensor lies in an image.
 
     Attributes:
@@ -183,7 +183,7 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
-def read_header(file: mmap.mmap | bytes | bytearray) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(file: mmap.mmap | bytes | bytearray) -> tuple[dict[str, ImageEntry], dict[str, str]]:
     """Where each tensor lies, and the metadata.
 
     Raises:
@@ -203,7 +203,7 @@ def read_header(file: mmap.mmap | bytes | bytearray) -> tuple[dict[str, Entry], 
             if not all(map(is_count, (*one["data_offsets"], *one["shape"]))):
                 raise ValueError(f"tensor {name!r} has no place or no shape")
             start, end = (first + offset for offset in one["data_offsets"])
-            entry = Entry(one["dtype"], tuple(one["shape"]), start, end)
+            entry = ImageEntry(one["dtype"], tuple(one["shape"]), start, end)
             if start != at or end - start != math.prod(entry.shape) * DTYPES[entry.dtype][1]:
                 raise ValueError(f"tensor {name!r} is not where it should be")
             entries[name], at = entry, end
@@ -243,7 +243,7 @@ def load(source: str | os.PathLike[str] | bytes) -> tuple[dict[str, torch.Tensor
 
 
 def _tensors(
-    data: mmap.mmap | bytearray, entries: Mapping[str, Entry], metadata: Mapping[str, str]
+    data: mmap.mmap | bytearray, entries: Mapping[str, ImageEntry], metadata: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
     """Views of an image's tensors, under all of their names.
 
@@ -342,7 +342,7 @@ def _strided() -> torch.layout:
     return torch.strided
 
 
-def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry]]:
+def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, ImageEntry]]:
     """The beginning of the file, and where each tensor goes: the widest elements first, so that all are aligned."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -355,7 +355,7 @@ def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     text += b" " * (-len(text) % 8)
     head = _LENGTH.pack(len(text)) + text
     entries = {
-        name: Entry(one["dtype"], tuple(one["shape"]), *(len(head) + offset for offset in one["data_offsets"]))
+        name: ImageEntry(one["dtype"], tuple(one["shape"]), *(len(head) + offset for offset in one["data_offsets"]))
         for name, one in header.items()
         if name != "__metadata__"
     }
@@ -380,7 +380,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         for at in range(0, len(whole), _CHUNK):
             yield whole[at : at + _CHUNK]
         return
-    stream = torch.Stream(tensor.device)  # beside the program's work, which goes on
+    stream = torch.Stream(tensor.device)  # beside the program's work, which continues
     with stream:
         flat = _flat(tensor)
     buffer = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.uint8, pin_memory=True)

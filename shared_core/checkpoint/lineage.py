@@ -1,4 +1,4 @@
-"""The runs in a folder of checkpoints: which command each is of, and with which of them its next start goes on.
+"""The runs in a folder of checkpoints: which command each is of, and with which of them its next start continues.
 
 Each run has a folder of its own, so that nobody ever writes to, or removes, what is another's::
 
@@ -71,7 +71,7 @@ def folder_of(where: str, command: Command, run: str) -> str:
 
 
 def meta_of(
-    top: int,
+    boundary: int,
     version: int,
     *,
     session: str,
@@ -86,20 +86,20 @@ def meta_of(
     """What a checkpoint says of itself; equal on all ranks.
 
     Args:
-        top: batch tops passed.
+        boundary: step boundaries passed.
         version: updates made.
         session: a name that no other attempt has.
         run: a name that a run keeps over all restarts.
         command: the program and its arguments.
         world_size: ranks of the job.
-        continues: the next start of the command goes on with it.
+        continues: the next start of the command continues with it.
         adopted: what the run was told to begin with; empty for nothing.
         attempt: number of the session in its job.
         job: name of the launcher's job; none without one.
     """
     who = {"attempt": attempt, "session": session, "job": job, "run": run, "adopted": adopted}
     what = {"command": command.key, "words": command.words, "continues": continues}
-    return who | what | {"world_size": world_size, "top": top, "version": version}
+    return who | what | {"world_size": world_size, "boundary": boundary, "version": version}
 
 
 def command_of(meta: Mapping[str, Any]) -> Command:
@@ -176,7 +176,7 @@ class Saved:
 
     @property
     def step(self) -> int:
-        """Batch tops passed."""
+        """Step boundaries passed."""
         return self.checkpoint.step
 
     @property
@@ -220,13 +220,13 @@ class Contents:
         """Runs of a command that have ended well."""
         return self.ended.get(key[:8], frozenset()) | self.ended.get("", frozenset())
 
-    def goes_on(self, run: str, key: str) -> bool:
-        """Whether the next start of a command may go on with one of its runs."""
-        return goes_on(run, self.ended_of(key), [each.run for each in self.unsure])
+    def continues(self, run: str, key: str) -> bool:
+        """Whether the next start of a command may continue with one of its runs."""
+        return continues(run, self.ended_of(key), [each.run for each in self.unsure])
 
     def unusable(self, key: str) -> list[PassedOver]:
         """What the next start of a command would look at, and cannot use; of the newest run first."""
-        found = [each for each in self.passed if not each.run or self.goes_on(each.run, key)]
+        found = [each for each in self.passed if not each.run or self.continues(each.run, key)]
         return sorted(found, key=lambda each: (age_key(each.run), each.step), reverse=True)
 
     def doubts(self, key: str) -> list[PassedOver]:
@@ -304,8 +304,8 @@ def read(where: str, key: str, say: Callable[[str], None] = console) -> Contents
         return Contents()
 
 
-def goes_on(run: str, ended: Iterable[str], unsure: Iterable[str] = ()) -> bool:
-    """Whether the next start of a command may go on with one of its runs: neither it nor a later one has ended.
+def continues(run: str, ended: Iterable[str], unsure: Iterable[str] = ()) -> bool:
+    """Whether the next start of a command may continue with one of its runs: neither it nor a later one has ended.
 
     Args:
         run: of the command.
@@ -317,8 +317,8 @@ def goes_on(run: str, ended: Iterable[str], unsure: Iterable[str] = ()) -> bool:
 
 
 def candidates(found: Contents, key: str) -> list[Saved]:
-    """With what the next start of a command may go on: of its newest run first, and of that the newest first."""
-    mine = [each for each in found.saved if each.command.key == key and found.goes_on(each.run, key)]
+    """With what the next start of a command may continue: of its newest run first, and of that the newest first."""
+    mine = [each for each in found.saved if each.command.key == key and found.continues(each.run, key)]
     return sorted(mine, key=lambda each: (age_key(each.run), each.step), reverse=True)
 
 
@@ -367,7 +367,7 @@ def tell_passed(passed: Iterable[PassedOver], taken: Saved | None = None, say: C
 
     Args:
         passed: all that cannot be used.
-        taken: with what the start goes on; None for nothing.
+        taken: with what the start continues; None for nothing.
         say: prints a line.
     """
     last = ("", -1) if taken is None else (age_key(taken.run), taken.step)
@@ -391,14 +391,14 @@ def none_usable(where: str, passed: int, who: str = "") -> NoUsableCheckpoint:
     )
 
 
-def left_behind(where: str, key: str, how: str, *, goes_on: bool, again: str) -> str:
+def left_behind(where: str, key: str, how: str, *, continues: bool, again: str) -> str:
     """Why a start of a command starts from scratch, although there are checkpoints; empty if there are none.
 
     Args:
         where: the folder.
         key: of the command.
         how: the option that adopts what is another's.
-        goes_on: it would have gone on with a checkpoint of its own.
+        continues: it would have continued with a checkpoint of its own.
         again: the option that has it do so.
     """
     try:
@@ -417,7 +417,7 @@ def left_behind(where: str, key: str, how: str, *, goes_on: bool, again: str) ->
         newest = max(found.saved, key=lambda each: (age_key(each.run), each.step))
         ended = "of this command, which has ended"
         return f"{where} holds step {newest.step} {ended}; this run starts from scratch; {how} adopts it"
-    if rest and not goes_on:
+    if rest and not continues:
         return f"{where} holds step {rest[0].step} of this command; this run starts from scratch; {again} continues it"
     return ""
 
@@ -459,8 +459,8 @@ class Next:
 
     Attributes:
         command: which one.
-        saved: what it goes on from, or would with ``--resume``; None for nothing.
-        reason: why it starts from scratch; empty if it goes on.
+        saved: what it continues from, or would with ``--resume``; None for nothing.
+        reason: why it starts from scratch; empty if it continues.
         fails: it ends with an error instead.
     """
 

@@ -29,7 +29,7 @@ class Outgoing:
 
     Attributes:
         spool: of its attempt.
-        step: batch tops passed.
+        step: step boundaries passed.
         parts: of this machine's ranks, by rank.
         storage: where to.
         target: the same with its limits.

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-#: A rate is steady if it has stayed within this factor for so many batch tops; a change beyond it is a jump.
+#: A rate is steady if it has stayed within this factor for so many step boundaries; a change beyond it is a jump.
 FACTOR, STEADY = 1.5, 20
 
 
 class Pieces:
-    """Watches one job, batch top by batch top. Pure: what it answers depends on what it was told only."""
+    """Watches one job, step boundary by step boundary. Pure: what it answers depends on what it was told only."""
 
     def __init__(self) -> None:
         self._rates: deque[tuple[float, ...]] = deque(maxlen=STEADY)
@@ -24,15 +24,15 @@ class Pieces:
         self._windows: tuple[int, int] = (0, 0)  # batches of the last two updates
         self._batches = 0
 
-    def at_top(self, top: int, version: int, rates: Sequence[float]) -> str:
-        """Why a new piece begins with the batch after this top; empty where none does.
+    def at_boundary(self, boundary: int, version: int, rates: Sequence[float]) -> str:
+        """Why a new piece begins with the batch after this boundary; empty where none does.
 
         Args:
-            top: batch tops passed.
+            boundary: step boundaries passed.
             version: updates made.
             rates: learning rates of all parameter groups.
         """
-        batches = self._accumulation(top, version)
+        batches = self._accumulation(boundary, version)
         return self._jump(tuple(rates)) or batches
 
     def _jump(self, rates: tuple[float, ...]) -> str:
@@ -50,14 +50,14 @@ class Pieces:
         before.append(rates)
         return why
 
-    def _accumulation(self, top: int, version: int) -> str:
+    def _accumulation(self, boundary: int, version: int) -> str:
         """Two updates after another number of batches than before: one alone may end an epoch."""
         if self._version < 0:
-            self._version, self._since = version, top
+            self._version, self._since = version, boundary
         if version <= self._version:
             return ""
-        self._windows = (self._windows[1], top - self._since)
-        self._version, self._since = version, top
+        self._windows = (self._windows[1], boundary - self._since)
+        self._version, self._since = version, boundary
         first, second = self._windows
         if first != second or second == self._batches:
             return ""

@@ -1,4 +1,4 @@
-"""One job at a time writes to the folder of a run, or goes on with it.
+"""One job at a time writes to the folder of a run, or continues with it.
 
 In a local folder the kernel keeps the lock: each process of the job that needs it holds a shared ``flock`` on one file,
 and the file says whose it is. It is free as soon as none of them lives. Behind a URL, and where a file system has no

@@ -66,10 +66,10 @@ class Snapshots:
         images: Mapping[str, tuple[Mapping[str, torch.Tensor], Mapping[str, str]]],
         meta: Mapping[str, Any],
     ) -> bool:
-        """Take a snapshot of the present values; the caller goes on before all of them are copied.
+        """Take a snapshot of the present values; the caller continues before all of them are copied.
 
         Args:
-            step: batch tops passed.
+            step: step boundaries passed.
             parts: rank-local parts, by file name; no two ranks use the same.
             images: tensors and metadata, by file name (ending in ``.safetensors``, so that other tools find them).
             meta: of the checkpoint, equal on all ranks and in all generations.

@@ -7,7 +7,7 @@
     spare/                                  files whose memory may be used again
     bell                                    a named pipe: a byte in it makes the writer look
     status.json                             what the writer has done; replaced by it
-    claim.json                              the run that the job goes on with: the writer holds its lock
+    claim.json                              the run that the job continues with: the writer holds its lock
     held.json                               snapshots that the writer does not let go: another machine has a copy
     kept/                                   the copy of another machine's snapshot, a folder like this one
 
@@ -69,7 +69,7 @@ class Sealed:
     """One rank's part of a snapshot.
 
     Attributes:
-        step: batch tops passed.
+        step: step boundaries passed.
         rank: logical rank.
         world_size: ranks of the job; as many parts make a checkpoint.
         local: ranks of this machine: its writer waits for all of them.

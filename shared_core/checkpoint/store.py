@@ -31,7 +31,7 @@ from shared_core.system.marker import MADE
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-#: Endings of files that are no parts: a rank's parts are durable; it has none of this step; none of a newer one comes;
+#: Suffixes of files that are no parts: a rank's parts are durable; it has none of this step; none of a newer one comes;
 #: the step was chosen.
 DONE, MISSED, LAST, BEGUN = ".done", ".missed", ".last", "begun.json"
 #: More bytes than this no manifest, mark or note has.
@@ -50,7 +50,7 @@ class Checkpoint:
 
     Attributes:
         storage: where it lies.
-        step: batch tops passed when it was taken.
+        step: step boundaries passed when it was taken.
         parts: SHA-256 (hexadecimal) of each part, by name.
         meta: plain data given to :func:`commit`, ``world_size`` among it.
         sizes: of the parts in bytes, as far as known.

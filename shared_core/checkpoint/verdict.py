@@ -21,7 +21,7 @@ def verdict(where: str, command: Command, spool: Spool, reached: int, *, continu
         where: the folder of checkpoints.
         command: of the job.
         spool: of this machine.
-        reached: batch tops that the job has passed; 0 if none since it was started.
+        reached: step boundaries that the job has passed; 0 if none since it was started.
         continues: the job began with what an earlier start of its command had left.
     """
     found = _read(where, command.key)
@@ -43,7 +43,7 @@ def sentence(reached: int, committed: int, following: str, *, ended: bool = Fals
 
     Args:
         reached: see there.
-        committed: batch top of the newest checkpoint of this run in storage; -1 for none.
+        committed: step boundary of the newest checkpoint of this run in storage; -1 for none.
         following: what the next start does.
         ended: the run has ended well.
     """
@@ -52,8 +52,8 @@ def sentence(reached: int, committed: int, following: str, *, ended: bool = Fals
     if not reached:
         return f"nothing had to be written: no batch was begun since the start; {following}"
     if committed >= reached:
-        return f"the last checkpoint is committed, at batch top {committed}: nothing is lost; {following}"
-    return f"the last checkpoint, at batch top {reached}, was not written in time; {following}"
+        return f"the last checkpoint is committed, at step boundary {committed}: nothing is lost; {following}"
+    return f"the last checkpoint, at step boundary {reached}, was not written in time; {following}"
 
 
 def _run_in(spool: Spool) -> str:

@@ -38,7 +38,7 @@ from shared_core.faults import inject
 #: How often other machines' marks and notes are looked for, in seconds: in a folder, and behind a URL.
 LOOK_S, LOOK_URL_S = 0.1, 1.0
 #: A step is given up, if a newer one waits, when no other machine's mark has come for so long, in seconds.
-PATIENCE_S = 60.0
+MAX_WAIT_S = 60.0
 #: A step that could not be written is tried again after so long, doubled each time, in seconds.
 RETRY_S, RETRY_MOST_S = 1.0, 60.0
 
@@ -139,7 +139,7 @@ class Writer:
             self._follows = True
             with self._reports(job):
                 self._open = self._chosen_elsewhere(job)
-            late = self._hurry and time.monotonic() > self._hurries_since + PATIENCE_S
+            late = self._hurry and time.monotonic() > self._hurries_since + MAX_WAIT_S
             if self._open is None and (late or self._ended_without(job)):
                 self._leave(job)  # the other machines have ended without it
         return self._open
@@ -288,8 +288,8 @@ class Writer:
         if marks != job.marks:
             job.marks, job.durable = marks, time.monotonic()
         missed = any(name.endswith(store.MISSED) for name in names)
-        late = time.monotonic() - job.durable > PATIENCE_S
-        # All workers have started again since, and the machine whose part is missing may be lost. If its writer is only
+        late = time.monotonic() - job.durable > MAX_WAIT_S
+        # All workers have started again since, and the machine whose part is missing may fail. If its writer is only
         # slower it commits the step itself: the parts and marks of this machine stay.
         late = late or (newest is not None and newest.spool.attempt > job.spool.attempt)
         if 0 not in job.one.local and not missed:
@@ -321,7 +321,12 @@ class Writer:
             committed=committed, writing=-1, failed=-1, cause="", message="", seconds=seconds, bytes=nbytes, waiting=-1
         )
         if 0 in job.one.local:
-            extra = {"top": job.step, "version": found.meta.get("version", -1), "seconds": seconds, "bytes": nbytes}
+            extra = {
+                "boundary": job.step,
+                "version": found.meta.get("version", -1),
+                "seconds": seconds,
+                "bytes": nbytes,
+            }
             self._events.emit("checkpoint", rank=0, generation=int(found.meta.get("generation", 0)), **extra)
         with self._reports(job):
             keep = max(2, job.target.keep)
@@ -390,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m shared_core.checkpoint.writer", description=__doc__)
     parser.add_argument("folder", type=Path, help="the spool")
-    parser.add_argument("--grace", type=float, default=5.0, help="seconds to go on when whoever started it has died")
+    parser.add_argument("--grace", type=float, default=5.0, help="seconds to continue when whoever started it has died")
     parser.add_argument("--events", help="events.jsonl of the job")
     options = parser.parse_args(argv)
     # Whoever started it decides when it ends; a scheduler's notices go to every process of a job.

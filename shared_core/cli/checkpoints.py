@@ -153,7 +153,7 @@ def _line(options: argparse.Namespace, contents: Contents, following: Next) -> s
     key = following.command.key
     if any(each.command.key == key for each in contents.saved):
         return str(following)
-    said = lineage.left_behind(options.dir, key, "--resume-from", goes_on=True, again="--resume")
+    said = lineage.left_behind(options.dir, key, "--resume-from", continues=True, again="--resume")
     return said or str(following)
 
 
@@ -180,6 +180,6 @@ def _next_to_dict(following: Next) -> dict[str, Any]:
         "key": following.command.key,
         "step": saved.step if saved is not None else None,
         "run": saved.run if saved is not None else None,
-        "goes_on": saved is not None and not following.reason,
+        "continues": saved is not None and not following.reason,
         "why": following.reason,
     }

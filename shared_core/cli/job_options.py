@@ -60,7 +60,7 @@ def check_folders(args: argparse.Namespace, config: SwiftConfig) -> None:
                 check_length(f"{option}={where!r}", where)
     if args.several or config.checkpoint.resume_from is None or config.checkpoint.dir is None:
         return
-    # The next start goes on with its own checkpoints; what it began with may be gone by then.
+    # The next start continues with its own checkpoints; what it began with may be gone by then.
     try:
         there = any(open_storage(where).exists() for where in (config.checkpoint.resume_from, config.checkpoint.dir))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""``swiftctl plan``: what the survivors compute while workers are lost."""
+"""``swiftctl plan``: what the survivors compute while workers fail."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def add_command(commands: Any) -> None:
     """Add the command to the parsers of ``swiftctl``."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
-        help="what the survivors compute while workers of a pipeline are lost",
-        description="Plan an iteration in which data-parallel peers compute a lost worker's micro-batches.",
+        help="what the survivors compute while workers of a pipeline fail",
+        description="Plan an iteration in which data-parallel peers compute a failed worker's micro-batches.",
     )
     parser.add_argument("--dp", type=whole(1), required=True, metavar="N", help="data-parallel pipelines")
     parser.add_argument("--pp", type=whole(1), required=True, metavar="N", help="stages of each pipeline")
@@ -36,7 +36,11 @@ def add_command(commands: Any) -> None:
         "--micro-batches", type=whole(1), required=True, metavar="N", help="of each pipeline in an iteration"
     )
     parser.add_argument(
-        "--failed", action="append", default=[], metavar="D:S", help="a lost worker: pipeline:stage, from 0; repeatable"
+        "--failed",
+        action="append",
+        default=[],
+        metavar="D:S",
+        help="a failed worker: pipeline:stage, from 0; repeatable",
     )
     parser.add_argument(
         "--variant", choices=[one.value for one in Variant], default=Variant.STAGGERED.value, help="default: staggered"
@@ -51,9 +55,11 @@ def add_command(commands: Any) -> None:
         "--memory", type=number(1.0), metavar="N", help="micro-batches that a worker can hold from F to W"
     )
     parser.add_argument(
-        "--ordered", action="store_true", help="sums can be equal bit for bit: one peer for each lost worker"
+        "--ordered", action="store_true", help="sums can be equal bit for bit: one peer for each failed worker"
     )
-    parser.add_argument("--normalise", action="store_true", help="survivors may take lost places of other stages first")
+    parser.add_argument(
+        "--normalise", action="store_true", help="survivors may take failed places of other stages first"
+    )
     parser.add_argument(
         "--time-limit",
         type=number(),
@@ -77,16 +83,16 @@ def run(options: argparse.Namespace) -> int:
     topology = Topology(options.dp, options.pp, options.micro_batches)
     times, memory, variant = _times(options.times), Memory(options.memory), Variant(options.variant)
     try:
-        lost = tuple(sorted({parse_worker(text) for text in options.failed}))
+        failed = tuple(sorted({parse_worker(text) for text in options.failed}))
     except ConfigError as error:
         raise ConfigError(f"--failed: {error}") from error
     moves: tuple[Move, ...] = ()
     if options.normalise:
-        normalised = normalise(topology, lost, times=times, variant=variant)
-        lost, moves = normalised.lost, normalised.moves
+        normalised = normalise(topology, failed, times=times, variant=variant)
+        failed, moves = normalised.failed, normalised.moves
     found = plan(
         topology,
-        lost,
+        failed,
         times=times,
         variant=variant,
         memory=memory,
@@ -133,10 +139,10 @@ def _times(text: str) -> Times:
 
 
 def _summary(found: IterationPlan) -> str:
-    lost = ", ".join(str(worker) for worker in found.lost) or "none"
+    failed = ", ".join(str(worker) for worker in found.failed) or "none"
     best = "optimal for this route" if found.optimal else f"at least {found.bound:g}"
     measure = "period" if found.variant is Variant.STAGGERED else "slots"
     return (
-        f"{found.variant.value}, lost: {lost}; {found.slots:g} slots, period {found.period:g} "
+        f"{found.variant.value}, failed: {failed}; {found.slots:g} slots, period {found.period:g} "
         f"({measure} {best}; {found.solver})"
     )

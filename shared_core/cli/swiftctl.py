@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_command(commands)
     events = commands.add_parser(
         "events",
-        help="print the timeline of a job: losses and recoveries",
+        help="print the timeline of a job: failures and recoveries",
         description="Print every event of a job's newest run, then one row for each recovery.",
     )
     add_arguments(events)

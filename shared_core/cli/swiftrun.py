@@ -1,4 +1,4 @@
-"""``swiftrun``: torchrun's flags; a lost worker is replaced and its siblings go on."""
+"""``swiftrun``: torchrun's flags; a failed worker is replaced and its siblings continue."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(
         prog="swiftrun",
         allow_abbrev=False,  # options of the script may begin like one of ours
-        description="Starts a distributed training job with torchrun's flags. A worker that is lost is replaced by a "
-        "newcomer, which takes its place bit for bit; the other workers go on.",
+        description="Starts a distributed training job with torchrun's flags. A worker that fails is replaced by a "
+        "replacement, which takes its place bit for bit; the other workers continue.",
         parents=[_torchrun_parser()],
         add_help=False,  # torchrun's has it
     )
@@ -53,7 +53,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         action.type = arguments.TORCHRUN.get(action.dest, action.type)
         if action.dest == "max_restarts":
             action.help = (
-                "How many lost workers may be replaced in the whole job (a restart of all counts once). "
+                "How many failed workers may be replaced in the whole job (a restart of all counts once). "
                 f"Default: {DEFAULT_BUDGET}."
             )
             if "PET_MAX_RESTARTS" not in os.environ:
@@ -61,7 +61,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         elif action.dest == "nnodes":
             action.help = (
                 "Number of machines, one agent on each, or MIN:MAX: the job continues while there are at "
-                "least MIN, and lets others in up to MAX. Default: 1."
+                "least MIN, and admits others up to MAX. Default: 1."
             )
     ours = parser.add_argument_group("recovery")
 
@@ -72,14 +72,14 @@ def get_args_parser() -> argparse.ArgumentParser:
     flag(
         "standbys",
         "Standby processes that have imported what the job imports and from which workers are forked. "
-        "0: every worker is a fresh interpreter, and a newcomer waits for its imports. Default: 1.",
+        "0: every worker is a fresh interpreter, and a replacement waits for its imports. Default: 1.",
         type=arguments.whole(),
         default=1,
     )
     flag(
         "prepared",
         "Standbys that have run the script up to its first batch and wait for the place of one rank each, on each "
-        "machine: a loss there does not wait for the script's start-up. auto: where that pays and memory allows. "
+        "machine: a failure there does not wait for the script's start-up. auto: where that pays and memory allows. "
         "Default: auto.",
         metavar="K",
     )
@@ -102,7 +102,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     flag(
         "spare-nodes",
-        "Machines beyond --nnodes that may join and wait, to take the place of one that is lost. Default: 0.",
+        "Machines beyond --nnodes that may join and wait, to take the place of one that fails. Default: 0.",
         type=arguments.whole(),
         default=0,
         metavar="K",
@@ -116,7 +116,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     flag(
         "resume-from",
         "Begin with this checkpoint, whatever command has made it: the folder of one (step-...), or a folder of "
-        "checkpoints, of which the newest whole one is taken. The next start goes on with what this one makes.",
+        "checkpoints, of which the newest whole one is taken. The next start continues with what this one makes.",
         metavar="PATH",
     )
     flag(
@@ -132,7 +132,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     flag(
         "lease",
-        "A machine is lost after so many seconds without a sign of life. Default: 2.",
+        "A machine counts as failed after so many seconds without a sign of life. Default: 2.",
         type=arguments.number(0.2, 3600.0),
         default=2.0,
         metavar="SECONDS",
@@ -179,7 +179,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.several = high > 1 or args.spare_nodes > 0
     args.machines = (low, high)
     if args.several:
-        _check_meeting(args)
+        _check_rendezvous(args)
     elif args.rdzv_backend not in _ALONE:
         raise ConfigError(
             f"--rdzv-backend {args.rdzv_backend}: one machine needs no rendezvous; leave it out, or give one of "
@@ -239,7 +239,7 @@ def _check_program(args: argparse.Namespace) -> None:
         raise ConfigError(f"--log-dir {args.log_dir}: {found} is not a folder")
 
 
-def _check_meeting(args: argparse.Namespace) -> None:
+def _check_rendezvous(args: argparse.Namespace) -> None:
     """Several machines: is it said where they meet?"""
     from shared_core.launcher.rendezvous_store import BACKENDS, C10D, parse_endpoints
 
@@ -281,14 +281,14 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
         from shared_core.launcher.local_rendezvous import Alone
 
         return Alone(torchrun.run_id)
-    from shared_core.launcher.gathering import MeetingOptions
-    from shared_core.launcher.rendezvous import Meeting
+    from shared_core.launcher.gathering import RendezvousOptions
+    from shared_core.launcher.rendezvous import SwiftRendezvousHandler
     from shared_core.launcher.rendezvous_store import Register, parse_endpoints
 
     conf = torchrun.rdzv_configs
     endpoints = parse_endpoints(torchrun.rdzv_endpoint, torchrun.rdzv_backend)
     register = Register(torchrun.rdzv_backend, endpoints, torchrun.run_id, conf, timeout_s=max(1.0, args.lease / 2))
-    options = MeetingOptions(
+    options = RendezvousOptions(
         nnodes=torchrun.max_nodes,
         least=torchrun.min_nodes,
         last_call_s=float(conf.get("last_call_timeout", 30)),
@@ -300,7 +300,7 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
         address=torchrun.local_addr,
         port=args.port or 0,
     )
-    return Meeting(register, options)
+    return SwiftRendezvousHandler(register, options)
 
 
 def _one_thread_each(workers: int) -> str:

@@ -28,7 +28,7 @@ def add_command(commands: Any) -> None:
     """Add ``status`` and ``watch``."""
     status = commands.add_parser(
         "status",
-        help="how a running job is: workers, losses, stalls, the last checkpoint",
+        help="how a running job is: workers, failures, stalls, the last checkpoint",
         description="Print how a job on this machine is.",
     )
     status.add_argument("job", metavar="JOB", nargs="?", help=_JOB)

@@ -61,34 +61,35 @@ class SwiftConfig(Section):
     A section is given as a mapping or as its own class: ``SwiftConfig(checkpoint={"dir": "checkpoints"})``.
 
     Attributes:
-        on_failure: the answer to the loss of a worker.
-        data: how a newcomer regains its place in the data.
+        on_failure: the answer to the failure of a worker.
+        data: how a replacement regains its place in the data.
         seed: of all that is ``seeded``.
         checkpoint: checkpoints for a restart.
         resize: a number of workers that changes.
-        reroute: the others compute a lost worker's share.
-        replay: newcomers of pipelines without replicas.
+        reroute: the others compute a failed worker's share.
+        replay: replacements of pipelines without replicas.
         log: the message log.
-        detection: when a worker counts as lost.
+        detection: when a worker counts as failed.
         state: what is kept and compared of the training state.
         device: where tensors are.
-        standby: processes that are ready to take a lost worker's place.
+        standby: processes that are ready to take a failed worker's place.
         watch: what the launcher tells of the running job.
     """
 
     on_failure: str = option(
         "replace",
         Choice(("replace", "reroute", "shrink", "restart")),
-        "`replace`: a newcomer takes the lost rank's place. `reroute`: the others compute its share of each step at "
-        "once, and let a newcomer in at a later batch top; data-parallel loops need `shared_steps` "
+        "`replace`: a replacement takes the failed rank's place. `reroute`: the others compute its share of each "
+        "step at "
+        "once, and admit a replacement at a later step boundary; data-parallel loops need `shared_steps` "
         "([shared_steps](elasticity.md#shared_steps)) or Lightning's `swift_ddp` "
-        "([there](elasticity.md#lightning)), others are refused. `shrink`: the others go on without it "
+        "([there](elasticity.md#lightning)), others are refused. `shrink`: the others continue without it "
         "([elasticity.md](elasticity.md)). `restart`: all workers start again from the newest checkpoint",
     )
     data: str = option(
         "restore",
         Choice(("restore", "refetch", "seeded")),
-        "how a newcomer regains its place in the data ([loops.md](loops.md#what-is-read-again)). `restore`: what "
+        "how a replacement regains its place in the data ([loops.md](loops.md#what-is-read-again)). `restore`: what "
         "reading items had changed is put back; what cannot be put back is read again. `refetch`: all that was read of "
         "the pass is read again, cost in proportion. `seeded`: an item's randomness is a function of seed, rank, epoch "
         "and batch; random augmentations differ from those of a run without it",
@@ -115,7 +116,7 @@ class SwiftConfig(Section):
                 object.__setattr__(self, name, kind(**given))
             elif not isinstance(given, kind):
                 raise ConfigError(f"{name} must be a section of options, got {given!r:.100}")
-        if self.on_failure == "reroute" and self.resize.replace_timeout_s:
+        if self.reroutes and self.resize.replace_timeout_s:
             raise ConfigError(
                 "on_failure='reroute' never changes the number of workers: leave resize.replace_timeout_s out, or "
                 "choose on_failure='replace'"
@@ -124,25 +125,35 @@ class SwiftConfig(Section):
     @property
     def resizes(self) -> bool:
         """Whether the number of workers may change."""
-        return self.on_failure == "shrink" or (self.on_failure == "replace" and self.resize.replace_timeout_s > 0)
+        return self.shrinks or (self.on_failure == "replace" and self.resize.replace_timeout_s > 0)
 
     @property
     def reroutes(self) -> bool:
-        """Whether the others go on at once when a rank is lost."""
+        """Whether the others continue at once when a rank fails."""
         return self.on_failure == "reroute"
+
+    @property
+    def restarts(self) -> bool:
+        """Whether all workers start again when a rank fails."""
+        return self.on_failure == "restart"
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the others continue with fewer workers when a rank fails."""
+        return self.on_failure == "shrink"
 
     @property
     def uses_devices(self) -> bool:
         """Whether tensors may be on other devices than the CPU. They may where all workers start again, too: nothing
         that a device runs is cut off then.
         """
-        return self.device.experimental or self.on_failure == "restart"
+        return self.device.experimental or self.restarts
 
     @property
     def continues(self) -> bool:
         """Whether a job begins with what an earlier start of the same command has left, or with what it was told to."""
         chosen = self.checkpoint
-        wanted = chosen.resume == "always" or (chosen.resume == "auto" and self.on_failure == "restart")
+        wanted = chosen.resume == "always" or (chosen.resume == "auto" and self.restarts)
         return chosen.dir is not None and (wanted or bool(chosen.resume_from))
 
     @property

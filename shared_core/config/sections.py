@@ -37,7 +37,7 @@ class CheckpointOptions(Section):
         "is set, else `value`",
         late=True,
     )
-    every_steps: int = option(0, _COUNT, "batch tops between two checkpoints, for `fixed`", late=True)
+    every_steps: int = option(0, _COUNT, "step boundaries between two checkpoints, for `fixed`", late=True)
     price: float = option(
         0.0, Number(most=1e300), "what a checkpoint costs beyond time, in units of the loss, for `value`", late=True
     )
@@ -102,35 +102,37 @@ class ResizeOptions(Section):
     replace_timeout_s: float = option(
         0.0,
         _SECONDS,
-        "with `replace`: seconds after which the others continue without a lost worker whose place nobody has taken; "
+        "with `replace`: seconds after which the others continue without a failed worker whose place nobody has taken; "
         "0 keeps waiting",
         formerly="replace_timeout_s",
     )
     grow_after_s: float = option(
         60.0,
         _SECONDS,
-        "seconds after which the places of workers that were lost are filled again, where the number of workers has "
-        "become smaller; 0 leaves them empty. A machine that joins is let in at once",
+        "seconds after which the places of workers that failed are filled again, where the number of workers has "
+        "become smaller; 0 leaves them empty. A machine that joins is admitted at once",
         formerly="grow_after_s",
     )
     data: str = option(
         "exact",
         Choice(("exact", "drop")),
-        "a lost worker's share of the data: `exact` gives the rest of it to the others, `drop` leaves it out",
+        "a failed worker's share of the data: `exact` gives the rest of it to the others, `drop` leaves it out",
         formerly="data_policy",
     )
 
 
 @dataclass(frozen=True)
 class RerouteOptions(Section):
-    """``on_failure="reroute"``: the others compute a lost worker's share."""
+    """``on_failure="reroute"``: the others compute a failed worker's share."""
 
     section: ClassVar[str] = "reroute"
 
     rejoin_after_s: float = option(
         0.0,
         _SECONDS,
-        "seconds between a loss and the start of the newcomer. Each one that is let in costs the others a short stall",
+        "seconds between a failure and the start of the replacement. Each one that is admitted costs the others a "
+        "short "
+        "stall",
         formerly="rejoin_after_s",
     )
     reduction: str = option(
@@ -143,21 +145,21 @@ class RerouteOptions(Section):
     plan: str = option(
         "staggered",
         Choice(("staggered", "decoupled", "coupled")),
-        "pipelines: how peers fit a lost stage's micro-batches in: with whole backwards (`coupled`), with input "
+        "pipelines: how peers fit a failed stage's micro-batches in: with whole backwards (`coupled`), with input "
         "gradients first and weight gradients later (`decoupled`), and with each stage's update as soon as its own "
         "gradients are complete (`staggered`)",
     )
     ahead: int = option(
         1,
         _COUNT,
-        "pipelines: for how many further losses plans are made in advance, in the background; 0 makes each plan when "
+        "pipelines: for how many further failures plans are made in advance, in the background; 0 makes each plan when "
         "it is needed",
     )
     held_micro_batches: int = option(
         0,
         _COUNT,
         "pipelines: plans let a worker hold at most so many micro-batches between forward and backward, and never "
-        "fewer than it holds without a loss; 0: as many as fit into half of the host's free memory, as measured",
+        "fewer than it holds without a failure; 0: as many as fit into half of the host's free memory, as measured",
     )
     normalise: bool = option(
         True,
@@ -169,14 +171,14 @@ class RerouteOptions(Section):
 
 @dataclass(frozen=True)
 class ReplayOptions(Section):
-    """Pipelines without replicas: a newcomer runs on from a checkpoint with logged messages."""
+    """Pipelines without replicas: a replacement runs on from a checkpoint with logged messages."""
 
     section: ClassVar[str] = "replay"
 
     parallel: str = option(
         "auto",
         _USE,
-        "survivors compute a part of what a newcomer replays: `auto` where it pays, `always`, `never`. Needs "
+        "survivors compute a part of what a replacement replays: `auto` where it pays, `always`, `never`. Needs "
         '`randomness: "seeded"`',
         formerly="parallel_replay",
     )
@@ -199,7 +201,7 @@ class ReplayOptions(Section):
 
 @dataclass(frozen=True)
 class LogOptions(Section):
-    """The message log, from which newcomers and those that are behind are served."""
+    """The message log, from which replacements and those that are behind are served."""
 
     section: ClassVar[str] = "log"
 
@@ -252,14 +254,14 @@ class LogOptions(Section):
 
 @dataclass(frozen=True)
 class DetectionOptions(Section):
-    """When a worker counts as lost, and how long others are waited for."""
+    """When a worker counts as failed, and how long others are waited for."""
 
     section: ClassVar[str] = "detection"
 
     wait_timeout_s: float = option(
         300.0,
         _ABOVE,
-        "longest wait for a peer or newcomer in a recovery; after it the job ends and says whom it waited for "
+        "longest wait for a peer or replacement in a recovery; after it the job ends and says whom it waited for "
         "([how_it_works.md](how_it_works.md#waits))",
         formerly="wait_timeout_s",
     )
@@ -283,8 +285,8 @@ class StateOptions(Section):
     preimages: str = option(
         "auto",
         _USE,
-        "what a worker keeps so that a newcomer can compute exactly. `auto`: parameters before each update; "
-        "parameters and optimizer state at batch tops once the script [changes them outside "
+        "what a worker keeps so that a replacement can compute exactly. `auto`: parameters before each update; "
+        "parameters and optimizer state at step boundaries once the script [changes them outside "
         "updates](how_it_works.md#what-a-script-changes-by-itself). `always`: from the start. `never`",
         formerly="preimages",
     )
@@ -317,7 +319,7 @@ class DeviceOptions(Section):
 
 @dataclass(frozen=True)
 class StandbyOptions(Section):
-    """Processes that are ready to take a lost worker's place."""
+    """Processes that are ready to take a failed worker's place."""
 
     section: ClassVar[str] = "standby"
 

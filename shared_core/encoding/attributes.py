@@ -1,4 +1,6 @@
-"""Plain attributes of live objects: found once, read quickly at every batch top, put back in place in a newcomer."""
+"""Plain attributes of live objects: found once, read quickly at every step boundary, put back in place in a
+replacement.
+"""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _matrix_in(value: Any) -> bool:
 
 
 def encode_state(state: Any) -> Any:
-    """A ``state_dict`` encoded without what is no plain data (functions), which the newcomer has of its own.
+    """A ``state_dict`` encoded without what is no plain data (functions), which the replacement has of its own.
 
     Raises:
         NotPlain: if ``state`` is no plain data at all.
@@ -187,7 +187,9 @@ def _member(module: str, kind: str, name: str) -> Any:
     """
     found: Any = sys.modules.get(module)
     if found is None:
-        raise ValueError(f"the script has not imported {module}, which holds {kind}: import it at the script's top")
+        raise ValueError(
+            f"the script has not imported {module}, which holds {kind}: import it at the start of the script"
+        )
     for part in kind.split("."):
         found = vars(found)[part]
     if not (isinstance(found, type) and issubclass(found, Enum)):

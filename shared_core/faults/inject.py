@@ -48,7 +48,7 @@ class _Injector:
         self.pid = os.getpid()
         self.rank = rank
         self.incarnation = incarnation
-        self.tops = 0
+        self.boundaries = 0
         self.counts: Counter[str] = Counter()
         self.lock = threading.Lock()
         self.pending = {
@@ -64,13 +64,13 @@ class _Injector:
         if os.getpid() != self.pid:  # a child of the worker, such as a data loader's: not a rank
             return
         with self.lock:
-            if name == "batch_top":
-                self.tops += 1
+            if name == "step_boundary":
+                self.boundaries += 1
                 self.counts.clear()
             self.counts[name] += 1
             due = self._take(name)
         if due is not None:
-            strike(due[1], due[0], self.tops)
+            strike(due[1], due[0], self.boundaries)
 
     def _take(self, name: str) -> tuple[int, Fault] | None:
         for index, fault in self.pending.items():
@@ -82,8 +82,8 @@ class _Injector:
     def _now(self, fault: Fault) -> bool:
         """Whether it is the fault's step. Forming the first groups is no recovery: those wait for the first batch."""
         if fault.step == ANY_STEP:
-            return self.tops > 0 or self.incarnation > 0 or not fault.point.startswith("recovery.")
-        return fault.step == self.tops
+            return self.boundaries > 0 or self.incarnation > 0 or not fault.point.startswith("recovery.")
+        return fault.step == self.boundaries
 
     def awaits(self, name: str) -> bool:
         """Whether a fault at this point is armed for the present step."""
@@ -193,19 +193,19 @@ def _comes_from(launcher: str) -> bool:
     return here > 1
 
 
-def set_step(tops: int) -> None:
-    """Set the rank's batch tops, the one of the present batch included; called by a newcomer when it joins."""
+def set_step(boundaries: int) -> None:
+    """Set the rank's step boundaries, the one of the present batch included; called by a replacement when it joins."""
     injector = _resolve() if _active else _injector
     if injector is not None:
         with injector.lock:
-            injector.tops = tops
+            injector.boundaries = boundaries
             injector.counts.clear()
 
 
 def update_window() -> AbstractContextManager[Any]:
     """Context of the optimizer update: strikes at its n-th tensor operation when a fault at ``update.during`` is due.
 
-    Operations are counted from the batch top, so those of a second optimizer follow those of the first.
+    Operations are counted from the step boundary, so those of a second optimizer follow those of the first.
     """
     if not _active:
         return _NOTHING
@@ -222,13 +222,13 @@ def _operations(each: Callable[[], None]) -> AbstractContextManager[Any]:
     return BeforeEach(each)
 
 
-def strike(fault: Fault, index: int = -1, tops: int = 0) -> None:
+def strike(fault: Fault, index: int = -1, boundaries: int = 0) -> None:
     """Record a fault and carry it out on this process.
 
     Args:
         fault: what to do.
         index: its place in the job's list, -1 for none.
-        tops: batch tops passed, for the record.
+        boundaries: step boundaries passed, for the record.
 
     Raises:
         FaultInjected: for kind ``exception``.
@@ -240,17 +240,17 @@ def strike(fault: Fault, index: int = -1, tops: int = 0) -> None:
         wait = Wait(f"rank {fault.rank}, struck at {fault.point},", f"fault {first} to strike", AFTER_S, bound="after")
         poll(lambda: first in _struck_indices(), lambda: False, wait)
     if fault.delay_s:
-        timer = threading.Timer(fault.delay_s, _carry_out, (fault, index, tops))
+        timer = threading.Timer(fault.delay_s, _carry_out, (fault, index, boundaries))
         timer.daemon = True
         timer.start()
     else:
-        _carry_out(fault, index, tops)
+        _carry_out(fault, index, boundaries)
 
 
-def _carry_out(fault: Fault, index: int, tops: int) -> None:
-    _record(fault, index, tops)
+def _carry_out(fault: Fault, index: int, boundaries: int) -> None:
+    _record(fault, index, boundaries)
     if fault.kind == "exception":
-        raise FaultInjected(f"injected into rank {fault.rank} at {fault.point}, step {tops}")
+        raise FaultInjected(f"injected into rank {fault.rank} at {fault.point}, step {boundaries}")
     if fault.kind in REFUSALS:
         number = getattr(errno, fault.kind)
         raise OSError(number, os.strerror(number))
@@ -262,11 +262,17 @@ def _carry_out(fault: Fault, index: int, tops: int) -> None:
     os.kill(os.getpid(), getattr(signal, fault.kind))
 
 
-def _record(fault: Fault, index: int, tops: int) -> None:
+def _record(fault: Fault, index: int, boundaries: int) -> None:
     """Write down a strike before it happens, with one appending write to the file named by ``SWIFT_FAULTS_STRUCK``."""
     path = os.environ.get(STRUCK)
     if path:
-        line = {"index": index, "fault": fault.to_dict(), "pid": os.getpid(), "time": time.time(), "tops": tops}
+        line = {
+            "index": index,
+            "fault": fault.to_dict(),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "boundaries": boundaries,
+        }
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(fd, (json.dumps(line) + "\n").encode())
@@ -276,12 +282,12 @@ def _record(fault: Fault, index: int, tops: int) -> None:
     if events:
         generation = int(os.environ.get("SWIFT_RECOVERY_GENERATION", "0"))
         log = EventLog(events, os.environ.get(RUN, ""))
-        log.emit("fault", rank=fault.rank, generation=generation, fault=fault.to_dict(), tops=tops)
+        log.emit("fault", rank=fault.rank, generation=generation, fault=fault.to_dict(), boundaries=boundaries)
     console(f"fault injector: {fault}")
 
 
 def read_struck(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Records of the faults that struck, in order: ``index``, ``fault``, ``pid``, ``time``, ``tops``."""
+    """Records of the faults that struck, in order: ``index``, ``fault``, ``pid``, ``time``, ``boundaries``."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -17,19 +17,19 @@ from shared_core.plain_json import parse
 #: Ways in which a worker can be struck; ``SIGSTOP`` freezes it without ending it.
 KINDS: tuple[str, ...] = ("SIGKILL", "SIGSTOP", "SIGTERM", "os._exit", "exception", "segfault")
 
-#: What the system can refuse, as the names of its error numbers: the point raises that ``OSError``. Nobody is lost.
+#: What the system can refuse, as the names of its error numbers: the point raises that ``OSError``. Nobody fails.
 REFUSALS: tuple[str, ...] = ("ENOSPC", "EROFS", "EIO", "EAGAIN", "ENOMEM", "EMFILE")
 
 #: Places in a worker's life where the core looks for a fault.
 POINTS: tuple[str, ...] = (
     "startup",
     "join",
-    # A prepared standby: it has made the process group; it waits for the place of its rank.
+    # A hot standby: it has made the process group; it waits for the place of its rank.
     "spare.prepares",
     "spare.waits",
     # A call of the trainer (fit, validate, test, predict) begins.
     "entry",
-    "batch_top",
+    "step_boundary",
     "forward",
     "collective.before",
     "collective.after",
@@ -57,26 +57,26 @@ POINTS: tuple[str, ...] = (
     # Others know where this worker listens, and connect to it.
     "recovery.connecting",
     "recovery.connected",
-    # A newcomer has said which part of its state this worker gives it; others give theirs.
+    # A replacement has said which part of its state this worker gives it; others give theirs.
     "recovery.giving",
     "recovery.exchanged",
     "recovery.installed",
-    # A survivor has sent one more message from its log on disk to a newcomer that replays.
+    # A survivor has sent one more message from its log on disk to a replacement that replays.
     "recovery.streamed",
     # A survivor has computed its share of a step that others replay, and hands it back.
     "replay.helped",
     "resize.severed",
     "resize.cut",
-    # on_failure="reroute": before a lane is connected, before a wait in it, before survivors and newcomers meet, after
-    # they have agreed that newcomers are in, and a newcomer that asks to be let in.
-    "lane.connect",
-    "lane.send",
-    "lane.wait",
-    "lane.let_in",
-    "lane.agreed",
-    "lane.knock",
+    # on_failure="reroute": before a survivor group is connected, before a wait in it, before survivors and replacements
+    # meet, after they have agreed that replacements are in, and a replacement that asks to be admitted.
+    "survivor_group.connect",
+    "survivor_group.send",
+    "survivor_group.wait",
+    "survivor_group.admit",
+    "survivor_group.agreed",
+    "survivor_group.join_request",
     # A copy of the state that is made while the others train: before each message, in the worker that gives it, and
-    # behind each in the newcomer.
+    # behind each in the replacement.
     "copy.give",
     "copy.take",
     # Before a thread is started that peers depend on, a device of gloo is opened, a publication is written, the log in
@@ -133,11 +133,11 @@ class Fault:
 
     Attributes:
         rank: logical rank that is struck.
-        step: batch tops the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
+        step: step boundaries the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
             :data:`ANY_STEP` (-1) at any time (``recovery.*``: from the first batch on).
         point: one of :data:`POINTS`.
         kind: one of :data:`KINDS` or :data:`REFUSALS`.
-        nth: which occurrence of the point since the last batch top, from 1; for ``update.during`` which tensor
+        nth: which occurrence of the point since the last step boundary, from 1; for ``update.during`` which tensor
             operation inside the optimizer update.
         incarnation: which worker of the rank: 0 the first, 1 its first replacement, and so on.
         delay_s: strike so many seconds after the point is met, wherever the worker is by then.
@@ -172,8 +172,8 @@ class Fault:
             raise ConfigError(f"fault: delay_s must be a number of seconds, not negative, got {self.delay_s!r}")
         if self.delay_s and self.kind in _NEEDS_THE_THREAD:
             raise ConfigError(f"fault: kind {self.kind!r} strikes at its point only; remove delay_s={self.delay_s}")
-        if self.point == "batch_top" and self.nth != 1:
-            raise ConfigError(f"fault: a step has one batch_top, so nth must be 1, got {self.nth}")
+        if self.point == "step_boundary" and self.nth != 1:
+            raise ConfigError(f"fault: a step has one step_boundary, so nth must be 1, got {self.nth}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, inverse of :meth:`from_dict`."""
@@ -250,7 +250,7 @@ def random_faults(
 
     No rank is struck twice within neighbouring steps, at least one rank is left unstruck there, and a rank struck
     again later is struck in its next incarnation. Faults in a recovery match any step and are drawn only beside a fault
-    that causes one: ``recovery.*`` strikes a survivor, ``join`` and ``startup`` the newcomer.
+    that causes one: ``recovery.*`` strikes a survivor, ``join`` and ``startup`` the replacement.
 
     Args:
         seed: anything :class:`random.Random` takes.
@@ -321,11 +321,11 @@ def _second(cause: Fault, drawn: Sequence[Fault], rank: int, point: str, kind: s
 def _fits(fault: Fault, drawn: Sequence[Fault], world_size: int) -> bool:
     """Whether every rank is struck once at most, and not all are, around each step."""
     if fault.incarnation:
-        return True  # the newcomer of a rank that is lost already
+        return True  # the replacement of a rank that fails already
     anytime = [f for f in drawn if f.step == ANY_STEP and not f.incarnation]
     if fault.step == ANY_STEP:
         return len({f.rank for f in drawn} | {fault.rank}) < world_size
-    # A rank may be a batch ahead of another when the loss of a third is seen: neighbouring steps count as one.
+    # A rank may be a batch ahead of another when the failure of a third is seen: neighbouring steps count as one.
     near = [f for f in drawn if abs(f.step - fault.step) <= 1 and f.step != ANY_STEP] + anytime
     if any(f.rank == fault.rank for f in drawn if f.step == ANY_STEP):
         return False

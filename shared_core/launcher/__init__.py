@@ -1,1 +1,1 @@
-"""The agent of one machine, the launcher's process: rendezvous, workers, standbys, leases, detection of losses."""
+"""The agent of one machine, the launcher's process: rendezvous, workers, standbys, leases, detection of failures."""

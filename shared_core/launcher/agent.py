@@ -1,4 +1,4 @@
-"""The agent of one machine: it starts the workers, notices within milliseconds when one is lost, and replaces that one.
+"""The agent of one machine: it starts the workers, notices within milliseconds when one fails, and replaces that one.
 
 It takes torchelastic's worker specification, rendezvous handler, result and events; the loop is its own. It waits on
 descriptors (pidfds, standbys, signals, workers' words) and never sleeps; a tick of ``monitor_interval`` looks for
@@ -20,32 +20,32 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from shared_core.errors import OutOfResources
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.control_channel import ControlChannel
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.ending import Ending
+from shared_core.launcher.failures import WorkerFailures
 from shared_core.launcher.fencing import Fenced
 from shared_core.launcher.gathering import JobOver
-from shared_core.launcher.goodbyes import Parting
-from shared_core.launcher.hearing import Hearing
+from shared_core.launcher.goodbyes import ShutdownBarrier
+from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.logs import WorkerLogs
-from shared_core.launcher.losses import Losses
-from shared_core.launcher.machine import Crew
+from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.other_machines import OtherMachines
 from shared_core.launcher.persisting import Persisting
 from shared_core.launcher.places import Places
-from shared_core.launcher.rendezvous import Meeting
+from shared_core.launcher.rendezvous import SwiftRendezvousHandler
 from shared_core.launcher.resizes import Resizes
 from shared_core.launcher.spares import Spares
 from shared_core.launcher.standby import Preload, Standby, clean_env
 from shared_core.launcher.starting import Starter
-from shared_core.launcher.telling import Telling
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import Fleet
+from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import progress_file
-from shared_core.protocol.agent_phase import Event, Phase
-from shared_core.protocol.loss_policy import LossBook
+from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
+from shared_core.protocol.failure_policy import FailureBook
 from shared_core.protocol.resizing import Resizing
 from shared_core.resources import free_bytes
 from shared_core.system import process
@@ -101,10 +101,10 @@ class Agent:
         self.records = Records(Places(spec))
         wakeup = self._wakeup = Wakeup()
         control = self._control = ControlSocket(job.path, wakeup.tell)
-        book = LossBook(spec.max_restarts, options.loop_limit)
+        book = FailureBook(spec.max_restarts, options.loop_limit)
         resizing = self._resizing = Resizing(config, nproc, least=options.machines[0], most=options.machines[1])
-        telling = self._telling = Telling(program, options, job.path, book, uuid.uuid4().hex[:12])
-        fleet = self._fleet = Fleet(
+        job_reporter = self._job_reporter = JobReporter(program, options, job.path, book, uuid.uuid4().hex[:12])
+        worker_pool = self._worker_pool = WorkerPool(
             wakeup.selector,
             options.standbys,
             clean_env(os.environ),
@@ -113,10 +113,10 @@ class Agent:
             early,
             wait_timeout_s=config.detection.wait_timeout_s,
         )
-        starter = self._starter = Starter(program, options, job.path, fleet, make_logs)
-        crew: Crew | None = None
-        if isinstance(spec.rdzv_handler, Meeting):
-            crew = Crew(
+        starter = self._starter = Starter(program, options, job.path, worker_pool, make_logs)
+        membership: MachineMembership | None = None
+        if isinstance(spec.rdzv_handler, SwiftRendezvousHandler):
+            membership = MachineMembership(
                 spec.rdzv_handler,
                 job.path,
                 pause=self._pause,
@@ -132,14 +132,14 @@ class Agent:
             job,
             wakeup,
             control,
-            fleet,
+            worker_pool,
             starter,
-            Spares(config, fleet, starter, telling, job.path),
-            telling,
+            Spares(config, worker_pool, starter, job_reporter, job.path),
+            job_reporter,
             self.records,
             book,
             resizing,
-            crew,
+            membership,
         )
         self._last_checkpoint = LastCheckpoint(
             config.checkpoint.dir is not None,
@@ -148,22 +148,22 @@ class Agent:
             job.path,
             attempts.set_key,
         )
-        alone = crew is None
-        self._resizes = Resizes(config, nproc, alone, attempts, fleet, telling, resizing)
-        restart = config.on_failure == "restart"
+        alone = membership is None
+        self._resizes = Resizes(config, nproc, alone, attempts, worker_pool, job_reporter, resizing)
+        restart = config.restarts
         self._machines: OtherMachines | None = None
-        if crew is not None:
-            self._machines = OtherMachines(crew, nproc, restart, attempts, self._resizes, telling, resizing)
-        self._losses = Losses(config, alone, attempts, fleet, wakeup, telling, book, resizing)
-        self._hearing = Hearing(
-            attempts, self._resizes, self._machines, fleet, starter, wakeup, control, telling, book,
+        if membership is not None:
+            self._machines = OtherMachines(membership, nproc, restart, attempts, self._resizes, job_reporter, resizing)
+        self._failures = WorkerFailures(config, alone, attempts, worker_pool, wakeup, job_reporter, book, resizing)
+        self._control_channel = ControlChannel(
+            attempts, self._resizes, self._machines, worker_pool, starter, wakeup, control, job_reporter, book,
             self._last_checkpoint,
         )  # fmt: skip
-        self._parting = Parting(console)
+        self._shutdown_barrier = ShutdownBarrier(console)
         self._persisting = Persisting(job.path, options.events, options.grace_s, console)
         self._ending = Ending(
-            program, job, wakeup, fleet, starter, attempts, self._machines, self._last_checkpoint, self._persisting,
-            telling,
+            program, job, wakeup, worker_pool, starter, attempts, self._machines, self._last_checkpoint,
+            self._persisting, job_reporter,
         )  # fmt: skip
 
     @property
@@ -182,14 +182,14 @@ class Agent:
         self._wakeup.handle(self._last_checkpoint.signals(self._options.signals))
         try:
             if self._program.mode != "exec":
-                self._fleet.fill_standbys()  # they import while the rendezvous goes on
+                self._worker_pool.fill_standbys()  # they import while the rendezvous continues
             result = self._run()
             self.records.result(result, self._attempts.roster.pids)
             return result
         except BaseException as error:
             if isinstance(error, SignalException):
                 ends_with = error.sigval
-            self._telling.ends(type(error).__name__)
+            self._job_reporter.ends(type(error).__name__)
             raise
         finally:
             try:
@@ -203,7 +203,7 @@ class Agent:
         attempts = self._attempts
         while True:
             try:
-                attempts.step(Event.CAME)
+                attempts.step(AgentEvent.CAME)
                 self._meet()
                 return self._loop()
             except (Fenced, StoreError) as error:
@@ -214,7 +214,7 @@ class Agent:
                 if over.failed:
                     raise
                 console(str(over))
-                attempts.succeed(Event.ENDED_ELSEWHERE)
+                attempts.succeed(AgentEvent.ENDED_ELSEWHERE)
                 assert attempts.result is not None
                 return attempts.result
 
@@ -224,17 +224,17 @@ class Agent:
         self._attempts.place(info.rank, info.world_size)
 
     def _loop(self) -> RunResult:
-        attempts, fleet, wakeup = self._attempts, self._fleet, self._wakeup
+        attempts, worker_pool, wakeup = self._attempts, self._worker_pool, self._wakeup
         while attempts.result is None:
             wakeup.wait(self._timeout())
             self._check_signals()
             if self._machines is not None:
                 self._machines.check()
-            for newcomer in fleet.started():
-                attempts.announce(newcomer)
-            dead = fleet.reap()
+            for replacement in worker_pool.started():
+                attempts.announce(replacement)
+            dead = worker_pool.reap()
             if dead:
-                self._losses.bury(dead)
+                self._failures.handle_worker_exits(dead)
             if attempts.result is None:
                 self._look()
         return attempts.result
@@ -243,20 +243,20 @@ class Agent:
         attempts = self._attempts
         if (self._tick() or self._wakeup.told) and attempts.result is None:
             self._wakeup.take()
-            self._hearing.listen()
+            self._control_channel.listen()
         if attempts.result is not None:
             return
         attempts.start_due()
         self._resizes.grow_if_due()
-        if attempts.phase is Phase.ENDING and not self._fleet.live and not self._fleet.starting:
-            self._telling.succeeds(attempts.places)
-            attempts.succeed(Event.LEFT)
+        if attempts.phase is AgentPhase.ENDING and not self._worker_pool.live and not self._worker_pool.starting:
+            self._job_reporter.succeeds(attempts.places)
+            attempts.succeed(AgentEvent.LEFT)
 
     def _check_signals(self) -> None:
         if not self._wakeup.received:
             return
         attempts = self._attempts
-        trains = attempts.begun and attempts.phase is not Phase.ENDING and not attempts.now.goodbyes()
+        trains = attempts.begun and attempts.phase is not AgentPhase.ENDING and not attempts.now.goodbyes()
         if trains and attempts.reached and self._last_checkpoint.waits(self._wakeup.received):
             return
         received = signal.Signals(self._wakeup.received[0])
@@ -274,13 +274,13 @@ class Agent:
     def _pause(self, seconds: float) -> None:
         """Wait while this machine has no place; standbys and signals are seen to."""
         self._wakeup.wait(seconds)
-        self._fleet.started()
-        self._fleet.reap()
+        self._worker_pool.started()
+        self._worker_pool.reap()
         self._check_signals()
 
     def _stop_at_once(self) -> None:
         """From a thread; the loop sees to the rest."""
-        for pid in list(self._fleet.live):
+        for pid in list(self._worker_pool.live):
             process.kill_group(pid)
 
     # -- slow looks ---------------------------------------------------------------------------------------------------
@@ -292,30 +292,30 @@ class Agent:
             return False
         self._last_tick = now
         self._look_at_workers()
-        self._fleet.look_after_standbys()
+        self._worker_pool.look_after_standbys()
         attempts, mine = self._attempts, self._attempts.places.ranks
         if attempts.phase.trains:
-            self._parting.look(attempts.now.finished(mine), mine)
+            self._shutdown_barrier.look(attempts.now.finished(mine), mine)
         self._resizes.shrink_late()
         if self._program.mode != "exec":
             attempts.look_after_spares()
-        self._persisting.look(min(mine, default=0), self._telling.run_id)
-        self._telling.story.look()
+        self._persisting.look(min(mine, default=0), self._job_reporter.run_id)
+        self._job_reporter.console_reporter.look()
         return True
 
     def _look_at_workers(self) -> None:
         limit = self._options.config.detection.progress_timeout_s
-        for one in self._fleet.live.values():
+        for one in self._worker_pool.live.values():
             if one.cause:
                 continue
             if one.look() >= STOPPED_LOOKS:
                 one.kill("stopped (SIGSTOP), killed by the agent")
                 continue
-            if self._attempts.phase is Phase.ENDING:
+            if self._attempts.phase is AgentPhase.ENDING:
                 continue
             progress = progress_file.read_progress(self._attempts.progress_file(one.rank))
             if progress is not None:
-                tops, inside, changed = progress
-                # an entry older than the worker is its predecessor's
-                if tops and not inside and changed >= one.started and time.time() - changed > limit:
+                boundaries, inside, changed = progress
+                # an entry older than the worker is the failed worker's
+                if boundaries and not inside and changed >= one.started and time.time() - changed > limit:
                     one.kill(f"no progress for {limit:g} s (detection.progress_timeout_s), killed by the agent")

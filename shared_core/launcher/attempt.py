@@ -14,9 +14,9 @@ from shared_core.launcher.key_watcher import KeyWatcher
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import serve_store
 from shared_core.protocol.codec import decode
-from shared_core.protocol.generation import Cause, Entry, Kind
+from shared_core.protocol.failure_policy import Death
+from shared_core.protocol.generation import Cause, Entry, EntryKind
 from shared_core.protocol.keys import WORDS
-from shared_core.protocol.loss_policy import Death
 from shared_core.protocol.preparing import place_key
 from shared_core.transport.store import Store
 
@@ -158,13 +158,13 @@ class Attempt:
     def next_generation(
         self, deaths: Sequence[Death], detected: float, stay: Sequence[int] = (), *, ends: bool = False
     ) -> Entry | None:
-        """Write the generation that follows these losses, and return what was written; None if all is over.
+        """Write the generation that follows these failures, and return what was written; None if all is over.
 
         Args:
-            deaths: who was lost.
+            deaths: who failed.
             detected: when that was noticed.
             stay: ranks that hand their state on, because the number of workers changes. A change that is under way
-                goes on with those that are left.
+                continues with those that are left.
             ends: it is given up.
         """
         entry = Entry(causes=tuple(Cause(death.kind, death.cause, death.rank) for death in deaths), detected=detected)
@@ -179,7 +179,7 @@ class Attempt:
         self._client.set(self.key(name), "1")
 
     def give_place(self, rank: int, incarnation: int) -> None:
-        """A prepared standby takes its rank's place, in the newest generation."""
+        """A hot standby takes its rank's place, in the newest generation."""
         self._client.set(self.key(place_key(rank, incarnation)), str(self.generation))
 
     def goodbyes(self) -> bool:
@@ -191,12 +191,12 @@ class Attempt:
         return [rank for rank in ranks if self._client.check([self._done_keys[rank]])]
 
     def append(self, make: Callable[[], Entry | None]) -> Entry | None:
-        """As :meth:`Ledger.append`; those that are lost come back and say goodbye again, and other agents are woken."""
+        """As :meth:`Ledger.append`; those that fail come back and say goodbye again, and other agents are woken."""
 
         def checked() -> Entry | None:
             entry = make()
             # Before the entry, so that whoever finds all goodbyes after it has found new ones.
-            for rank in entry.lost if entry is not None else ():
+            for rank in entry.failed if entry is not None else ():
                 self._client.delete_key(self.key(f"done/{rank}"))
             return entry
 
@@ -214,11 +214,11 @@ class Attempt:
     def release(self) -> bool:
         """Let the workers exit if all ranks said goodbye that are there; whether they may."""
 
-        # The goodbyes are read with the view that is then appended to: a loss in between comes before us, and its
+        # The goodbyes are read with the view that is then appended to: a failure in between comes before us, and its
         # rank's goodbye is gone.
         def everyone() -> Entry | None:
             keys = [self._done_keys[rank] for rank in self.ledger.present()]
-            return Entry(kind=Kind.RELEASE) if keys and self._client.check(keys) else None
+            return Entry(kind=EntryKind.RELEASE) if keys and self._client.check(keys) else None
 
         if self.append(everyone) is None:
             return False

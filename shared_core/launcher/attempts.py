@@ -14,18 +14,18 @@ from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.console import ranks
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records, failure_of
-from shared_core.launcher.machine import Crew
+from shared_core.launcher.job_reporter import JobReporter
+from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.places import Places
 from shared_core.launcher.roster import Roster
 from shared_core.launcher.spares import Spares
-from shared_core.launcher.starting import Start, Starter
-from shared_core.launcher.telling import Telling
+from shared_core.launcher.starting import AttemptStart, Starter
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
+from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
 from shared_core.protocol import progress_file
-from shared_core.protocol.agent_phase import Action, Event, Phase, transition
-from shared_core.protocol.generation import Entry, Kind
-from shared_core.protocol.loss_policy import LossBook
+from shared_core.protocol.agent_phase import AgentAction, AgentEvent, AgentPhase, transition
+from shared_core.protocol.failure_policy import FailureBook
+from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.jobdir import JobDir
@@ -40,7 +40,7 @@ class Happened:
     Attributes:
         entry: of the ledger, that ends the attempt.
         delay_s: to wait before the next one.
-        reached: batch tops that workers of this machine have passed.
+        reached: step boundaries that workers of this machine have passed.
     """
 
     entry: Entry = Entry()
@@ -56,8 +56,8 @@ class Attempts:
         store_port: port of the first attempt's store for the script's process groups; 0 for a free one.
         tick_s: how often the workers are looked at.
         job: private folder of the job.
-        book: counts losses.
-        crew: the other machines, if there are any.
+        book: counts failures.
+        membership: the other machines, if there are any.
 
     Attributes:
         phase: of the agent.
@@ -76,36 +76,36 @@ class Attempts:
         job: JobDir,
         wakeup: Wakeup,
         control: ControlSocket,
-        fleet: Fleet,
+        worker_pool: WorkerPool,
         starter: Starter,
         spares: Spares,
-        telling: Telling,
+        job_reporter: JobReporter,
         records: Records,
-        book: LossBook,
+        book: FailureBook,
         resizing: Resizing,
-        crew: Crew | None,
+        membership: MachineMembership | None,
     ) -> None:
         self._spec, self._store_port, self._tick_s, self._job = spec, store_port, tick_s, job
         self._wakeup, self._control = wakeup, control
-        self._fleet, self._starter, self._telling = fleet, starter, telling
-        self._records, self._book, self._resizing, self._crew = records, book, resizing, crew
-        self.phase = Phase.MEETING
+        self._worker_pool, self._starter, self._job_reporter = worker_pool, starter, job_reporter
+        self._records, self._book, self._resizing, self._membership = records, book, resizing, membership
+        self.phase = AgentPhase.RENDEZVOUS
         self.places = Places(spec)
         self.number = 0
         self.roster = Roster()
         self.spares = spares
         self.result: RunResult | None = None
         self._attempt: Attempt | None = None
-        self._actions: dict[Action, Callable[[Happened], None]] = {
-            Action.START: self._start_all,
-            Action.REPLACE: self._replace,
-            Action.TELL: self._tell,
-            Action.KILL: self._kill_all,
-            Action.CLEAR: self._clear,
-            Action.DELAY: self._delay,
-            Action.REGROUP: self._regroup,
-            Action.FORGET: self._forget,
-            Action.LET_GO: self._let_go,
+        self._actions: dict[AgentAction, Callable[[Happened], None]] = {
+            AgentAction.START: self._start_all,
+            AgentAction.REPLACE: self._replace,
+            AgentAction.TELL: self._tell,
+            AgentAction.KILL: self._kill_all,
+            AgentAction.CLEAR: self._clear,
+            AgentAction.DELAY: self._delay,
+            AgentAction.REGROUP: self._regroup,
+            AgentAction.FORGET: self._forget,
+            AgentAction.LET_GO: self._let_go,
         }
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -123,14 +123,14 @@ class Attempts:
 
     @property
     def reached(self) -> int:
-        """Batch tops that workers of this machine have passed in this attempt."""
+        """Step boundaries that workers of this machine have passed in this attempt."""
         found = (progress_file.read_progress(self.progress_file(rank)) for rank in self.places.ranks)
         return max((progress[0] for progress in found if progress is not None), default=0)
 
     @property
     def released(self) -> bool:
         """Whether all workers have said goodbye."""
-        return self.phase is Phase.ENDING or bool(self.result is not None and self.result.return_values)
+        return self.phase is AgentPhase.ENDING or bool(self.result is not None and self.result.return_values)
 
     def progress_file(self, rank: int) -> Path:
         """Where a worker of this machine says how far it is."""
@@ -143,7 +143,7 @@ class Attempts:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def step(self, event: Event, happened: Happened | None = None) -> None:
+    def step(self, event: AgentEvent, happened: Happened | None = None) -> None:
         """Something has happened: change the phase, and do what is to be done."""
         self.phase, actions = transition(self.phase, event)
         for action in actions:
@@ -152,43 +152,43 @@ class Attempts:
     def place(self, machine: int, machines: int) -> None:
         """This machine has a place: start its workers."""
         self._take(Places.of(self._spec, machine, machines, self._spec.local_world_size))
-        self.step(Event.PLACED)
+        self.step(AgentEvent.PLACED)
 
     def restart_all(self, reason: str, delay_s: float, *, line: Resized | None) -> None:
         """End this attempt for all agents, unless another did, and begin the next."""
-        entry = self.now.append(lambda: Entry(kind=Kind.RESTART, reason=reason, line=line))
+        entry = self.now.append(lambda: Entry(kind=EntryKind.RESTART, reason=reason, line=line))
         if entry is None:
             self._wakeup.tell()
         else:
-            self._telling.emit("restart", reason=reason, attempt=self.number + 1)
+            self._job_reporter.emit("restart", reason=reason, attempt=self.number + 1)
             self.restart(entry, delay_s)
 
     def restart(self, entry: Entry, delay_s: float = 0.0) -> None:
         """The ledger says that all workers start again, as generation 0 of the next attempt."""
-        self.step(Event.RESTART, Happened(entry, delay_s, self.reached))
+        self.step(AgentEvent.RESTART, Happened(entry, delay_s, self.reached))
         self.number += 1
-        self.step(Event.PLACED)
+        self.step(AgentEvent.PLACED)
 
     def resize(self, entry: Entry) -> None:
         """The ledger says that the next attempt has another number of workers."""
-        self.step(Event.RESIZED, Happened(entry, reached=self.reached))
-        self.step(Event.PLACED)
+        self.step(AgentEvent.RESIZED, Happened(entry, reached=self.reached))
+        self.step(AgentEvent.PLACED)
 
     def fail(self, rank: int, pid: int, code: int, error_file: str, message: str) -> None:
         """The job has failed, with this worker's error."""
         self.write_failure(rank, message)
         failure = failure_of(self.places.local_rank(rank), pid, code, error_file, message)
         self.result = RunResult(WorkerState.FAILED, failures={rank: failure})
-        self.step(Event.FAILED)
+        self.step(AgentEvent.FAILED)
 
     def write_failure(self, rank: int, message: str) -> None:
         """Tell other agents, and the workers, that the job has failed."""
-        self.now.append(lambda: Entry(kind=Kind.FAIL, rank=rank, reason=message or f"rank {rank} failed"))
+        self.now.append(lambda: Entry(kind=EntryKind.FAIL, rank=rank, reason=message or f"rank {rank} failed"))
         self.now.stop()
 
-    def succeed(self, event: Event) -> None:
+    def succeed(self, event: AgentEvent) -> None:
         """The job is over, and this machine has done its part."""
-        if event is Event.ENDED_ELSEWHERE:
+        if event is AgentEvent.ENDED_ELSEWHERE:
             self._take(Places(self._spec))  # none of its workers is to be reported
         self.result = RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.places.ranks))
         self.step(event)
@@ -198,26 +198,26 @@ class Attempts:
     def announce(self, one: LiveWorker) -> None:
         """The process of a worker exists."""
         self.roster.arrived(one)
-        self._telling.story.newcomer(one.rank, one.pid)
+        self._job_reporter.console_reporter.replacement(one.rank, one.pid)
         if one.incarnation:
-            self._telling.newcomer(one)
+            self._job_reporter.replacement(one)
         elif not self.roster.missing:
             self.tell_start()
-        if self.phase is Phase.ENDING and one.cause == CANCELLED:
+        if self.phase is AgentPhase.ENDING and one.cause == CANCELLED:
             one.kill(CANCELLED)
 
     def tell_start(self) -> None:
-        """Once an attempt: when all first workers run, or before the first loss."""
-        self._telling.start(self._fleet.live.values(), self._starter.config)
+        """Once an attempt: when all first workers run, or before the first failure."""
+        self._job_reporter.start(self._worker_pool.live.values(), self._starter.config)
 
     def start_due(self) -> None:
-        """Start newcomers whose time has come."""
+        """Start replacements whose time has come."""
         for local_rank in self.roster.take_due():
             self._start(local_rank)
 
     def kill_ranks(self, killed: Collection[int], cause: str) -> None:
         """Kill the workers of these ranks that are here."""
-        for one in list(self._fleet.live.values()):
+        for one in list(self._worker_pool.live.values()):
             if one.rank in killed:
                 one.kill(cause)
 
@@ -228,17 +228,17 @@ class Attempts:
 
     def look_after_spares(self) -> None:
         """Prepare standbys while all is well."""
-        if self.phase is Phase.RUNNING and not self.roster.lost and not self.roster.missing:
+        if self.phase is AgentPhase.RUNNING and not self.roster.failed and not self.roster.missing:
             self.spares.look(self._in_what())
 
     def _start(self, local_rank: int) -> None:
         if self.spares.start(local_rank, self._in_what()):
             self._wakeup.tell()  # its process is there
 
-    def _in_what(self) -> Start:
-        address = self._crew.address if self._crew is not None else ""
-        store = self._crew.keeper if self._crew is not None else str(self._control.path)
-        return Start(self.places, self.now, store, address, self._resizing.line, self._telling.run_id)
+    def _in_what(self) -> AttemptStart:
+        address = self._membership.address if self._membership is not None else ""
+        store = self._membership.keeper if self._membership is not None else str(self._control.path)
+        return AttemptStart(self.places, self.now, store, address, self._resizing.line, self._job_reporter.run_id)
 
     def _take(self, places: Places) -> None:
         self.places = places
@@ -247,37 +247,39 @@ class Attempts:
     # -- actions ------------------------------------------------------------------------------------------------------
 
     def _start_all(self, _: Happened) -> None:
-        crew, mine = self._crew, self.places.ranks
+        membership, mine = self._membership, self.places.ranks
         self._starter.open_logs(mine)
-        team = crew.team(self._attempt, self.number) if crew is not None else None
-        if crew is not None:
-            self._telling.call(crew.run_id)
+        team = membership.team(self._attempt, self.number) if membership is not None else None
+        if membership is not None:
+            self._job_reporter.call(membership.run_id)
         self.close()
         place = (self._spec.local_addr or LOOPBACK, 0 if self.number else self._store_port)
-        if team is not None and crew is not None:
-            if self._attempt is None and crew.line:  # given a place in the middle of the job
-                line = Resized.from_json(crew.line, "first")
+        if team is not None and membership is not None:
+            if self._attempt is None and membership.line:  # given a place in the middle of the job
+                line = Resized.from_json(membership.line, "first")
                 self._resizing.start_over(line)
-                crew.gather(team.machines, line)
+                membership.gather(team.machines, line)
             self.number, place = team.number, (team.host, team.port)
-        if team is not None and crew is not None:
+        if team is not None and membership is not None:
             keeper = team.keeper
-            store: Callable[[], Store] = lambda: crew.connect(keeper)  # noqa: E731
+            store: Callable[[], Store] = lambda: membership.connect(keeper)  # noqa: E731
         else:
             own = self._control.new_store()
             store = lambda: own  # noqa: E731
         self._attempt = Attempt(self.number, place, store, mine, self.places.world_size, self._wakeup.tell, team)
-        self._telling.begins(self._attempt, self.places)
+        self._job_reporter.begins(self._attempt, self.places)
         if team is not None:
-            went_on = self._resizing.line
-            self._attempt.begin(team.machines, went_on.to_json() if went_on is not None else "")
+            continued = self._resizing.line
+            self._attempt.begin(team.machines, continued.to_json() if continued is not None else "")
         self.roster.begin(mine)
-        if crew is not None:
+        if membership is not None:
             ledger = self._attempt.ledger
-            crew.fetch(ledger, mine, self.number)
+            membership.fetch(ledger, mine, self.number)
             for rank in mine:
                 if ledger.incarnations[rank]:
-                    self._telling.story.lost(rank, "its machine was lost", ledger.detected or time.time())
+                    self._job_reporter.console_reporter.failed(
+                        rank, "its machine failed", ledger.detected or time.time()
+                    )
         for local_rank in range(len(mine)):
             self._start(local_rank)
 
@@ -286,25 +288,25 @@ class Attempts:
         self.start_due()
 
     def _tell(self, happened: Happened) -> None:
-        self._telling.restarts(happened.entry, self.places, self._starter.config, happened.reached)
+        self._job_reporter.restarts(happened.entry, self.places, self._starter.config, happened.reached)
 
     def _kill_all(self, _: Happened) -> None:
         """SIGKILL to every worker, those that are just being forked included; returns when all are reaped."""
-        fleet = self._fleet
+        worker_pool = self._worker_pool
         self.roster.forget_due()
         self.spares.clear()
-        fleet.cancel_starts()
+        worker_pool.cancel_starts()
         # One that hangs in a file system cannot be killed, and its place must not be taken twice.
-        whom = lambda: f"{ranks_text(one.rank for one in fleet.live.values())} to end, killed with SIGKILL"  # noqa: E731
-        wait = Wait("the launcher", whom, math.inf, ends="it goes on when they have ended")
-        while fleet.live or fleet.starting:
+        whom = lambda: f"{ranks_text(one.rank for one in worker_pool.live.values())} to end, killed with SIGKILL"  # noqa: E731
+        wait = Wait("the launcher", whom, math.inf, ends="it continues when they have ended")
+        while worker_pool.live or worker_pool.starting:
             wait.look()
-            fleet.started()
-            for one in fleet.live.values():
+            worker_pool.started()
+            for one in worker_pool.live.values():
                 one.kill(CANCELLED)
             self._wakeup.wait(self._tick_s)
-            fleet.reap()
-            fleet.look_after_standbys()
+            worker_pool.reap()
+            worker_pool.look_after_standbys()
 
     def _clear(self, happened: Happened) -> None:
         line = happened.entry.line
@@ -315,27 +317,27 @@ class Attempts:
         deadline = time.monotonic() + happened.delay_s
         while not self._wakeup.received and time.monotonic() < deadline:
             self._wakeup.wait(deadline - time.monotonic())
-            self._fleet.reap()
+            self._worker_pool.reap()
 
     def _regroup(self, happened: Happened) -> None:
-        entry, before, crew = happened.entry, self.places.world_size, self._crew
+        entry, before, membership = happened.entry, self.places.world_size, self._membership
         self.number += 1
-        if crew is None:
+        if membership is None:
             places = Places.of(self._spec, 0, 1, entry.workers)
         else:
-            slot = crew.regroup(entry.machines, self.number)
+            slot = membership.regroup(entry.machines, self.number)
             places = Places.of(self._spec, slot, len(entry.machines), self._spec.local_world_size)
             if entry.line is not None:
-                crew.gather(entry.machines, entry.line)
+                membership.gather(entry.machines, entry.line)
         self._take(places)
-        self._telling.resizes(before, places, entry.line, happened.reached)
+        self._job_reporter.resizes(before, places, entry.line, happened.reached)
         self._resizing.done(time.monotonic(), entry.workers, entry.line)
         self._book.forget_ranks()  # they are others now
 
     def _forget(self, _: Happened) -> None:
         self.close()
         self._attempt = None
-        self._telling.begins(None, None)
+        self._job_reporter.begins(None, None)
         self._job.clear()
         self._resizing.start_over(None)
 
@@ -343,7 +345,7 @@ class Attempts:
         """What is still on its way has nothing left to do."""
         absent = set(range(len(self.now.incarnations))).difference(self.now.ledger.present())
         if absent:
-            self._telling.ends_without(absent, ranks(sorted(absent)))
+            self._job_reporter.ends_without(absent, ranks(sorted(absent)))
             self.roster.forget_due()
-            self._fleet.cancel_starts()
+            self._worker_pool.cancel_starts()
             self.kill_ranks(absent, CANCELLED)

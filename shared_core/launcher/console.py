@@ -1,6 +1,6 @@
 """What the user reads of a job while it runs: one line at its start, one for each recovery, one at its end.
 
-A wait of more than :data:`PATIENCE_S` has a line of its own that says what is waited for.
+A wait of more than :data:`MAX_WAIT_S` has a line of its own that says what is waited for.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.config import SwiftConfig
-from shared_core.protocol.loss_policy import AS_ANY
+from shared_core.protocol.failure_policy import AS_ANY
 
 #: A wait that is longer is explained, in seconds.
-PATIENCE_S = 5.0
+MAX_WAIT_S = 5.0
 #: And again after so many, in seconds.
 AGAIN_S = 60.0
 #: Most pids that a line names.
@@ -24,25 +24,25 @@ _MOST = 16
 
 @dataclass
 class Away:
-    """A rank whose worker was lost and that is not back yet.
+    """A rank whose worker failed and that is not back yet.
 
     Attributes:
         rank: its logical rank.
         cause: how its worker ended, in words.
         detected: when that was noticed, in seconds since the epoch.
         pid: of the worker; 0 if it ran on another machine.
-        newcomer: pid of the worker that takes its place; 0 before there is one.
+        replacement: pid of the worker that takes its place; 0 before there is one.
         begun: when that one was started, in seconds since the epoch.
-        behind: the newcomer computes again what the others have done since the beginning of the job.
-        back: the newcomer trains.
-        told: the user knows of the loss.
+        behind: the replacement computes again what the others have done since the beginning of the job.
+        back: the replacement trains.
+        told: the user knows of the failure.
     """
 
     rank: int
     cause: str
     detected: float
     pid: int = 0
-    newcomer: int = 0
+    replacement: int = 0
     begun: float = 0.0
     behind: bool = False
     back: bool = False
@@ -50,7 +50,7 @@ class Away:
 
     @property
     def who(self) -> str:
-        """The lost worker, and why it was lost."""
+        """The failed worker, and why it failed."""
         return f"pid {self.pid}: {self.cause}" if self.pid else self.cause
 
 
@@ -59,12 +59,12 @@ class Change:
     """All workers end and others begin.
 
     Attributes:
-        detected: when the loss was noticed, or the change began, in seconds since the epoch.
+        detected: when the failure was noticed, or the change began, in seconds since the epoch.
         what: the new workers, in words.
         why: what has led to it.
         whence: where they begin, if the agent knows.
-        reached: batch tops that the workers before had passed.
-        top: batch top at which they begin, if the agent knows.
+        reached: step boundaries that the workers before had passed.
+        boundary: step boundary at which they begin, if the agent knows.
         before: number of workers before, if it changes.
     """
 
@@ -73,11 +73,11 @@ class Change:
     why: str
     whence: str = ""
     reached: int = 0
-    top: int | None = None
+    boundary: int | None = None
     before: int = 0
 
 
-class Story:
+class ConsoleReporter:
     """Prints the lines of one agent.
 
     Args:
@@ -90,7 +90,7 @@ class Story:
         self._say, self._begun, self._clock = say, begun, clock
         self._away: dict[int, Away] = {}
         self._change: Change | None = None
-        self._losses = 0
+        self._failures = 0
         self._started = False
         self._pids: dict[int, int] = {}
         self._next = 0.0
@@ -134,38 +134,39 @@ class Story:
         """The script has said where checkpoints go, and not the launcher."""
         self._say(f"checkpoints: {_short(folder)}, as the script says")
 
-    # -- losses -------------------------------------------------------------------------------------------------------
+    # -- failures
+    # -------------------------------------------------------------------------------------------------------
 
-    def counts(self, lost: int) -> None:
-        """So many workers were lost on other machines."""
-        self._losses += lost
+    def counts(self, failed: int) -> None:
+        """So many workers failed on other machines."""
+        self._failures += failed
 
-    def lost(self, rank: int, cause: str, detected: float, pid: int = 0, *, goes_on: bool = False) -> None:
-        """A worker of this machine was lost, or a rank is taken over from another machine.
+    def failed(self, rank: int, cause: str, detected: float, pid: int = 0, *, continues: bool = False) -> None:
+        """A worker of this machine failed, or a rank is taken over from another machine.
 
         Args:
             rank: its logical rank.
             cause: how it ended, in words.
             detected: when that was noticed, in seconds since the epoch.
             pid: of the worker; 0 if it ran on another machine.
-            goes_on: the others do not wait for its newcomer.
+            continues: the others do not wait for its replacement.
         """
-        self._losses += bool(pid)
+        self._failures += bool(pid)
         before = self._away.get(rank)
         since = detected if before is None or before.back else before.detected
         self._away[rank] = away = Away(rank, cause, since, pid)
         self._pids.pop(rank, None)
-        if goes_on:
+        if continues:
             away.told = True
-            self._say(f"rank {rank} is lost ({away.who}); the others compute its share until it is back")
+            self._say(f"rank {rank} failed ({away.who}); the others compute its share until it is back")
         if len(self._away) == 1:
             self._next = 0.0
 
-    def newcomer(self, rank: int, pid: int) -> None:
+    def replacement(self, rank: int, pid: int) -> None:
         """The process exists that takes a rank's place."""
         self._pids[rank] = pid
         if rank in self._away:
-            self._away[rank].newcomer, self._away[rank].begun = pid, self._clock()
+            self._away[rank].replacement, self._away[rank].begun = pid, self._clock()
 
     def forget(self, absent: Iterable[int]) -> None:
         """These ranks are not needed any more."""
@@ -173,7 +174,7 @@ class Story:
             self._away.pop(rank, None)
 
     def changes(self, change: Change, *, tell: bool = True) -> None:
-        """All workers end and others begin, because of the losses so far.
+        """All workers end and others begin, because of the failures so far.
 
         Args:
             change: to what.
@@ -184,10 +185,10 @@ class Story:
             change.reached = max(change.reached, self._change.reached)
             change.before = self._change.before or change.before
             change.why = "; ".join(filter(None, [self._change.why, change.why]))
-        lost = sorted(self._away.values(), key=lambda away: away.rank)
-        if lost:
-            change.detected = min(change.detected, *(away.detected for away in lost))
-            who = "; ".join(f"rank {away.rank}, {away.who}" for away in lost)
+        failed = sorted(self._away.values(), key=lambda away: away.rank)
+        if failed:
+            change.detected = min(change.detected, *(away.detected for away in failed))
+            who = "; ".join(f"rank {away.rank}, {away.who}" for away in failed)
             change.why = "; ".join(filter(None, [change.why, who]))
         self._away.clear()
         self._pids.clear()
@@ -195,21 +196,21 @@ class Story:
         self._next = 0.0
 
     def report(self, said: Mapping[str, Any]) -> tuple[float, int, int | None] | None:
-        """A worker says that it trains: see :class:`~shared_core.worker.recovery.reporting.News`.
+        """A worker says that it trains: see :class:`~shared_core.worker.recovery.reporting.RecoveryReporter`.
 
         Returns:
-            Where this ends a :class:`Change`: the stall in seconds, steps lost, and the batch top they began at.
+            Where this ends a :class:`Change`: the stall in seconds, steps lost, and the step boundary they began at.
         """
         rank, when, whence = int(said["rank"]), float(said["time"]), str(said.get("whence", ""))
         done = None
         if said.get("behind"):
-            if rank in self._away and said.get("pid") == self._away[rank].newcomer:
+            if rank in self._away and said.get("pid") == self._away[rank].replacement:
                 self._away[rank].behind = True
             return None
         if rank == 0 and (change := self._change) is not None:
             self._change = None
-            top = said.get("top", change.top)
-            lost = max(0, change.reached - max(1, int(top or 1)))
+            boundary = said.get("boundary", change.boundary)
+            lost = max(0, change.reached - max(1, int(boundary or 1)))
             if whence:
                 whence = f": the job continues from {whence}"
             elif change.whence:
@@ -219,13 +220,13 @@ class Story:
                 f"{change.what} after {when - change.detected:.2f} s{whence}; {steps(lost)} lost "
                 f"({'; '.join(filter(None, [there_were, change.why, f'now {self._named(self._pids)}']))})"
             )
-            done = (when - change.detected, lost, top)
+            done = (when - change.detected, lost, boundary)
         elif rank == 0 and whence and rank not in self._away:
             self._say(f"the job continues from {whence}")
         if rank in self._away and said.get("pid") in (
             None,
-            self._away[rank].newcomer,
-        ):  # not of one that was lost since
+            self._away[rank].replacement,
+        ):  # not of one that failed since
             self._away[rank].back = True
             if all(away.back for away in self._away.values()):
                 self._all_back(when, f": it continues from {whence}" if whence else "")
@@ -236,7 +237,9 @@ class Story:
         self._away.clear()
         stall = when - min(away.detected for away in back)
         each = [
-            "; ".join(["" if away.told else away.who, f"now pid {away.newcomer}" if away.newcomer else ""]).strip("; ")
+            "; ".join(["" if away.told else away.who, f"now pid {away.replacement}" if away.replacement else ""]).strip(
+                "; "
+            )
             for away in back
         ]
         if len(back) > 1:
@@ -247,7 +250,7 @@ class Story:
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody is lost, and nothing changes."""
+        """Whether nobody fails, and nothing changes."""
         return not self._away and self._change is None
 
     # -- waits --------------------------------------------------------------------------------------------------------
@@ -255,7 +258,7 @@ class Story:
     def look(self) -> None:
         """Say what is waited for, if that takes long."""
         waiting, now = self._waiting(), self._clock()
-        if waiting is None or now < max(waiting[1] + PATIENCE_S, self._next):
+        if waiting is None or now < max(waiting[1] + MAX_WAIT_S, self._next):
             return
         self._next = now + AGAIN_S
         self._say(f"waiting for {now - waiting[1]:.0f} s now: {waiting[0]}")
@@ -270,13 +273,13 @@ class Story:
         return None
 
     def _whereabouts(self, one: Away) -> str:
-        lost = f"rank {one.rank} is lost ({one.who}), and its newcomer"
-        if not one.newcomer:
-            return f"{lost} is not started yet"
+        failed = f"rank {one.rank} failed ({one.who}), and its replacement"
+        if not one.replacement:
+            return f"{failed} is not started yet"
         if one.behind:
-            return f"{lost} (pid {one.newcomer}) computes all batches since the beginning of the job again"
+            return f"{failed} (pid {one.replacement}) computes all batches since the beginning of the job again"
         runs = f"has been running the script up to the training loop for {self._clock() - one.begun:.0f} s"
-        return f"{lost} (pid {one.newcomer}) {runs}"
+        return f"{failed} (pid {one.replacement}) {runs}"
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -286,15 +289,15 @@ class Story:
             self.report({"rank": 0, "time": self._clock()})
         if self._away:
             self._all_back(self._clock())
-        lost = {0: "no worker was lost", 1: "1 worker was lost"}.get(self._losses, f"{self._losses} workers were lost")
+        failed = {0: "no worker failed", 1: "1 worker failed"}.get(self._failures, f"{self._failures} workers failed")
         took, many = self._clock() - self._begun, count(workers, "worker")
-        self._say(f"done after {took:.1f} s with start-up, on {many}; {lost}")
+        self._say(f"done after {took:.1f} s with start-up, on {many}; {failed}")
 
     def fails(self, reason: str) -> None:
         """The job ends with an error."""
         for away in self._away.values():
-            if not reason.endswith(AS_ANY):  # the error is printed, and no worker was lost by accident
-                self._say(f"rank {away.rank} is lost ({away.who})")
+            if not reason.endswith(AS_ANY):  # the error is printed, and no worker failed by accident
+                self._say(f"rank {away.rank} failed ({away.who})")
         self._away.clear()
         if self._change is not None:
             self._say(f"all workers were started again ({self._change.why})")
@@ -337,21 +340,21 @@ def steps(number: int) -> str:
 
 
 def host_of(machine: str) -> str:
-    """The host of a machine's name and its address: ``node2 (10.0.0.2)``. See :class:`Meeting`."""
+    """The host of a machine's name and its address: ``node2 (10.0.0.2)``. See :class:`SwiftRendezvousHandler`."""
     place, _, mark = machine.partition("#")
     host, address = mark.rpartition(".")[0], place.rpartition(":")[0]
     return f"{host} ({address})" if host and host != address else address
 
 
 def _answer(config: SwiftConfig) -> str:
-    """What is done about a lost worker."""
-    if config.on_failure == "restart":
-        return "if one is lost, all start again" + (" from the newest checkpoint" if config.checkpoint.dir else "")
-    if config.on_failure == "shrink":
-        return "if one is lost, the others go on without it"
-    if config.on_failure == "reroute":
-        return "if one is lost, the others compute its share until it is replaced"
-    return "a lost one is replaced where what it trains is attached"
+    """What is done about a failed worker."""
+    if config.restarts:
+        return "if one fails, all start again" + (" from the newest checkpoint" if config.checkpoint.dir else "")
+    if config.shrinks:
+        return "if one fails, the others continue without it"
+    if config.reroutes:
+        return "if one fails, the others compute its share until it is replaced"
+    return "a failed one is replaced where what it trains is attached"
 
 
 def _short(path: str | None) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from shared_core.events import visible
 from shared_core.launcher.places import Places
-from shared_core.protocol.loss_policy import AS_ANY
+from shared_core.protocol.failure_policy import AS_ANY
 
 
 def raise_failure(name: str, failures: dict[int, ProcessFailure]) -> NoReturn:

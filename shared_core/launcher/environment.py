@@ -39,7 +39,7 @@ def environment_of(
         events: path of ``events.jsonl``, if there is one.
         config_json: options of the job.
         address: of this machine, where there are several.
-        resized: the attempt from which this one goes on, if the number of workers has changed.
+        resized: the attempt from which this one continues, if the number of workers has changed.
         command: the program and its arguments.
         run: id of this start of the job.
     """
@@ -57,7 +57,7 @@ def environment_of(
         "ROLE_WORLD_SIZE": str(member.role_world_size),
         "MASTER_ADDR": attempt.host,
         "MASTER_PORT": str(attempt.port),
-        # A newcomer must see what its predecessor saw, so replacements are not counted here.
+        # A replacement must see what the failed worker saw, so replacements are not counted here.
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),

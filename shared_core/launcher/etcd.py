@@ -1,7 +1,7 @@
 """The rendezvous backend ``etcd``: the v3 API of etcd 3.4 and later, by its JSON gateway.
 
 The gateway is part of every etcd, and one small value is all that is kept there, so the standard library is enough.
-Every request is a connection of its own: none can go stale when a member is lost or starts again.
+Every request is a connection of its own: none can go stale when a member fails or starts again.
 """
 
 from __future__ import annotations

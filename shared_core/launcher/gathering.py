@@ -21,8 +21,8 @@ from shared_core.launcher.console import host_of
 from shared_core.launcher.lease import FIRST_S
 from shared_core.launcher.ports import Ports, serve_store
 from shared_core.launcher.rendezvous_store import C10D, Gone, Register, own_address
-from shared_core.protocol.meeting_document import ENDED, FORMING, RUNNING
-from shared_core.system.secret import Stranger
+from shared_core.protocol.rendezvous_document import ENDED, FORMING, RUNNING
+from shared_core.system.secret import NotAuthenticated
 from shared_core.transport.store import MemoryStore, Store, StoreError
 from shared_core.waiting import Wait
 
@@ -51,7 +51,7 @@ class Again(Exception):  # noqa: N818 (not an error)
 
 
 @dataclass(frozen=True)
-class MeetingOptions:
+class RendezvousOptions:
     """What a job on several machines is.
 
     Attributes:
@@ -99,14 +99,14 @@ class Listener(Protocol):
 
         Raises:
             StoreError: it cannot be reached.
-            Stranger: who answers there does not know the job's secret.
+            NotAuthenticated: who answers there does not know the job's secret.
         """
 
     def pause(self, seconds: float) -> None:
         """Wait so long; may raise to give up."""
 
     def changed(self) -> None:
-        """On a thread: a machine came or was lost."""
+        """On a thread: a machine came or failed."""
 
     def fence(self, reason: str) -> None:
         """On a thread: this machine must stop its workers at once."""
@@ -127,7 +127,7 @@ class Gathering:
         listener: the agent.
     """
 
-    def __init__(self, register: Register, options: MeetingOptions, ports: Ports, listener: Listener) -> None:
+    def __init__(self, register: Register, options: RendezvousOptions, ports: Ports, listener: Listener) -> None:
         self._register, self._options, self._ports, self._listener = register, options, ports, listener
         self.address = options.address or ""
         self.name = ""
@@ -189,10 +189,10 @@ class Gathering:
             wait.look()
             if document["phase"] == RUNNING and self._reach(document["members"][0]["name"]):
                 return document
-            # A host that renews nothing is lost: it has stopped its workers by now, so the others start over.
-            patience = self._options.hold_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
+            # A host that renews nothing has failed: it has stopped its workers by now, so the others start over.
+            limit_s = self._options.hold_s if document["phase"] == RUNNING else max(self._options.lease_s, FIRST_S)
             complete = document["phase"] == RUNNING or len(document["members"]) == self._options.nnodes
-            if self._register.backend != C10D and complete and time.monotonic() - seen[1] > 1.25 * patience:
+            if self._register.backend != C10D and complete and time.monotonic() - seen[1] > 1.25 * limit_s:
                 self._start_over(document)
             self._listener.pause(_LOOK_S)
 
@@ -252,7 +252,7 @@ class Gathering:
             return None
         if self.name not in (member["name"] for member in members):
             if self._register.hosts:
-                members = [me | {"host": True}, *members]  # with c10d both stores are lost together, or neither
+                members = [me | {"host": True}, *members]  # with c10d both stores fail together, or neither
             else:
                 reserved = self._register.backend == C10D and not (members and members[0].get("host"))
                 if len(members) + reserved >= options.nnodes:
@@ -270,7 +270,7 @@ class Gathering:
     def _reach(self, keeper: str) -> bool:
         try:
             self._listener.connect(keeper)
-        except Stranger as error:
+        except NotAuthenticated as error:
             raise ConfigError(
                 f"the machine {host_of(keeper)} has another secret than this one, or is none of this job ({error}): "
                 "give all machines the same --secret-file, or copy ~/.config/swift-recovery/secret from one to the "
@@ -281,7 +281,7 @@ class Gathering:
         return True
 
     def _start_over(self, document: dict[str, Any]) -> None:
-        console("the machine that hosts the store is lost: the machines meet again, and all workers start again")
+        console("the machine that hosts the store failed: the machines meet again, and all workers start again")
         fresh = {"phase": FORMING, "round": document["round"] + 1, "attempt": document["attempt"] + 1, "members": []}
         fresh |= {key: document[key] for key in ("run",) if key in document}
         with suppress(RendezvousConnectionError):

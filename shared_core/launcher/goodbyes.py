@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from shared_core.waiting import Wait, ranks_text
 
 
-class Parting:
+class ShutdownBarrier:
     """Looks at the goodbyes of one machine's workers.
 
     Args:
@@ -32,7 +32,7 @@ class Parting:
             self._wait = None
             return
         if self._wait is None:
-            # They are there for whoever is lost among the others: what they hold is the newest state.
+            # They are there for whoever fails among the others: what they hold is the newest state.
             who, whom = ranks_text(finished), lambda: f"{ranks_text(self._left)}, which {_still(self._left)}"
             ends = "they leave when all have finished"
             self._wait = Wait(f"{who} (finished)", whom, math.inf, ends=ends, say=self._say)

@@ -20,7 +20,7 @@ from shared_core.transport.store import Store
 
 _ONCE = ("fail", "restart", SAVED)
 _DIVERGENT = "divergent"
-#: Said again in each generation, or by each prepared standby.
+#: Said again in each generation, or by each hot standby.
 _AGAIN = ("handed", "declined", PREPARED)
 
 

@@ -1,7 +1,7 @@
 """Told to end, the agent has its workers make a last checkpoint first, within the grace time.
 
 SIGTERM is what clouds and schedulers send before they take a machine away, SIGUSR1 and SIGUSR2 what SLURM can be asked
-to send some time before a job's limit (``--signal=USR1@120``). Rank 0 finds the request at its next batch top; all
+to send some time before a job's limit (``--signal=USR1@120``). Rank 0 finds the request at its next step boundary; all
 ranks stop at the same one and say so when the checkpoint is committed. What came of it is said once, at the very end,
 when nobody writes any more: before, nobody knows.
 """
@@ -43,7 +43,7 @@ class LastCheckpoint:
         self._job_dir, self._set_key = job_dir, set_key
         self._handled = 0
         self._over = self._committed = False
-        self._top = 0
+        self._boundary = 0
         self.deadline: float | None = None
 
     def want(self) -> None:
@@ -85,9 +85,9 @@ class LastCheckpoint:
     def saved(self, fields: Mapping[str, Any]) -> None:
         """Rank 0 says that the last checkpoint is committed, or cannot be."""
         if self.deadline is None:
-            return  # another machine's: this one goes on
+            return  # another machine's: this one continues
         self._committed = bool(fields.get("done"))
-        self._top = int(fields.get("top", 0))
+        self._boundary = int(fields.get("boundary", 0))
         self._over = True
 
     @property
@@ -110,9 +110,9 @@ class LastCheckpoint:
         Args:
             config: options of the job.
             command: the program with its arguments.
-            reached: batch tops that the workers of this machine have passed.
+            reached: step boundaries that the workers of this machine have passed.
         """
         if config.checkpoint.dir is not None:
             spool = Spool(self._job_dir / FOLDER)
-            reached = self._top or reached
+            reached = self._boundary or reached
             console(verdict(config.checkpoint.dir, command, spool, reached, continues=config.continues))

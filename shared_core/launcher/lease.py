@@ -1,9 +1,9 @@
 """Leases: each agent renews its own in the store, looks at those of the others, and stops its workers when it cannot.
 
 A lease is a counter. Whoever sees one stand still for the length of a lease, by its own clock, calls that machine
-lost; clocks of machines are never compared. The holder counts from the moment *before* it sent the last renewal that
+failed; clocks of machines are never compared. The holder counts from the moment *before* it sent the last renewal that
 was answered, and only three quarters of the lease (:data:`FENCE`), so it has stopped its workers before anybody
-calls it lost.
+calls it failed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Observations:
 
 @dataclass
 class _Duty:
-    """A lease that must be renewed for the workers to go on."""
+    """A lease that must be renewed for the workers to continue."""
 
     name: str
     renew: Callable[[], bool]
@@ -81,7 +81,7 @@ class Lease:
     """This machine's lease and its view of the others', kept by threads.
 
     Attributes:
-        lost: machines that were seen to be lost or to have left.
+        failed: machines that were seen to fail or to have left.
         alive: machines that have a lease, in the order in which they came.
         fenced: why this machine has stopped its workers; empty while it holds its lease.
 
@@ -89,7 +89,7 @@ class Lease:
         connect: makes a client of the store.
         machine: this machine's name.
         lease_s: length of a lease in seconds.
-        changed: called on a thread when a machine was lost or has come.
+        changed: called on a thread when a machine failed or has come.
         fence: called on a thread when this machine must stop its workers at once; gets the reason.
         also: renews a lease elsewhere too (that of the store's host, in etcd) and says whether it could.
         also_s: length of that lease in seconds.
@@ -108,7 +108,7 @@ class Lease:
         *,
         guard: bool = True,
     ) -> None:
-        self.lost: set[str] = set()
+        self.failed: set[str] = set()
         self.alive: tuple[str, ...] = ()
         self.fenced = ""
         self._store, self._machine = connect(), machine
@@ -178,7 +178,7 @@ class Lease:
         keys = [f"{_PREFIX}member/{place}" for place in range(1, self._come() + 1)]
         keys = [key for key in keys if self._store.check([key])]
         names = [raw.decode(errors="backslashreplace") for raw in self._store.multi_get(keys)]
-        watched = [name for name in dict.fromkeys([*names, *sorted(self._expected)]) if name not in self.lost]
+        watched = [name for name in dict.fromkeys([*names, *sorted(self._expected)]) if name not in self.failed]
         known = [name for name in watched if self._store.check([f"{_PREFIX}beat/{name}"])]
         beats = self._store.multi_get([f"{_PREFIX}beat/{name}" for name in known]) if known else []
         counters = dict.fromkeys(watched, 0) | {
@@ -186,9 +186,9 @@ class Lease:
         }
         gone = {name for name in watched if self._store.check([f"{_PREFIX}left/{name}"])}
         late = self._observations.look(time.monotonic(), counters) - {self._machine}
-        alive = tuple(name for name in names if name not in late | gone | self.lost)
+        alive = tuple(name for name in names if name not in late | gone | self.failed)
         if late or gone or alive != self.alive:
-            self.lost = self.lost | late | gone
+            self.failed = self.failed | late | gone
             self.alive = alive
             self._changed()
 
@@ -204,7 +204,7 @@ class Lease:
             self._unreadable.add(name)
             console(
                 f"the lease of machine {name} holds {raw[:80]!r}, which is not a number: something else has written to "
-                "the job's store; the machine is lost unless it renews its lease"
+                "the job's store; the machine counts as failed unless it renews its lease"
             )
         return _UNREADABLE
 

@@ -13,11 +13,11 @@ from typing import Any
 from shared_core.protocol.generation import (
     GIVEN_UP,
     Entry,
-    Kind,
+    EntryKind,
     generation_key,
     go_key,
-    lane_key,
     plan_key,
+    survivor_group_key,
 )
 from shared_core.protocol.rounds import NOBODY, still_absent
 
@@ -31,10 +31,10 @@ class Ledger:
         machines: for each place, the machine that holds it; None while nobody does. Empty for a job on one machine.
         over: the last entry once the attempt is over.
         gone: machines that have lost their place; each has another name if it comes back.
-        detected: when the loss was noticed that the newest generation answers; 0 before there is one.
+        detected: when the failure was noticed that the newest generation answers; 0 before there is one.
         change: the newest generation, while the number of workers changes; else None.
-        absent: ranks that were lost and without which the others went on, as of the newest generation; None where every
-            loss is answered by forming a generation with its newcomer.
+        absent: ranks that failed and without which the others continued, as of the newest generation; None where every
+            failure is answered by forming a generation with its replacement.
 
     Args:
         store: a client of the store; any object with ``check``, ``get`` and ``compare_set``.
@@ -111,11 +111,11 @@ class Ledger:
     def _completed(self, entry: Entry) -> Entry:
         """The entry with what the ledger knows."""
         incarnations, kind, absent = list(self.incarnations), entry.kind, None
-        for rank in entry.lost:
+        for rank in entry.failed:
             incarnations[rank] += 1
         if not kind.over:
-            absent = self._absent_after(entry.lost)
-            kind = kind if kind is Kind.HAND_ON else Kind.GO_ON if absent else Kind.FORM
+            absent = self._absent_after(entry.failed)
+            kind = kind if kind is EntryKind.DRAIN else EntryKind.CARRY_ON if absent else EntryKind.FORM
         return replace(
             entry,
             generation=self.generation + 1,
@@ -125,20 +125,20 @@ class Ledger:
             machines=entry.machines or self.machines,
         )
 
-    def _absent_after(self, lost: Sequence[int]) -> frozenset[int] | None:
-        """``absent`` of the generation that follows these losses.
+    def _absent_after(self, failed: Sequence[int]) -> frozenset[int] | None:
+        """``absent`` of the generation that follows these failures.
 
-        Once every worker uses lanes, the others go on without a lost rank. Newcomers that are being let in are in, or
-        they are not: this settles it.
+        Once every worker uses survivor groups, the others continue without a failed rank. Replacements that are being
+        admitted are in, or they are not: this settles it.
         """
         if self.absent is None:
-            keys = [self._prefix + lane_key(rank, n) for rank, n in enumerate(self.incarnations)]
-            return frozenset(lost) if self._store.check(keys) else None
+            keys = [self._prefix + survivor_group_key(rank, n) for rank, n in enumerate(self.incarnations)]
+            return frozenset(failed) if self._store.check(keys) else None
 
         def settle(key: str) -> bytes:
             return bytes(self._store.compare_set(self._prefix + key, "", NOBODY))
 
-        return frozenset(lost) | still_absent(self.generation, self.absent, settle)
+        return frozenset(failed) | still_absent(self.generation, self.absent, settle)
 
     @property
     def _next(self) -> str:
@@ -152,7 +152,7 @@ class Ledger:
             self.over = entry
         else:
             self.absent = entry.absent
-            self.change = entry if entry.kind is Kind.HAND_ON else None
+            self.change = entry if entry.kind is EntryKind.DRAIN else None
             self.generation, self.incarnations, self.detected = entry.generation, entry.incarnations, entry.detected
         if not ours:
             self._news.append(entry)

@@ -1,4 +1,4 @@
-"""Log files and console prefixes of the workers, laid out as torchrun's; newcomers append to the files."""
+"""Log files and console prefixes of the workers, laid out as torchrun's; replacements append to the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class WorkerLogs:
-    """Where the output of each local rank goes, from the first worker to the last newcomer.
+    """Where the output of each local rank goes, from the first worker to the last replacement.
 
     Args:
         name: role, the word in the default prefix ``[role0]:``.

@@ -1,4 +1,4 @@
-"""An agent among those of other machines: its place, its lease, copies, and who takes a lost machine's place."""
+"""An agent among those of other machines: its place, its lease, copies, and who takes a failed machine's place."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from shared_core.launcher.console import host_of, listed
 from shared_core.launcher.fencing import Fenced, sever
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer
-from shared_core.launcher.neighbour import Copies, Sender
-from shared_core.launcher.rendezvous import Meeting
+from shared_core.launcher.neighbour import NeighbourCopies, Sender
+from shared_core.launcher.rendezvous import SwiftRendezvousHandler
 from shared_core.protocol import mirroring
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind
+from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.takeover import Reassignment, reassign
 from shared_core.protocol.worker_env import Resized
 from shared_core.system import wire
 from shared_core.system.jobdir import CHECKPOINTS, MIRROR
-from shared_core.system.secret import Stranger, derive, leave
+from shared_core.system.secret import NotAuthenticated, derive, leave
 from shared_core.system.wire import Link
 from shared_core.transport import remote_store
 from shared_core.transport.remote_store import RemoteStore
@@ -33,11 +33,11 @@ from shared_core.transport.store import Store, StoreError
 from shared_core.waiting import FOREVER_S, Wait, ranks_text
 
 
-class Crew:
+class MachineMembership:
     """What an agent needs of the other machines.
 
     Args:
-        meeting: where the machines came together.
+        rendezvous: where the machines came together.
         job_dir: private folder of the job on this machine.
         pause: waits so many seconds while this machine has no place; may raise to give up.
         wake: called on a thread when there is something to look at.
@@ -48,7 +48,7 @@ class Crew:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: SwiftRendezvousHandler,
         job_dir: Path,
         *,
         pause: Callable[[float], None],
@@ -57,18 +57,19 @@ class Crew:
         number: Callable[[], int],
         secret: bytes,
     ) -> None:
-        self._meeting, self._job_dir = meeting, job_dir
+        self._rendezvous, self._job_dir = rendezvous, job_dir
         self._wake, self._stop_workers = wake, stop_workers
         self._gone: set[str] = set()
-        self._copies = Copies(job_dir / CHECKPOINTS)
-        self._key = derive(secret, meeting.get_run_id())
+        self._copies = NeighbourCopies(job_dir / CHECKPOINTS)
+        self._key = derive(secret, rendezvous.get_run_id())
         leave(job_dir, self._key)
         self._server: MirrorServer | None = None
         self._sender: Sender | None = None
         self._pause, self._number = pause, number
-        meeting.attend(self)
+        rendezvous.attend(self)
 
-    # -- what the meeting asks of this machine ------------------------------------------------------------------------
+    # -- what the rendezvous asks of this machine
+    # ------------------------------------------------------------------------
 
     @property
     def number(self) -> int:
@@ -78,7 +79,7 @@ class Crew:
     def listen(self, address: str) -> int:
         """See :class:`Listener`. Takes all of this machine's ports."""
         if self._server is None:
-            ports = self._meeting.ports
+            ports = self._rendezvous.ports
             if ports.store:
                 ports.take(address, ports.store).close()  # if this machine is to host the script's store
             listener = ports.take(address, ports.copies)
@@ -89,7 +90,7 @@ class Crew:
         """See :class:`Listener`."""
         try:
             return RemoteStore(wire.connect(machine, self._key), FOREVER_S)
-        except Stranger:
+        except NotAuthenticated:
             raise
         except OSError as error:
             raise StoreError(f"the job's store at {machine} cannot be reached: {error}") from error
@@ -105,8 +106,8 @@ class Crew:
     def fence(self, reason: str) -> None:
         """See :class:`Listener`."""
         self._stop_workers()
-        if self._meeting.keeper:
-            sever(wire.place_of(self._meeting.keeper)[1])  # the agent's main thread may wait there
+        if self._rendezvous.keeper:
+            sever(wire.place_of(self._rendezvous.keeper)[1])  # the agent's main thread may wait there
         self._wake()
 
     # -- what the agent asks of the others ----------------------------------------------------------------------------
@@ -114,12 +115,12 @@ class Crew:
     @property
     def run_id(self) -> str:
         """Of this start of the job, equal on all machines."""
-        return self._meeting.run_id
+        return self._rendezvous.run_id
 
     @property
     def address(self) -> str:
         """This machine's."""
-        return self._meeting.address
+        return self._rendezvous.address
 
     def team(self, before: Attempt | None, number: int) -> Team | None:
         """This machine's place in the attempt that begins.
@@ -128,9 +129,9 @@ class Crew:
             before: the attempt that ends; None if this machine was just given its place.
             number: of the attempt that begins after it.
         """
-        team = self._meeting.team
+        team = self._rendezvous.team
         if team is not None and self._sender is None:
-            self._sender = Sender(self._copies, lambda: self._meeting.name, self._key)
+            self._sender = Sender(self._copies, lambda: self._rendezvous.name, self._key)
         if team is None or before is None:
             return team
         return replace(team, machines=before.ledger.machines, number=number)
@@ -138,50 +139,50 @@ class Crew:
     @property
     def keeper(self) -> str:
         """Name of the machine that has the job's store."""
-        return self._meeting.keeper
+        return self._rendezvous.keeper
 
     def _serve(self, link: Link, kind: bytes, data: bytes) -> None:
         """Answer a frame that is about no copy of a publication."""
         if kind != remote_store.OPEN:
             self._copies.serve(link, kind, data)
-        elif (store := self._meeting.store) is not None:
+        elif (store := self._rendezvous.store) is not None:
             remote_store.serve(store, link)
         else:
             raise ConnectionError("the job's store is not here")
 
     def check(self, ledger: Ledger) -> None:
-        """May this machine's workers go on?
+        """May this machine's workers continue?
 
         Raises:
             Fenced: if not.
         """
-        lease, team = self._meeting.lease, self._meeting.team
+        lease, team = self._rendezvous.lease, self._rendezvous.team
         if self._sender is not None:
             self._sender.machines = ledger.machines
         if lease is None or team is None:
             return
         if lease.fenced:
             raise Fenced(lease.fenced)
-        if ledger.machines[team.slot] != self._meeting.name:
+        if ledger.machines[team.slot] != self._rendezvous.name:
             raise Fenced("its lease ran out, and its place was given away")
 
     def why(self, error: Exception) -> str:
         """Why this machine had to stop its workers, where ``error`` ended its part."""
-        return (self._meeting.lease.fenced if self._meeting.lease is not None else "") or str(error)
+        return (self._rendezvous.lease.fenced if self._rendezvous.lease is not None else "") or str(error)
 
     def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing, *, restart: bool) -> Entry | None:
-        """Give the places of lost machines to spare ones, or go on with another number of machines.
+        """Give the places of failed machines to spare ones, or continue with another number of machines.
 
         Args:
             attempt: the present one.
             nproc: workers of each machine.
             resizing: the number of workers.
-            restart: all workers start again then, instead of newcomers taking over.
+            restart: all workers start again then, instead of replacements taking over.
 
         Returns:
             The ledger's entry; None if there is nothing to do, or another agent was first.
         """
-        lease, ledger = self._meeting.lease, attempt.ledger
+        lease, ledger = self._rendezvous.lease, attempt.ledger
         if lease is None:
             return None
         lease.expect(ledger.machines)
@@ -190,23 +191,23 @@ class Crew:
         def make() -> Entry | None:
             self._gone |= ledger.gone  # this agent may still believe in a lease that another has seen to end
             alive = [name for name in lease.alive if name not in self._gone]
-            change = reassign(ledger.machines, lease.lost, alive)
+            change = reassign(ledger.machines, lease.failed, alive)
             machines = ledger.machines if change is None else change.machines
             entry, why = Entry(detected=detected, machines=machines), ""
             if change is not None:
                 why = _reason(change)
                 if restart:
-                    return Entry(kind=Kind.RESTART, reason=why, machines=machines)
+                    return Entry(kind=EntryKind.RESTART, reason=why, machines=machines)
                 causes = tuple(Cause(CauseKind.MACHINE, why, rank) for rank in change.ranks(nproc))
                 entry = replace(entry, causes=causes)
             after = resizing.machines(machines, alive, changed=change is not None, now=time.monotonic())
             if after is not None:
                 held = [place for place, name in enumerate(machines) if name is not None]
                 stay = [place * nproc + local_rank for place in held for local_rank in range(nproc)]
-                stay = [rank for rank in stay if rank not in entry.lost]
-                entry = replace(entry, kind=Kind.HAND_ON, stay=tuple(stay), after=after)
+                stay = [rank for rank in stay if rank not in entry.failed]
+                entry = replace(entry, kind=EntryKind.DRAIN, stay=tuple(stay), after=after)
                 why = f"{why}; " if why else ""
-                why += "1 machine goes on" if len(after) == 1 else f"{len(after)} machines go on"
+                why += "1 machine continues" if len(after) == 1 else f"{len(after)} machines continue"
             return replace(entry, reason=why) if why else None
 
         entry = attempt.append(make)
@@ -220,14 +221,14 @@ class Crew:
         Raises:
             Fenced: if it has none.
         """
-        if not self._meeting.regroup(machines, number) or self._meeting.team is None:
-            raise Fenced("the others go on without this machine")
-        return self._meeting.team.slot
+        if not self._rendezvous.regroup(machines, number) or self._rendezvous.team is None:
+            raise Fenced("the others continue without this machine")
+        return self._rendezvous.team.slot
 
     @property
     def line(self) -> str:
-        """What the attempt goes on from in which this machine was given its place; see :class:`Resizing`."""
-        return self._meeting.line
+        """What the attempt continues from in which this machine was given its place; see :class:`Resizing`."""
+        return self._rendezvous.line
 
     def gather(self, machines: Sequence[str | None], line: Resized) -> None:
         """Get what all ranks of the attempt before had published, and the state that was handed on."""
@@ -242,21 +243,21 @@ class Crew:
                 mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
 
     def fetch(self, ledger: Ledger, ranks: Sequence[int], number: int) -> None:
-        """Get what the last holders of ``ranks``, on a machine that is lost, had published, from who kept it."""
+        """Get what the last holders of ``ranks``, on a machine that fails, had published, from who kept it."""
         taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
         if taken:
-            others = [machine for machine in ledger.machines if machine != self._meeting.name]
+            others = [machine for machine in ledger.machines if machine != self._rendezvous.name]
             with _from_others(taken):
                 mirror.fetch(others, taken, number, self._job_dir)
 
     @property
     def job_ends_here(self) -> bool:
         """Whether the job cannot outlive this machine."""
-        return self._meeting.store_dies_here
+        return self._rendezvous.store_dies_here
 
     def leave(self, *, over: bool) -> None:
-        """Go, and say so; see :meth:`Meeting.leave`."""
-        self._meeting.leave(over=over)
+        """Go, and say so; see :meth:`SwiftRendezvousHandler.leave`."""
+        self._rendezvous.leave(over=over)
 
     def send_no_more(self) -> None:
         """The job ends on this machine: its snapshots are not copied any more. Others may ask for what is here."""
@@ -275,12 +276,12 @@ def _reason(change: Reassignment) -> str:
     """What has happened to the machines, in words."""
     takers = {place: host_of(str(change.machines[place])) for place in change.filled}
     parts = []
-    for place, name in change.lost.items():
+    for place, name in change.failed.items():
         taker = takers.pop(place, "")
         after = f" and {taker} takes its place" if taker else ", and no spare one is there"
-        parts.append(f"machine {host_of(name)} is lost{after}")
+        parts.append(f"machine {host_of(name)} failed{after}")
     if takers:
-        parts.append(f"machine {listed(list(takers.values()))} takes the place of a lost one")
+        parts.append(f"machine {listed(list(takers.values()))} takes the place of a failed one")
     return "; ".join(parts)
 
 

@@ -1,7 +1,7 @@
 """A copy of each rank's publications on one other machine, so that they outlive their own (DESIGN section 3).
 
 What a rank publishes lies in the memory of its machine. Each worker also sends it to the agent of the machine in the
-next place, and goes on when that agent has it: before the rank contributes to any collective of that batch. A spare
+next place, and continues when that agent has it: before the rank contributes to any collective of that batch. A spare
 machine that takes a place asks the others for what they hold of its ranks.
 
 It goes in the frames of :mod:`~shared_core.system.wire`. Files are written whole and renamed.
@@ -69,16 +69,16 @@ class MirrorServer:
         self._server.close()
 
     def _serve(self, sock: socket.socket, link: Link, known: Callable[[], None]) -> None:
-        patience: float | None = secret.PROOF_S
+        limit_s: float | None = secret.PROOF_S
 
         def idle(waits: bool) -> None:
             if not waits:
                 known()
-            sock.settimeout(patience if waits else WAIT_S)
+            sock.settimeout(limit_s if waits else WAIT_S)
 
         for kind, rank, attempt, name, data in link.frames(self._longest, idle):
             # Between two publications a worker may compute for any time.
-            patience = None if kind == BEGIN or patience is None else WAIT_S
+            limit_s = None if kind == BEGIN or limit_s is None else WAIT_S
             self._do(link, kind, rank, attempt, name, data)
 
     def _longest(self, kind: bytes) -> int:
@@ -125,7 +125,7 @@ class MirrorServer:
 
 
 def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> dict[int, int]:
-    """Get the publications of ``ranks`` from the machine that has the newest batch top of each.
+    """Get the publications of ``ranks`` from the machine that has the newest step boundary of each.
 
     Args:
         machines: to ask; those that do not answer are passed over.
@@ -173,9 +173,9 @@ def _fetch_one(machines: list[str], key: bytes, rank: int, attempt: int, folder:
     newest = -1
     for machine in machines:
         found = _ask(machine, key, rank, attempt)
-        tops = [int(name[4:]) for name in found if name.startswith("top.") and name[4:].isdigit()]
-        if found and max(tops, default=0) > newest:
-            best, newest = found, max(tops, default=0)
+        boundaries = [int(name[9:]) for name in found if name.startswith("boundary.") and name[9:].isdigit()]
+        if found and max(boundaries, default=0) > newest:
+            best, newest = found, max(boundaries, default=0)
     if best:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)

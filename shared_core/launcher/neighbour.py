@@ -1,8 +1,8 @@
 """A copy of each machine's newest snapshot in the memory of one other machine: the tier ``neighbour``.
 
 A thread of the agent sends the snapshot to the agent of the machine in the next place (:class:`Sender`), which keeps
-the newest whole one and the one that is coming (:class:`Copies`). When all workers start again, each asks all machines
-what they hold, and reads what it needs from there (:mod:`~shared_core.worker.checkpoints.in_memory`).
+the newest whole one and the one that is coming (:class:`NeighbourCopies`). When all workers start again, each asks all
+machines what they hold, and reads what it needs from there (:mod:`~shared_core.worker.checkpoints.in_memory`).
 
 It goes over the connections of :mod:`~shared_core.launcher.mirror`. A copy: one frame with the names and sizes of the
 files and the notes that seal them; an answer; each file in parts and its SHA-256; a frame once all of it was still
@@ -50,7 +50,7 @@ def _low_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-class Copies:
+class NeighbourCopies:
     """What this machine's memory holds of checkpoints: its own snapshots, and a copy of its neighbour's.
 
     Attributes:
@@ -118,7 +118,7 @@ class Copies:
         for name, text in notes.items():
             _check_note(name, key[1], json.loads(text))
         before, self._busy = self._busy, link
-        if before is not None:  # its sender has been lost, or has given up
+        if before is not None:  # its sender has failed, or has given up
             with suppress(OSError):
                 before.shutdown()
         with self._lock:
@@ -136,7 +136,7 @@ class Copies:
         if self._over.is_set():
             raise ConnectionError("the job ends on this machine")
         if self.kept is not None and key < self.kept:
-            return _NOT_YET  # from a machine that the others have gone on without
+            return _NOT_YET  # from a machine that the others have continued without
         self.begun = key
         self.hold(_KEPT, self.kept, key)
         if self.kept is not None and self._has_own(self.kept) and not self._awaits_own(key):
@@ -258,7 +258,7 @@ class Sender:
         secret: the job's key.
     """
 
-    def __init__(self, copies: Copies, name: Callable[[], str], secret: bytes) -> None:
+    def __init__(self, copies: NeighbourCopies, name: Callable[[], str], secret: bytes) -> None:
         self.machines: tuple[str | None, ...] = ()
         self._copies, self._name, self._secret = copies, name, secret
         self._sent: tuple[str, Key] | None = None
@@ -286,12 +286,12 @@ class Sender:
                 self._look()
                 self._failures = 0
             except (OSError, SwiftError) as error:
-                # Once is nothing: the other machine is being lost or has ended, or a newer snapshot took the place.
+                # Once is nothing: the other machine is failing or has ended, or a newer snapshot took the place.
                 self._failures += 1
                 if self._failures > 1:
                     self._tell(
                         f"this machine's newest snapshot is not copied to another machine for now ({error}). It is "
-                        f"tried again every {RETRY_S:g} s; if this machine is lost before, all workers start again "
+                        f"tried again every {RETRY_S:g} s; if this machine fails before, all workers start again "
                         "from the newest checkpoint in storage, or from the start"
                     )
                 wait = RETRY_S
@@ -338,7 +338,7 @@ class Sender:
             return
         if answer == _FULL:
             self._tell(
-                f"{to} has no room in memory for a copy of this machine's snapshots: if this machine is lost, all "
+                f"{to} has no room in memory for a copy of this machine's snapshots: if this machine fails, all "
                 "workers start again from the newest checkpoint in storage, or from the start. Free memory there "
                 "(/dev/shm)"
             )

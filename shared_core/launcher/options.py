@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared_core.checkpoint.command import Command
 from shared_core.config import SwiftConfig
-from shared_core.protocol.loss_policy import LOOP_LIMIT
+from shared_core.protocol.failure_policy import LOOP_LIMIT
 from shared_core.protocol.request import Mode
 
 
@@ -45,7 +45,7 @@ class AgentOptions:
         events: path of ``events.jsonl``; None writes none.
         grace_s: seconds between SIGTERM and SIGKILL when the job is ended.
         threads: intra-op threads that a fresh interpreter would use when ``OMP_NUM_THREADS`` is not set.
-        loop_limit: see :class:`~shared_core.protocol.loss_policy.LossBook`.
+        loop_limit: see :class:`~shared_core.protocol.failure_policy.FailureBook`.
         signals: names of the signals that end the job.
         store_port: port of the store; 0 takes a free one.
         machines: how many there are at least, and at most.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
-from shared_core.launcher.machine import Crew
+from shared_core.launcher.job_reporter import JobReporter
+from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.resizes import Resizes
-from shared_core.launcher.telling import Telling
-from shared_core.protocol.agent_phase import Event
+from shared_core.protocol.agent_phase import AgentEvent
 from shared_core.protocol.resizing import Resizing
 
 
@@ -16,62 +16,62 @@ class OtherMachines:
 
     Args:
         nproc: workers of each machine.
-        restart: all workers start again after a loss.
+        restart: all workers start again after a failure.
     """
 
     def __init__(
         self,
-        crew: Crew,
+        membership: MachineMembership,
         nproc: int,
         restart: bool,
         attempts: Attempts,
         resizes: Resizes,
-        telling: Telling,
+        job_reporter: JobReporter,
         resizing: Resizing,
     ) -> None:
-        self._crew, self._nproc, self._restart = crew, nproc, restart
-        self._attempts, self._resizes, self._telling, self._resizing = attempts, resizes, telling, resizing
+        self._membership, self._nproc, self._restart = membership, nproc, restart
+        self._attempts, self._resizes, self._job_reporter, self._resizing = attempts, resizes, job_reporter, resizing
 
     def check(self) -> None:
-        """May this machine's workers go on?
+        """May this machine's workers continue?
 
         Raises:
             Fenced: if not.
         """
         if self._attempts.phase.trains:
-            self._crew.check(self._attempts.now.ledger)
+            self._membership.check(self._attempts.now.ledger)
 
     def look(self) -> None:
-        """Give the places of lost machines away, or go on with another number of machines."""
+        """Give the places of failed machines away, or continue with another number of machines."""
         attempts = self._attempts
-        entry = self._crew.replace_machines(attempts.now, self._nproc, self._resizing, restart=self._restart)
+        entry = self._membership.replace_machines(attempts.now, self._nproc, self._resizing, restart=self._restart)
         if entry is None:
             return
         self._resizes.note(entry)
-        self._telling.lost_elsewhere(entry)
+        self._job_reporter.failed_elsewhere(entry)
         if self._restart:
-            self._telling.emit("restart", reason=entry.reason, attempt=attempts.number + 1)
+            self._job_reporter.emit("restart", reason=entry.reason, attempt=attempts.number + 1)
             attempts.restart(entry)
         else:
-            self._telling.generation(entry)
+            self._job_reporter.generation(entry)
 
     def stand_down(self, error: Exception) -> None:
-        """This machine may not go on: its workers end, and it is as if it had just been started."""
-        reason = self._crew.why(error)
+        """This machine may not continue: its workers end, and it is as if it had just been started."""
+        reason = self._membership.why(error)
         console(f"the workers of this machine are stopped: {reason}")
-        self._telling.warn(f"workers stopped: {reason}")
-        self._attempts.step(Event.FENCED)
+        self._job_reporter.warn(f"workers stopped: {reason}")
+        self._attempts.step(AgentEvent.FENCED)
 
     def send_no_more(self) -> None:
         """The job ends on this machine: its snapshots are not copied any more."""
-        self._crew.send_no_more()
+        self._membership.send_no_more()
 
     def part(self) -> None:
         """Go, and say so."""
         attempts = self._attempts
         over = attempts.begun and attempts.now.ledger.over is not None
-        if attempts.begun and not over and self._crew.job_ends_here:
+        if attempts.begun and not over and self._membership.job_ends_here:
             attempts.write_failure(attempts.places.ranks[0], "the machine that hosts the store was told to end")
             over = True
-        self._crew.leave(over=over)
-        self._crew.close()
+        self._membership.leave(over=over)
+        self._membership.close()

@@ -33,7 +33,7 @@ class Persisting:
     Args:
         job_dir: private folder of the job; a worker that leaves a snapshot there makes the writer needed.
         events: path of ``events.jsonl``, if there is one.
-        grace_s: how long it may go on when this process has been killed.
+        grace_s: how long it may continue when this process has been killed.
         say: prints a line for the user.
     """
 
@@ -57,7 +57,7 @@ class Persisting:
         if self._process is not None:
             if self.running:
                 return
-            self._bury()
+            self._handle_exits()
         if self._early_deaths < GIVE_UP_AFTER and self._refusals.due and self._folder.exists():
             self._start(rank)
 
@@ -73,10 +73,10 @@ class Persisting:
         return not watch.poll(0)
 
     def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> bool:
-        """Let it write what is there, then end it; if it is lost meanwhile, another does. A second call does nothing.
+        """Let it write what is there, then end it; if it fails meanwhile, another does. A second call does nothing.
 
         Args:
-            deadline: ``time.monotonic()`` until which it may go on; None as long as it takes.
+            deadline: ``time.monotonic()`` until which it may continue; None as long as it takes.
             wait: waits for at most so many seconds, less where something happens; reaps no children.
             enough: whether it is to be ended at once.
 
@@ -148,16 +148,16 @@ class Persisting:
         own[RUN] = self._run
         return {**environ, **own}
 
-    def _bury(self) -> None:
+    def _handle_exits(self) -> None:
         """It has died: whatever it was doing, the next one finds it in the folder."""
         code = self._collect()
         cause = process.describe_exit(code) if code is not None else "ended"
         self._early_deaths = self._early_deaths + 1 if time.monotonic() < self._started + _SOON_S else 0
         if self._early_deaths < GIVE_UP_AFTER:
-            self._say(f"the writer of checkpoints was lost ({cause}); starting another")
+            self._say(f"the writer of checkpoints failed ({cause}); starting another")
         else:
             self._say(
-                f"the writer of checkpoints was lost {GIVE_UP_AFTER} times in a row ({cause}): no more checkpoints are "
+                f"the writer of checkpoints failed {GIVE_UP_AFTER} times in a row ({cause}): no more checkpoints are "
                 "written; training continues"
             )
 

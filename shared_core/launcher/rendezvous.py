@@ -1,8 +1,8 @@
 """How machines come together: torchelastic's rendezvous with places, spare machines and leases.
 
-torchelastic's own handler starts all workers again whenever a machine comes or goes, calls a machine lost by comparing
-clocks, and after 15 s. Here a machine keeps its place for as long as it holds its lease, and a spare machine waits in
-:meth:`Meeting.next_rendezvous` until a place is given to it. The document of
+torchelastic's own handler starts all workers again whenever a machine comes or goes, calls a machine failed by
+comparing clocks, and after 15 s. Here a machine keeps its place for as long as it holds its lease, and a spare machine
+waits in :meth:`SwiftRendezvousHandler.next_rendezvous` until a place is given to it. The document of
 :mod:`~shared_core.launcher.rendezvous_store` says which machine has the store; all else is in the store.
 """
 
@@ -26,24 +26,24 @@ from shared_core.errors import ConfigError, DamagedRecord, SwiftError, WaitTimeo
 from shared_core.events import console
 from shared_core.launcher.attempt import Team, first_of, prefix_of
 from shared_core.launcher.console import host_of, ranks
-from shared_core.launcher.gathering import RETRY_S, Again, Gathering, JobOver, Listener, MeetingOptions
+from shared_core.launcher.gathering import RETRY_S, Again, Gathering, JobOver, Listener, RendezvousOptions
 from shared_core.launcher.lease import Lease
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import Ports
 from shared_core.launcher.rendezvous_store import C10D, Register
-from shared_core.protocol.generation import Kind
-from shared_core.protocol.meeting_document import ENDED, RUNNING
+from shared_core.protocol.generation import EntryKind
+from shared_core.protocol.rendezvous_document import ENDED, RUNNING
 from shared_core.transport.store import MemoryStore
 from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
-#: Leases after which a machine that is lost has been seen to be.
+#: Leases after which a machine that fails has been seen to be.
 _SURE = 1.25
 #: How long the store's host waits for the others to go, in seconds.
 _LAST_S = 10.0
 
 
-class Meeting(RendezvousHandler):
+class SwiftRendezvousHandler(RendezvousHandler):
     """One machine's part in the rendezvous.
 
     Attributes:
@@ -52,13 +52,13 @@ class Meeting(RendezvousHandler):
         run_id: id of this start of the job, equal on all machines; empty before they have met.
         ports: that this machine opens.
         keeper: name of the machine that has the job's store; empty before there is one.
-        line: what the workers of the attempt go on from, if their number has changed; see :class:`Resizing`.
+        line: what the workers of the attempt continue from, if their number has changed; see :class:`Resizing`.
 
     Args:
         register: where the machines meet.
     """
 
-    def __init__(self, register: Register, options: MeetingOptions) -> None:
+    def __init__(self, register: Register, options: RendezvousOptions) -> None:
         self.team: Team | None = None
         self.lease: Lease | None = None
         self.ports = Ports(options.port)
@@ -218,14 +218,14 @@ class Meeting(RendezvousHandler):
                         waiting = True
                         console(f"this machine, {host_of(self.name)}, waits as a spare one")
                         self._gathering.meet()
-                    # Until a lease has gone by, a machine that is lost counts as one that lives.
+                    # Until a lease has gone by, a machine that fails counts as one that lives.
                     if time.monotonic() - begun > _SURE * self._options.lease_s:
                         self._turn_away(lease, ledger, gone | ledger.gone)
                     self._listener.pause(_LOOK_S)
                 gone |= ledger.gone
-                if ledger.over.kind not in (Kind.RESTART, Kind.RESIZE):
+                if ledger.over.kind not in (EntryKind.RESTART, EntryKind.RESIZE):
                     self.leave(over=False)
-                    failed = ledger.over.kind is not Kind.RELEASE
+                    failed = ledger.over.kind is not EntryKind.RELEASE
                     raise JobOver("the job ended while this machine waited", failed=failed)
                 line = ledger.over.line
                 number, machines, self.line = number + 1, ledger.machines, line.to_json() if line is not None else ""

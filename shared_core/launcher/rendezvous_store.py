@@ -20,7 +20,7 @@ from shared_core.kinds import check_host
 from shared_core.launcher.etcd import ETCD, EtcdBackend
 from shared_core.launcher.ports import StoreConnection, listen, serve_store
 from shared_core.protocol.codec import damaged
-from shared_core.protocol.meeting_document import ADVICE, read_document
+from shared_core.protocol.rendezvous_document import ADVICE, read_document
 
 C10D = "c10d"
 BACKENDS = (C10D, ETCD)
@@ -137,7 +137,7 @@ class Register:
 
         Raises:
             Gone, OSError, RendezvousConnectionError: if it cannot be reached now. Call again: a connection that was
-                begun goes on.
+                begun continues.
             ConfigError: if it will not be by trying again.
         """
         if self.backend == ETCD:

@@ -8,11 +8,11 @@ from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.console import ranks
-from shared_core.launcher.telling import Telling
-from shared_core.launcher.workers import Fleet
+from shared_core.launcher.job_reporter import JobReporter
+from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import progress_file
-from shared_core.protocol.agent_phase import Event, Phase
-from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
+from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 
@@ -32,12 +32,17 @@ class Resizes:
         nproc: int,
         alone: bool,
         attempts: Attempts,
-        fleet: Fleet,
-        telling: Telling,
+        worker_pool: WorkerPool,
+        job_reporter: JobReporter,
         resizing: Resizing,
     ) -> None:
         self._config, self._nproc, self._alone = config, nproc, alone
-        self._attempts, self._fleet, self._telling, self._resizing = attempts, fleet, telling, resizing
+        self._attempts, self._worker_pool, self._job_reporter, self._resizing = (
+            attempts,
+            worker_pool,
+            job_reporter,
+            resizing,
+        )
 
     def grow_if_due(self) -> None:
         """Fill empty places again, when it is time."""
@@ -46,8 +51,8 @@ class Resizes:
             return
         here = attempts.places.ranks
         if (
-            attempts.phase is Phase.RESIZING
-            or attempts.roster.lost
+            attempts.phase is AgentPhase.RESIZING
+            or attempts.roster.failed
             or attempts.roster.missing
             or attempts.now.goodbyes()
         ):
@@ -56,18 +61,18 @@ class Resizes:
         self._begin(here, resizing.full)
 
     def shrink_late(self) -> None:
-        """Go on without ranks whose newcomers have not joined in time."""
+        """Continue without ranks whose replacements have not joined in time."""
         attempts, resizing = self._attempts, self._resizing
         if not self._alone:
             return
         resizing.joined([rank for rank in resizing.due if self._has_joined(rank)])
         late = resizing.late(time.monotonic())
-        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.roster.lost)
-        if not late or not stay or attempts.phase is not Phase.RUNNING:
+        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.roster.failed)
+        if not late or not stay or attempts.phase is not AgentPhase.RUNNING:
             return
         limit_s = self._config.resize.replace_timeout_s
         why = f"nobody has taken the place of {ranks(late)} within {limit_s:g} s (resize.replace_timeout_s)"
-        console(f"{why}: the others go on without {'it' if len(late) == 1 else 'them'}")
+        console(f"{why}: the others continue without {'it' if len(late) == 1 else 'them'}")
         if self._begin(stay, len(stay)):
             attempts.roster.lose(late)
             attempts.kill_ranks(late, why)
@@ -77,43 +82,45 @@ class Resizes:
         entry = self._attempts.now.next_generation((), time.time(), stay)
         if entry is None:
             return False
-        self._telling.generation(entry)
+        self._job_reporter.generation(entry)
         self._resizing.begin(stay, target)
-        self._attempts.step(Event.CHANGE)
+        self._attempts.step(AgentEvent.CHANGE)
         return True
 
     def _has_joined(self, rank: int) -> bool:
         progress = progress_file.read_progress(self._attempts.progress_file(rank))
-        started = max((one.started for one in self._fleet.live.values() if one.rank == rank), default=None)
+        started = max((one.started for one in self._worker_pool.live.values() if one.rank == rank), default=None)
         return started is not None and progress is not None and bool(progress[0]) and progress[2] >= started
 
-    def handed_on(self, generation: int, top: int) -> None:
-        """The state is handed on: end this attempt and go on with another number of workers."""
+    def handed_on(self, generation: int, boundary: int) -> None:
+        """The state is handed on: end this attempt and continue with another number of workers."""
         resizing, attempts, attempt = self._resizing, self._attempts, self._attempts.now
-        if attempts.phase is not Phase.RESIZING or generation != attempt.generation:
+        if attempts.phase is not AgentPhase.RESIZING or generation != attempt.generation:
             return
         before = attempts.places.world_size
-        line = Resized(attempt.number, before, resizing.stay, top) if top else resizing.line
+        line = Resized(attempt.number, before, resizing.stay, boundary) if boundary else resizing.line
         machines = () if self._alone else resizing.after
-        entry = Entry(kind=Kind.RESIZE, workers=resizing.target, line=line, machines=machines)
+        entry = Entry(kind=EntryKind.RESIZE, workers=resizing.target, line=line, machines=machines)
         written = attempt.append(lambda: entry if attempt.generation == generation else None)
-        if written is not None:  # else another agent was first, or has seen another loss
-            self._telling.emit("resize", workers=resizing.target, before=before, top=top, stay=list(resizing.stay))
+        if written is not None:  # else another agent was first, or has seen another failure
+            self._job_reporter.emit(
+                "resize", workers=resizing.target, before=before, boundary=boundary, stay=list(resizing.stay)
+            )
             attempts.resize(written)
 
     def declined(self, generation: int, reason: str) -> None:
-        """The number of workers cannot change here: lost ones are replaced after all."""
+        """The number of workers cannot change here: failed ones are replaced after all."""
         attempts = self._attempts
-        if attempts.phase is not Phase.RESIZING or generation != attempts.now.generation:
+        if attempts.phase is not AgentPhase.RESIZING or generation != attempts.now.generation:
             return
-        console(f"the number of workers cannot change now ({reason}): lost workers are replaced instead")
-        self._telling.warn(f"the number of workers cannot change: {reason}")
+        console(f"the number of workers cannot change now ({reason}): failed workers are replaced instead")
+        self._job_reporter.warn(f"the number of workers cannot change: {reason}")
         self._resizing.decline(time.monotonic(), len(attempts.places.ranks))
         if (entry := attempts.now.next_generation((), time.time(), ends=True)) is not None:
-            self._telling.generation(entry)
+            self._job_reporter.generation(entry)
             self.note(entry)
 
     def note(self, entry: Entry) -> None:
         """A generation was written that may begin or end a change."""
         self._resizing.follow(entry, self._nproc)
-        self._attempts.step(Event.CHANGE if self._resizing.stay else Event.NO_CHANGE)
+        self._attempts.step(AgentEvent.CHANGE if self._resizing.stay else AgentEvent.NO_CHANGE)

@@ -1,4 +1,4 @@
-"""The prepared standbys of one machine: made one at a time while the job trains, and given their ranks' places."""
+"""The hot standbys of one machine: made one at a time while the job trains, and given their ranks' places."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from shared_core.config import SwiftConfig
 from shared_core.events import console
-from shared_core.launcher.starting import Start, Starter
-from shared_core.launcher.telling import Telling
-from shared_core.launcher.workers import CANCELLED, Fleet, LiveWorker
+from shared_core.launcher.job_reporter import JobReporter
+from shared_core.launcher.starting import AttemptStart, Starter
+from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
 from shared_core.protocol.preparing import EXIT_UNFIT, LEAST_STARTUP_S, Measured, Prepared, decide, next_rank, retry_s
 from shared_core.protocol.progress_file import path_of, read_progress
 from shared_core.system import process
@@ -31,30 +31,36 @@ class Spares:
         job_dir: private folder of the job, where workers say how far they are.
     """
 
-    def __init__(self, config: SwiftConfig, fleet: Fleet, starter: Starter, telling: Telling, job_dir: Path) -> None:
-        self._config, self._fleet, self._starter, self._telling = config, fleet, starter, telling
+    def __init__(
+        self, config: SwiftConfig, worker_pool: WorkerPool, starter: Starter, job_reporter: JobReporter, job_dir: Path
+    ) -> None:
+        self._config, self._worker_pool, self._starter, self._job_reporter = config, worker_pool, starter, job_reporter
         self._job_dir = job_dir
         self._startups: dict[int, float] = {}
         self._trains_since = 0.0
         self._told = False
-        self._losses: Counter[int] = Counter()
+        self._failed_ranks: Counter[int] = Counter()
         self._ready: dict[int, Prepared] = {}
         self._unfit: set[int] = set()
         self._preparing: LiveWorker | None = None
         self._failures, self._next = 0, 0.0
 
-    def look(self, start: Start) -> None:
+    def look(self, start: AttemptStart) -> None:
         """Prepare the next standby, if it is time and nobody is waited for.
 
         Args:
             start: in what it is started.
         """
-        self._bury()
+        self._handle_exits()
         self._drop_useless()
         if self._preparing is not None:
             self._look_at_preparing()
             return
-        if time.monotonic() < self._next or not self._telling.story.quiet or not self._all_train(start.places.ranks):
+        if (
+            time.monotonic() < self._next
+            or not self._job_reporter.console_reporter.quiet
+            or not self._all_train(start.places.ranks)
+        ):
             return
         measured = self._measure()
         ranks, chosen = start.places.ranks, self._config.standby.prepared
@@ -62,12 +68,12 @@ class Spares:
         if not self._told:
             self._told = True
             fields = asdict(measured)
-            self._telling.emit("preparing", number=decision.number, reason=decision.text, **fields)
+            self._job_reporter.emit("preparing", number=decision.number, reason=decision.text, **fields)
             if chosen not in ("auto", 0) or (chosen == "auto" and measured.startup_s >= LEAST_STARTUP_S):
                 console(decision.text)
-        rank = next_rank(decision.number, set(ranks) - self._unfit, self._losses, self._ready)
-        patience_s = measured.startup_s if chosen == "auto" else 0.0
-        if rank is None or time.time() - self._trains_since < patience_s or not self._fleet.can_start:
+        rank = next_rank(decision.number, set(ranks) - self._unfit, self._failed_ranks, self._ready)
+        start_up_s = measured.startup_s if chosen == "auto" else 0.0
+        if rank is None or time.time() - self._trains_since < start_up_s or not self._worker_pool.can_start:
             self._next = time.monotonic() + (_LATER_S if rank is None else _SOON_S)
             return
         self._preparing = self._starter.prepare(start.places.local_rank(rank), start)
@@ -80,10 +86,10 @@ class Spares:
         self._preparing = None
         self._ready[said.rank] = said
         took_s, held = time.time() - spare.born, private_bytes(spare.pid)
-        self._telling.emit("prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held)
+        self._job_reporter.emit("prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held)
 
-    def start(self, local_rank: int, start: Start) -> bool:
-        """Start a worker: its rank's place goes to the prepared standby, else to a process that is asked for.
+    def start(self, local_rank: int, start: AttemptStart) -> bool:
+        """Start a worker: its rank's place goes to the hot standby, else to a process that is asked for.
 
         Args:
             local_rank: its place on this machine.
@@ -98,9 +104,9 @@ class Spares:
         self._starter.start(local_rank, start)
         return False
 
-    def _take(self, rank: int, start: Start) -> bool:
-        self._losses[rank] += 1
-        self._bury()
+    def _take(self, rank: int, start: AttemptStart) -> bool:
+        self._failed_ranks[rank] += 1
+        self._handle_exits()
         incarnation = start.attempt.incarnations[rank]
         said = self._ready.pop(rank, None)
         for spare in [one for one in self._of(rank) if not one.cause]:
@@ -108,14 +114,14 @@ class Spares:
                 self._drop(spare)
                 continue
             start.attempt.give_place(rank, incarnation)
-            self._fleet.promote(spare)
+            self._worker_pool.promote(spare)
             self._failures, self._next = 0, 0.0
             return True
         return False
 
     def clear(self) -> None:
         """End all of them: the attempt is over."""
-        for spare in list(self._fleet.spares.values()):
+        for spare in list(self._worker_pool.spares.values()):
             self._drop(spare)
         self._preparing = None
         self._ready.clear()
@@ -126,14 +132,14 @@ class Spares:
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def _of(self, rank: int) -> list[LiveWorker]:
-        here = list(self._fleet.spares.values())
+        here = list(self._worker_pool.spares.values())
         if self._preparing is not None and self._preparing not in here:  # it is being forked
             here.append(self._preparing)
         return [one for one in here if one.rank == rank]
 
     def _all_train(self, ranks: list[int]) -> bool:
         """Whether all workers here have come to a batch; how long that took them is noted."""
-        live = self._fleet.live.values()
+        live = self._worker_pool.live.values()
         for one in live:
             progress = read_progress(path_of(self._job_dir, one.rank))
             if progress is None or not progress[0] or progress[2] < one.started:
@@ -144,7 +150,7 @@ class Spares:
         return {one.rank for one in live} == set(ranks)
 
     def _measure(self) -> Measured:
-        largest = max(private_bytes(pid) for pid in self._fleet.live)
+        largest = max(private_bytes(pid) for pid in self._worker_pool.live)
         return Measured(max(self._startups.values(), default=0.0), largest, *machine_bytes())
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -169,8 +175,8 @@ class Spares:
         if spare is not None and spare.born and time.time() - spare.born > limit_s and not spare.cause:
             spare.kill(f"did not come to its first batch in {limit_s:g} s (detection.wait_timeout_s)")
 
-    def _bury(self) -> None:
-        for spare, code in self._fleet.fallen():
+    def _handle_exits(self) -> None:
+        for spare, code in self._worker_pool.fallen():
             if spare is self._preparing:
                 self._preparing = None
             if spare.cause == CANCELLED:
@@ -186,8 +192,8 @@ class Spares:
             wait_s = retry_s(self._failures)
             self._next = time.monotonic() + (wait_s if wait_s is not None else float("inf"))
             then = "no further one is prepared" if wait_s is None else f"another is prepared in {wait_s:g} s"
-            line = f"the prepared standby of rank {spare.rank} (pid {spare.pid}) is lost ({cause}); {then}"
-            self._telling.warn(line)
+            line = f"the hot standby of rank {spare.rank} (pid {spare.pid}) failed ({cause}); {then}"
+            self._job_reporter.warn(line)
             console(line)
 
 

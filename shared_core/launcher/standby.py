@@ -33,7 +33,7 @@ def _python(module: str, *args: str) -> list[str]:
 def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment without the options that it has read, which travel as one value."""
     env = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
-    # Strings must hash alike in a worker and its newcomer, or iterating over a set differs between them.
+    # Strings must hash alike in a worker and its replacement, or iterating over a set differs between them.
     if env.get("PYTHONHASHSEED", "random") == "random":
         env["PYTHONHASHSEED"] = "0"
     env.pop("TORCHELASTIC_ERROR_FILE", None)

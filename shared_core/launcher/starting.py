@@ -15,14 +15,14 @@ from shared_core.launcher.environment import environment_of
 from shared_core.launcher.logs import ERROR_FILE, WorkerLogs
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.places import Places
-from shared_core.launcher.workers import Fleet, LiveWorker
+from shared_core.launcher.workers import LiveWorker, WorkerPool
 from shared_core.protocol import worker_env
 from shared_core.protocol.request import StartRequest
 from shared_core.protocol.worker_env import Resized
 
 
 @dataclass(frozen=True)
-class Start:
+class AttemptStart:
     """In what a worker is started.
 
     Attributes:
@@ -30,7 +30,7 @@ class Start:
         attempt: that is under way.
         store: where workers find the job's store, see :class:`~shared_core.protocol.worker_env.WorkerEnv`.
         address: of this machine, where there are several.
-        line: what the attempt goes on from, if the number of workers has changed.
+        line: what the attempt continues from, if the number of workers has changed.
         run_id: of this start of the job.
     """
 
@@ -59,10 +59,10 @@ class Starter:
         program: Program,
         options: AgentOptions,
         job_dir: Path,
-        fleet: Fleet,
+        worker_pool: WorkerPool,
         make_logs: Callable[[list[int]], WorkerLogs],
     ) -> None:
-        self._program, self._options, self._job_dir, self._fleet = program, options, job_dir, fleet
+        self._program, self._options, self._job_dir, self._worker_pool = program, options, job_dir, worker_pool
         self._make_logs = make_logs
         self._logs: WorkerLogs | None = None
         self._starts: dict[int, int] = {}
@@ -80,21 +80,21 @@ class Starter:
             self._logs.start()
         return self._logs
 
-    def start(self, local_rank: int, start: Start) -> None:
-        """Ask for a worker; the fleet says when its process exists."""
+    def start(self, local_rank: int, start: AttemptStart) -> None:
+        """Ask for a worker; the worker pool says when its process exists."""
         rank = start.places.workers[local_rank].global_rank
-        self._fleet.start(self._worker(local_rank, start, start.attempt.incarnations[rank]))
+        self._worker_pool.start(self._worker(local_rank, start, start.attempt.incarnations[rank]))
 
-    def prepare(self, local_rank: int, start: Start) -> LiveWorker:
-        """Ask for a prepared standby: the worker that follows the present one of its rank."""
+    def prepare(self, local_rank: int, start: AttemptStart) -> LiveWorker:
+        """Ask for a hot standby: the worker that follows the present one of its rank."""
         rank = start.places.workers[local_rank].global_rank
         spare = self._worker(local_rank, start, start.attempt.incarnations[rank] + 1)
         spare.request.env[worker_env.SPARE] = "1"
         spare.spare = True
-        self._fleet.start(spare)
+        self._worker_pool.start(spare)
         return spare
 
-    def _worker(self, local_rank: int, start: Start, incarnation: int) -> LiveWorker:
+    def _worker(self, local_rank: int, start: AttemptStart, incarnation: int) -> LiveWorker:
         logs = self.open_logs(start.places.ranks)
         rank = start.places.workers[local_rank].global_rank
         nth = self._starts.get(rank, 0)

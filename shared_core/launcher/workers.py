@@ -15,8 +15,8 @@ from shared_core.errors import OutOfResources, WaitTimeout
 from shared_core.launcher.logs import ERROR_FILE
 from shared_core.launcher.standby import Preload, Standby, start_fresh
 from shared_core.plain_json import parse
+from shared_core.protocol.failure_policy import RaisedError
 from shared_core.protocol.generation import CauseKind
-from shared_core.protocol.loss_policy import RaisedError
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import Retries, what_to_do
 from shared_core.system import process
@@ -50,7 +50,7 @@ class LiveWorker:
         started: ``time.time()`` when it was asked for.
         born: ``time.time()`` when its process existed.
         how: ``standby``, ``respawn`` or ``prepared``.
-        spare: a prepared standby: it holds no rank yet.
+        spare: a hot standby: it holds no rank yet.
         pidfd: readable when it dies, if the kernel has that.
         stopped_looks: looks in a row that found it in state T.
         cause: why the agent killed it, if it did.
@@ -77,7 +77,7 @@ class LiveWorker:
         process.kill_group(self.pid)
 
     def take_place(self) -> None:
-        """This was a prepared standby, and holds its rank from now on."""
+        """This was a hot standby, and holds its rank from now on."""
         self.spare, self.started, self.how = False, time.time(), "prepared"
 
     def raised(self, code: int) -> RaisedError | None:
@@ -98,7 +98,7 @@ class LiveWorker:
         return self.stopped_looks
 
 
-class Fleet:
+class WorkerPool:
     """Starts workers and reaps every child of the agent.
 
     Args:
@@ -112,7 +112,7 @@ class Fleet:
 
     Attributes:
         live: workers that run, by pid.
-        spares: prepared standbys that run, by pid.
+        spares: hot standbys that run, by pid.
     """
 
     def __init__(
@@ -240,14 +240,14 @@ class Fleet:
         self._new.append(worker)
 
     def promote(self, spare: LiveWorker) -> None:
-        """A prepared standby takes its rank's place: from now on it is a worker; see :meth:`started`."""
+        """A hot standby takes its rank's place: from now on it is a worker; see :meth:`started`."""
         del self.spares[spare.pid]
         spare.take_place()
         self.live[spare.pid] = spare
         self._new.append(spare)
 
     def fallen(self) -> list[tuple[LiveWorker, int]]:
-        """``(standby, exit code)`` of prepared standbys that died since the last call."""
+        """``(standby, exit code)`` of hot standbys that died since the last call."""
         fallen, self._fallen = self._fallen, []
         return fallen
 
@@ -274,7 +274,7 @@ class Fleet:
             self._warned_threads = True
             self._say(_THREADS.format(threads))
         for module, error in standby.report.get("failed", {}).items():
-            self._say(f"the standby could not import {module} ({error}); newcomers import it themselves")
+            self._say(f"the standby could not import {module} ({error}); replacements import it themselves")
 
     # -- deaths -------------------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Fleet:
             if worker is not None:
                 self._note_death(worker, code, dead)
             elif (standby := next((one for one in self._standbys if one.pid == pid), None)) is not None:
-                self._lost_standby(standby, by_signal=code is None or code < 0)
+                self._failed_standby(standby, by_signal=code is None or code < 0)
             elif self._starting:
                 self._early_deaths[pid] = -signal.SIGKILL if code is None else code
         # a worker may die before its zygote's answer with the pid was read
@@ -336,7 +336,7 @@ class Fleet:
                 if not standby.ready:
                     process.kill_group(standby.pid)
 
-    def _lost_standby(self, standby: Standby, *, by_signal: bool) -> None:
+    def _failed_standby(self, standby: Standby, *, by_signal: bool) -> None:
         """A standby is gone. Somebody may have killed it; that says nothing of the next one."""
         self._standbys.remove(standby)
         self._unregister(standby.fileno())
@@ -346,12 +346,14 @@ class Fleet:
         standby.close()
         if not standby.ready:
             self._failed_standbys += 1
-        lost = [self._starting.pop(token) for token in standby.outstanding if token in self._starting]
+        failed = [self._starting.pop(token) for token in standby.outstanding if token in self._starting]
         for token in standby.outstanding:
             self._asked.pop(token, None)
         more = self._failed_standbys - GIVE_UP_AFTER
         if more >= 0 and not by_signal:
-            self._say("standbys die while they import; continuing without them: newcomers start in fresh interpreters")
+            self._say(
+                "standbys die while they import; continuing without them: replacements start in fresh interpreters"
+            )
             self._wanted_standbys = 0
         else:
             if more < 0:
@@ -360,11 +362,12 @@ class Fleet:
                 self._next_standby = time.monotonic() + min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(more, 10))
             if more == 0:
                 self._say(
-                    "standbys are killed while they import: newcomers start in fresh interpreters until one is ready; "
+                    "standbys are killed while they import: replacements start in fresh interpreters until one is "
+                    "ready; "
                     "others are started"
                 )
             self.fill_standbys()
-        self._waiting += [worker for worker in lost if not worker.cause]
+        self._waiting += [worker for worker in failed if not worker.cause]
 
     def _note_death(self, worker: LiveWorker, code: int | None, dead: list[tuple[LiveWorker, int]]) -> None:
         self._release(worker)

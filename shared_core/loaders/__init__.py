@@ -1,4 +1,4 @@
-"""Loaders that can be put back to where a lost worker was; knows ``torch.utils.data``, no framework."""
+"""Loaders that can be put back to where a failed worker was; knows ``torch.utils.data``, no framework."""
 
 from shared_core.loaders.engine import Orders
 from shared_core.loaders.position import Position

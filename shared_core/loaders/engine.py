@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
 from shared_core.loaders.indices import Drawing, Follow, Indices, all_known, may_list
-from shared_core.loaders.opaque import Watch
+from shared_core.loaders.opaque import OpaqueWatch
 from shared_core.loaders.owned import OwnedState
 from shared_core.loaders.place import Record
 from shared_core.loaders.randomness import RawRandom, changed, restore_raw
@@ -65,8 +65,8 @@ class _Notary:
             self.orders.drop(self._names.popleft())
 
 
-class Kind(enum.Enum):
-    """What a newcomer does about the items that its predecessor had been given."""
+class LoaderKind(enum.Enum):
+    """What a replacement does about the items that the failed worker had been given."""
 
     REREAD = "they are read again"
     RESTORE = "what reading them changed is put back"
@@ -74,7 +74,7 @@ class Kind(enum.Enum):
     SEEDED = "nothing: what an item draws is a function of its place"
 
 
-def kind_of(loader: Any, mode: str) -> Kind:
+def kind_of(loader: Any, mode: str) -> LoaderKind:
     """Which kind a loader is.
 
     Args:
@@ -84,14 +84,14 @@ def kind_of(loader: Any, mode: str) -> Kind:
     stock = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     maps = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if maps and mode == "seeded":
-        return Kind.SEEDED
+        return LoaderKind.SEEDED
     if mode == "refetch":
-        return Kind.REREAD
+        return LoaderKind.REREAD
     if stock and (maps or loader.num_workers and _says_where_in_workers(loader.dataset)):
-        return Kind.RESTORE
+        return LoaderKind.RESTORE
     if not getattr(loader, "num_workers", 0):  # the random numbers of loader workers are in no state_dict
-        return Kind.STATE if has_state(loader) or stock and has_state(loader.dataset) else Kind.REREAD
-    return Kind.REREAD
+        return LoaderKind.STATE if has_state(loader) or stock and has_state(loader.dataset) else LoaderKind.REREAD
+    return LoaderKind.REREAD
 
 
 def _says_where_in_workers(stream: Any) -> bool:
@@ -111,7 +111,7 @@ class Engine:
         reading: entered whenever the loader is asked for something.
 
     Attributes:
-        kind: see :class:`Kind`.
+        kind: see :class:`LoaderKind`.
         iterated: the object whose iterator is taken.
         indices: in the place of its sampler; None where that is the loader's own.
         in_process: items are read in this process.
@@ -142,7 +142,7 @@ class Engine:
         self.notary = _Notary(orders) if orders is not None else None
         self.in_process, self.stream, self.workers = True, True, 0
         self.says_where: Any = None
-        if self.kind in (Kind.STATE, Kind.RESTORE):
+        if self.kind in (LoaderKind.STATE, LoaderKind.RESTORE):
             each = (loader, getattr(loader, "dataset", None))
             self.says_where = next((one for one in each if has_state(one)), None)
         self.pool: list[Record] = []
@@ -152,24 +152,24 @@ class Engine:
         if isinstance(loader, DataLoader):
             if loader.num_workers > 0 and not loader.in_order:
                 raise Unsupported(
-                    "DataLoader(in_order=False) delivers batches in an order that depends on time, so a lost "
+                    "DataLoader(in_order=False) delivers batches in an order that depends on time, so a failed "
                     "worker's data cannot be read again; use in_order=True"
                 )
             self.in_process = loader.num_workers == 0
             self.stream = isinstance(loader.dataset, IterableDataset)
             listed = orders is not None and (orders.asked or may_list(loader))
             known = all_known(loader)
-            if not self.stream and (self.kind is not Kind.REREAD or not known or listed):
+            if not self.stream and (self.kind is not LoaderKind.REREAD or not known or listed):
                 self._copy(known, listed)
-            elif self.stream and self.kind is Kind.RESTORE:
+            elif self.stream and self.kind is LoaderKind.RESTORE:
                 self.iterated, self.workers = copy.copy(loader), loader.num_workers
                 vars(self.iterated)["_iterator"] = None
                 self.times = [0] * self.workers
         self.owned = OwnedState(self._roots)
-        listed = isinstance(loader, (list, tuple, range))  # going on in it reads nothing
+        listed = isinstance(loader, (list, tuple, range))  # continuing in it reads nothing
         self.cheap = mode == "refetch" or listed
-        self.compared = not listed and self.kind is not Kind.SEEDED
-        self._watch: Watch | None = None
+        self.compared = not listed and self.kind is not LoaderKind.SEEDED
+        self._watch: OpaqueWatch | None = None
         self._said = False
 
     def _copy(self, known: bool, listed: bool) -> None:
@@ -177,14 +177,14 @@ class Engine:
         loader = self.loader
         self.iterated = copy.copy(loader)
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-        self.workers = loader.num_workers if self.kind is Kind.RESTORE else 0
-        place = self.place if self.kind is Kind.SEEDED else None
+        self.workers = loader.num_workers if self.kind is LoaderKind.RESTORE else 0
+        place = self.place if self.kind is LoaderKind.SEEDED else None
         self.indices = Indices(getattr(loader, name), name == "batch_sampler", known, self.workers, place)
         if listed:
             self.indices.announce = self.notary  # without a reference to this: a cycle would keep worker processes
         # Written past __setattr__: DataLoader forbids changing these names once it is built.
         own: dict[str, Any] = {name: self.indices, "_iterator": None}
-        if self.kind is Kind.SEEDED:
+        if self.kind is LoaderKind.SEEDED:
             own["dataset"] = SeededDataset(loader.dataset)
         vars(self.iterated).update(own)
         self.times = [0] * max(1, self.workers)
@@ -201,7 +201,7 @@ class Engine:
         continues = self.continues()
         self.look_around()
         record.owned = self.owned.capture()
-        if self.kind is Kind.RESTORE:
+        if self.kind is LoaderKind.RESTORE:
             record.rereads = {}
         if self.workers:
             reader = self._reader(follow or Follow())
@@ -215,7 +215,7 @@ class Engine:
             self.indices.begin(follow or Follow(), lasting=continues)
         with self._reading():
             inner: Iterator[Any] = iter(self.iterated)
-        if self.kind is not Kind.SEEDED:
+        if self.kind is not LoaderKind.SEEDED:
             record.before = before.pack(changed(before, RawRandom()))
         self._enter(record, inner, continues)
         return inner
@@ -257,7 +257,7 @@ class Engine:
             return self._fetch(inner)
 
     def _fetch(self, inner: Iterator[Any]) -> tuple[Any, Note | None]:
-        if self.kind is Kind.SEEDED and self.in_process:
+        if self.kind is LoaderKind.SEEDED and self.in_process:
             outside = RawRandom()
             try:
                 return next(inner), None
@@ -281,7 +281,7 @@ class Engine:
         """There may be other objects than there were."""
         self.owned = OwnedState(self._roots)
         self._watch = None
-        if self.kind is Kind.RESTORE and self.in_process:
+        if self.kind is LoaderKind.RESTORE and self.in_process:
             self._watch = watch_of(self.loader.dataset, self.loader.collate_fn, self.owned)
 
     def count_changes(self, told: Note, record: Record) -> None:
@@ -311,7 +311,7 @@ class Engine:
         self.owned.restore(owned, leave)
 
     def finish(self, state: Mapping[str, Any]) -> None:
-        """The place of a predecessor is reached: take over what it had changed in all."""
+        """The place of a failed worker is reached: take over what it had changed in all."""
         last = state["iterations"][-1] if state["iterations"] else {}
         where = state.get("where")
         self.restore_owned(state["owned"], where if where is not None else last.get("stream"))
@@ -322,7 +322,7 @@ class Engine:
         self.pool, self._last = [], lambda: None
 
     def replace(self, record: Record) -> None:
-        """What is known of the newest pass comes from a predecessor."""
+        """What is known of the newest pass comes from a failed worker."""
         if self.notary is not None and self.notary.record is not None:
             record.order = self.notary.record.order or record.order
             self.notary.record = record
@@ -354,19 +354,19 @@ class Engine:
         self.say_in_proportion(f"reading batches changes {what}, which cannot be put back")
 
     def tell_cost(self, record: Record) -> None:
-        """Say so, once, if a loss takes time in proportion to the place in the pass."""
+        """Say so, once, if a failure takes time in proportion to the place in the pass."""
         again = record.delivered and record.rereads is None and record.stream is None
-        if again and self.kind in (Kind.REREAD, Kind.STATE) and not self.cheap:
+        if again and self.kind in (LoaderKind.REREAD, LoaderKind.STATE) and not self.cheap:
             self.say_in_proportion("it is a stream that cannot be told where it was")
 
     def say_in_proportion(self, why: str) -> None:
-        """A loss will take time in proportion to the place in the pass."""
+        """A failure will take time in proportion to the place in the pass."""
         if not self._said:
             self._said = True
             kind = type(self.loader).__name__
             console_once(
                 f"data-{kind}",
-                f"if a worker is lost, its newcomer reads again all that was read of this pass over a {kind}, which "
+                f"if a worker fails, its replacement reads again all that was read of this pass over a {kind}, which "
                 f"takes longer the later that is: {why} (docs/loops.md)",
             )
 

@@ -20,11 +20,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from shared_core.loaders.opaque import Watch
+from shared_core.loaders.opaque import OpaqueWatch
 from shared_core.loaders.owned import OwnedState
 from shared_core.loaders.place import Draws, Way
 from shared_core.loaders.randomness import DrawLog, RawRandom, restore_raw, seed_random, write_random
-from shared_core.loaders.reader import Asked, Start
+from shared_core.loaders.reader import Asked, ReaderStart
 from shared_core.loaders.seeded import SeededBatch, SeededIndex, place_seed
 
 _SAMPLER = -1
@@ -43,7 +43,7 @@ _KNOWN_SAMPLERS = (
 
 @dataclass(frozen=True)
 class Follow:
-    """What a newcomer's sampler is to do, instead of drawing one index after the other.
+    """What a replacement's sampler is to do, instead of drawing one index after the other.
 
     Attributes:
         way: which indices are given to be read.
@@ -61,7 +61,7 @@ class Follow:
     quiet: range = range(0)
     states: Mapping[int, Any] = field(default_factory=dict)
     ends: bool = False
-    starts: Sequence[Start] = ()
+    starts: Sequence[ReaderStart] = ()
 
 
 class Drawing(Iterator[Any]):
@@ -83,7 +83,7 @@ class Drawing(Iterator[Any]):
         workers: int,
         follow: Follow,
         told: dict[int, Any],
-        watch: Callable[[], Watch | None],
+        watch: Callable[[], OpaqueWatch | None],
     ) -> None:
         self._source, self._known, self._workers = source, known, workers
         self._follow, self._told, self._watch = follow, told, watch
@@ -105,7 +105,7 @@ class Drawing(Iterator[Any]):
         return found if at == number else None
 
     def arrive(self) -> None:
-        """All that a predecessor had read is drawn, and the next is asked for as in any pass."""
+        """All that a failed worker had read is drawn, and the next is asked for as in any pass."""
         if not self._follow.ends:
             with suppress(StopIteration):
                 self._draw_up_to(self._follow.way.begin - 1)
@@ -180,7 +180,7 @@ class Indices:
         #: Given the indices of an iteration before the first is drawn, where they must be known in advance.
         self.announce: Callable[[list[Any]], None] | None = None
         #: Told of each index before it is read in this process.
-        self.watch: Watch | None = None
+        self.watch: OpaqueWatch | None = None
         #: The iterator made last; None in seeded mode.
         self.newest: Drawing | None = None
         self._told: dict[int, Any] = {}  # states that loader workers have not been given yet

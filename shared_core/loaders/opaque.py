@@ -27,7 +27,7 @@ _CONTAINERS = (list, tuple, dict, set, deque)
 _CODE = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
-class Watch:
+class OpaqueWatch:
     """Looks at what a data set and its ``collate_fn`` hold, before and after a batch is read.
 
     It follows attributes, containers, bound objects, closures, and the global variables that functions name; a bounded

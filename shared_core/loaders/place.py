@@ -1,4 +1,4 @@
-"""Where a pass over the data is, as plain data, and how a newcomer gets there. Pure."""
+"""Where a pass over the data is, as plain data, and how a replacement gets there. Pure."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Way:
 def way_to(
     record: Record, *, ahead: int, workers: int, seeded: bool = False, taken: int = 0, told: bool = False
 ) -> Way:
-    """How a newcomer reaches the place of its predecessor.
+    """How a replacement reaches the place of the failed worker.
 
     Args:
         record: of the pass.

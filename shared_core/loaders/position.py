@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared_core.loaders.engine import Engine, Kind
+from shared_core.loaders.engine import Engine, LoaderKind
 from shared_core.loaders.indices import Drawing
 from shared_core.loaders.items_sum import summed
 from shared_core.loaders.place import Record
@@ -113,7 +113,7 @@ class Position(Iterator[Any]):
     def up_to_date(self) -> Record:
         """The record, with what is not noted at each fetch."""
         engine, record = self._engine, self.record
-        if engine.kind is Kind.STATE:
+        if engine.kind is LoaderKind.STATE:
             # Before its first item it says where the pass before it ended. And who draws from a global generator may
             # do so only once, at the start, which nobody can see.
             begun = record.delivered > self._ahead and not record.fetches
@@ -132,7 +132,7 @@ class Position(Iterator[Any]):
         told: list[Note],
         items: list[Any],
     ) -> None:
-        """Go on where the pass of a predecessor was.
+        """Continue where the pass of a failed worker was.
 
         Args:
             record: of that pass.
@@ -167,7 +167,7 @@ class Position(Iterator[Any]):
             return None
         if not (self._ahead or engine.stream or self.record.delivered < _MARKED):
             return None
-        where = engine.where() if self._ahead or engine.kind is Kind.RESTORE else None
+        where = engine.where() if self._ahead or engine.kind is LoaderKind.RESTORE else None
         self._latest = RawRandom(self._latest)
         return _Mark(self._latest, engine.owned.capture(), where)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from shared_core.loaders.opaque import Watch
+from shared_core.loaders.opaque import OpaqueWatch
 from shared_core.loaders.owned import OwnedState
 from shared_core.loaders.randomness import RawRandom, changed, restore_raw, write_random
 
@@ -52,7 +52,7 @@ class Told(list[Any]):
 
 
 @dataclass(frozen=True)
-class Start:
+class ReaderStart:
     """Where loader workers begin a pass over a stream.
 
     Attributes:
@@ -105,7 +105,7 @@ class Reader:
 
     def _look_around(self) -> None:
         self._owned = OwnedState({"dataset": self._dataset, "collate_fn": self._collate_fn})
-        self._watch: Watch | None = None
+        self._watch: OpaqueWatch | None = None
         if self._times <= MANY:  # where there were more, all will be read again
             self._watch = watch_of(self._dataset, self._collate_fn, self._owned, alone=True)
 
@@ -180,15 +180,17 @@ class StreamReader(Reader):
         starts: of the first passes; those after them begin where the one before has ended.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Any, worker_init_fn: Any, size: int, starts: Iterable[Start]) -> None:
+    def __init__(
+        self, dataset: Any, collate_fn: Any, worker_init_fn: Any, size: int, starts: Iterable[ReaderStart]
+    ) -> None:
         super().__init__(dataset, collate_fn, worker_init_fn)
         self._size, self._starts = size, deque(starts)
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
-        return self._items(self._starts.popleft() if self._starts else Start())
+        return self._items(self._starts.popleft() if self._starts else ReaderStart())
 
-    def _items(self, start: Start) -> Iterator[Any]:
+    def _items(self, start: ReaderStart) -> Iterator[Any]:
         if start.ends:
             return
         if self._number < start.turn:
@@ -226,10 +228,10 @@ class StreamReader(Reader):
 MANY = 16
 
 
-def watch_of(dataset: Any, collate_fn: Any, owned: OwnedState, alone: bool = False) -> Watch:
+def watch_of(dataset: Any, collate_fn: Any, owned: OwnedState, alone: bool = False) -> OpaqueWatch:
     """Looks at what reading changes. A data set that can say where it is has no other state."""
     roots = {"collate_fn": collate_fn} | ({} if has_state(dataset) else {"dataset": dataset})
-    return Watch(roots, owned, alone)
+    return OpaqueWatch(roots, owned, alone)
 
 
 #: Packages whose data sets come back to about where they were: ``datasets`` fills its shuffle buffer again.

@@ -1,4 +1,4 @@
-"""A newcomer reaches its predecessor's place in a pass."""
+"""A replacement reaches the failed worker's place in a pass."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shared_core.errors import Unsupported
-from shared_core.loaders.engine import Engine, Kind
+from shared_core.loaders.engine import Engine, LoaderKind
 from shared_core.loaders.indices import Drawing, Follow
 from shared_core.loaders.items_sum import summed
 from shared_core.loaders.place import Record, needed, way_to
 from shared_core.loaders.randomness import write_random
-from shared_core.loaders.reader import Note, Start
+from shared_core.loaders.reader import Note, ReaderStart
 from shared_core.waiting import Wait
 
 #: A record, the loader's iterator at its place, what draws its indices, and what loader workers have told with the
@@ -26,7 +26,7 @@ def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[An
 
     Args:
         engine: of the loader.
-        state: of a predecessor's loader.
+        state: of a failed worker's loader.
         taken: items that this process has taken of a loader that cannot be started again.
         items: receives the last ones delivered.
 
@@ -34,7 +34,7 @@ def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[An
         None if there was no pass.
     """
     records = [Record(**values) for values in state["iterations"]]
-    if engine.kind is Kind.SEEDED:
+    if engine.kind is LoaderKind.SEEDED:
         records = records[-1:]
     engine.forget_passes()
     reached = None
@@ -51,11 +51,11 @@ def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[An
     return reached
 
 
-def start_of(record: Record, read: bool) -> Start:
+def start_of(record: Record, read: bool) -> ReaderStart:
     """Where loader workers of a stream begin a pass; ``read``: it is to be read, not only begun."""
     if record.rereads is None:
-        return Start(ends=not read)
-    return Start(record.loader_workers, record.turn, ends=not read)
+        return ReaderStart(ends=not read)
+    return ReaderStart(record.loader_workers, record.turn, ends=not read)
 
 
 class _Replay:
@@ -68,7 +68,7 @@ class _Replay:
         state: Mapping[str, Any],
         already: int,
         items: deque[Any],
-        starts: Sequence[Start],
+        starts: Sequence[ReaderStart],
         newest: bool,
     ) -> None:
         self._engine, self._record, self._items, self._starts = engine, record, items, starts
@@ -76,7 +76,7 @@ class _Replay:
         self._read = self._sum = 0
         self._recent = state["recent"] if newest else []
         workers = engine.workers if record.rereads is not None else 0
-        seeded, told = engine.kind is Kind.SEEDED, bool(workers) and engine.stream
+        seeded, told = engine.kind is LoaderKind.SEEDED, bool(workers) and engine.stream
         self._way = way_to(record, ahead=self._ahead, workers=workers, seeded=seeded, taken=already, told=told)
 
     def run(self) -> Reached:
@@ -108,7 +108,7 @@ class _Replay:
         done = 0
         wait = Wait(
             f"rank {engine.place[1]}",
-            lambda: f"its place in the data: {done} of {len(way.lead)} batches of its predecessor are read again",
+            lambda: f"its place in the data: {done} of {len(way.lead)} batches of the failed worker are read again",
             math.inf,
             ends="it takes as long as reading them did before",
         )
@@ -159,7 +159,7 @@ class _Replay:
             states = dict(record.rereads) if workers else {}
             for worker, each in record.loader_workers.items():
                 states[begin + (worker - begin) % workers] = each
-        prepare = self._prepare if self._engine.in_process and self._engine.kind is not Kind.SEEDED else None
+        prepare = self._prepare if self._engine.in_process and self._engine.kind is not LoaderKind.SEEDED else None
         noisy = max([0, *record.draws, *record.fetches, *(record.rereads or {})])
         quiet = range(noisy + 1, record.delivered - len(self._recent))
         return Follow(self._way, record.draws, prepare, quiet, states)
@@ -168,7 +168,7 @@ class _Replay:
         """Put this process where it was before a batch was drawn and read."""
         engine, record = self._engine, self._record
         if number >= record.delivered:
-            return  # its predecessor had not come to this one
+            return  # the failed worker had not come to this one
         if number == 0 and record.owned_first:
             engine.restore_owned(record.owned_first, record.stream)
         write_random(record.fetches.get(number, {}))
@@ -177,7 +177,7 @@ class _Replay:
             mark = self._recent[number - record.delivered]
         if mark:
             engine.restore_owned(mark["owned"], mark["where"])
-            if engine.kind is Kind.RESTORE:
+            if engine.kind is LoaderKind.RESTORE:
                 engine.go_to(mark["where"])
             write_random(mark["random"])
 

@@ -108,7 +108,7 @@ def order_name(state: Mapping[str, Any]) -> str:
 
 
 def taken_up(state: Mapping[str, Any], indices: list[Any]) -> dict[str, Any]:
-    """Changes to a loader's state, so that it goes on with ``indices`` in the pass in progress."""
+    """Changes to a loader's state, so that it continues with ``indices`` in the pass in progress."""
     last = state["iterations"][-1]
     record = dict(last) | {
         "delivered": min(state["ahead"], len(indices)),
@@ -165,16 +165,16 @@ def unpack_indices(packed: Mapping[str, Any]) -> list[Any]:
 
 
 def advance(state: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
-    """Batches used at a later top by a worker of which only an earlier one is known.
+    """Batches used at a later boundary by a worker of which only an earlier one is known.
 
     Args:
-        state: its state at the earlier top.
+        state: its state at the earlier boundary.
         before: another worker's there.
-        after: that worker's at the later top.
+        after: that worker's at the later boundary.
 
     Raises:
         RecoveryFailed: if another pass over the data has begun in between.
     """
     if not before["live"] or before["count"] != after["count"]:
-        raise RecoveryFailed("a pass over the data began while the worker was lost, and its order is not known")
+        raise RecoveryFailed("a pass over the data began while the worker failed, and its order is not known")
     return used(state) + used(after) - used(before)

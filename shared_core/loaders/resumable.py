@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from shared_core.errors import Unsupported
-from shared_core.loaders.engine import Engine, Kind, Orders
+from shared_core.loaders.engine import Engine, LoaderKind, Orders
 from shared_core.loaders.owned import changes
 from shared_core.loaders.place import Record, as_copy
 from shared_core.loaders.position import Position
@@ -24,7 +24,7 @@ class ResumableLoader:
     ``isinstance(wrapper, type(loader))`` holds, attributes are read and written through, ``len`` and workers behave
     as before.
     :meth:`state` is plain data; :meth:`restore` in another process, on a wrapper around the same loader built by the
-    same code, makes the iteration in progress go on with the next item, bit for bit.
+    same code, makes the iteration in progress continue with the next item, bit for bit.
 
     Args:
         loader: the loader.
@@ -37,7 +37,7 @@ class ResumableLoader:
         first_epoch: number of the first iteration, enters the seed.
         ahead: how many items the caller fetches before it uses them; that many can be had again after a restore
             (:attr:`Position.last_items`).
-        lazy: build iterators (and worker processes) at the first fetch: a newcomer restores before that.
+        lazy: build iterators (and worker processes) at the first fetch: a replacement restores before that.
         orders: where the order of each pass is published, so that its rest can be dealt out to another number of
             workers; None where that will not be asked for.
         copied: workers may be given the state of a peer, which reads another part of the data; see :meth:`restore`
@@ -167,7 +167,7 @@ class ResumableLoader:
             "iterations": [each.plain() for each in records],
             "recent": found.plain_recent() if found is not None else [],
             "owned": owned,
-            "where": engine.where() if engine.kind is Kind.RESTORE else None,
+            "where": engine.where() if engine.kind is LoaderKind.RESTORE else None,
             "built": self._swift_built if self._swift_copied else {},
         }
 
@@ -177,7 +177,7 @@ class ResumableLoader:
         Global generators are left in an undefined state: the caller restores its own afterwards.
 
         Args:
-            state: of this rank's predecessor.
+            state: of this rank's failed worker.
             position: an iterator of this loader.
             copied: it is another rank's: what its sampler was built with (the rank) does not follow, what has changed
                 since does.
@@ -231,7 +231,7 @@ class ResumableLoader:
         asked = notary is not None and notary.orders.asked and not notary.orders.may_drop
         if asked and self._swift_engine.indices is None and not found.exhausted:
             raise Unsupported(
-                f"a {type(self._swift_loader).__name__} gives a stream of items, and the rest of a lost worker's "
+                f"a {type(self._swift_loader).__name__} gives a stream of items, and the rest of a failed worker's "
                 "stream cannot be dealt out to the others: use a map-style DataLoader or resize.data='drop', or leave "
                 "on_failure='shrink' and resize.replace_timeout_s out"
             )

@@ -1,7 +1,7 @@
 """What the variables of a script hold that reading data can change: loaders, samplers, iterators, generators.
 
-A newcomer runs the script from its start. What exists when the script enters its loop exists there too, under the same
-names, in the state in which it was made; so the name says which of its predecessor's objects it is.
+A replacement runs the script from its start. What exists when the script enters its loop exists there too, under the
+same names, in the state in which it was made; so the name says which of the failed worker's objects it is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Batches of any rank, by the number of their step: for workers that compute the share of a lost one.
+"""Batches of any rank, by the number of their step: for workers that compute the share of a failed one.
 
-A batch is a function of seed, rank, epoch and its number in the epoch. Nothing has to be restored in a newcomer, and
+A batch is a function of seed, rank, epoch and its number in the epoch. Nothing has to be restored in a replacement, and
 any worker can read any rank's data.
 """
 

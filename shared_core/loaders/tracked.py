@@ -1,4 +1,4 @@
-"""The loaders of a training loop: which there are, and where a newcomer puts each of them.
+"""The loaders of a training loop: which there are, and where a replacement puts each of them.
 
 An object has no identity that another process knows. A loader that exists before the loop is known by the variable that
 holds it; a pass that is in progress by its place: the n-th of its epoch, and inside another pass by the order in which
@@ -48,15 +48,15 @@ class LoaderOwner(Protocol):
 
     @property
     def reroutes(self) -> bool:
-        """Whether others compute this worker's share when it is lost."""
+        """Whether others compute this worker's share when it fails."""
 
     @property
     def joining(self) -> bool:
-        """Whether it has not reached its predecessor's place yet."""
+        """Whether it has not reached the failed worker's place yet."""
 
 
 class TrackedLoader:
-    """A loader whose place in the data is published at batch tops.
+    """A loader whose place in the data is published at step boundaries.
 
     Args:
         loader: any iterable.
@@ -95,7 +95,7 @@ class TrackedLoader:
         self._worker = worker
 
     def capture(self) -> Mapping[str, Any]:
-        """Where it is, or where it will go on when it is next asked for an item, as plain data."""
+        """Where it is, or where it will continue when it is next asked for an item, as plain data."""
         return self.loader.state() if self._pending is None else self._pending
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -108,15 +108,15 @@ class TrackedLoader:
             self.loader.restore({**state, "owned": {**state["owned"], "scalars": state["moved"]}})
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the next iteration is the one that a predecessor was in."""
+    def continues(self) -> bool:
+        """Whether the next iteration is the one that a failed worker was in."""
         return self._pending is not None
 
     def resume(self, position: Iterator[Any]) -> list[Any]:
-        """Put ``position`` where the predecessor's iteration was, if one was in progress.
+        """Put ``position`` where the failed worker's iteration was, if one was in progress.
 
         Returns:
-            The items that the predecessor had fetched ahead of their use.
+            The items that the failed worker had fetched ahead of their use.
         """
         if self._pending is None:
             return []
@@ -125,8 +125,8 @@ class TrackedLoader:
         return position.last_items if isinstance(position, Position) else []
 
     def go_to(self, state: Mapping[str, Any], position: Iterator[Any]) -> None:
-        """Put ``position`` where an iteration of the predecessor's was; the global generators stay as they are."""
-        random = read_random()  # of the batch top; reading items again draws from the generators
+        """Put ``position`` where an iteration of the failed worker's was; the global generators stay as they are."""
+        random = read_random()  # of the step boundary; reading items again draws from the generators
         self.loader.restore(state, position)
         write_random(random)
 
@@ -154,7 +154,7 @@ class Pass:
         return {"key": self.key, "index": self.index, "state": self.tracked.loader.state(self.position)}
 
     def go_to(self, place: Mapping[str, Any]) -> None:
-        """Go on where a pass of the predecessor's was."""
+        """Continue where a pass of the failed worker's was."""
         self.index = place["index"]
         if place["state"]["live"]:
             self.tracked.go_to(place["state"], self.position)
@@ -206,7 +206,7 @@ class Loaders:
 
         Args:
             loader: any iterable.
-            key: plain data that identifies the loader; equal in a worker and its newcomer.
+            key: plain data that identifies the loader; equal in a worker and its replacement.
             ahead: items that are fetched before they are used.
         """
         return self._publish(key, TrackedLoader(loader, self._worker, self._config, ahead))
@@ -281,7 +281,7 @@ class Loaders:
             variable = shared[0].split(".", 1)[-1]
             raise Unsupported(
                 f"rank {self._worker.rank}: this {type(loader).__name__} reads from {variable!r}, an iterator that was "
-                "made before the loop and is used by several passes. A newcomer cannot find its place in "
+                "made before the loop and is used by several passes. A replacement cannot find its place in "
                 "it: pass the iterator itself to steps() and leave the pass with break, or make it inside the epoch"
             )
         return TrackedLoader(loader, self._worker, self._config, epoch=epoch, beside=self._beside)
@@ -289,7 +289,7 @@ class Loaders:
     def _publish(self, key: Hashable, tracked: TrackedLoader) -> TrackedLoader:
         self._published[key] = tracked
         if key in self._unclaimed:
-            random = read_random()  # of the script, which may have gone on since the batch top
+            random = read_random()  # of the script, which may have continued since the step boundary
             tracked.restore(self._unclaimed.pop(key))
             write_random(random)
         return tracked
@@ -297,7 +297,7 @@ class Loaders:
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def enter(self, begun: Pass) -> None:
-        """A pass is in progress from here on; a newcomer's goes on where its predecessor's was."""
+        """A pass is in progress from here on; a replacement's continues where the failed worker's was."""
         self._passes.append(begun)
         place = next((each for each in self._places if each["key"] == begun.key), None)
         if place is not None:
@@ -324,7 +324,7 @@ class Loaders:
         }
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Put loaders where those of the predecessor were; passes follow when they are begun.
+        """Put loaders where those of the failed worker were; passes follow when they are begun.
 
         Raises:
             Unsupported: for the state of an earlier version.

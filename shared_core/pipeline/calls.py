@@ -1,7 +1,7 @@
 """Calls of a pipeline engine by a script that knows nothing of recoveries.
 
-A newcomer runs the script from its start. The calls that its predecessor had finished return at once what they
-returned then, and take from the data what they took, so the script comes to the predecessor's place with everything
+A replacement runs the script from its start. The calls that the failed worker had finished return at once what they
+returned then, and take from the data what they took, so the script comes to the failed worker's place with everything
 it computed from losses as it was. Random numbers that the script or its data draw between batches are drawn again
 from where the generators were; collectives between calls give again what they gave, where that is small.
 """
@@ -40,10 +40,10 @@ class Calls:
         self._recorded: dict[str, dict[str, Any]] = {}
         self._begins = False
 
-    # -- in a newcomer -----------------------------------------------------------------------------
+    # -- in a replacement -----------------------------------------------------------------------------
 
     def finished(self) -> bool:
-        """Whether the next call has been finished by the predecessor, or by others without it, and is skipped."""
+        """Whether the next call has been finished by the failed worker, or by others without it, and is skipped."""
         if not self._job.joining:
             return self.behind
         if self._target is None:
@@ -52,8 +52,8 @@ class Calls:
             self._recorded = {kind: self._job.notes.kept(kind) for kind in (_RESULTS, _DRAWS, _ENDS)}
         return self.count < self._target
 
-    def let_in(self, count: int, draws: int) -> bool:
-        """This newcomer is a copy of a replica that has finished more calls than its predecessor had.
+    def admit(self, count: int, draws: int) -> bool:
+        """This replacement is a copy of a replica that has finished more calls than the failed worker had.
 
         Args:
             count: calls that it has finished itself.
@@ -74,8 +74,8 @@ class Calls:
         return self._target is not None and self.count < self._target
 
     def comes_in(self) -> bool:
-        """Whether this is the first call of a newcomer after those that others had finished, whose top it has passed;
-        true once.
+        """Whether this is the first call of a replacement after those that others had finished, whose boundary it has
+        passed; true once.
         """
         if not self._begins or self.count != self._target:
             return False
@@ -83,7 +83,7 @@ class Calls:
         return True
 
     def skip(self, data: Iterator[Any], draws: int) -> Any:
-        """Take ``draws`` items from ``data`` and return what the predecessor returned."""
+        """Take ``draws`` items from ``data`` and return what the failed worker returned."""
         for _ in range(draws):
             write_random(self._recorded[_DRAWS].get(str(self.draws), {}))
             next(data)
@@ -95,13 +95,13 @@ class Calls:
         return result
 
     def restore(self, count: int, draws: int) -> None:
-        """Take a predecessor's place: calls that it had finished, and items that it had taken."""
+        """Take a failed worker's place: calls that it had finished, and items that it had taken."""
         self.count, self.draws = count, draws
 
     # -- live --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A call begins, before its batch top: if the script has drawn random numbers since the last one, remember
+        """A call begins, before its step boundary: if the script has drawn random numbers since the last one, remember
         from where."""
         if self._end is not None and self.count:
             drawn = changed(self._end, RawRandom())

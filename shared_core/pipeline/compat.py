@@ -318,7 +318,7 @@ def forget_releases(optimizer: Any, known: Any) -> Any:
     """ZeRO-3: have DeepSpeed forget which parameters each module lets go of, unless it would find the same again.
 
     DeepSpeed finds that once for each module and place in the order, and remembers it when the order has changed. A
-    newcomer remembers nothing, so it would keep and gather other parameters than its peers.
+    replacement remembers nothing, so it would keep and gather other parameters than its peers.
 
     Args:
         optimizer: DeepSpeed's.

@@ -1,7 +1,7 @@
-"""When it pays that survivors compute a part of what newcomers replay (Swift's parallel recovery): pure functions.
+"""When it pays that survivors compute a part of what replacements replay (Swift's parallel recovery): pure functions.
 
-Newcomers of neighbouring stages are a line, which pipelines its own share of a step's micro-batches. A helper computes
-all stages of the line for its share, one micro-batch after the other.
+Replacements of neighbouring stages are a line, which pipelines its own share of a step's micro-batches. A helper
+computes all stages of the line for its share, one micro-batch after the other.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class ReplayCost:
         stage_bytes: of the parameters of all its stages, as many as of their gradients.
         message_bytes: of one micro-batch that is lent: what goes to the helper and comes back, but parameters and
             their gradients.
-        bytes_per_s: between a newcomer and another worker; all transfers pass through the newcomers, which are taken
-            to share one link.
+        bytes_per_s: between a replacement and another worker; all transfers pass through the replacements, which are
+            taken to share one link.
         ordered: gradients of each micro-batch are moved and added in order, so that the result is bitwise the same;
             else each worker adds its own.
     """

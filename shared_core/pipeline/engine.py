@@ -1,6 +1,6 @@
 """DeepSpeed's pipeline engine with stages that can be replaced while the others wait.
 
-The engine keeps DeepSpeed's own schedule, instructions and arithmetic. What is added: a batch top before each call,
+The engine keeps DeepSpeed's own schedule, instructions and arithmetic. What is added: a step boundary before each call,
 the engine's hidden state among what the rank publishes, the ranks of the stage as its replicas, and a place for
 faults before each instruction.
 """
@@ -40,8 +40,8 @@ class SwiftPipelineEngine(InstrumentedEngine):
     Outside ``swiftrun`` it is DeepSpeed's engine.
 
     Attributes:
-        drives: the engine marks the batch tops, at each call of :meth:`train_batch` and :meth:`eval_batch`; an adapter
-            whose framework has tops of its own sets it to False before the first call.
+        drives: the engine marks the step boundaries, at each call of :meth:`train_batch` and :meth:`eval_batch`; an
+            adapter whose framework has boundaries of its own sets it to False before the first call.
 
     Raises:
         Unsupported: for tensor parallelism, for fp16, and for optimizers that are not torch's.
@@ -127,17 +127,17 @@ class SwiftPipelineEngine(InstrumentedEngine):
 
     @property
     def reroutes(self) -> bool:
-        """Whether training steps go on without lost workers."""
+        """Whether training steps continue without failed workers."""
         return self._rerouting is not None
 
     @property
     def catching_up(self) -> bool:
-        """Whether this is a newcomer whose script is still at calls that others have finished."""
+        """Whether this is a replacement whose script is still at calls that others have finished."""
         return self._calls is not None and (self._calls.behind or (self._job is not None and self._job.joining))
 
     def wait_for_all(self) -> None:
-        """Let newcomers in until no worker is away (``on_failure="reroute"``). Called by all workers at the same place,
-        between two steps; a collective of all workers does so by itself.
+        """Admit replacements until no worker is away (``on_failure="reroute"``). Called by all workers at the same
+        place, between two steps; a collective of all workers does so by itself.
         """
         if self._rerouting is not None:
             self._rerouting.wait_for_all()
@@ -235,7 +235,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
         return self._call(number, data_iter, call)
 
     def _evaluate(self, rerouting: Rerouting, data_iter: Any, micro_batches: int) -> torch.Tensor:
-        """As DeepSpeed's, without workers that are lost."""
+        """As DeepSpeed's, without workers that fail."""
         self.module.eval()
         of_training = self.data_iterator
         self.set_dataiterator(data_iter)
@@ -249,7 +249,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
         source = data_iter if data_iter is not None else self.data_iterator
         self._job.variables.reads(source)
         if not self.drives or self._calls is None:
-            self._after_top(self._job)
+            self._after_boundary(self._job)
             return call()
         if self._calls.finished():
             draws = micro_batches if self.is_first_stage() or self.is_last_stage() else 0
@@ -261,13 +261,13 @@ class SwiftPipelineEngine(InstrumentedEngine):
         else:
             count, taken, mine = self._calls.count, self._calls.draws, self._hyperparameters()
             self._calls.begin()
-            self._job.batch_top()
-            if self._job.position.rejoined and self._calls.let_in(count, taken):
+            self._job.step_boundary()
+            if self._job.position.rejoined and self._calls.admit(count, taken):
                 # A scheduler of the script's steps through the calls that are skipped now.
                 self._others = self._hyperparameters()
                 self._set_hyperparameters(mine)
                 return self._call(micro_batches, data_iter, call)
-        self._after_top(self._job)
+        self._after_boundary(self._job)
         result = call()
         self._calls.done([result, compat.gradient_norm(self)])
         return result
@@ -281,13 +281,13 @@ class SwiftPipelineEngine(InstrumentedEngine):
         for group, value in zip(self.optimizer.param_groups if values else [], values, strict=True):
             group.update(value)
 
-    def _after_top(self, job: Job) -> None:
+    def _after_boundary(self, job: Job) -> None:
         if not job.reroutes:  # steps make no log
             job.replays.commits.mark()
         if self._groups is not None:
-            self._groups.at_top()
+            self._groups.at_boundary()
         if self._rerouting is not None:
-            self._rerouting.at_top()
+            self._rerouting.at_boundary()
 
     def _take_model_step(self, *args: Any, **kwargs: Any) -> None:
         if self._rerouting is None:  # else it has been called, because gradients are clipped by now

@@ -1,6 +1,6 @@
 """Selective logging: which machines of a pipeline restart together, so that messages between them need no log.
 
-Machines form a chain. A plan cuts it into groups of neighbours; messages are logged where two groups meet, and a lost
+Machines form a chain. A plan cuts it into groups of neighbours; messages are logged where two groups meet, and a failed
 machine's whole group replays. Fewer logs, longer replay: the idea is Swift's (Zhong et al., arXiv 2302.06173), which
 merges greedily; here the plan is the best one. All functions are pure. See ``docs/design/plan_logging.md``.
 

@@ -78,7 +78,7 @@ class InstrumentedEngine(PipelineEngine):  # type: ignore[misc]
         self._sent: dict[str, int] = {}
         self._micro_batch = self.timed = 0
         self.compute_s = 0.0
-        self._seeded = self._options.replay.randomness == "seeded" or self._options.on_failure == "reroute"
+        self._seeded = self._options.replay.randomness == "seeded" or self._options.reroutes
         if self._seeded:
             self._seed_layers()
 

@@ -1,8 +1,8 @@
 """``log.groups="plan"``: the pipeline is measured while it trains, and who starts again together follows from that.
 
-At each checkpoint's batch top all ranks tell each other what they have measured since the last, and plan alike: from
-that and from the plan before, which a newcomer finds in its checkpoint. A grouping holds from a batch top on at which a
-checkpoint is written, so that what is logged since that checkpoint was logged for it.
+At each checkpoint's step boundary all ranks tell each other what they have measured since the last, and plan alike:
+from that and from the plan before, which a replacement finds in its checkpoint. A grouping holds from a step boundary
+on at which a checkpoint is written, so that what is logged since that checkpoint was logged for it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PlannedGroups:
 
     def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
-        self._last_top = 0
+        self._last_boundary = 0
         nproc = whole_of_environment("LOCAL_WORLD_SIZE", 1)
         self._stages = nproc if job.world_size > nproc else 1
         self._planned: list[list[float]] | None = None
@@ -57,18 +57,18 @@ class PlannedGroups:
         job.register("swift.groups", self._capture, self._restore)
 
     def _capture(self) -> Any:
-        return [self._planned, self._together, self._last_top]
+        return [self._planned, self._together, self._last_boundary]
 
     def _restore(self, values: Any) -> None:
-        self._planned, self._together, self._last_top = values
+        self._planned, self._together, self._last_boundary = values
         if self._together is not None:
             self._job.replays.regroup(self._together)
 
-    def at_top(self) -> None:
-        """Call after each batch top, on all ranks."""
+    def at_boundary(self) -> None:
+        """Call after each step boundary, on all ranks."""
         if not self._job.checkpoints.due:
             return
-        every, self._last_top = self._job.position.tops - self._last_top, self._job.position.tops
+        every, self._last_boundary = self._job.position.boundaries - self._last_boundary, self._job.position.boundaries
         engine, (compute_s, timed) = self._engine, self._before
         self._before = (engine.compute_s, engine.timed)
         made = (engine.timed - timed) / engine.micro_batches
@@ -78,7 +78,7 @@ class PlannedGroups:
         row = [(engine.compute_s - compute_s) / made if made else 0.0, float(engine.bytes_to_next()), float(wanted)]
         mine = torch.tensor(row, dtype=torch.float64)
         all_rows = [torch.zeros_like(mine) for _ in range(self._job.world_size)]
-        with self._job.runtime.unchecked():  # a newcomer measures something else, and is served what was said
+        with self._job.runtime.unchecked():  # a replacement measures something else, and is served what was said
             dist.all_gather(all_rows, mine)
         self._plan([each.tolist() for each in all_rows])
 
@@ -104,4 +104,4 @@ class PlannedGroups:
         self._job.replays.regroup(self._together)
         if self._job.rank == 0:
             groups = [list(group) for group in plan.groups]
-            self._job.news.emit("groups", groups=groups, storage_bytes=plan.storage_bytes, replay_s=plan.replay_s)
+            self._job.reporter.emit("groups", groups=groups, storage_bytes=plan.storage_bytes, replay_s=plan.replay_s)

@@ -1,4 +1,4 @@
-"""What DeepSpeed's ZeRO had divided over another number of ranks, divided anew: functions of plain data.
+"""What DeepSpeed's ZeRO had divided over another number of ranks, divided again: functions of plain data.
 
 Each rank holds flat tensors (masters, moments, gradients). One is a row of pieces: one of each parameter (stage 3), or
 one of all parameters of a group (stages 1 and 2). All ranks have pieces of the same sizes; the last ones are padded.
@@ -70,17 +70,17 @@ def repartitioned(
             "zero_optimization may help"
         )
 
-    def anew(number: int, flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    def divided(number: int, flats: Sequence[torch.Tensor]) -> torch.Tensor:
         return divided_anew(flats, before[number], rows[number], rank)
 
     optimizers = [each["optimizer"] for each in old]
-    masters = [anew(number, [each["masters"][number] for each in optimizers]) for number in range(len(rows))]
+    masters = [divided(number, [each["masters"][number] for each in optimizers]) for number in range(len(rows))]
     states = []
     for number, state in enumerate(first["optimizer"]["state"]):
         shape = first["optimizer"]["masters"][number].shape
         states.append(
             {
-                key: anew(number, [each["state"][number][key] for each in optimizers])
+                key: divided(number, [each["state"][number][key] for each in optimizers])
                 if isinstance(value, torch.Tensor) and value.shape == shape
                 else value
                 for key, value in state.items()

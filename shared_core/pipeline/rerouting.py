@@ -15,12 +15,12 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor, nn
 
-from shared_core.errors import LaneBroken, RecoveryFailed, Unsupported
+from shared_core.errors import RecoveryFailed, SurvivorGroupBroken, Unsupported
 from shared_core.events import console, console_once
 from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat
-from shared_core.pipeline.guest import GuestLayers, StageState, set_gradients, square_sum
+from shared_core.pipeline.hosted_stage import HostedStage, StageState, set_gradients, square_sum
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
 from shared_core.pipeline.sharded import is_sharded
 from shared_core.pipeline.shared_data import SharedData
@@ -37,12 +37,12 @@ from shared_core.reroute.summing import GROUPS, SumRule
 from shared_core.reroute.times import drift_line
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
-from shared_core.worker.recovery.lanes import Patience
+from shared_core.worker.recovery.survivor_groups import WaitFor
 from shared_core.worker.state.undo import Undo
 
-#: Kind under which the result of the last step is kept for newcomers that pass it by.
+#: Kind under which the result of the last step is kept for replacements that pass it by.
 _RESULT = "pipeline step"
-#: The same of the evaluations since the batch top.
+#: The same of the evaluations since the step boundary.
 _EVALUATIONS = "pipeline evaluations"
 _HOOKED = (
     "the script has hooks on its optimizer, which would not run in another stage: so after losses no worker moves to "
@@ -74,7 +74,7 @@ class Rerouting:
         folder = job.env.job_dir / f"plans{job.env.restart}"
         ahead, held = options.reroute.ahead, options.reroute.held_micro_batches
         self._plans = Plans(self._topology, variant, ordered, folder, ahead, held)
-        #: Batch top of the last step.
+        #: Batch step boundary of the last step.
         self._stepped_at = -1
         self._prepared: tuple[frozenset[Worker], int] = (frozenset(), -1)
         self._layers = _Layers(engine, job, whole)
@@ -83,8 +83,8 @@ class Rerouting:
             self._me,
             self._places,
             self._layers,
-            job.lanes.lane,
-            lambda: bool(job.lanes.knocking()),
+            job.survivor_groups.survivor_group,
+            lambda: bool(job.survivor_groups.joining_ranks()),
             self._plans,
             Options(
                 ordered=ordered,
@@ -92,74 +92,76 @@ class Rerouting:
                 rule=self._layers.rule,
                 moves=options.reroute.normalise,
             ),
-            lambda kind, fields: job.news.emit(kind, **fields),
+            lambda kind, fields: job.reporter.emit(kind, **fields),
         )
         self.result: StepResult | None = None
         self._newest: StepResult | None = None
         self._closed = False
-        # Others may need this worker until all have finished. A newcomer has made no step with the engine before.
-        before = job.lanes.close_at_end(self.close)
+        # Others may need this worker until all have finished. A replacement has made no step with the engine before.
+        before = job.survivor_groups.close_at_end(self.close)
         if before is not None and not job.joining:
             before()
-        job.lanes.before_collectives(self.wait_for_all)
+        job.survivor_groups.before_collectives(self.wait_for_all)
 
     def _rank(self, worker: Worker) -> int:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
 
     def _prepare(self) -> None:
         """Have plans made for what may come, and say what is planned if that has changed."""
-        lost, executor, plans = self._executor.lost, self._executor, self._plans
-        plans.fill(lost)
-        before, self._prepared = self._prepared, (lost, plans.since)
-        if self._prepared != before and executor.connected and self._job.rank == executor.lane.ranks[0]:
-            facts = plans.facts(lost, self._places.moves, switched=plans.since != before[1])
-            self._job.news.emit("planned", **facts)
+        failed, executor, plans = self._executor.failed, self._executor, self._plans
+        plans.fill(failed)
+        before, self._prepared = self._prepared, (failed, plans.since)
+        if self._prepared != before and executor.connected and self._job.rank == executor.survivor_group.ranks[0]:
+            facts = plans.facts(failed, self._places.moves, switched=plans.since != before[1])
+            self._job.reporter.emit("planned", **facts)
             if "drifted" in facts:
                 console(drift_line(facts))
 
-    def at_top(self) -> None:
-        """Before each step and evaluation: let newcomers in, if the last step has said so. They begin at batch tops, so
-        an evaluation in the batch of a step, as Lightning's validations are, lets nobody in.
+    def at_boundary(self) -> None:
+        """Before each step and evaluation: admit replacements, if the last step has said so. They begin at step
+        boundaries, so an evaluation in the batch of a step, as Lightning's validations are, admits nobody.
         """
         executor, job, result = self._executor, self._job, self.result
         executor.move_to(int(self._engine.global_steps))
-        if job.position.tops == self._stepped_at:
+        if job.position.boundaries == self._stepped_at:
             return
         self.result = None
-        knock = result.let_in if result is not None else -1
-        if executor.connected and knock >= 0:
+        join_request = result.admit if result is not None else -1
+        if executor.connected and join_request >= 0:
             self._settle()
-        if executor.connected and executor.lane.number == knock:  # else somebody was lost or let in since
-            self._let_in(Patience.NOT_AT_ALL)
+        if (
+            executor.connected and executor.survivor_group.number == join_request
+        ):  # else somebody failed or was admitted since
+            self._admit(WaitFor.NOT_AT_ALL)
 
     def wait_for_all(self) -> None:
-        """Let newcomers in until nobody is away. Called by all workers at the same place, at a batch top or after the
-        step that followed: newcomers begin at that top, and pass by that step.
+        """Admit replacements until nobody is away. Called by all workers at the same place, at a step boundary or
+        after the step that followed: replacements begin at that boundary, and pass by that step.
         """
-        while self._job.lanes.absent and not self._job.joining:
-            self._wait(Patience.FOR_ALL)
+        while self._job.survivor_groups.absent and not self._job.joining:
+            self._wait(WaitFor.FOR_ALL)
 
-    def _wait(self, patience: Patience) -> None:
-        """Let newcomers in that are waited for. If somebody is lost meanwhile, nobody may be in."""
+    def _wait(self, wait_for: WaitFor) -> None:
+        """Admit replacements that are waited for. If somebody fails meanwhile, nobody may be in."""
         self._settle()
-        self._let_in(patience)
+        self._admit(wait_for)
 
-    def _let_in(self, patience: Patience) -> None:
-        """Let newcomers in that are ready, as one worker sees them. All have come from :meth:`_settle`."""
+    def _admit(self, wait_for: WaitFor) -> None:
+        """Admit replacements that are ready, as one worker sees them. All have come from :meth:`_settle`."""
         executor, job = self._executor, self._job
-        lane = executor.lane
+        survivor_group = executor.survivor_group
         try:
-            mine = job.lanes.knocking(wait=patience) if job.rank == lane.ranks[0] else ()
-            ranks = list(lane.exchange(list(mine))[lane.ranks[0]])
-        except LaneBroken:
+            mine = job.survivor_groups.joining_ranks(wait=wait_for) if job.rank == survivor_group.ranks[0] else ()
+            ranks = list(survivor_group.exchange(list(mine))[survivor_group.ranks[0]])
+        except SurvivorGroupBroken:
             return
         if ranks:
             if (gradients := executor.gradients) is not None and self._newest is not None:
                 norm = compat.gradient_norm(self._engine)
-                job.notes.keep(_RESULT, "", [job.position.tops, self._newest.to_tensor(), gradients, norm])
-            top = job.position.tops
-            job.notes.keep(_EVALUATIONS, "", [top, executor.evaluations.results(top)])
-            job.lanes.let_in(ranks)
+                job.notes.keep(_RESULT, "", [job.position.boundaries, self._newest.to_tensor(), gradients, norm])
+            boundary = job.position.boundaries
+            job.notes.keep(_EVALUATIONS, "", [boundary, executor.evaluations.results(boundary)])
+            job.survivor_groups.admit(ranks)
         executor.leave()
 
     def close(self) -> None:
@@ -179,7 +181,7 @@ class Rerouting:
         """Train on the next global batch."""
         if self._stepped_at < 0 and self._job.config.reroute.normalise and self._layers.hooked:
             console_once("hooks", _HOOKED)
-        self._stepped_at = self._job.position.tops
+        self._stepped_at = self._job.position.boundaries
         updates = self._job.updates
         if updates.state_version > updates.version:  # this one does nothing: the state contains it already
             self._pass_by()
@@ -189,17 +191,19 @@ class Rerouting:
             try:
                 self.result = self._newest = self._executor.run()
             except DataAway:
-                self._wait(Patience.FOR_ONE)
+                self._wait(WaitFor.FOR_ONE)
             except RecoveryFailed as error:
                 self._job.fall_back(str(error))
         self._prepare()
 
     def evaluates(self) -> bool:
-        """Whether evaluations go over the lanes of steps: not before the first step, when all workers wait for a lost
-        one, nor in bf16, in which DeepSpeed adds losses of that type. The same at all workers.
+        """Whether evaluations go over the survivor groups of steps: not before the first step, when all workers wait
+        for a failed one, nor in bf16, in which DeepSpeed adds losses of that type. The same at all workers.
         """
         return (
-            not self._engine.bfloat16_enabled() and self._job.position.tops > 0 and int(self._engine.global_steps) > 0
+            not self._engine.bfloat16_enabled()
+            and self._job.position.boundaries > 0
+            and int(self._engine.global_steps) > 0
         )
 
     def evaluate(self, micro_batches: int) -> Tensor:
@@ -208,16 +212,16 @@ class Rerouting:
         """
         engine, job, executor = self._engine, self._job, self._executor
         items = self._layers.draw(micro_batches) if engine.is_first_stage() or engine.is_last_stage() else []
-        top, results = job.notes.kept(_EVALUATIONS).get("", (-1, []))
-        if top == job.position.tops:
-            executor.evaluations.adopt(top, results)
-        executor.begin_evaluation(job.position.tops, micro_batches, items)
+        boundary, results = job.notes.kept(_EVALUATIONS).get("", (-1, []))
+        if boundary == job.position.boundaries:
+            executor.evaluations.adopt(boundary, results)
+        executor.begin_evaluation(job.position.boundaries, micro_batches, items)
         losses = None
         while losses is None:
             try:
                 losses = executor.evaluate()
             except DataAway:
-                self._wait(Patience.FOR_ONE)
+                self._wait(WaitFor.FOR_ONE)
             except RecoveryFailed as error:
                 job.fall_back(str(error))
         sums = [sum(map(torch.tensor, row)) / micro_batches for row in losses]
@@ -227,18 +231,18 @@ class Rerouting:
         return mean / len(sums) if len(sums) > 1 else mean
 
     def _pass_by(self) -> None:
-        """The others had made this step when they let this newcomer in: count it, and take its data."""
+        """The others had made this step when they admitted this replacement: count it, and take its data."""
         engine = self._engine
         if engine.is_first_stage() or engine.is_last_stage():
             self._layers.items()
-        top, result, gradients, norm = self._job.notes.kept(_RESULT)[""]
+        boundary, result, gradients, norm = self._job.notes.kept(_RESULT)[""]
         compat.set_gradient_norm(engine, norm)
-        assert top == self._job.position.tops
+        assert boundary == self._job.position.boundaries
         self._layers.pass_by(gradients, norm)
         engine.before_step()
         compat.step(engine)
         self._executor.move_to(int(engine.global_steps))
-        self.result = replace(StepResult.from_tensor(result, self._topology), let_in=-1)
+        self.result = replace(StepResult.from_tensor(result, self._topology), admit=-1)
 
     def total_loss(self) -> Tensor:
         """The mean loss of the last global batch, with DeepSpeed's arithmetic."""
@@ -398,7 +402,7 @@ class _Layers:
         assert self._undo is not None
         optimizer = self._engine.optimizer
         now = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-        self._job.news.emit("update_taken_back", step=int(self._engine.global_steps) - 1, factor=factor)
+        self._job.reporter.emit("update_taken_back", step=int(self._engine.global_steps) - 1, factor=factor)
         self._undo.undo()
         self._job.updates.take_back()
         self._scale(factor)
@@ -428,7 +432,7 @@ class _Layers:
         return self._state.export()
 
     def build(self, stage: int, description: Mapping[str, Any], state: Tensor) -> StageModel:
-        return GuestLayers(self._engine, self._job, self, stage, description, state)
+        return HostedStage(self._engine, self._job, self, stage, description, state)
 
     def _scale(self, factor: float) -> None:
         if factor == 1.0:

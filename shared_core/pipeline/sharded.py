@@ -1,10 +1,11 @@
 """The state of DeepSpeed's optimizers that are sharded over the data-parallel ranks (bf16, ZeRO stage 1).
 
 Each rank keeps the master weights in fp32 and the moments of its part of the stage, which no replica holds. So they
-are rank-local state: published with every batch top, to the machine's shared memory and, where there are several, to
-another machine. That is what the recovery of such a stage costs: 12 bytes a parameter with Adam, divided by the
-data-parallel degree, are copied at each step, and kept up to three times. A newcomer therefore runs each update of its
-predecessor's batch, with reduced gradients and gathered parameters from the log, and has the newest parameters after.
+are rank-local state: published with every step boundary, to the machine's shared memory and, where there are several,
+to another machine. That is what the recovery of such a stage costs: 12 bytes a parameter with Adam, divided by the
+data-parallel degree, are copied at each step, and kept up to three times. A replacement therefore runs each update of
+the failed worker's batch, with reduced gradients and gathered parameters from the log, and has the newest parameters
+after.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ class Shard:
         """Masters, moments, hyper-parameters: live tensors, to be written at once.
 
         Raises:
-            SwiftError: if gradients are pending, which at the top of a pipeline's batch there are none.
+            SwiftError: if gradients are pending, which at the step boundary of a pipeline's batch there are none.
         """
         outer = self._outer
         groups = outer.bf16_groups if isinstance(outer, BF16_Optimizer) else outer.bit16_groups
         if any(parameter.grad is not None for group in groups for parameter in group):
-            raise SwiftError("gradients are pending at the top of a batch: train through train_batch() alone")
+            raise SwiftError("gradients are pending at the step boundary of a batch: train through train_batch() alone")
         return captured(outer, self._masters)
 
     def restore(self, values: dict[str, Any]) -> None:

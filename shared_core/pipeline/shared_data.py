@@ -1,4 +1,4 @@
-"""Data of a pipeline that any worker can read: then a job goes on when both ends of a pipeline are lost.
+"""Data of a pipeline that any worker can read: then a job continues when both ends of a pipeline fail.
 
 DeepSpeed's engine draws micro-batches from an iterator of the script, at the first and the last stage of each pipeline.
 What that gives, nobody else can draw. Here each micro-batch is a function of seed, pipeline and number.

@@ -1,9 +1,9 @@
-"""A newcomer's steps between the checkpoint and its predecessor's place, computed together with the survivors.
+"""A replacement's steps between the checkpoint and the failed worker's place, computed together with the survivors.
 
 Only steps that all survivors have made are shared: every message of theirs is in a log. What remains is replayed by
-the schedule, as always. Newcomers of neighbouring stages (a line, see :mod:`shared_core.pipeline.lending`) still send
-each other every message, in the order of the schedule: so each can go on by itself where a helper is lost, whatever the
-others of the line have noticed.
+the schedule, as always. Replacements of neighbouring stages (a line, see :mod:`shared_core.pipeline.replay_helpers`)
+still send each other every message, in the order of the schedule: so each can continue by itself where a helper fails,
+whatever the others of the line have noticed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from deepspeed.runtime.pipe import schedule
 from shared_core.errors import SwiftError
 from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
-from shared_core.pipeline import compat, lending, stage
+from shared_core.pipeline import compat, replay_helpers, stage
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
-from shared_core.pipeline.lending import Helpers, Line, Part, Wish
+from shared_core.pipeline.replay_helpers import Helpers, Line, Part, Wish
 from shared_core.pipeline.stage import Computed, Passed, Stage, Work, as_tuple, has_running_statistics
 from shared_core.system import threads
 from shared_core.worker.recovery.exchange import Replaying
@@ -57,19 +57,19 @@ class SharedReplay:
         )
 
     def offer(self) -> None:
-        """Help newcomers from now on."""
+        """Help replacements from now on."""
         engine, job, threads = self._engine, self._job, torch.get_num_threads()
 
         def stage_of(rank: int) -> Stage:
             return stage.clone(engine, compat.stage_of(engine, rank), job.config.seed)
 
         def help_them(replaying: Replaying) -> None:
-            to_help = lending.lines(replaying, lambda rank: compat.stage_of(engine, rank))
-            lending.help_newcomers(job.replays, replaying, to_help, stage_of, threads)
+            to_help = replay_helpers.lines(replaying, lambda rank: compat.stage_of(engine, rank))
+            replay_helpers.help_replacements(job.replays, replaying, to_help, stage_of, threads)
 
         job.replays.help(help_them)
 
-    # -- in the newcomer ---------------------------------------------------------------------------
+    # -- in the replacement ---------------------------------------------------------------------------
 
     def takes(self, micro_s: float) -> bool:
         """Whether the next step is shared.
@@ -89,8 +89,8 @@ class SharedReplay:
         return self._helpers is not None
 
     def _has_trained(self) -> bool:
-        """Whether a step has been made, here or by the predecessor, in which the shapes of messages became known; the
-        same at all newcomers of a line.
+        """Whether a step has been made, here or by the failed worker, in which the shapes of messages became known; the
+        same at all replacements of a line.
         """
         engine = self._engine
         first, last = engine.is_first_stage(), engine.is_last_stage()
@@ -107,9 +107,9 @@ class SharedReplay:
         policy = job.config.replay.parallel
         wish = Wish(int(self._engine.micro_batches), policy, job.config.replay.sums == "ordered")
         try:
-            helpers = lending.agree(job.replays, replaying, self._line, self._part(micro_s), wish)
+            helpers = replay_helpers.agree(job.replays, replaying, self._line, self._part(micro_s), wish)
         except (RuntimeError, SwiftError):
-            return  # a loss, or nobody comes: the schedule does it
+            return  # a failure, or nobody comes: the schedule does it
         if helpers.use:
             self._helpers = helpers
         else:
@@ -118,7 +118,7 @@ class SharedReplay:
     def _line_of(self, replaying: Replaying) -> Line:
         engine, rank = self._engine, self._job.rank
         return next(
-            line for line in lending.lines(replaying, lambda each: compat.stage_of(engine, each)) if rank in line
+            line for line in replay_helpers.lines(replaying, lambda each: compat.stage_of(engine, each)) if rank in line
         )
 
     def _messages_in_logs(self, replaying: Replaying) -> bool:
@@ -137,7 +137,7 @@ class SharedReplay:
 
         def dismiss() -> None:
             try:
-                inner = lending.meet(self._job.replays, replaying, line)
+                inner = replay_helpers.meet(self._job.replays, replaying, line)
                 Helpers(self._job.replays, inner, len(line)).end()
             except (RuntimeError, SwiftError):
                 return
@@ -167,7 +167,7 @@ class SharedReplay:
         if helpers is not None:
             alone, planned = helpers.expected
             fields = {"step_s": self._took / max(self._steps, 1), "planned_s": planned, "alone_s": alone}
-            job.news.emit("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered, **fields)
+            job.reporter.emit("help", steps=self._steps, helpers=helpers.use, ordered=helpers.ordered, **fields)
             helpers.end()
         elif not self._decided:
             self._line = self._line_of(replaying)
@@ -197,7 +197,7 @@ class SharedReplay:
             compat.instructions_of(engine)[instruction](engine)
 
     def _helped(self, own: Stage, works: list[Work]) -> list[Computed] | None:
-        """None where somebody was lost: then this stage computes the step by itself, and the schedule those after it.
+        """None where somebody failed: then this stage computes the step by itself, and the schedule those after it.
         The others of the line notice by themselves: a cut group ends for all.
         """
         assert self._helpers is not None

@@ -1,9 +1,9 @@
 """DeepSpeed's sharded optimizers (bf16, ZeRO stage 1) under re-routing: each replica of a stage has all shards.
 
-Of a lost worker's shard somebody must have the master weights and the moments, and step it until a newcomer comes. All
-replicas have the sum of the gradients, and a step of an optimizer depends on nothing else: so each replica steps every
-shard, and all of them have the same bits. Then nothing of an update has to be sent, no pair of losses takes a shard
-with it, and a newcomer is a copy of any replica. It costs the memory of an optimizer that is not sharded.
+Of a failed worker's shard somebody must have the master weights and the moments, and step it until a replacement comes.
+All replicas have the sum of the gradients, and a step of an optimizer depends on nothing else: so each replica steps
+every shard, and all of them have the same bits. Then nothing of an update has to be sent, no pair of losses takes a
+shard with it, and a replacement is a copy of any replica. It costs the memory of an optimizer that is not sharded.
 
 A rank's own shard stays where DeepSpeed has it; what DeepSpeed saves and loads are its tensors. The arithmetic is that
 of ``BF16_Optimizer.step`` and ``DeepSpeedZeroOptimizer.step``: norm over the shards and the stages, clipping, updates
@@ -236,7 +236,7 @@ def _another(inner: torch.optim.Optimizer, masters: Sequence[Sequence[Tensor]]) 
     """An optimizer like ``inner`` for other parameters, with the same moments for those that it has.
 
     Of a class of its own: the stage's parameters follow from its masters, outside its step, so who copies the state
-    while updates go on cannot make them again from gradients alone.
+    while updates continue cannot make them again from gradients alone.
     """
     kind = type(f"Whole{type(inner).__name__}", (type(inner),), {"__module__": __name__})
     made: torch.optim.Optimizer = object.__new__(kind)

@@ -1,9 +1,9 @@
 """DeepSpeed's engine without a pipeline, whose ZeRO divides optimizer state, gradients and parameters over the ranks.
 
-Each rank publishes all that it has at each batch top: with stage 3 its partition of the parameters, with stages 1 and 2
-all of them, and its partition of the masters and moments. Stage 0 divides nothing, and is published whole. A newcomer
-takes that, and runs its predecessor's batch again with its updates. What ranks gather they gather again for it; what
-they reduce comes from the log, or is reduced again.
+Each rank publishes all that it has at each step boundary: with stage 3 its partition of the parameters, with stages 1
+and 2 all of them, and its partition of the masters and moments. Stage 0 divides nothing, and is published whole. A
+replacement takes that, and runs the failed worker's batch again with its updates. What ranks gather they gather again
+for it; what they reduce comes from the log, or is reduced again.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ZeroState:
 
     @property
     def unsettled(self) -> bool:
-        """Whether gradients are pending; between the micro-batches of a step no newcomer can begin."""
+        """Whether gradients are pending; between the micro-batches of a step no replacement can begin."""
         return self._engine.pending
 
     @property
@@ -189,7 +189,7 @@ class ZeroState:
             self._put_back_of_partition(values["partition"])
 
     def gradients(self) -> dict[int, Any]:
-        """None are pending where a newcomer can begin."""
+        """None are pending where a replacement can begin."""
         return {}
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:

@@ -1,8 +1,8 @@
-"""How newcomers take their places beside survivors that have gone on without them, as a pure function.
+"""How replacements take their places beside survivors that have continued without them, as a pure function.
 
-All survivors stand at the same place after the same batch top: at the top itself, or with nothing but the step made
-since. Nothing is under way. So nothing is replayed: a newcomer is a copy of a replica, as it was at the top, with the
-newest state; of each group and channel it takes over what its peers have counted.
+All survivors stand at the same place after the same step boundary: at the boundary itself, or with nothing but the step
+made since. Nothing is under way. So nothing is replayed: a replacement is a copy of a replica, as it was at the
+boundary, with the newest state; of each group and channel it takes over what its peers have counted.
 """
 
 from __future__ import annotations
@@ -11,54 +11,56 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from shared_core.errors import RecoveryFailed
-from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.members import Members, members_of
 from shared_core.protocol.plan import Plan, totals
 
 
-def let_in(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Plan:
-    """The plan by which newcomers join at the batch top at which all survivors stand.
+def admit(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Plan:
+    """The plan by which replacements join at the step boundary at which all survivors stand.
 
     Args:
-        frontiers: of survivors and of those that are let in; who stays away has none. A survivor's ``tops`` ends with
-            the batch top that it has passed last.
-        late: ranks that were absent when the generation began. The others may have copied their state to newcomers
+        frontiers: of survivors and of those that are admitted; who stays away has none. A survivor's ``boundaries``
+            ends with the step boundary that it has passed last.
+        late: ranks that were absent when the generation began. The others may have copied their state to replacements
             since, so they give it.
 
     Raises:
-        RecoveryFailed: if survivors stand at different places, an operation is under way or was made since the top, or
-            a newcomer has no replica.
+        RecoveryFailed: if survivors stand at different places, an operation is under way or was made since the
+            boundary, or a replacement has no replica.
     """
-    survivors = {rank: front for rank, front in sorted(frontiers.items()) if not front.newcomer}
-    newcomers = sorted(rank for rank, front in frontiers.items() if front.newcomer)
+    survivors = {rank: front for rank, front in sorted(frontiers.items()) if not front.replacement}
+    replacements = sorted(rank for rank, front in frontiers.items() if front.replacement)
     if not survivors:
         raise RecoveryFailed("no survivor is left")
     places = {rank: _place(front) for rank, front in survivors.items()}
     if len(set(places.values())) != 1:
-        raise RecoveryFailed(f"survivors stand at different places (top, its version, entry, kind, version): {places}")
+        raise RecoveryFailed(
+            f"survivors stand at different places (boundary, its version, entry, kind, version): {places}"
+        )
     groups = _groups(survivors)
     for name, here in groups.items():
         _check_quiet(name, here)
         _check_unused(name, here, survivors)
     donors: dict[int, int] = {}
-    tops: dict[int, Top | None] = {}
-    for rank in newcomers:
-        able = [donor for donor, front in survivors.items() if rank in (front.tops[-1].replicas or newcomers)]
+    boundaries: dict[int, StepBoundary | None] = {}
+    for rank in replacements:
+        able = [donor for donor, front in survivors.items() if rank in (front.boundaries[-1].replicas or replacements)]
         if not able:
             raise RecoveryFailed(f"rank {rank} has no replica left that it could copy")
         donors[rank] = min(able, key=lambda donor: (donor in late, donor))
-        tops[rank] = _top(rank, survivors[donors[rank]].tops[-1], groups)
+        boundaries[rank] = _boundary(rank, survivors[donors[rank]].boundaries[-1], groups)
     received: dict[str, dict[str, int]] = {}
     for name, here in groups.items():
         ranks = _ranks(here)
         for key, _, receiver in _channels(here):
-            top = tops.get(ranks[receiver])
-            if top is None and ranks[receiver] not in here:
+            boundary = boundaries.get(ranks[receiver])
+            if boundary is None and ranks[receiver] not in here:
                 continue  # it stays away
-            counts = top.received.get(name, {}) if top is not None else here[ranks[receiver]].received
+            counts = boundary.received.get(name, {}) if boundary is not None else here[ranks[receiver]].received
             received.setdefault(name, {})[key] = counts.get(key, 0)
     return Plan(
-        tops=tops,
+        boundaries=boundaries,
         donors=donors,
         transfers=(),
         redo={},
@@ -69,10 +71,10 @@ def let_in(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Pla
 
 
 def _place(front: Frontier) -> tuple[int, int, int, str, int]:
-    if not front.tops or front.version not in (front.tops[-1].version, front.tops[-1].version + 1):
-        raise RecoveryFailed(f"rank {front.rank} lets newcomers in more than a step after a batch top")
-    top = front.tops[-1]
-    return top.index, top.version, top.entry, top.kind, front.version
+    if not front.boundaries or front.version not in (front.boundaries[-1].version, front.boundaries[-1].version + 1):
+        raise RecoveryFailed(f"rank {front.rank} admits replacements more than a step after a step boundary")
+    boundary = front.boundaries[-1]
+    return boundary.index, boundary.version, boundary.entry, boundary.kind, front.version
 
 
 def _groups(survivors: Mapping[int, Frontier]) -> dict[str, dict[int, GroupFrontier]]:
@@ -94,19 +96,22 @@ def _check_quiet(name: str, here: Mapping[int, GroupFrontier]) -> None:
     open_at = [rank for rank, group in here.items() if not Done.from_json(group.done).covers(group.next)]
     if len(set(issued.values())) != 1 or open_at:
         raise RecoveryFailed(
-            f"a collective of group {name!r} is under way while a newcomer is let in (issued: {issued}, unfinished at "
+            f"a collective of group {name!r} is under way while a replacement is admitted (issued: {issued}, "
+            "unfinished at "
             f"ranks {open_at}): wait for what was called with async_op=True before the next batch"
         )
 
 
 def _check_unused(name: str, here: Mapping[int, GroupFrontier], survivors: Mapping[int, Frontier]) -> None:
-    """A newcomer goes on from the top, alone. Raises RecoveryFailed if the others have used the group since."""
+    """A replacement continues from the boundary, alone. Raises RecoveryFailed if the others have
+    used the group since.
+    """
     for rank, group in here.items():
-        top = survivors[rank].tops[-1]
-        if group.next != top.groups.get(name, 0):
+        boundary = survivors[rank].boundaries[-1]
+        if group.next != boundary.groups.get(name, 0):
             raise RecoveryFailed(
-                f"since the last batch top, where a newcomer begins, rank {rank} has made "
-                f"{group.next - top.groups.get(name, 0)} collectives in group {name!r}, which need all ranks"
+                f"since the last step boundary, where a replacement begins, rank {rank} has made "
+                f"{group.next - boundary.groups.get(name, 0)} collectives in group {name!r}, which need all ranks"
             )
 
 
@@ -117,8 +122,8 @@ def _channels(here: Mapping[int, GroupFrontier]) -> Iterator[tuple[str, int, int
         yield key, int(source), int(destination)
 
 
-def _top(rank: int, donor: Top, groups: Mapping[str, Mapping[int, GroupFrontier]]) -> Top:
-    """The donor's batch top as ``rank`` stands at it: counts of its own groups and channels, from its peers."""
+def _boundary(rank: int, donor: StepBoundary, groups: Mapping[str, Mapping[int, GroupFrontier]]) -> StepBoundary:
+    """The donor's step boundary as ``rank`` stands at it: counts of its own groups and channels, from its peers."""
     counts: dict[str, int] = {}
     sent: dict[str, dict[str, int]] = {}
     received: dict[str, dict[str, int]] = {}

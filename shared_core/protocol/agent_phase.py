@@ -5,18 +5,18 @@ from __future__ import annotations
 from enum import Enum, auto
 
 
-class Phase(Enum):
+class AgentPhase(Enum):
     """Where an agent is."""
 
     #: It waits for a place among the machines of the job.
-    MEETING = "meeting"
-    #: The attempt is under way: lost workers are replaced.
+    RENDEZVOUS = "rendezvous"
+    #: The attempt is under way: failed workers are replaced.
     RUNNING = "running"
     #: The number of workers changes: those that stay hand their state on.
     RESIZING = "resizing"
     #: All workers are ended, and those of the next attempt are started.
     RESTARTING = "restarting"
-    #: This machine may not go on: its workers are ended, and it begins as if it had just come.
+    #: This machine may not continue: its workers are ended, and it begins as if it had just come.
     STOOD_DOWN = "stood down"
     #: All workers have said goodbye: they leave.
     ENDING = "ending"
@@ -26,23 +26,23 @@ class Phase(Enum):
     @property
     def trains(self) -> bool:
         """Whether workers are at work that have not all said goodbye."""
-        return self in (Phase.RUNNING, Phase.RESIZING)
+        return self in (AgentPhase.RUNNING, AgentPhase.RESIZING)
 
 
-class Event(Enum):
+class AgentEvent(Enum):
     """What can happen to an agent."""
 
     #: It comes to the rendezvous, for the first time or again.
     CAME = "came"
     #: It has a place, or the next attempt is begun.
     PLACED = "placed"
-    #: A change of the number of workers begins, or goes on with others that stay.
+    #: A change of the number of workers begins, or continues with others that stay.
     CHANGE = "change"
     #: There is no change of the number of workers, or no longer one.
     NO_CHANGE = "no change"
     #: The ledger says that all workers start again.
     RESTART = "restart"
-    #: The ledger says that another number of workers goes on.
+    #: The ledger says that another number of workers continues.
     RESIZED = "resized"
     #: The ledger says that all workers have said goodbye.
     RELEASED = "released"
@@ -56,22 +56,22 @@ class Event(Enum):
     ENDED_ELSEWHERE = "ended elsewhere"
 
 
-class Action(Enum):
+class AgentAction(Enum):
     """What the agent is to do."""
 
     #: Start the workers of this machine.
     START = auto()
-    #: Start newcomers for ranks that were lost during a change that is given up.
+    #: Start replacements for ranks that failed during a change that is given up.
     REPLACE = auto()
     #: Say that all workers start again, and why.
     TELL = auto()
     #: Kill every worker, and wait until all are gone.
     KILL = auto()
-    #: Forget what the workers of the attempt have published, except what the next one goes on from.
+    #: Forget what the workers of the attempt have published, except what the next one continues from.
     CLEAR = auto()
-    #: Wait as long as the policy for losses wants.
+    #: Wait as long as the policy for failures wants.
     DELAY = auto()
-    #: Take the place among the machines that go on, with their number of workers.
+    #: Take the place among the machines that continue, with their number of workers.
     REGROUP = auto()
     #: Forget the attempt.
     FORGET = auto()
@@ -79,46 +79,49 @@ class Action(Enum):
     LET_GO = auto()
 
 
-class IllegalEvent(Exception):
+class IllegalAgentEvent(Exception):
     """An event that cannot happen in a phase: a mistake in the agent."""
 
 
-Outcome = tuple[Phase, tuple[Action, ...]]
+Outcome = tuple[AgentPhase, tuple[AgentAction, ...]]
 
-_TABLE: dict[tuple[Phase, Event], Outcome] = {
-    (Phase.MEETING, Event.CAME): (Phase.MEETING, ()),
-    (Phase.MEETING, Event.PLACED): (Phase.RUNNING, (Action.START,)),
-    (Phase.MEETING, Event.ENDED_ELSEWHERE): (Phase.OVER, ()),
-    (Phase.STOOD_DOWN, Event.CAME): (Phase.MEETING, ()),
-    (Phase.RUNNING, Event.CHANGE): (Phase.RESIZING, ()),
-    (Phase.RUNNING, Event.NO_CHANGE): (Phase.RUNNING, ()),
-    (Phase.RESIZING, Event.CHANGE): (Phase.RESIZING, ()),
-    (Phase.RESIZING, Event.NO_CHANGE): (Phase.RUNNING, (Action.REPLACE,)),
-    (Phase.RESTARTING, Event.PLACED): (Phase.RUNNING, (Action.START,)),
-    (Phase.ENDING, Event.LEFT): (Phase.OVER, ()),
+_TABLE: dict[tuple[AgentPhase, AgentEvent], Outcome] = {
+    (AgentPhase.RENDEZVOUS, AgentEvent.CAME): (AgentPhase.RENDEZVOUS, ()),
+    (AgentPhase.RENDEZVOUS, AgentEvent.PLACED): (AgentPhase.RUNNING, (AgentAction.START,)),
+    (AgentPhase.RENDEZVOUS, AgentEvent.ENDED_ELSEWHERE): (AgentPhase.OVER, ()),
+    (AgentPhase.STOOD_DOWN, AgentEvent.CAME): (AgentPhase.RENDEZVOUS, ()),
+    (AgentPhase.RUNNING, AgentEvent.CHANGE): (AgentPhase.RESIZING, ()),
+    (AgentPhase.RUNNING, AgentEvent.NO_CHANGE): (AgentPhase.RUNNING, ()),
+    (AgentPhase.RESIZING, AgentEvent.CHANGE): (AgentPhase.RESIZING, ()),
+    (AgentPhase.RESIZING, AgentEvent.NO_CHANGE): (AgentPhase.RUNNING, (AgentAction.REPLACE,)),
+    (AgentPhase.RESTARTING, AgentEvent.PLACED): (AgentPhase.RUNNING, (AgentAction.START,)),
+    (AgentPhase.ENDING, AgentEvent.LEFT): (AgentPhase.OVER, ()),
 }
-for _phase in (Phase.RUNNING, Phase.RESIZING):
-    _TABLE[_phase, Event.RESTART] = (
-        Phase.RESTARTING,
-        (Action.TELL, Action.KILL, Action.CLEAR, Action.DELAY),
+for _phase in (AgentPhase.RUNNING, AgentPhase.RESIZING):
+    _TABLE[_phase, AgentEvent.RESTART] = (
+        AgentPhase.RESTARTING,
+        (AgentAction.TELL, AgentAction.KILL, AgentAction.CLEAR, AgentAction.DELAY),
     )
-    _TABLE[_phase, Event.RESIZED] = Phase.RESTARTING, (Action.KILL, Action.CLEAR, Action.REGROUP)
-    _TABLE[_phase, Event.RELEASED] = Phase.ENDING, (Action.LET_GO,)
-for _phase in Phase:
-    if _phase is not Phase.OVER:
-        _TABLE[_phase, Event.FAILED] = Phase.OVER, ()
-    if _phase not in (Phase.STOOD_DOWN, Phase.OVER):
-        # The store may be lost at any moment, while the workers are being started, too.
-        _TABLE[_phase, Event.FENCED] = Phase.STOOD_DOWN, (Action.KILL, Action.FORGET)
+    _TABLE[_phase, AgentEvent.RESIZED] = (
+        AgentPhase.RESTARTING,
+        (AgentAction.KILL, AgentAction.CLEAR, AgentAction.REGROUP),
+    )
+    _TABLE[_phase, AgentEvent.RELEASED] = AgentPhase.ENDING, (AgentAction.LET_GO,)
+for _phase in AgentPhase:
+    if _phase is not AgentPhase.OVER:
+        _TABLE[_phase, AgentEvent.FAILED] = AgentPhase.OVER, ()
+    if _phase not in (AgentPhase.STOOD_DOWN, AgentPhase.OVER):
+        # The store may fail at any moment, while the workers are being started, too.
+        _TABLE[_phase, AgentEvent.FENCED] = AgentPhase.STOOD_DOWN, (AgentAction.KILL, AgentAction.FORGET)
 
 
-def transition(phase: Phase, event: Event) -> Outcome:
+def transition(phase: AgentPhase, event: AgentEvent) -> Outcome:
     """The phase that follows, and what is to be done.
 
     Raises:
-        IllegalEvent: if the event cannot happen in the phase.
+        IllegalAgentEvent: if the event cannot happen in the phase.
     """
     try:
         return _TABLE[phase, event]
     except KeyError:
-        raise IllegalEvent(f"an agent that is {phase.value!r} cannot have the event {event.value!r}") from None
+        raise IllegalAgentEvent(f"an agent that is {phase.value!r} cannot have the event {event.value!r}") from None

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from shared_core.errors import RecoveryFailed
 from shared_core.protocol.codec import Count, damaged, decode
-from shared_core.protocol.frontier import PerChannel, Top
+from shared_core.protocol.frontier import PerChannel, StepBoundary
 from shared_core.protocol.members import wrong_members
 from shared_core.protocol.plan import Plan, Transfer
 
@@ -42,7 +42,7 @@ class Agreed:
         stored: _StoredPlan | None = None
         if plan is not None:
             stored = {
-                "tops": [(rank, top) for rank, top in sorted(plan.tops.items())],
+                "boundaries": [(rank, boundary) for rank, boundary in sorted(plan.boundaries.items())],
                 "donors": sorted(plan.donors.items()),
                 "transfers": [(each.source, each.destination, each.entries) for each in plan.transfers],
                 "redo": {name: sorted(seqs) for name, seqs in plan.redo.items()},
@@ -74,7 +74,7 @@ class Agreed:
         if found is None:
             return cls(None, stored["failed"])
         plan = Plan(
-            tops=dict(found["tops"]),
+            boundaries=dict(found["boundaries"]),
             donors=dict(found["donors"]),
             transfers=tuple(Transfer(*each) for each in found["transfers"]),
             redo={name: set(seqs) for name, seqs in found["redo"].items()},
@@ -93,7 +93,7 @@ class Agreed:
 class _StoredPlan(TypedDict):
     """Shape of a stored plan."""
 
-    tops: list[tuple[Count, Top | None]]
+    boundaries: list[tuple[Count, StepBoundary | None]]
     donors: list[tuple[Count, Count]]
     transfers: list[tuple[Count, Count, dict[str, list[Count]]]]
     redo: dict[str, list[Count]]
@@ -116,14 +116,14 @@ def _wrong_in(plan: Plan, world_size: int) -> str:
     """What is wrong in a plan of the right shape; empty if nothing is."""
     if most := [rank for rank in _ranks(plan) if rank >= world_size]:
         return f"plan names rank {max(most)}, and there are {world_size}"
-    for top in plan.tops.values():
-        for name, ranks in top.members.items() if top is not None else ():
+    for boundary in plan.boundaries.values():
+        for name, ranks in boundary.members.items() if boundary is not None else ():
             if wrong := wrong_members(ranks, world_size):
                 return f"the members of group {name!r} are {wrong}"
     return ""
 
 
 def _ranks(plan: Plan) -> Iterator[int]:
-    yield from (*plan.tops, *plan.donors, *plan.donors.values(), *plan.leave)
+    yield from (*plan.boundaries, *plan.donors, *plan.donors.values(), *plan.leave)
     for each in plan.transfers:
         yield from (each.source, each.destination)

@@ -66,20 +66,20 @@ def channel_key(channel: Channel) -> str:
 
 
 @dataclass(frozen=True)
-class Top:
-    """A published batch top: where a newcomer can start.
+class StepBoundary:
+    """A published step boundary: where a replacement can start.
 
     Attributes:
-        index: number of the top in the life of the logical rank, from 1.
+        index: number of the boundary in the life of the logical rank, from 1.
         version: optimizer steps the state contains there.
         entry: number of the entry call (fit, validate, ...) it lies in, -1 outside any.
         kind: ``batch``, ``eval`` (start of a stand-alone evaluation) or ``end`` (an entry call has ended).
         groups: next sequence number of each group, by name.
-        received: per group and channel, messages received before the top.
-        sent: per group and channel, messages sent before the top.
+        received: per group and channel, messages received before the boundary.
+        sent: per group and channel, messages sent before the boundary.
         members: of each group, as in :mod:`shared_core.protocol.members`.
         replicas: ranks that hold the same parameters and optimizer state, this one among them; empty: all.
-        saved: parameters and optimizer state at this top are in a checkpoint, so that no donor is needed.
+        saved: parameters and optimizer state at this boundary are in a checkpoint, so that no donor is needed.
         own: they are this rank's shard, and part of what it has published, so that no donor is needed.
     """
 
@@ -131,24 +131,24 @@ class Frontier(Record):
     Attributes:
         rank: logical rank.
         incarnation: which worker holds it.
-        newcomer: whether it has yet to take over its predecessor's place.
+        replacement: whether it has yet to take over the failed worker's place.
         version: optimizer steps its state contains.
-        tops: batch tops it has published (a newcomer: its predecessor's, newest last).
-        groups: its groups by name (empty for a newcomer).
+        boundaries: step boundaries it has published (a replacement: the failed worker's, newest last).
+        groups: its groups by name (empty for a replacement).
         together: ranks that start again together, this one among them: messages between them are not on disk.
-        top: number of the newest batch top that this survivor has published.
-        kept: batch tops whose parameters and optimizer state it can give as they were there.
-        outside: its script changes these outside updates: a newer state serves no older batch top.
+        boundary: number of the newest step boundary that this survivor has published.
+        kept: step boundaries whose parameters and optimizer state it can give as they were there.
+        outside: its script changes these outside updates: a newer state serves no older step boundary.
     """
 
     rank: Count
     incarnation: Count
-    newcomer: bool
+    replacement: bool
     version: Count
-    tops: tuple[Top, ...]
+    boundaries: tuple[StepBoundary, ...]
     groups: dict[str, GroupFrontier] = field(default_factory=dict)
     together: list[Count] = field(default_factory=list)
-    top: Count = 0
+    boundary: Count = 0
     kept: list[Count] = field(default_factory=list)
     outside: bool = False
 
@@ -157,7 +157,7 @@ class Frontier(Record):
         return json.dumps(vars(self), separators=(",", ":"), default=vars)
 
 
-def read_fronts(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: int) -> dict[int, Frontier]:
+def read_frontiers(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: int) -> dict[int, Frontier]:
     """The frontiers of some ranks.
 
     Args:
@@ -168,26 +168,26 @@ def read_fronts(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: 
     Raises:
         DamagedRecord: one is none.
     """
-    fronts: dict[int, Frontier] = {}
+    frontiers: dict[int, Frontier] = {}
     alike: dict[bytes, Frontier] = {}  # most differ in the rank only, which comes first, and decoding takes the time
     for rank, raw in raws.items():
         first, _, rest = bytes(raw).partition(b",")
         regular = first == b'{"rank":%d' % rank
         if regular and rest in alike:
-            fronts[rank] = replace(alike[rest], rank=rank)
+            frontiers[rank] = replace(alike[rest], rank=rank)
             continue
-        fronts[rank] = Frontier.from_json(raw, keys[rank])
+        frontiers[rank] = Frontier.from_json(raw, keys[rank])
         if regular:
-            alike[rest] = fronts[rank]
-    for rank, front in fronts.items():
+            alike[rest] = frontiers[rank]
+    for rank, front in frontiers.items():
         if wrong := _wrong_in(rank, front, world_size):
             raise damaged(keys[rank], wrong)
-    for name in {name for front in fronts.values() for name in front.groups}:
-        made = {rank: front.groups[name].next for rank, front in fronts.items() if name in front.groups}
+    for name in {name for front in frontiers.values() for name in front.groups}:
+        made = {rank: front.groups[name].next for rank, front in frontiers.items() if name in front.groups}
         most, least = max(made, key=lambda rank: made[rank]), min(made.values())
         if made[most] - least > _MOST_APART:
             raise damaged(keys[most], f"groups.{name}.next is {made[most]}, another rank's is {least}")
-    return fronts
+    return frontiers
 
 
 def _wrong_in(rank: int, front: Frontier, world_size: int) -> str:
@@ -196,9 +196,9 @@ def _wrong_in(rank: int, front: Frontier, world_size: int) -> str:
         return f"its rank is {front.rank}"
     channels: list[tuple[str, Members, tuple[dict[str, int], ...]]]
     channels = [(name, group.ranks, (group.received, group.sent, group.held)) for name, group in front.groups.items()]
-    for top in front.tops:
-        for name, ranks in top.members.items():
-            channels.append((name, ranks, (top.received.get(name, {}), top.sent.get(name, {}))))
+    for boundary in front.boundaries:
+        for name, ranks in boundary.members.items():
+            channels.append((name, ranks, (boundary.received.get(name, {}), boundary.sent.get(name, {}))))
     for name, ranks, counts in channels:
         if wrong := wrong_members(ranks, world_size):
             return f"the members of group {name!r} are {wrong}"

@@ -31,22 +31,22 @@ def plan_key(generation: int) -> str:
 
 
 def go_key(generation: int) -> str:
-    """Set when all newcomers of a generation have come to where they join; or :data:`GIVEN_UP`."""
+    """Set when all replacements of a generation have come to where they join; or :data:`GIVEN_UP`."""
     return f"gen/{generation}/go"
 
 
-def lane_key(rank: int, incarnation: int) -> str:
-    """Set by a worker that has begun to use lanes (``on_failure="reroute"``)."""
-    return f"lane/{rank}.{incarnation}"
+def survivor_group_key(rank: int, incarnation: int) -> str:
+    """Set by a worker that has begun to use survivor groups (``on_failure="reroute"``)."""
+    return f"survivor_group/{rank}.{incarnation}"
 
 
-def knock_key(generation: int, rank: int) -> str:
-    """Set by the newcomer of an absent rank that asks to be let in: the number of its entry call."""
-    return f"gen/{generation}/knock/{rank}"
+def join_request_key(generation: int, rank: int) -> str:
+    """Set by the replacement of an absent rank that asks to be admitted: the number of its entry call."""
+    return f"gen/{generation}/join_request/{rank}"
 
 
 def copy_key(generation: int, rank: int) -> str:
-    """Set by the newcomer of an absent rank that asks for its state while the others train."""
+    """Set by the replacement of an absent rank that asks for its state while the others train."""
     return f"gen/{generation}/copy/{rank}"
 
 
@@ -55,20 +55,20 @@ def still_key(generation: int) -> str:
     return f"gen/{generation}/still"
 
 
-class Kind(Enum):
+class EntryKind(Enum):
     """What happens with an entry."""
 
-    #: All ranks form the generation, the newcomers of lost ones among them.
+    #: All ranks form the generation, the replacements of failed ones among them.
     FORM = "form"
-    #: The others go on at once without the absent ranks, and let their newcomers in later.
-    GO_ON = "go on"
+    #: The others continue at once without the absent ranks, and admit their replacements later.
+    CARRY_ON = "continue"
     #: The number of workers changes: those that stay hand their state on, and nothing is formed.
-    HAND_ON = "hand on"
+    DRAIN = "drain"
     #: The attempt is over: all workers said goodbye.
     RELEASE = "release"
     #: The attempt is over: all workers start again.
     RESTART = "restart"
-    #: The attempt is over: another number of workers goes on.
+    #: The attempt is over: another number of workers continues.
     RESIZE = "resize"
     #: The attempt is over: the job has failed.
     FAIL = "fail"
@@ -76,23 +76,23 @@ class Kind(Enum):
     @property
     def over(self) -> bool:
         """Whether nothing follows in this attempt."""
-        return self in (Kind.RELEASE, Kind.RESTART, Kind.RESIZE, Kind.FAIL)
+        return self in (EntryKind.RELEASE, EntryKind.RESTART, EntryKind.RESIZE, EntryKind.FAIL)
 
 
 class CauseKind(Enum):
-    """Why a worker was lost."""
+    """Why a worker failed."""
 
-    #: Its process ended, or was killed because it did not go on.
+    #: Its process ended, or was killed because it did not continue.
     DIED = "died"
     #: It was killed because its state was damaged: replicas that are the majority have another.
     DIVERGENT = "divergent"
-    #: Its machine was lost.
+    #: Its machine failed.
     MACHINE = "machine"
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One lost worker.
+    """One failed worker.
 
     Attributes:
         kind: why, for rules.
@@ -112,24 +112,24 @@ class Entry:
     Attributes:
         generation: number of the entry.
         incarnations: for each rank, how many workers held it before the present one.
-        absent: ranks that were lost and without which the others go on; None until all workers use lanes.
+        absent: ranks that failed and without which the others continue; None until all workers use survivor groups.
         kind: what happens.
-        causes: one for each worker that was lost just now.
+        causes: one for each worker that failed just now.
         detected: ``time.time()`` when that was noticed.
         machines: for each place, the machine that holds it, None while nobody does; empty for a job on one machine. An
             agent leaves it out where it does not change.
         stay: ranks that hand their state on.
-        after: machines that go on after that.
+        after: machines that continue after that.
         reason: for people.
         rank: whose error ends the job; -1 for none.
-        workers: number of them that goes on.
-        line: what the next attempt goes on from, if not from a checkpoint or the beginning.
+        workers: number of them that continues.
+        line: what the next attempt continues from, if not from a checkpoint or the beginning.
     """
 
     generation: int = 0
     incarnations: tuple[int, ...] = ()
     absent: frozenset[int] | None = None
-    kind: Kind = Kind.FORM
+    kind: EntryKind = EntryKind.FORM
     causes: tuple[Cause, ...] = ()
     detected: float = 0.0
     machines: tuple[str | None, ...] = ()
@@ -141,8 +141,8 @@ class Entry:
     line: Resized | None = None
 
     @property
-    def lost(self) -> tuple[int, ...]:
-        """Ranks whose workers were lost just now."""
+    def failed(self) -> tuple[int, ...]:
+        """Ranks whose workers failed just now."""
         return tuple(cause.who for cause in self.causes)
 
     def divergent(self, rank: int) -> bool:
@@ -150,7 +150,8 @@ class Entry:
         return any(cause.who == rank and cause.kind is CauseKind.DIVERGENT for cause in self.causes)
 
     def while_changing(self, stay: Sequence[int], change: Entry | None) -> Entry:
-        """This entry where the number of workers changes; a change that is under way goes on with those that are left.
+        """This entry where the number of workers changes; a change that is under way continues with those that are
+        left.
 
         Args:
             stay: ranks that are to hand their state on, if a change begins.
@@ -161,8 +162,8 @@ class Entry:
         staying = stay or (change.stay if change is not None else ())
         return replace(
             self,
-            kind=Kind.HAND_ON,
-            stay=tuple(rank for rank in staying if rank not in self.lost),
+            kind=EntryKind.DRAIN,
+            stay=tuple(rank for rank in staying if rank not in self.failed),
             after=change.after if change is not None else (),
         )
 
@@ -173,11 +174,11 @@ class Entry:
             fields["absent"] = sorted(self.absent)
         fields |= {
             "incarnations": list(self.incarnations),
-            "lost": list(self.lost),
+            "failed": list(self.failed),
             "cause": {str(cause.who): cause.text for cause in self.causes},
             "detected": self.detected,
         }
-        if self.kind is Kind.HAND_ON:
+        if self.kind is EntryKind.DRAIN:
             fields["stay"] = list(self.stay)
         if self.after:
             fields["after"] = list(self.after)
@@ -231,7 +232,7 @@ class Entry:
             generation=stored["generation"],
             incarnations=tuple(incarnations),
             absent=None if stored["absent"] is None else frozenset(stored["absent"]),
-            kind=Kind(stored["kind"]),
+            kind=EntryKind(stored["kind"]),
             causes=tuple(Cause(CauseKind(kind), text, who) for kind, text, who in stored["causes"]),
             detected=stored["detected"],
             machines=stored["machines"],
@@ -252,7 +253,7 @@ class _Stored(TypedDict):
 
     version: Count
     generation: Count
-    kind: Literal["form", "go on", "hand on", "release", "restart", "resize", "fail"]
+    kind: Literal["form", "continue", "drain", "release", "restart", "resize", "fail"]
     size: Count
     replaced: list[tuple[Count, Count]]
     absent: list[Count] | None
@@ -273,11 +274,11 @@ def _wrong_in(entry: Entry, version: int, generation: int, world_size: int) -> s
         return f"version is {version}, not {VERSION}"
     if entry.generation != generation:
         return f"generation is {entry.generation}, not {generation}"
-    for name, ranks in (("absent", entry.absent or ()), ("causes", entry.lost), ("stay", entry.stay)):
+    for name, ranks in (("absent", entry.absent or ()), ("causes", entry.failed), ("stay", entry.stay)):
         if any(rank >= world_size for rank in ranks):
             return f"{name} names rank {max(ranks)}, and there are {world_size}"
     if not -1 <= entry.rank < world_size:
         return f"rank is {entry.rank}, and there are {world_size}"
-    if entry.kind in (Kind.FORM, Kind.GO_ON) and (entry.kind is Kind.GO_ON) != bool(entry.absent):
+    if entry.kind in (EntryKind.FORM, EntryKind.CARRY_ON) and (entry.kind is EntryKind.CARRY_ON) != bool(entry.absent):
         return f"kind is {entry.kind.value!r}, with {len(entry.absent or ())} absent ranks"
     return ""

@@ -14,5 +14,5 @@ ENDING = "ending"
 SAVED = "saved"
 #: Signals that ask for a last checkpoint some time before the end.
 EARLY_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-#: Key that a prepared standby sets when it waits for its rank's place.
+#: Key that a hot standby sets when it waits for its rank's place.
 PREPARED = "prepared"

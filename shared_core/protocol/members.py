@@ -1,4 +1,4 @@
-"""Members of a group as a short text, so that what ranks say at each batch top does not grow with the job.
+"""Members of a group as a short text, so that what ranks say at each step boundary does not grow with the job.
 
 Groups are regular: ``0-4095``, or every eighth rank. A list of them costs a text of their number.
 """

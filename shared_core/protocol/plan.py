@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 from shared_core.errors import RecoveryFailed
-from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.members import Members, members_of
 
 
@@ -25,20 +25,21 @@ class Plan:
     """What all ranks do in one generation.
 
     Attributes:
-        tops: the top each newcomer starts from; None: from the beginning of the script, with every operation replayed.
-        donors: the survivor whose replicated state each newcomer copies; none where a checkpoint holds it, or what
-            was published at the batch top (of shards) or at the end of an entry call.
+        boundaries: the boundary each replacement starts from; None: from the beginning of the script, with every
+            operation replayed.
+        donors: the survivor whose replicated state each replacement copies; none where a checkpoint holds it, or what
+            was published at the step boundary (of shards) or at the end of an entry call.
         transfers: logged results to move, in the order in which they are moved.
         redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
         received: per group and channel, how many messages the receiver has; the sender sends those above again.
-        leave: survivors that have to start again together with a newcomer; if there are any, nothing else is done.
-        copies: newcomers have their donors' rank-local state too.
+        leave: survivors that have to start again together with a replacement; if there are any, nothing else is done.
+        copies: replacements have their donors' rank-local state too.
         newest: optimizer steps of the survivor that has made most; 0 where there is none.
         oldest: those of the one that has made fewest.
         logged: survivors keep their messages on disk.
     """
 
-    tops: dict[int, Top | None]
+    boundaries: dict[int, StepBoundary | None]
     donors: dict[int, int]
     transfers: tuple[Transfer, ...]
     redo: dict[str, set[int]]
@@ -50,9 +51,9 @@ class Plan:
     logged: bool = False
 
     @property
-    def newcomers(self) -> tuple[int, ...]:
+    def replacements(self) -> tuple[int, ...]:
         """Ranks that join in this generation."""
-        return tuple(sorted(self.tops))
+        return tuple(sorted(self.boundaries))
 
 
 class Totals(TypedDict):
@@ -80,13 +81,13 @@ class _Group:
         logged = {seq for group in here.values() for seq in group.log}
         self.finished = logged.difference(*self.exclusive.values())
 
-    def base(self, top: Top | None) -> int:
-        """First collective that a newcomer issues when it starts from ``top``."""
-        return 0 if top is None else top.groups.get(self.name, 0)
+    def base(self, boundary: StepBoundary | None) -> int:
+        """First collective that a replacement issues when it starts from ``boundary``."""
+        return 0 if boundary is None else boundary.groups.get(self.name, 0)
 
-    def run(self, tops: Mapping[int, Top | None]) -> Iterator[tuple[int, dict[int, int]]]:
-        """Collectives without a result in any log that some member needs, with the newcomers' first collectives."""
-        bases = {rank: self.base(tops[rank]) for rank in self.ranks if rank in tops}
+    def run(self, boundaries: Mapping[int, StepBoundary | None]) -> Iterator[tuple[int, dict[int, int]]]:
+        """Collectives without a result in any log that some member needs, with the replacements' first collectives."""
+        bases = {rank: self.base(boundaries[rank]) for rank in self.ranks if rank in boundaries}
         low = min([*bases.values(), *(done.upto for done in self.done.values())], default=0)
         for seq in range(low, max([*bases.values(), *(g.next for g in self.here.values())], default=0)):
             if seq in self.finished:
@@ -94,72 +95,76 @@ class _Group:
             if any(base <= seq for base in bases.values()) or any(seq not in done for done in self.done.values()):
                 yield seq, bases
 
-    def channels(self, tops: Mapping[int, Top | None]) -> Iterator[tuple[str, int, int]]:
+    def channels(self, boundaries: Mapping[int, StepBoundary | None]) -> Iterator[tuple[str, int, int]]:
         """(key, global source, global destination) of every channel known to anybody."""
         keys = {key for g in self.here.values() for key in (*g.sent, *g.received)}
-        for top in tops.values():
-            if top is not None:
-                keys |= {*top.sent.get(self.name, {}), *top.received.get(self.name, {})}
+        for boundary in boundaries.values():
+            if boundary is not None:
+                keys |= {*boundary.sent.get(self.name, {}), *boundary.received.get(self.name, {})}
         for key in sorted(keys):
             source, destination, _ = key.split(",")
             yield key, self.ranks[int(source)], self.ranks[int(destination)]
 
-    def has(self, key: str, receiver: int, tops: Mapping[int, Top | None]) -> int:
+    def has(self, key: str, receiver: int, boundaries: Mapping[int, StepBoundary | None]) -> int:
         """How many messages of a channel the receiver will have."""
-        if receiver in tops:
-            top = tops[receiver]
-            return 0 if top is None else top.received.get(self.name, {}).get(key, 0)
+        if receiver in boundaries:
+            boundary = boundaries[receiver]
+            return 0 if boundary is None else boundary.received.get(self.name, {}).get(key, 0)
         return self.here[receiver].received.get(key, 0) if receiver in self.here else 0
 
 
 def decide(frontiers: Mapping[int, Frontier]) -> Plan:
-    """The plan for a generation with these frontiers (every rank's, newcomers included).
+    """The plan for a generation with these frontiers (every rank's, replacements included).
 
-    Each newcomer starts from the newest of its batch tops, published or in a checkpoint, from which all that anybody
-    still needs is to be had: every collective's result is in some log, or all members can run it again; every message
-    is at its sender or at its receiver. A start that is too late for what others need stays so when others start
-    earlier, so lowering one at a time finds the newest starts.
+    Each replacement starts from the newest of its step boundaries, published or in a checkpoint, from which all that
+    anybody still needs is to be had: every collective's result is in some log, or all members can run it again; every
+    message is at its sender or at its receiver. A start that is too late for what others need stays so when others
+    start earlier, so lowering one at a time finds the newest starts.
 
     Raises:
-        RecoveryFailed: if a newcomer cannot be served by anybody.
+        RecoveryFailed: if a replacement cannot be served by anybody.
     """
-    survivors = {rank: f for rank, f in frontiers.items() if not f.newcomer}
-    newcomers = {rank: f for rank, f in frontiers.items() if f.newcomer}
-    if newcomers and not survivors:
+    survivors = {rank: f for rank, f in frontiers.items() if not f.replacement}
+    replacements = {rank: f for rank, f in frontiers.items() if f.replacement}
+    if replacements and not survivors:
         raise RecoveryFailed("no survivor is left")
     groups = _groups(frontiers, survivors)
     # From the beginning of the script is the oldest start, while logs reach back so far.
-    starts: dict[int, list[Top | None]] = {rank: [None, *f.tops] for rank, f in sorted(newcomers.items())}
+    starts: dict[int, list[StepBoundary | None]] = {
+        rank: [None, *f.boundaries] for rank, f in sorted(replacements.items())
+    }
     donors: dict[int, int] = {}
     while True:
-        tops = {rank: left[-1] for rank, left in starts.items()}
-        too_late = _without_donor(tops, survivors, donors)
+        boundaries = {rank: left[-1] for rank, left in starts.items()}
+        too_late = _without_donor(boundaries, survivors, donors)
         for group in groups:
-            too_late = too_late if too_late is not None else _too_late(group, tops)
+            too_late = too_late if too_late is not None else _too_late(group, boundaries)
         if too_late is None:
             break
         starts[too_late].pop()
         if not starts[too_late]:
             raise RecoveryFailed(
                 f"rank {too_late} cannot be rebuilt: others need what it did before each of its "
-                f"{len(newcomers[too_late].tops)} published batch tops, and that was lost with it. All workers start "
+                f"{len(replacements[too_late].boundaries)} published step boundaries, and that was lost with it. All "
+                "workers "
+                "start "
                 "again"
             )
     redo: dict[str, set[int]] = {}
     received: dict[str, dict[str, int]] = {}
     leave: set[int] = set()
     for group in groups:
-        leave.update(_without_messages(group, tops, survivors))
-        if again := _redo(group, tops):
+        leave.update(_without_messages(group, boundaries, survivors))
+        if again := _redo(group, boundaries):
             redo[group.name] = again
-        if counts := {key: group.has(key, receiver, tops) for key, _, receiver in group.channels(tops)}:
+        if counts := {key: group.has(key, receiver, boundaries) for key, _, receiver in group.channels(boundaries)}:
             received[group.name] = counts
     return Plan(
         **totals(survivors),
         leave=frozenset(leave),
-        tops=tops,
+        boundaries=boundaries,
         donors=donors,
-        transfers=_transfers(groups, tops),
+        transfers=_transfers(groups, boundaries),
         redo=redo,
         received=received,
     )
@@ -175,8 +180,10 @@ def totals(survivors: Mapping[int, Frontier]) -> Totals:
 def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]) -> list[_Group]:
     members: dict[str, Members] = {}
     for frontier in frontiers.values():
-        for top in frontier.tops:  # a group that no survivor is in is known from its lost members' tops
-            members |= top.members
+        for (
+            boundary
+        ) in frontier.boundaries:  # a group that no survivor is in is known from its failed members' boundaries
+            members |= boundary.members
         members |= {name: group.ranks for name, group in frontier.groups.items()}
     groups = []
     for name, text in sorted(members.items()):
@@ -189,85 +196,89 @@ def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]
 
 
 def _without_donor(
-    tops: Mapping[int, Top | None], survivors: Mapping[int, Frontier], donors: dict[int, int]
+    boundaries: Mapping[int, StepBoundary | None], survivors: Mapping[int, Frontier], donors: dict[int, int]
 ) -> int | None:
-    """Find a donor for every newcomer; a newcomer whose top no survivor reaches by itself, or None."""
+    """Find a donor for every replacement; a replacement whose boundary no survivor reaches by itself, or None."""
     # Whoever exchanges messages may have to wait for one before its next update, which no frontier shows.
-    messages = any(top.sent or top.received for top in tops.values() if top is not None)
+    messages = any(boundary.sent or boundary.received for boundary in boundaries.values() if boundary is not None)
     messages = messages or any(group.sent or group.received for f in survivors.values() for group in f.groups.values())
-    for rank, top in tops.items():
+    for rank, boundary in boundaries.items():
         donors.pop(rank, None)
-        if top is not None and (top.saved or top.own or top.kind == "end"):
+        if boundary is not None and (boundary.saved or boundary.own or boundary.kind == "end"):
             continue
         able = [
             donor
             for donor in sorted(survivors)
-            if top is None or (_replica(donor, top) and _serves(survivors[donor], top, messages))
+            if boundary is None or (_replica(donor, boundary) and _serves(survivors[donor], boundary, messages))
         ]
         if not able:
             return rank
         # One that is there already is not waited for.
-        donors[rank] = next((donor for donor in able if top is None or _is_there(survivors[donor], top)), able[0])
+        donors[rank] = next(
+            (donor for donor in able if boundary is None or _is_there(survivors[donor], boundary)), able[0]
+        )
     return None
 
 
-def _replica(donor: int, top: Top) -> bool:
-    return not top.replicas or donor in top.replicas
+def _replica(donor: int, boundary: StepBoundary) -> bool:
+    return not boundary.replicas or donor in boundary.replicas
 
 
-def _serves(survivor: Frontier, top: Top, messages: bool) -> bool:
-    """Whether the survivor can give the state for a newcomer that starts at this top."""
-    if top.index in survivor.kept:
+def _serves(survivor: Frontier, boundary: StepBoundary, messages: bool) -> bool:
+    """Whether the survivor can give the state for a replacement that starts at this boundary."""
+    if boundary.index in survivor.kept:
         return True
-    if survivor.outside:  # it keeps the state at a top when it gets there
-        return survivor.top < top.index and not messages and _passes(survivor, top)
-    return _reaches(survivor, top, messages)
+    if survivor.outside:  # it keeps the state at a boundary when it gets there
+        return survivor.boundary < boundary.index and not messages and _passes(survivor, boundary)
+    return _reaches(survivor, boundary, messages)
 
 
-def _is_there(survivor: Frontier, top: Top) -> bool:
-    return top.index in survivor.kept or (not survivor.outside and survivor.version >= top.version)
+def _is_there(survivor: Frontier, boundary: StepBoundary) -> bool:
+    return boundary.index in survivor.kept or (not survivor.outside and survivor.version >= boundary.version)
 
 
-def _reaches(survivor: Frontier, top: Top, messages: bool) -> bool:
-    """Whether the survivor's state gets to the top's version without anybody's help."""
-    if survivor.version >= top.version:
+def _reaches(survivor: Frontier, boundary: StepBoundary, messages: bool) -> bool:
+    """Whether the survivor's state gets to the boundary's version without anybody's help."""
+    if survivor.version >= boundary.version:
         return True
-    return not messages and _passes(survivor, top)
+    return not messages and _passes(survivor, boundary)
 
 
-def _passes(survivor: Frontier, top: Top) -> bool:
-    # In a group that the newcomer is not in, it may have to wait as well.
+def _passes(survivor: Frontier, boundary: StepBoundary) -> bool:
+    # In a group that the replacement is not in, it may have to wait as well.
     return all(
-        group.over or (name in top.groups and Done.from_json(group.done).covers(top.groups[name]))
+        group.over or (name in boundary.groups and Done.from_json(group.done).covers(boundary.groups[name]))
         for name, group in survivor.groups.items()
     )
 
 
-def _too_late(group: _Group, tops: Mapping[int, Top | None]) -> int | None:
-    """A newcomer that starts after something that others need from it, or None."""
-    for seq, bases in group.run(tops):
+def _too_late(group: _Group, boundaries: Mapping[int, StepBoundary | None]) -> int | None:
+    """A replacement that starts after something that others need from it, or None."""
+    for seq, bases in group.run(boundaries):
         for rank, base in bases.items():
             if base > seq:
                 return rank
-    for key, source, destination in group.channels(tops):
-        top = tops.get(source)
-        if top is not None and top.sent.get(group.name, {}).get(key, 0) > group.has(key, destination, tops):
+    for key, source, destination in group.channels(boundaries):
+        boundary = boundaries.get(source)
+        if boundary is not None and boundary.sent.get(group.name, {}).get(key, 0) > group.has(
+            key, destination, boundaries
+        ):
             return source
     return None
 
 
 def _without_messages(
-    group: _Group, tops: Mapping[int, Top | None], survivors: Mapping[int, Frontier]
+    group: _Group, boundaries: Mapping[int, StepBoundary | None], survivors: Mapping[int, Frontier]
 ) -> Iterator[int]:
-    """Survivors that a newcomer needs messages from which they do not keep, because both start again together.
+    """Survivors that a replacement needs messages from which they do not keep, because both start again together.
 
     Raises:
         RecoveryFailed: if they do not start again together.
     """
-    for key, source, destination in group.channels(tops):
-        has = group.has(key, destination, tops)
+    for key, source, destination in group.channels(boundaries):
+        has = group.has(key, destination, boundaries)
         if source in group.here and group.here[source].held.get(key, 0) > has:
-            if destination in tops and destination in survivors[source].together:
+            if destination in boundaries and destination in survivors[source].together:
                 yield source
                 continue
             raise RecoveryFailed(
@@ -276,42 +287,44 @@ def _without_messages(
             )
 
 
-def _redo(group: _Group, tops: Mapping[int, Top | None]) -> set[int]:
+def _redo(group: _Group, boundaries: Mapping[int, StepBoundary | None]) -> set[int]:
     """Rank-specific collectives that those who have finished them run again.
 
     Raises:
         RecoveryFailed: if one of them cannot, because it has dropped its input.
     """
     redo = set()
-    for seq, _ in group.run(tops):
+    for seq, _ in group.run(boundaries):
         for rank, done in group.done.items():
             if seq not in done:
                 continue
             if seq not in group.exclusive[rank]:
                 raise RecoveryFailed(
-                    f"collective {seq} of group {group.name!r} is needed by {_who(group, seq, tops)}, but rank {rank}, "
+                    f"collective {seq} of group {group.name!r} is needed by {_who(group, seq, boundaries)}, but rank "
+                    f"{rank}, "
                     "which has finished it, no longer keeps it. All workers start again"
                 )
             redo.add(seq)
     return redo
 
 
-def _who(group: _Group, seq: int, tops: Mapping[int, Top | None]) -> str:
+def _who(group: _Group, seq: int, boundaries: Mapping[int, StepBoundary | None]) -> str:
     ranks = [
         rank
         for rank in group.ranks
-        if (rank in tops and group.base(tops[rank]) <= seq) or (rank in group.here and seq not in group.done[rank])
+        if (rank in boundaries and group.base(boundaries[rank]) <= seq)
+        or (rank in group.here and seq not in group.done[rank])
     ]
     return "rank " + ", ".join(map(str, ranks))
 
 
-def _transfers(groups: list[_Group], tops: Mapping[int, Top | None]) -> tuple[Transfer, ...]:
+def _transfers(groups: list[_Group], boundaries: Mapping[int, StepBoundary | None]) -> tuple[Transfer, ...]:
     moves: dict[tuple[int, int], dict[str, list[int]]] = {}
     for group in groups:
         holders = {rank: set(here.log) for rank, here in group.here.items()}
         for rank in group.ranks:
-            if rank in tops:
-                base = group.base(tops[rank])
+            if rank in boundaries:
+                base = group.base(boundaries[rank])
                 needs = {seq for seq in group.finished if seq >= base}
             elif rank in holders:
                 # Also what it has not issued yet but another has finished: it is served when it gets there.

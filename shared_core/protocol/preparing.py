@@ -1,7 +1,7 @@
-"""Which ranks have a prepared standby: pure decisions on what was measured.
+"""Which ranks have a hot standby: pure decisions on what was measured.
 
-A prepared standby has run the script as one rank up to its first batch top. At the loss of that rank the others do not
-wait for the script's start-up; until then it takes the memory of a worker.
+A hot standby has run the script as one rank up to its first step boundary. At the failure of that rank the others
+do not wait for the script's start-up; until then it takes the memory of a worker.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from dataclasses import dataclass
 
 from shared_core.protocol.codec import Count
 
-#: ``auto`` prepares from this start-up on, in seconds: below it a newcomer is not much later than the recovery itself.
+#: ``auto`` prepares from this start-up on, in seconds: below it a replacement is not much later than the recovery
+#: itself.
 LEAST_STARTUP_S = 2.0
 #: ``auto`` leaves this share of the machine's memory free, and at least so many bytes.
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 1 << 30
-#: Seconds from a failure of a prepared standby to the next try, by failures in a row; after the last none follows.
+#: Seconds from a failure of a hot standby to the next try, by failures in a row; after the last none follows.
 RETRY_S = (1.0, 5.0, 25.0)
-#: Exit code of a standby that cannot serve: its rank has no replica, so a newcomer runs on from a checkpoint.
+#: Exit code of a standby that cannot serve: its rank has no replica, so a replacement runs on from a checkpoint.
 EXIT_UNFIT = 76
 _GIB = 1 << 30
 
 
 def place_key(rank: int, incarnation: int) -> str:
-    """Key under which a prepared standby finds the generation in which it takes its rank's place."""
+    """Key under which a hot standby finds the generation in which it takes its rank's place."""
     return f"place/{rank}.{incarnation}"
 
 
@@ -49,7 +50,7 @@ class Measured:
     """What ``auto`` decides by.
 
     Attributes:
-        startup_s: longest time that the script took to its first batch top.
+        startup_s: longest time that the script took to its first step boundary.
         worker_bytes: memory that the largest worker has to itself.
         free_bytes: memory that processes can still get.
         total_bytes: of the machine, or of the container.
@@ -85,17 +86,17 @@ class Decision:
 
 
 def decide(wanted: int | str, ranks: Sequence[int], measured: Measured, on_failure: str, prepared: int = 0) -> Decision:
-    """How many of a machine's ranks have a prepared standby.
+    """How many of a machine's ranks have a hot standby.
 
     Args:
         wanted: a number, or ``auto``.
         ranks: of this machine.
         measured: what the job takes.
-        on_failure: the answer to a loss.
+        on_failure: the answer to a failure.
         prepared: standbys that are prepared already, whose memory is not free any more.
     """
     if on_failure in ("restart", "shrink"):
-        return Decision(0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a lost rank's place")
+        return Decision(0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a failed rank's place")
     takes = f"the script takes {measured.startup_s:.1f} s to its first batch"
     memory = (
         f"a worker has {measured.worker_bytes / _GIB:.2f} GiB, {measured.free_bytes / _GIB:.2f} GiB are free, and "
@@ -105,7 +106,7 @@ def decide(wanted: int | str, ranks: Sequence[int], measured: Measured, on_failu
         number = min(int(wanted), len(ranks))
         return Decision(number, f"{_standbys(number)} prepared, as asked for: {takes}; {memory}")
     if on_failure == "reroute":
-        return Decision(0, "no standby is prepared: with on_failure='reroute' the others do not wait for a newcomer")
+        return Decision(0, "no standby is prepared: with on_failure='reroute' the others do not wait for a replacement")
     if measured.startup_s < LEAST_STARTUP_S:
         return Decision(0, f"no standby is prepared: {takes}, less than {LEAST_STARTUP_S:g} s")
     others = len([rank for rank in ranks if rank != 0])
@@ -119,32 +120,34 @@ def _standbys(number: int) -> str:
     return {0: "no standby is", 1: "1 standby is"}.get(number, f"{number} standbys are")
 
 
-def order(ranks: Collection[int], losses: Mapping[int, int]) -> list[int]:
+def order(ranks: Collection[int], failures: Mapping[int, int]) -> list[int]:
     """Ranks of a machine in the order in which standbys are prepared for them.
 
-    A rank that was lost before comes first: what it has of its own (its samples, its memory, its core) may be the
+    A rank that failed before comes first: what it has of its own (its samples, its memory, its core) may be the
     cause. Rank 0 comes last, because there scripts open files for writing before they train. Nothing tells the others
     apart.
 
     Args:
         ranks: of this machine.
-        losses: how often each was lost.
+        failures: how often each failed.
     """
-    return sorted(ranks, key=lambda rank: (rank == 0, -losses.get(rank, 0), -rank))
+    return sorted(ranks, key=lambda rank: (rank == 0, -failures.get(rank, 0), -rank))
 
 
-def next_rank(number: int, ranks: Collection[int], losses: Mapping[int, int], prepared: Collection[int]) -> int | None:
+def next_rank(
+    number: int, ranks: Collection[int], failures: Mapping[int, int], prepared: Collection[int]
+) -> int | None:
     """The rank for which a standby is prepared next; None if there are enough.
 
     Args:
         number: that is wanted.
         ranks: of this machine.
-        losses: how often each was lost.
+        failures: how often each failed.
         prepared: ranks that have one.
     """
     if len(prepared) >= number:
         return None
-    return next((rank for rank in order(ranks, losses) if rank not in prepared), None)
+    return next((rank for rank in order(ranks, failures) if rank not in prepared), None)
 
 
 def retry_s(failures: int) -> float | None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from shared_core.resources import map_file
 
-#: Layout of a progress file: batch tops passed, 1 inside a wait for a collective, ``time.time()`` of the last change.
+#: Layout of a progress file: step boundaries passed, 1 inside a wait for a collective, ``time.time()`` of the last
+#: change.
 PROGRESS = struct.Struct("<QQd")
-#: What follows: a batch top some time ago and its ``time.time()``, that of the newest batch top, bytes of message logs.
+#: What follows: a step boundary some time ago and its ``time.time()``, that of the newest step boundary, bytes of
+#: message logs.
 PACE = struct.Struct("<QddQ")
 PROGRESS_BYTES = 64
 #: The pace of a worker is that of its last batches, over one to two times so many seconds.
@@ -25,30 +27,31 @@ class Pace:
     """What those who watch the job see of a worker.
 
     Attributes:
-        tops: batch tops passed.
+        boundaries: step boundaries passed.
         inside: it waits in a collective.
         changed: ``time.time()`` of the last change.
-        since_tops: batch tops passed at ``since``.
-        since: ``time.time()`` of the batch top from which its pace is reckoned.
-        newest: ``time.time()`` of the newest batch top.
-        log_bytes: memory of its message logs at that top.
+        since_boundaries: step boundaries passed at ``since``.
+        since: ``time.time()`` of the step boundary from which its pace is reckoned.
+        newest: ``time.time()`` of the newest step boundary.
+        log_bytes: memory of its message logs at that boundary.
     """
 
-    tops: int
+    boundaries: int
     inside: bool
     changed: float
-    since_tops: int
+    since_boundaries: int
     since: float
     newest: float
     log_bytes: int
 
     def steps_per_s(self, now: float) -> float | None:
-        """Batches a second; None before there are two batch tops. It falls while a batch takes longer than the mean.
+        """Batches a second; None before there are two step boundaries. It falls while a batch takes longer than the
+        mean.
 
         Args:
             now: ``time.time()``.
         """
-        steps, took = self.tops - self.since_tops, self.newest - self.since
+        steps, took = self.boundaries - self.since_boundaries, self.newest - self.since
         if steps <= 0 or took <= 0:
             return None
         return steps / (took + max(0.0, now - self.newest - took / steps))
@@ -66,23 +69,23 @@ class ProgressFile:
         target = Path(path)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._map = map_file(target, PROGRESS_BYTES)
-        self._tops = 0
+        self._boundaries = 0
         self._since: tuple[int, float] | None = None
         self._next: tuple[int, float] = (0, 0.0)
 
-    def top(self, tops: int, log_bytes: int = 0) -> None:
-        """Batch top number ``tops`` is passed; outside any collective.
+    def boundary(self, boundaries: int, log_bytes: int = 0) -> None:
+        """Step boundary number ``boundaries`` is passed; outside any collective.
 
         Args:
-            tops: its number.
+            boundaries: its number.
             log_bytes: memory of the worker's message logs.
         """
         now = time.time()
-        self._tops = tops
-        if self._since is None or tops < self._since[0]:
-            self._since = self._next = (tops, now)
+        self._boundaries = boundaries
+        if self._since is None or boundaries < self._since[0]:
+            self._since = self._next = (boundaries, now)
         elif now - self._next[1] > PACE_S:
-            self._since, self._next = self._next, (tops, now)
+            self._since, self._next = self._next, (boundaries, now)
         PACE.pack_into(self._map, PROGRESS.size, *self._since, now, log_bytes)
         self._write(0)
 
@@ -91,11 +94,11 @@ class ProgressFile:
         self._write(int(inside))
 
     def _write(self, flag: int) -> None:
-        PROGRESS.pack_into(self._map, 0, self._tops, flag, time.time())
+        PROGRESS.pack_into(self._map, 0, self._boundaries, flag, time.time())
 
 
 def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | None:
-    """``(tops, inside a collective, time of the last change)``; None if nothing was written yet."""
+    """``(boundaries, inside a collective, time of the last change)``; None if nothing was written yet."""
     try:
         with open(path, "rb") as file:
             raw = file.read(PROGRESS.size)
@@ -103,8 +106,8 @@ def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | Non
         return None
     if len(raw) < PROGRESS.size:
         return None
-    tops, flag, changed = PROGRESS.unpack(raw)
-    return (tops, bool(flag), changed) if changed else None
+    boundaries, flag, changed = PROGRESS.unpack(raw)
+    return (boundaries, bool(flag), changed) if changed else None
 
 
 def read_pace(path: str | os.PathLike[str]) -> Pace | None:
@@ -116,8 +119,8 @@ def read_pace(path: str | os.PathLike[str]) -> Pace | None:
         return None
     if len(raw) < PROGRESS.size + PACE.size:
         return None
-    tops, flag, changed = PROGRESS.unpack_from(raw)
-    since_tops, since, newest, log_bytes = PACE.unpack_from(raw, PROGRESS.size)
+    boundaries, flag, changed = PROGRESS.unpack_from(raw)
+    since_boundaries, since, newest, log_bytes = PACE.unpack_from(raw, PROGRESS.size)
     if not changed or not all(map(math.isfinite, (changed, since, newest))):
         return None
-    return Pace(tops, bool(flag), changed, since_tops, since, newest, log_bytes)
+    return Pace(boundaries, bool(flag), changed, since_boundaries, since, newest, log_bytes)

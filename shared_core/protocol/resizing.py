@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shared_core.config import SwiftConfig
-from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.takeover import grown
 from shared_core.protocol.worker_env import Resized
 
@@ -21,11 +21,11 @@ class Resizing:
         stay: ranks that hand over in the change under way; empty while there is none.
         target: number of workers after it.
         grow_at: ``time.monotonic()`` when empty places are filled again; None if not at all.
-        due: until when the newcomer of a rank has to have joined.
-        line: what the present workers went on from, when their number last changed.
+        due: until when the replacement of a rank has to have joined.
+        line: what the present workers continued from, when their number last changed.
         least: machines that are enough.
         most: machines that there may be.
-        after: machines that go on after the change under way.
+        after: machines that continue after the change under way.
         vacant: ``time.monotonic()`` since when a machine's place is empty.
         declined: the number of workers could not change; it is not tried again before places change hands.
     """
@@ -54,13 +54,13 @@ class Resizing:
         if entry.after:
             self.after = entry.after
             self.begin(entry.stay, len(self.after) * nproc)
-        elif entry.kind is not Kind.HAND_ON:
+        elif entry.kind is not EntryKind.DRAIN:
             self.end()
 
     def machines(
         self, machines: Sequence[str | None], alive: Sequence[str], *, changed: bool, now: float
     ) -> tuple[str, ...] | None:
-        """The machines that are to go on, if their number is to change now.
+        """The machines that are to continue, if their number is to change now.
 
         Args:
             machines: who holds which place.
@@ -78,7 +78,7 @@ class Resizing:
         self.vacant = now if self.vacant is None else self.vacant
         held = tuple(name for name in machines if name is not None)
         config = self.config
-        at_once = bool(self.stay) or config.on_failure == "shrink"
+        at_once = bool(self.stay) or config.shrinks
         in_time = config.resize.replace_timeout_s and now >= self.vacant + config.resize.replace_timeout_s
         if len(held) < max(1, self.least) or (self.stay and not changed) or not (at_once or in_time):
             return None
@@ -119,23 +119,23 @@ class Resizing:
         return True
 
     def shrinks(self, goodbyes: bool) -> bool:
-        """Whether a loss is answered by going on with fewer.
+        """Whether a failure is answered by continuing with fewer.
 
         Args:
-            goodbyes: some worker has finished: what it did after its last batch top must not be done twice.
+            goodbyes: some worker has finished: what it did after its last step boundary must not be done twice.
         """
-        return bool(self.stay) or (self.config.on_failure == "shrink" and not goodbyes)
+        return bool(self.stay) or (self.config.shrinks and not goodbyes)
 
     def expect(self, ranks: Sequence[int], now: float) -> None:
-        """Newcomers of these ranks are started."""
+        """Replacements of these ranks are started."""
         if self.config.on_failure == "replace" and self.config.resize.replace_timeout_s:
             self.due.update(dict.fromkeys(ranks, now + self.config.resize.replace_timeout_s))
 
     def joined(self, ranks: Iterable[int]) -> None:
-        """Newcomers of these ranks have joined."""
+        """Replacements of these ranks have joined."""
         for rank in ranks:
             self.due.pop(rank, None)
 
     def late(self, now: float) -> list[int]:
-        """Ranks whose newcomers have not joined in time."""
+        """Ranks whose replacements have not joined in time."""
         return sorted(rank for rank, when in self.due.items() if when <= now)

@@ -1,7 +1,8 @@
-"""Newcomers are let in while others go on without them: some in one round, more in the next, within one generation.
+"""Replacements are admitted while others continue without them: some in one round, more in the next, within one
+generation.
 
 A round is known by how many ranks are absent before it, so its number falls from round to round. Of each round one word
-counts, whatever was said first: who is in. An agent that has seen another loss says "nobody", and no round follows.
+counts, whatever was said first: who is in. An agent that has seen another failure says "nobody", and no round follows.
 """
 
 from __future__ import annotations
@@ -13,33 +14,33 @@ from typing import TypedDict
 
 from shared_core.protocol.codec import Count, damaged, decode
 
-#: No newcomer is in, and none will be in this generation.
+#: No replacement is in, and none will be in this generation.
 NOBODY = "[]"
 
 
-def let_in_key(generation: int, absent: int) -> str:
-    """Who was let in of a generation: JSON, the ranks.
+def admit_key(generation: int, absent: int) -> str:
+    """Who was admitted of a generation: JSON, the ranks.
 
     Args:
         generation: which one.
         absent: how many ranks were absent before.
     """
-    return f"gen/{generation}/let_in/{absent}"
+    return f"gen/{generation}/admit/{absent}"
 
 
-def letting_key(generation: int, rank: int) -> str:
-    """Set when the newcomer of an absent rank is let in: the round, as :meth:`Round.to_json` writes it."""
+def admitting_key(generation: int, rank: int) -> str:
+    """Set when the replacement of an absent rank is admitted: the round, as :meth:`Round.to_json` writes it."""
     return f"gen/{generation}/letting/{rank}"
 
 
 @dataclass(frozen=True)
 class Round:
-    """Newcomers that are let in together.
+    """Replacements that are admitted together.
 
     Attributes:
         generation: in which.
         absent: ranks that are absent before.
-        ranks: those of them that are let in.
+        ranks: those of them that are admitted.
     """
 
     generation: int
@@ -58,8 +59,8 @@ class Round:
 
     @property
     def key(self) -> str:
-        """See :func:`let_in_key`."""
-        return let_in_key(self.generation, len(self.absent))
+        """See :func:`admit_key`."""
+        return admit_key(self.generation, len(self.absent))
 
     @property
     def word(self) -> str:
@@ -67,7 +68,7 @@ class Round:
         return json.dumps(sorted(self.ranks))
 
     def members(self, world_size: int) -> tuple[int, ...]:
-        """Ranks that take part: those that are there, and the newcomers."""
+        """Ranks that take part: those that are there, and the replacements."""
         return tuple(rank for rank in range(world_size) if rank not in self.away)
 
     def to_json(self) -> str:
@@ -81,13 +82,13 @@ class Round:
         Args:
             raw: what the store holds.
             generation: in which.
-            rank: of the newcomer that is let in.
+            rank: of the replacement that is admitted.
             world_size: number of ranks.
 
         Raises:
             DamagedRecord: it is something else.
         """
-        key = letting_key(generation, rank)
+        key = admitting_key(generation, rank)
         stored: _Stored = decode(raw, _Stored, key)
         absent, ranks = frozenset(stored["absent"]), frozenset(stored["ranks"])
         if not absent < frozenset(range(world_size)):
@@ -105,7 +106,7 @@ class _Stored(TypedDict):
 
 
 def ranks_in(said: bytes | str, key: str, absent: frozenset[int]) -> frozenset[int]:
-    """Who was let in.
+    """Who was admitted.
 
     Args:
         said: what the store holds.
@@ -133,7 +134,7 @@ def still_absent(generation: int, absent: frozenset[int], look: Callable[[str], 
         DamagedRecord: it is not what is said of a round.
     """
     while absent:
-        key = let_in_key(generation, len(absent))
+        key = admit_key(generation, len(absent))
         said = look(key)
         ranks = frozenset[int]() if said is None else ranks_in(said, key, absent)
         if not ranks:

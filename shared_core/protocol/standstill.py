@@ -1,4 +1,4 @@
-"""Whether ranks that wait wait for each other, so that none can ever go on; pure functions on what each has said."""
+"""Whether ranks that wait wait for each other, so that none can ever continue; pure functions on what each has said."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALIKE = ("all_reduce", "broadcast", "barrier")
 
 
 @dataclass(frozen=True)
-class Standing(Record):
+class WaitStatus(Record):
     """Where a rank stands that waits, or has finished.
 
     Attributes:
@@ -72,7 +72,7 @@ class Standing(Record):
         return f"{self.call} (#{self.number} of {self.called})" if self.group else self.call
 
 
-def lacks(one: Standing, other: Standing) -> bool:
+def lacks(one: WaitStatus, other: WaitStatus) -> bool:
     """Whether ``one`` waits for something that ``other`` has not done yet."""
     if one.finished or other.rank == one.rank:
         return False
@@ -91,11 +91,11 @@ def _matches(one: str, other: str) -> bool:
     return one == other if name in _ALIKE else name == other.partition("(")[0]
 
 
-def stuck(standings: Mapping[int, Standing]) -> dict[int, tuple[int, ...]]:
-    """Ranks that wait for ranks that wait themselves, or have finished, so that none of them can go on; each with those
-    it waits for. Who is not in ``standings`` may be computing, and holds nobody up for ever.
+def stuck(statuses: Mapping[int, WaitStatus]) -> dict[int, tuple[int, ...]]:
+    """Ranks that wait for ranks that wait themselves, or have finished, so that none of them can continue; each with
+    those it waits for. Who is not in ``statuses`` may be computing, and holds nobody up for ever.
     """
-    left = dict(standings)
+    left = dict(statuses)
     while True:
         held = {
             rank: tuple(other for other in sorted(left) if lacks(one, left[other]))
@@ -109,7 +109,7 @@ def stuck(standings: Mapping[int, Standing]) -> dict[int, tuple[int, ...]]:
             del left[rank]
 
 
-def lasts(held: Mapping[int, tuple[int, ...]], before: Mapping[int, Standing], now: Mapping[int, Standing]) -> bool:
+def lasts(held: Mapping[int, tuple[int, ...]], before: Mapping[int, WaitStatus], now: Mapping[int, WaitStatus]) -> bool:
     """Whether ranks that are stuck were so before: two looks ago or more each of them waited for the same."""
     involved = {*held, *(other for whom in held.values() for other in whom)}
     return bool(held) and all(
@@ -120,7 +120,7 @@ def lasts(held: Mapping[int, tuple[int, ...]], before: Mapping[int, Standing], n
     )
 
 
-def left_s(held: Mapping[int, tuple[int, ...]], now: Mapping[int, Standing], limit_s: float) -> float:
+def left_s(held: Mapping[int, tuple[int, ...]], now: Mapping[int, WaitStatus], limit_s: float) -> float:
     """How long ranks that are stuck may still wait, in seconds.
 
     Args:
@@ -135,29 +135,29 @@ def left_s(held: Mapping[int, tuple[int, ...]], now: Mapping[int, Standing], lim
     return left
 
 
-def awaited(one: Standing, standings: Mapping[int, Standing]) -> tuple[int, ...]:
+def awaited(one: WaitStatus, statuses: Mapping[int, WaitStatus]) -> tuple[int, ...]:
     """Ranks that ``one`` waits for, as far as is known."""
     if one.channel:
         return (one.source,)
     others = (rank for rank in one.members if rank != one.rank)
     if not one.group:
         return tuple(others)
-    return tuple(rank for rank in others if rank not in standings or lacks(one, standings[rank]))
+    return tuple(rank for rank in others if rank not in statuses or lacks(one, statuses[rank]))
 
 
-def describe(standings: Mapping[int, Standing], waits: Mapping[int, tuple[int, ...]]) -> str:
+def describe(statuses: Mapping[int, WaitStatus], waits: Mapping[int, tuple[int, ...]]) -> str:
     """``ranks 0, 2 wait for rank 1 in barrier() (#3 of the default group)``, for all that wait.
 
     Args:
-        standings: by rank, what is known.
+        statuses: by rank, what is known.
         waits: by rank, for whom it waits.
     """
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, whom in waits.items():
-        alike.setdefault((standings[rank].where, whom), []).append(rank)
+        alike.setdefault((statuses[rank].where, whom), []).append(rank)
     parts = []
     for (where, whom), ranks in alike.items():
-        ended = [rank for rank in whom if rank in standings and standings[rank].finished]
+        ended = [rank for rank in whom if rank in statuses and statuses[rank].finished]
         verb = "waits" if len(ranks) == 1 else "wait"
         why = f", though the program of {ranks_text(ended)} has ended" if ended else ""
         parts.append(f"{ranks_text(ranks)} {verb} for {ranks_text(whom)} in {where}{why}")

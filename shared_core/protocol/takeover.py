@@ -1,4 +1,4 @@
-"""Who takes the place of a lost machine: a pure decision of plain data."""
+"""Who takes the place of a failed machine: a pure decision of plain data."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class Reassignment:
 
     Attributes:
         machines: the map; None where nobody can take the place yet.
-        lost: places that were lost just now, with the machines that held them.
+        failed: places that failed just now, with the machines that held them.
         filled: places that a spare machine takes.
     """
 
     machines: tuple[str | None, ...]
-    lost: dict[int, str]
+    failed: dict[int, str]
     filled: tuple[int, ...]
 
     def ranks(self, nproc: int) -> list[int]:
         """Ranks of all places that change hands."""
-        places = sorted({*self.lost, *self.filled})
+        places = sorted({*self.failed, *self.filled})
         return [place * nproc + local_rank for place in places for local_rank in range(nproc)]
 
 
@@ -39,19 +39,19 @@ def grown(machines: Sequence[str | None], alive: Sequence[str], most: int) -> tu
     return (*held, *spares[: max(0, most - len(held))])
 
 
-def reassign(machines: Sequence[str | None], lost: Collection[str], alive: Sequence[str]) -> Reassignment | None:
-    """Give the places of lost machines to spare ones, in the order in which these came.
+def reassign(machines: Sequence[str | None], failed: Collection[str], alive: Sequence[str]) -> Reassignment | None:
+    """Give the places of failed machines to spare ones, in the order in which these came.
 
     Args:
         machines: who holds which place.
-        lost: machines that are lost or have left.
+        failed: machines that fail or have left.
         alive: machines that have a lease, in the order in which they came.
 
     Returns:
         The new map; None if nothing changes.
     """
-    gone = {place: name for place, name in enumerate(machines) if name is not None and name in lost}
-    spares = [name for name in alive if name not in machines and name not in lost]
+    gone = {place: name for place, name in enumerate(machines) if name is not None and name in failed}
+    spares = [name for name in alive if name not in machines and name not in failed]
     after: list[str | None] = [None if place in gone else name for place, name in enumerate(machines)]
     filled = []
     for place, name in enumerate(after):

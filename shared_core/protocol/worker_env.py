@@ -30,12 +30,12 @@ RESIZED = "SWIFT_RECOVERY_RESIZED"
 MACHINES = "SWIFT_RECOVERY_MACHINES"
 JOB = "SWIFT_RECOVERY_JOB"
 COMMAND = "SWIFT_RECOVERY_COMMAND"
-#: Set in a prepared standby, until it takes the place of its rank.
+#: Set in a hot standby, until it takes the place of its rank.
 SPARE = "SWIFT_RECOVERY_SPARE"
 #: Set where a script was started by itself and has become ``swiftrun``: its user gives no flags.
 HANDED_OVER = "SWIFT_RECOVERY_HANDED_OVER"
 
-#: File in a rank's folder: variables of the environment for its newcomers.
+#: File in a rank's folder: variables of the environment for its replacements.
 _LEFT = "environment.json"
 
 
@@ -47,13 +47,13 @@ class Resized(Record):
         attempt: its number.
         world_size: its number of logical ranks.
         stay: those of them whose workers handed over.
-        top: the batch top from which the job continues.
+        boundary: the step boundary from which the job continues.
     """
 
     attempt: Count
     world_size: Count
     stay: tuple[Count, ...]
-    top: Count
+    boundary: Count
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ class WorkerEnv:
         command: the program and its arguments.
         handed_over: the script was started by itself, so that its user gives ``swiftrun`` no flags.
         machines: who holds which place in the generation in which this worker starts; empty on one machine.
-        resized: the attempt from which this one goes on, if the number of workers has changed.
+        resized: the attempt from which this one continues, if the number of workers has changed.
         run: id of this start of the job, equal on all machines and in all attempts.
-        spare: this is a prepared standby: the worker of the rank lives, and ``generation`` is not known yet.
+        spare: this is a hot standby: the worker of the rank lives, and ``generation`` is not known yet.
     """
 
     rank: int
@@ -159,14 +159,14 @@ def _parsed(source: Mapping[str, str]) -> WorkerEnv:
 
 
 def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) -> None:
-    """Have the newcomers of a rank find ``variables`` in their environment, where the user has not set them."""
+    """Have the replacements of a rank find ``variables`` in their environment, where the user has not set them."""
     new = job_dir / f"rank{rank}" / (_LEFT + ".new")
     new.write_text(json.dumps(dict(variables)))
     new.replace(new.with_name(_LEFT))
 
 
 def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
-    """What predecessors on this machine have left with :func:`leave_environment`.
+    """What failed workers on this machine have left with :func:`leave_environment`.
 
     Raises:
         CorruptFile: it is damaged.

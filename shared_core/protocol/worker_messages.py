@@ -44,11 +44,11 @@ class Saved:
 
     Attributes:
         done: it is committed.
-        top: its batch top; 0 if there is none.
+        boundary: its step boundary; 0 if there is none.
     """
 
     done: bool = False
-    top: Count = 0
+    boundary: Count = 0
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Handed:
 
     Attributes:
         generation: in which.
-        top: the batch top from which the job continues.
+        boundary: the step boundary from which the job continues.
     """
 
     generation: Count
-    top: Count
+    boundary: Count
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Declined:
 
 @dataclass(frozen=True)
 class Trains:
-    """``reports``: a worker trains again, see :class:`~shared_core.worker.recovery.reporting.News`.
+    """``reports``: a worker trains again, see :class:`~shared_core.worker.recovery.reporting.RecoveryReporter`.
 
     Attributes:
         rank: which one.
         time: since when, in seconds since the epoch.
         pid: of the worker.
-        top: the batch top that it began at.
+        boundary: the step boundary that it began at.
         whence: the checkpoint that all begin from, in words.
         behind: it does not train yet: it computes the job again from its beginning.
     """
@@ -93,7 +93,7 @@ class Trains:
     rank: Count
     time: float
     pid: Count | None = None
-    top: Count | None = None
+    boundary: Count | None = None
     whence: str = ""
     behind: bool = False
 

@@ -8,82 +8,82 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.generation import Entry, EntryKind
 
 
-class Phase(Enum):
+class WorkerPhase(Enum):
     """Where a worker is in its life."""
 
-    #: The script runs up to its default process group; a newcomer does not know its place yet.
+    #: The script runs up to its default process group; a replacement does not know its place yet.
     STARTING = "starting"
-    #: A newcomer whose predecessor has passed no batch top runs the script as the first workers did.
+    #: A replacement whose failed worker has passed no step boundary runs the script as the first workers did.
     FROM_START = "from the start"
-    #: A newcomer runs the script up to its predecessor's batch top; collectives are answered from records.
+    #: A replacement runs the script up to the failed worker's step boundary; collectives are answered from records.
     BEHIND = "behind"
-    #: The same, but the others go on without it: at its first batch top it asks to be let in.
-    KNOCKING = "knocking"
+    #: The same, but the others continue without it: at its first step boundary it asks to be admitted.
+    ASKS_TO_JOIN = "asking to join"
     #: The program's thread forms the first generation of this worker.
     JOINING = "joining"
     #: Connected.
     LIVE = "live"
     #: A survivor forms the next generation.
     RECOVERING = "recovering"
-    #: A survivor goes on without absent ranks.
+    #: A survivor continues without absent ranks.
     WITHOUT = "without absent ranks"
     #: A survivor hands its state on, because the number of workers changes.
-    HANDING_ON = "handing on"
+    DRAINING = "draining"
     #: The attempt is over, or this worker's part in it; the launcher does what follows.
     ENDED = "ended"
 
     @property
     def answers(self) -> bool:
         """Whether collectives are answered from records."""
-        return self in (Phase.BEHIND, Phase.KNOCKING)
+        return self in (WorkerPhase.BEHIND, WorkerPhase.ASKS_TO_JOIN)
 
 
-class Event(Enum):
+class WorkerEvent(Enum):
     """What can happen to a worker."""
 
     #: An entry: all ranks form the generation.
     FORM = "form"
-    #: An entry: the others go on without the absent ranks.
-    GO_ON = "go on"
+    #: An entry: the others continue without the absent ranks.
+    CARRY_ON = "continue"
     #: An entry: the number of workers changes, and this one hands its state on.
-    HAND_ON = "hand on"
+    DRAIN = "drain"
     #: An entry: the number of workers changes without this one.
     LEFT_OUT = "left out"
     #: An entry: the attempt is over.
     OVER = "over"
-    #: An entry: another worker holds this one's rank, so its machine was taken for lost.
+    #: An entry: another worker holds this one's rank, so its machine was taken for failed.
     REPLACED = "replaced"
-    #: A newcomer finds that its place is a batch top.
-    TOP_FOUND = "top found"
-    #: A newcomer finds that its place is the beginning of the script.
-    NO_TOP = "no top"
+    #: A replacement finds that its place is a step boundary.
+    BOUNDARY_FOUND = "boundary found"
+    #: A replacement finds that its place is the beginning of the script.
+    NO_BOUNDARY = "no boundary"
     #: The program has come to the place where it joins.
     ARRIVED = "arrived"
     #: The generation is formed, and no later entry is known.
     INSTALLED = "installed"
-    #: All absent ranks are let in, and no later entry is known.
-    LET_IN = "let in"
-    #: Some absent ranks are let in, others are still absent, and no later entry is known.
-    LET_IN_SOME = "let in some"
-    #: Absent ranks are let in, and another loss has ended the generation since.
-    LET_IN_LATE = "let in late"
+    #: All absent ranks are admitted, and no later entry is known.
+    ADMITTED = "admitted"
+    #: Some absent ranks are admitted, others are still absent, and no later entry is known.
+    ADMITTED_SOME = "admitted some"
+    #: Absent ranks are admitted, and another failure has ended the generation since.
+    ADMITTED_LATE = "admitted late"
 
 
-class Action(Enum):
+class WorkerAction(Enum):
     """What the worker is to do."""
 
     #: Cut the connections and form the generation.
     RECOVER = auto()
-    #: Cut the connections to the absent ranks, and go on.
-    GO_ON = auto()
-    #: Cut the connections, agree on a batch top with those that stay, and write the state there.
-    HAND_ON = auto()
+    #: Cut the connections to the absent ranks, and continue.
+    CARRY_ON = auto()
+    #: Cut the connections, agree on a step boundary with those that stay, and write the state there.
+    DRAIN = auto()
     #: Nobody leaves: what was held for handing on is free again.
     WITHDRAW = auto()
-    #: Say in the new generation where this newcomer starts: the others need to know before it joins.
+    #: Say in the new generation where this replacement starts: the others need to know before it joins.
     POST_FRONT = auto()
     #: No entry follows.
     STOP_WATCHING = auto()
@@ -91,78 +91,89 @@ class Action(Enum):
     EXIT = auto()
 
 
-class IllegalEvent(Exception):
+class IllegalWorkerEvent(Exception):
     """An event that cannot happen in a phase: a mistake in the protocol."""
 
 
-Outcome = tuple[Phase, tuple[Action, ...]]
+Outcome = tuple[WorkerPhase, tuple[WorkerAction, ...]]
 
-_SURVIVORS = (Phase.LIVE, Phase.RECOVERING, Phase.WITHOUT, Phase.HANDING_ON)
-_NOT_JOINED = (Phase.STARTING, Phase.FROM_START, Phase.BEHIND, Phase.KNOCKING, Phase.JOINING)
+_SURVIVORS = (WorkerPhase.LIVE, WorkerPhase.RECOVERING, WorkerPhase.WITHOUT, WorkerPhase.DRAINING)
+_NOT_JOINED = (
+    WorkerPhase.STARTING,
+    WorkerPhase.FROM_START,
+    WorkerPhase.BEHIND,
+    WorkerPhase.ASKS_TO_JOIN,
+    WorkerPhase.JOINING,
+)
 
 #: The phase that follows and what is to be done, for each event that can happen in a phase.
-TRANSITIONS: dict[tuple[Phase, Event], Outcome] = {
-    # A newcomer's place: what its own entry says, then what all have agreed on.
-    (Phase.STARTING, Event.GO_ON): (Phase.KNOCKING, ()),
-    (Phase.STARTING, Event.TOP_FOUND): (Phase.BEHIND, ()),
-    (Phase.STARTING, Event.NO_TOP): (Phase.FROM_START, ()),
+TRANSITIONS: dict[tuple[WorkerPhase, WorkerEvent], Outcome] = {
+    # A replacement's place: what its own entry says, then what all have agreed on.
+    (WorkerPhase.STARTING, WorkerEvent.CARRY_ON): (WorkerPhase.ASKS_TO_JOIN, ()),
+    (WorkerPhase.STARTING, WorkerEvent.BOUNDARY_FOUND): (WorkerPhase.BEHIND, ()),
+    (WorkerPhase.STARTING, WorkerEvent.NO_BOUNDARY): (WorkerPhase.FROM_START, ()),
     # Its way into the job.
-    (Phase.STARTING, Event.ARRIVED): (Phase.JOINING, ()),
-    (Phase.FROM_START, Event.ARRIVED): (Phase.JOINING, ()),
-    (Phase.BEHIND, Event.ARRIVED): (Phase.JOINING, ()),
-    (Phase.JOINING, Event.INSTALLED): (Phase.LIVE, ()),
-    (Phase.KNOCKING, Event.LET_IN): (Phase.LIVE, ()),
-    (Phase.KNOCKING, Event.LET_IN_SOME): (Phase.WITHOUT, ()),
-    (Phase.KNOCKING, Event.LET_IN_LATE): (Phase.WITHOUT, ()),
-    # Another loss before it is in.
-    (Phase.STARTING, Event.FORM): (Phase.STARTING, (Action.WITHDRAW,)),
-    (Phase.FROM_START, Event.FORM): (Phase.FROM_START, (Action.WITHDRAW, Action.POST_FRONT)),
-    (Phase.BEHIND, Event.FORM): (Phase.BEHIND, (Action.WITHDRAW, Action.POST_FRONT)),
-    # It is being let in: only then nobody is absent.
-    (Phase.KNOCKING, Event.FORM): (Phase.RECOVERING, (Action.RECOVER,)),
-    (Phase.JOINING, Event.FORM): (Phase.JOINING, (Action.WITHDRAW,)),
-    (Phase.KNOCKING, Event.GO_ON): (Phase.KNOCKING, (Action.WITHDRAW,)),
+    (WorkerPhase.STARTING, WorkerEvent.ARRIVED): (WorkerPhase.JOINING, ()),
+    (WorkerPhase.FROM_START, WorkerEvent.ARRIVED): (WorkerPhase.JOINING, ()),
+    (WorkerPhase.BEHIND, WorkerEvent.ARRIVED): (WorkerPhase.JOINING, ()),
+    (WorkerPhase.JOINING, WorkerEvent.INSTALLED): (WorkerPhase.LIVE, ()),
+    (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.ADMITTED): (WorkerPhase.LIVE, ()),
+    (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.ADMITTED_SOME): (WorkerPhase.WITHOUT, ()),
+    (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.ADMITTED_LATE): (WorkerPhase.WITHOUT, ()),
+    # Another failure before it is in.
+    (WorkerPhase.STARTING, WorkerEvent.FORM): (WorkerPhase.STARTING, (WorkerAction.WITHDRAW,)),
+    (WorkerPhase.FROM_START, WorkerEvent.FORM): (
+        WorkerPhase.FROM_START,
+        (WorkerAction.WITHDRAW, WorkerAction.POST_FRONT),
+    ),
+    (WorkerPhase.BEHIND, WorkerEvent.FORM): (WorkerPhase.BEHIND, (WorkerAction.WITHDRAW, WorkerAction.POST_FRONT)),
+    # It is being admitted: only then nobody is absent.
+    (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.FORM): (WorkerPhase.RECOVERING, (WorkerAction.RECOVER,)),
+    (WorkerPhase.JOINING, WorkerEvent.FORM): (WorkerPhase.JOINING, (WorkerAction.WITHDRAW,)),
+    (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.CARRY_ON): (WorkerPhase.ASKS_TO_JOIN, (WorkerAction.WITHDRAW,)),
     # A survivor's way back.
-    (Phase.RECOVERING, Event.INSTALLED): (Phase.LIVE, ()),
-    (Phase.WITHOUT, Event.LET_IN): (Phase.LIVE, ()),
-    (Phase.WITHOUT, Event.LET_IN_SOME): (Phase.WITHOUT, ()),
-    # A loss while newcomers were let in: what is to be done about it has begun.
-    (Phase.RECOVERING, Event.LET_IN_LATE): (Phase.RECOVERING, ()),
-    (Phase.WITHOUT, Event.LET_IN_LATE): (Phase.WITHOUT, ()),
-    (Phase.HANDING_ON, Event.LET_IN_LATE): (Phase.HANDING_ON, ()),
+    (WorkerPhase.RECOVERING, WorkerEvent.INSTALLED): (WorkerPhase.LIVE, ()),
+    (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED): (WorkerPhase.LIVE, ()),
+    (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED_SOME): (WorkerPhase.WITHOUT, ()),
+    # A failure while replacements were admitted: what is to be done about it has begun.
+    (WorkerPhase.RECOVERING, WorkerEvent.ADMITTED_LATE): (WorkerPhase.RECOVERING, ()),
+    (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED_LATE): (WorkerPhase.WITHOUT, ()),
+    (WorkerPhase.DRAINING, WorkerEvent.ADMITTED_LATE): (WorkerPhase.DRAINING, ()),
 }
 for _phase in _SURVIVORS:
-    TRANSITIONS[_phase, Event.FORM] = Phase.RECOVERING, (Action.RECOVER,)
-    TRANSITIONS[_phase, Event.GO_ON] = Phase.WITHOUT, (Action.GO_ON,)
-    TRANSITIONS[_phase, Event.HAND_ON] = Phase.HANDING_ON, (Action.HAND_ON,)
+    TRANSITIONS[_phase, WorkerEvent.FORM] = WorkerPhase.RECOVERING, (WorkerAction.RECOVER,)
+    TRANSITIONS[_phase, WorkerEvent.CARRY_ON] = WorkerPhase.WITHOUT, (WorkerAction.CARRY_ON,)
+    TRANSITIONS[_phase, WorkerEvent.DRAIN] = WorkerPhase.DRAINING, (WorkerAction.DRAIN,)
 for _phase in _NOT_JOINED:
     # It says that it has no state, and runs on: that may yet be withdrawn.
-    TRANSITIONS[_phase, Event.HAND_ON] = _phase, (Action.HAND_ON,)
-for _phase in (*_NOT_JOINED, Phase.LIVE, Phase.RECOVERING):
-    if _phase is not Phase.KNOCKING:
-        TRANSITIONS[_phase, Event.LEFT_OUT] = _phase, ()  # a newcomer that came too late: the launcher ends it
+    TRANSITIONS[_phase, WorkerEvent.DRAIN] = _phase, (WorkerAction.DRAIN,)
+for _phase in (*_NOT_JOINED, WorkerPhase.LIVE, WorkerPhase.RECOVERING):
+    if _phase is not WorkerPhase.ASKS_TO_JOIN:
+        TRANSITIONS[_phase, WorkerEvent.LEFT_OUT] = _phase, ()  # a replacement that came too late: the launcher ends it
 
 
-def transition(phase: Phase, event: Event) -> Outcome:
+def transition(phase: WorkerPhase, event: WorkerEvent) -> Outcome:
     """The phase that follows, and what is to be done.
 
     Raises:
-        IllegalEvent: if the event cannot happen in the phase.
+        IllegalWorkerEvent: if the event cannot happen in the phase.
     """
-    if event is Event.REPLACED:
-        return Phase.ENDED, (Action.EXIT,)
-    if event is Event.OVER:
-        # Who knocks waits until the launcher ends it: alone it must not go on.
-        return Phase.KNOCKING if phase is Phase.KNOCKING else Phase.ENDED, (Action.STOP_WATCHING,)
-    if phase is Phase.ENDED:
-        return Phase.ENDED, ()  # the program may come a little further before it is ended
+    if event is WorkerEvent.REPLACED:
+        return WorkerPhase.ENDED, (WorkerAction.EXIT,)
+    if event is WorkerEvent.OVER:
+        # Who asks to join waits until the launcher ends it: alone it must not continue.
+        return WorkerPhase.ASKS_TO_JOIN if phase is WorkerPhase.ASKS_TO_JOIN else WorkerPhase.ENDED, (
+            WorkerAction.STOP_WATCHING,
+        )
+    if phase is WorkerPhase.ENDED:
+        return WorkerPhase.ENDED, ()  # the program may come a little further before it is ended
     try:
         return TRANSITIONS[phase, event]
     except KeyError:
-        raise IllegalEvent(f"a worker that is {phase.value!r} cannot have the event {event.value!r}") from None
+        raise IllegalWorkerEvent(f"a worker that is {phase.value!r} cannot have the event {event.value!r}") from None
 
 
-def heard(entry: Entry, rank: int, incarnation: int) -> Event:
+def heard(entry: Entry, rank: int, incarnation: int) -> WorkerEvent:
     """What an entry of the ledger is to a worker.
 
     Args:
@@ -171,9 +182,9 @@ def heard(entry: Entry, rank: int, incarnation: int) -> Event:
         incarnation: of the worker.
     """
     if entry.kind.over:
-        return Event.OVER
+        return WorkerEvent.OVER
     if entry.incarnations[rank] > incarnation:
-        return Event.REPLACED
-    if entry.kind is Kind.HAND_ON:
-        return Event.HAND_ON if rank in entry.stay else Event.LEFT_OUT
-    return Event.GO_ON if entry.kind is Kind.GO_ON else Event.FORM
+        return WorkerEvent.REPLACED
+    if entry.kind is EntryKind.DRAIN:
+        return WorkerEvent.DRAIN if rank in entry.stay else WorkerEvent.LEFT_OUT
+    return WorkerEvent.CARRY_ON if entry.kind is EntryKind.CARRY_ON else WorkerEvent.FORM

@@ -3,12 +3,12 @@
 from shared_core.report.history import History, history_of
 from shared_core.report.metrics import read_curve
 from shared_core.report.page import to_page
-from shared_core.report.timeline import Loss, Recovery, format_recoveries, format_timeline, recoveries
+from shared_core.report.timeline import Failure, Recovery, format_recoveries, format_timeline, recoveries
 from shared_core.report.trace import to_trace
 
 __all__ = [
     "History",
-    "Loss",
+    "Failure",
     "Recovery",
     "format_recoveries",
     "format_timeline",

@@ -25,16 +25,16 @@ def class_of(what: Doing | PartKind) -> str:
 
 
 def drawn_ranks(found: History) -> list[int]:
-    """The ranks of the timeline: all or, of very many, those that were lost and the first of the others."""
+    """The ranks of the timeline: all or, of very many, those that failed and the first of the others."""
     if len(found.ranks) <= MOST_RANKS:
         return found.ranks
-    lost = list(dict.fromkeys(mark.rank for mark in found.losses if mark.rank in set(found.ranks)))[:MOST_RANKS]
-    others = [rank for rank in found.ranks if rank not in set(lost)]
-    return sorted([*lost, *others[: MOST_RANKS - len(lost)]])
+    failed = list(dict.fromkeys(mark.rank for mark in found.failures if mark.rank in set(found.ranks)))[:MOST_RANKS]
+    others = [rank for rank in found.ranks if rank not in set(failed)]
+    return sorted([*failed, *others[: MOST_RANKS - len(failed)]])
 
 
 def timeline(found: History) -> Element:
-    """What each rank did, one row each; losses as crosses, restarts and changes of the number as vertical lines."""
+    """What each rank did, one row each; failures as crosses, restarts and changes of the number as vertical lines."""
     ranks = drawn_ranks(found)
     row = 24 if len(ranks) <= 16 else 14
     top, height = 24 if found.turns else 4, row * len(ranks)
@@ -56,7 +56,7 @@ def timeline(found: History) -> Element:
     for mark in found.checkpoints:
         x = LEFT + mark.at * scale
         tick = add(svg, "path", d=f"M{x:.2f} {top + height} v7", class_="checkpoint")
-        add(tick, "title", f"checkpoint of batch top {mark.top}, complete after {mark.at:.2f} s")
+        add(tick, "title", f"checkpoint of step boundary {mark.boundary}, complete after {mark.at:.2f} s")
     for mark in found.turns:
         x = LEFT + mark.at * scale
         line = add(svg, "path", d=f"M{x:.2f} {top - 8} V{top + height}", class_="turn")
@@ -65,14 +65,14 @@ def timeline(found: History) -> Element:
         word = mark.what.split(":")[0] if "again" not in mark.what else "restart"
         add(svg, "text", word, x=x, y=top - 11, text_anchor=anchor, class_="label")
     size = min(5.0, row / 2 - 3)
-    for mark in (mark for mark in found.losses if mark.rank in rows):
+    for mark in (mark for mark in found.failures if mark.rank in rows):
         _cross(svg, LEFT + mark.at * scale, rows[mark.rank] + row / 2, size, f"rank {mark.rank}: {mark.what}")
     _time_axis(svg, found.duration_s, scale, top + height)
     return svg
 
 
 def bars(answers: Sequence[Answer]) -> Element:
-    """The parts of each recovery, beside each other from the detection of the loss on."""
+    """The parts of each recovery, beside each other from the detection of the failure on."""
     drawn = [one for one in answers if one.parts][:MOST_BARS]
     first = min((one.parts[0].begin for one in drawn), default=0.0)
     last = max((one.parts[-1].end for one in drawn), default=1.0)
@@ -98,26 +98,34 @@ def bars(answers: Sequence[Answer]) -> Element:
                 add(svg, "text", shown, x=x + width / 2, y=y + row / 2 + 4, text_anchor="middle", class_="inside")
         end = left + (one.parts[-1].end - first) * scale
         add(svg, "text", in_seconds(one.parts[-1].end), x=end + 6, y=y + row / 2 + 4, class_="label total")
-    add(svg, "text", "after the detection of the loss", x=WIDTH - 70, y=bottom + 32, text_anchor="end", class_="label")
+    add(
+        svg,
+        "text",
+        "after the detection of the failure",
+        x=WIDTH - 70,
+        y=bottom + 32,
+        text_anchor="end",
+        class_="label",
+    )
     return svg
 
 
 def title_of(one: Answer) -> str:
-    """Who was lost, or what changed, in a few words."""
-    lost = one.recovery.lost
-    if not lost:
+    """Who failed, or what changed, in a few words."""
+    failed = one.recovery.failed
+    if not failed:
         return one.recovery.answer
-    shown = ", ".join(map(str, lost[:4])) + (", …" if len(lost) > 4 else "")
-    return f"rank{'s' if len(lost) > 1 else ''} {shown}"
+    shown = ", ".join(map(str, failed[:4])) + (", …" if len(failed) > 4 else "")
+    return f"rank{'s' if len(failed) > 1 else ''} {shown}"
 
 
-def curve(name: str, points: Sequence[tuple[float, float]], losses: Iterable[Mark]) -> Element:
-    """A metric over steps, with the steps at which workers were lost.
+def curve(name: str, points: Sequence[tuple[float, float]], failures: Iterable[Mark]) -> Element:
+    """A metric over steps, with the steps at which workers failed.
 
     Args:
         name: of the metric.
         points: (step, value), at least one, in order.
-        losses: those whose batch top is unknown are left out.
+        failures: those whose step boundary is unknown are left out.
     """
     top, height = 26, 220
     svg = _drawing(top + height + 38, f"{name} over steps")
@@ -136,12 +144,12 @@ def curve(name: str, points: Sequence[tuple[float, float]], losses: Iterable[Mar
         x = place(tick, low)[0]
         add(svg, "text", f"{tick:.6g}", x=x, y=top + height + 18, text_anchor="middle", class_="label")
     add(svg, "text", "step", x=WIDTH - RIGHT, y=top + height + 34, text_anchor="end", class_="label")
-    for mark in losses:
-        if mark.top is None or not first <= mark.top <= last:
+    for mark in failures:
+        if mark.boundary is None or not first <= mark.boundary <= last:
             continue
-        x = place(mark.top, low)[0]
-        title = f"rank {mark.rank} at batch top {mark.top}: {mark.what}"
-        line = add(svg, "path", d=f"M{x:.2f} {top} V{top + height}", class_="loss-line")
+        x = place(mark.boundary, low)[0]
+        title = f"rank {mark.rank} at step boundary {mark.boundary}: {mark.what}"
+        line = add(svg, "path", d=f"M{x:.2f} {top} V{top + height}", class_="failure-line")
         add(line, "title", title)
         _cross(svg, x, top - 8.0, 5.0, title)
     at = [place(x, y) for x, y in points]

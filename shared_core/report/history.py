@@ -1,4 +1,4 @@
-"""The history of one run of a job: what each rank did when, what was lost and how it was answered."""
+"""The history of one run of a job: what each rank did when, what failed and how it was answered."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Mark:
         at: in seconds since the run began.
         what: in words.
         rank: whom it concerns, -1 for all.
-        top: batch top; None where it is unknown or says nothing.
+        boundary: step boundary; None where it is unknown or says nothing.
     """
 
     at: float
     what: str
     rank: int = -1
-    top: int | None = None
+    boundary: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Answer:
 
     Attributes:
         recovery: what is known of it.
-        at: when its first loss was noticed, in seconds since the run began.
+        at: when its first failure was noticed, in seconds since the run began.
         parts: of it, in seconds from then.
     """
 
@@ -60,12 +60,12 @@ class History:
         workers: their number, from each time on at which it changed.
         machines: names of the machines that say so, in order.
         spans: what each rank did, in order of ranks and times.
-        answers: to losses, and changes of the number of workers, in the order in which they began.
-        losses: the workers that were lost.
+        answers: to failures, and changes of the number of workers, in the order in which they began.
+        failures: the workers that failed.
         turns: restarts of all workers and changes of their number.
         checkpoints: that were completed; ``at`` is when.
-        begins: when rank 0 came to its first batch, of each start of all workers; ``top`` is the batch top that they
-            began from, ``what`` the checkpoint, if it is one.
+        begins: when rank 0 came to its first batch, of each start of all workers; ``boundary`` is the step boundary
+            that they began from, ``what`` the checkpoint, if it is one.
         warnings: of the job.
         facts: what the job ran on: pairs of a name and a text.
         startup_s: how long the first workers took, from when all of them ran to the first batch; None where it was not
@@ -82,7 +82,7 @@ class History:
     machines: tuple[str, ...]
     spans: tuple[Span, ...]
     answers: tuple[Answer, ...]
-    losses: tuple[Mark, ...]
+    failures: tuple[Mark, ...]
     turns: tuple[Mark, ...]
     checkpoints: tuple[Mark, ...]
     begins: tuple[Mark, ...]
@@ -111,7 +111,7 @@ def history_of(events: Sequence[Event]) -> History:
     began = min(event.time for event in events)
     last = max(event.time for event in events)
     found = recoveries(events)
-    lost = [each for each in events if each.kind == "lost"]
+    failed = [each for each in events if each.kind == "failed"]
     starts = [event for event in events if event.kind == "start"]
     ends = [str(event.fields.get("result", "ended")) for event in events if event.kind == "end"]
     begun = next((event for event in events if event.kind == "began"), None)
@@ -120,7 +120,9 @@ def history_of(events: Sequence[Event]) -> History:
 
     def marks(kind: str, what: str) -> tuple[Mark, ...]:
         chosen = [each for each in events if each.kind == kind]
-        return tuple(Mark(e.time - began, str(e.fields.get(what, "")), e.rank, whole(e.fields, "top")) for e in chosen)
+        return tuple(
+            Mark(e.time - began, str(e.fields.get(what, "")), e.rank, whole(e.fields, "boundary")) for e in chosen
+        )
 
     return History(
         run=events[0].run,
@@ -131,17 +133,17 @@ def history_of(events: Sequence[Event]) -> History:
         machines=tuple(dict.fromkeys(str(each.fields["host"]) for each in starts if "host" in each.fields)),
         spans=tuple(spans(events, found)),
         answers=tuple(_answers(found, began)),
-        losses=tuple(
+        failures=tuple(
             Mark(
                 float(each.fields.get("detected", each.time)) - began,
-                str(each.fields.get("cause") or "lost"),
+                str(each.fields.get("cause") or "failed"),
                 each.rank,
-                whole(each.fields, "tops"),
+                whole(each.fields, "boundaries"),
             )
-            for each in lost
+            for each in failed
         ),
         turns=tuple(
-            Mark(each.time - began, _turn(each), top=whole(each.fields, "top"))
+            Mark(each.time - began, _turn(each), boundary=whole(each.fields, "boundary"))
             for each in events
             if each.kind in ("restart", "resize")
         ),
@@ -171,11 +173,12 @@ def outages(answers: Sequence[Answer]) -> list[list[Answer]]:
 
 
 def stall_s(outage: Sequence[Answer]) -> float:
-    """For how long workers stood still, in seconds: until all went on and, where they went on without a newcomer, for
-    its entry later."""
+    """For how long workers stood still, in seconds: until all continued and, where they continued without a
+    replacement, for its entry later.
+    """
     last = outage[-1].recovery
     until = outage[-1].at - outage[0].at + (last.longest_stall_s or 0.0)
-    return until + max(last.let_in_stall_s.values(), default=0.0)
+    return until + max(last.admitted_stall_s.values(), default=0.0)
 
 
 def whole(said: Mapping[str, Any], name: str) -> int | None:
@@ -187,35 +190,35 @@ def whole(said: Mapping[str, Any], name: str) -> int | None:
 def pace(events: Sequence[Event], found: Sequence[Recovery]) -> tuple[float, int]:
     """Seconds and number of the steps that were made while nothing was lost and whose times events tell.
 
-    Such a stretch begins where a recovery ends, and the first one where training begins; it ends with the next loss.
-    That after the last loss does not count: nobody says when its last step was made.
+    Such a stretch begins where a recovery ends, and the first one where training begins; it ends with the next failure.
+    That after the last failure does not count: nobody says when its last step was made.
     """
     begins = [
-        (one.detected + stall, one.top + 1)
+        (one.detected + stall, one.boundary + 1)
         for one in found
-        if (stall := one.longest_stall_s) is not None and one.top is not None and one.resolution != "replay"
+        if (stall := one.longest_stall_s) is not None and one.boundary is not None and one.resolution != "replay"
         if one.answer != "reroute"
     ]
     first = next((event for event in events if event.kind == "began"), None)
-    if first is not None and (top := whole(first.fields, "top")) is not None:
+    if first is not None and (boundary := whole(first.fields, "boundary")) is not None:
         # A checkpoint's batch is under way then; from the beginning, the first one is.
-        begins.append((first.time, top if first.fields.get("whence") else top + 1))
+        begins.append((first.time, boundary if first.fields.get("whence") else boundary + 1))
     ends = [
-        (float(each.fields.get("detected", each.time)), whole(each.fields, "tops"))
+        (float(each.fields.get("detected", each.time)), whole(each.fields, "boundaries"))
         for each in events
-        if each.kind == "lost"
+        if each.kind == "failed"
     ] + [(each.time, None) for each in events if each.kind in ("restart", "resize")]
     ends.sort(key=lambda end: end[0])
     seconds, steps = 0.0, 0
-    for at, top in begins:
+    for at, boundary in begins:
         end = next((end for end in ends if end[0] >= at), None)
-        if end is not None and end[1] is not None and end[1] > top:
-            seconds, steps = seconds + end[0] - at, steps + end[1] - top
+        if end is not None and end[1] is not None and end[1] > boundary:
+            seconds, steps = seconds + end[0] - at, steps + end[1] - boundary
     return seconds, steps
 
 
 def _answers(found: Sequence[Recovery], began: float) -> list[Answer]:
-    """Each recovery with its parts; what another loss has ended has none after that."""
+    """Each recovery with its parts; what another failure has ended has none after that."""
     placed = []
     for place, one in enumerate(found):
         limit_s = None

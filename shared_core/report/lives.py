@@ -20,7 +20,7 @@ class Doing(Enum):
     STARTING = "starting"
     TRAINING = "training"
     WAITING = "waiting"
-    LOST = "lost"
+    FAILED = "failed"
     CATCHING_UP = "catching up"
 
 
@@ -111,35 +111,35 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
             note = "all workers start again" if event.kind == "restart" else "the number of workers changes"
             stay = said["workers"] if is_count(said.get("workers")) else len(ranks)
             yield from (_Change(at, each, Doing.STARTING if each < stay else None, note) for each in ranks)
-        elif event.kind == "lost":
-            yield _Change(float(said.get("detected", at)), rank, Doing.LOST, str(said.get("cause", "")))
-        elif event.kind == "newcomer_start":
-            yield _Change(at, rank, Doing.STARTING, "newcomer")
-        elif event.kind == "newcomer_ready":
-            yield _Change(at, rank, Doing.CATCHING_UP, "newcomer", (Doing.STARTING, Doing.LOST))
+        elif event.kind == "failed":
+            yield _Change(float(said.get("detected", at)), rank, Doing.FAILED, str(said.get("cause", "")))
+        elif event.kind == "replacement_start":
+            yield _Change(at, rank, Doing.STARTING, "replacement")
+        elif event.kind == "replacement_ready":
+            yield _Change(at, rank, Doing.CATCHING_UP, "replacement", (Doing.STARTING, Doing.FAILED))
         elif event.kind == "survivor_ready":
             training = (Doing.TRAINING, Doing.CATCHING_UP)
             yield _Change(float(said.get("detected", at)), rank, Doing.WAITING, "", training)
         elif event.kind == "recovered":
             yield _Change(at, rank, Doing.CATCHING_UP, "", (Doing.WAITING,))
-        elif event.kind == "resumed" and "top" in said:  # the agent's: after a restart, and for all
+        elif event.kind == "resumed" and "boundary" in said:  # the agent's: after a restart, and for all
             yield from (_Change(at, each, Doing.TRAINING, "", _HELD_UP) for each in ranks)
         elif event.kind == "resumed":
             yield _Change(at, rank, Doing.TRAINING, "", _HELD_UP)
-        elif event.kind == "let_in":
+        elif event.kind == "admitted":
             since = at - float(said.get("stall_s", 0.0))
             yield from (
-                _Change(since, each, Doing.WAITING, "a newcomer is let in", (Doing.TRAINING,)) for each in ranks
+                _Change(since, each, Doing.WAITING, "a replacement is admitted", (Doing.TRAINING,)) for each in ranks
             )
             yield from (_Change(at, each, Doing.TRAINING, "", (Doing.WAITING,)) for each in ranks)
             yield _Change(at, rank, Doing.TRAINING)
 
 
 def _ends_of(found: Iterable[Recovery]) -> Iterator[_Change]:
-    """Newcomers say when they have joined; when they train is when the others do."""
+    """Replacements say when they have joined; when they train is when the others do."""
     for one in found:
         stall_s = one.longest_stall_s
-        for rank, ready_s in one.newcomer_ready_s.items():
+        for rank, ready_s in one.replacement_ready_s.items():
             if one.answer == "reroute":
                 yield _Change(one.detected + ready_s, rank, Doing.TRAINING, "", _HELD_UP)
             elif stall_s is not None:

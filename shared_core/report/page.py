@@ -67,7 +67,7 @@ def _head(main: Element, found: History) -> None:
     if len(found.machines) > 1:
         _card(cards, str(len(found.machines)), "machines")
     _card(cards, in_time(found.duration_s), "duration without start-up")
-    _card(cards, str(len(found.losses)), "lost workers" if len(found.losses) != 1 else "lost worker")
+    _card(cards, str(len(found.failures)), "failed workers" if len(found.failures) != 1 else "failed worker")
     if stalls:
         _card(cards, in_time(max(stalls)), "longest stall")
     if found.checkpoints and (saved := savings(found).saved_s) is not None:
@@ -84,14 +84,14 @@ def _timeline(main: Element, found: History) -> None:
     section = _section(main, "Timeline")
     _legend(section, [one for one in Doing if any(span.doing is one for span in found.spans)])
     section.append(drawings.timeline(found))
-    words = ["A cross marks the loss of a worker."] if found.losses else ["No worker was lost."]
+    words = ["A cross marks the failure of a worker."] if found.failures else ["No worker failed."]
     if found.turns:
         words.append("A dashed line marks where all workers start again, or their number changes.")
     if found.checkpoints:
         words.append("A tick below the rows marks a complete checkpoint.")
     shown = len(drawings.drawn_ranks(found))
     if shown < len(found.ranks):
-        words.append(f"{shown} of {len(found.ranks)} ranks are shown, first of all those that were lost.")
+        words.append(f"{shown} of {len(found.ranks)} ranks are shown, first of all those that failed.")
     add(section, "p", " ".join(words), class_="quiet")
 
 
@@ -111,12 +111,12 @@ def _recoveries(main: Element, found: History) -> None:
     for one in found.answers:
         what = one.recovery
         times = {kind: sum(part.seconds for part in one.parts if part.kind is kind) for kind in kinds}
-        causes = "; ".join(dict.fromkeys(loss.cause for loss in what.losses if loss.cause))
+        causes = "; ".join(dict.fromkeys(failure.cause for failure in what.failures if failure.cause))
         answer = what.answer if what.superseded_by is None else f"{what.answer}, abandoned"
         rows.append(
             [
                 _at(one.at),
-                drawings.title_of(one) if what.lost else "all",
+                drawings.title_of(one) if what.failed else "all",
                 _short(causes) or "-",
                 answer,
                 *(in_seconds(seconds or None) for seconds in times.values()),
@@ -127,11 +127,12 @@ def _recoveries(main: Element, found: History) -> None:
         )
     table(section, header, rows, numbers=len(kinds) + 3)
     words = (
-        "Parts are in seconds from the detection of a loss, and each begins where the one before ends: survivors leave "
-        "their calls while the newcomer starts. The stall is that of the worker that waited longest."
+        "Parts are in seconds from the detection of a failure, and each begins where the one before ends: survivors "
+        "leave "
+        "their calls while the replacement starts. The stall is that of the worker that waited longest."
     )
     if any(one.recovery.superseded_by is not None for one in found.answers):
-        words += " A recovery is abandoned when another worker is lost meanwhile; the next one answers both losses."
+        words += " A recovery is abandoned when another worker fails meanwhile; the next one answers both failures."
     if PartKind.DETECTION in kinds:
         words += " Detection is known of injected faults only, which say when they strike."
     add(section, "p", words, class_="quiet")
@@ -140,10 +141,10 @@ def _recoveries(main: Element, found: History) -> None:
 def _curve(main: Element, found: History, name: str, points: Sequence[tuple[float, float]]) -> None:
     section = _section(main, "Curve")
     add(section, "p", name, class_="axis-name")
-    section.append(drawings.curve(name, thinned(points), found.losses))
-    if found.losses:
-        words = "A cross marks the batch top that a lost worker had reached."
-        add(section, "p", f"{words} Steps and batch tops differ where gradients are accumulated.", class_="quiet")
+    section.append(drawings.curve(name, thinned(points), found.failures))
+    if found.failures:
+        words = "A cross marks the step boundary that a failed worker had reached."
+        add(section, "p", f"{words} Steps and step boundaries differ where gradients are accumulated.", class_="quiet")
 
 
 def _saved(main: Element, found: History) -> None:
@@ -159,7 +160,7 @@ def _saved(main: Element, found: History) -> None:
     rows = [
         [
             _at(one.at),
-            f"rank{'s' if len(one.lost) > 1 else ''} {', '.join(map(str, one.lost))}",
+            f"rank{'s' if len(one.failed) > 1 else ''} {', '.join(map(str, one.failed))}",
             in_time(one.took_s),
             "-" if one.steps is None else str(one.steps),
             in_time(one.restart_s),
@@ -179,7 +180,7 @@ def _environment(main: Element, found: History) -> None:
     if found.startup_s is not None:
         facts.append(("start to first batch", in_seconds(found.startup_s)))
     if found.step_s is not None:
-        facts.append(("step", f"{in_seconds(found.step_s)}, mean of {found.measured_steps} steps between losses"))
+        facts.append(("step", f"{in_seconds(found.step_s)}, mean of {found.measured_steps} steps between failures"))
     if not facts:
         add(section, "p", "The events say nothing about it.", class_="quiet")
         return

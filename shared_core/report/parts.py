@@ -18,7 +18,7 @@ class PartKind(Enum):
     AGREEMENT = "agreement"
     STATE = "state and logs"
     BATCH = "batch again"
-    LETTING_IN = "newcomer let in"
+    ADMITTING = "replacement admitted"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Part:
 
     Attributes:
         kind: what is waited for.
-        begin: in seconds from the detection of the loss; negative before it.
+        begin: in seconds from the detection of the failure; negative before it.
         seconds: how long it takes.
     """
 
@@ -37,38 +37,38 @@ class Part:
 
     @property
     def end(self) -> float:
-        """In seconds from the detection of the loss."""
+        """In seconds from the detection of the failure."""
         return self.begin + self.seconds
 
 
 def parts(one: Recovery, limit_s: float | None = None) -> list[Part]:
     """The parts of a recovery in order, as far as events say where they end. Each begins where the one before ends, but
-    for the letting in of newcomers, for which those that went on stand still once more.
+    for the admitting of replacements, for which those that continued stand still once more.
 
     Args:
         one: the recovery.
-        limit_s: no part goes on for longer, in seconds from the detection; for one that another loss has ended.
+        limit_s: no part continues for longer, in seconds from the detection; for one that another failure has ended.
     """
     found: list[Part] = []
-    struck = [loss.struck for loss in one.losses if loss.struck is not None]
+    struck = [failure.struck for failure in one.failures if failure.struck is not None]
     at = min(0.0, min(struck) - one.detected) if struck else 0.0
     most = float("inf") if limit_s is None else limit_s
     for kind, end in _ends(one):
         if end is not None and min(end, most) > at:
             found.append(Part(kind, at, min(end, most) - at))
             at = min(end, most)
-    for rank, let_in in sorted(one.let_in_s.items(), key=lambda entry: entry[1]):
-        begin = max(at, let_in - one.let_in_stall_s.get(rank, 0.0))
-        if min(let_in, most) > begin:
-            found.append(Part(PartKind.LETTING_IN, begin, min(let_in, most) - begin))
-            at = min(let_in, most)
+    for rank, admitted in sorted(one.admitted_s.items(), key=lambda entry: entry[1]):
+        begin = max(at, admitted - one.admitted_stall_s.get(rank, 0.0))
+        if min(admitted, most) > begin:
+            found.append(Part(PartKind.ADMITTING, begin, min(admitted, most) - begin))
+            at = min(admitted, most)
     return found
 
 
 def _ends(one: Recovery) -> list[tuple[PartKind, float | None]]:
     """Where parts end, in seconds from the detection; None where nobody said so."""
     last = one.longest_stall_s
-    struck = any(loss.struck is not None for loss in one.losses)
+    struck = any(failure.struck is not None for failure in one.failures)
     detected = 0.0 if struck else None
     if one.ended_s is not None:
         return [
@@ -78,20 +78,22 @@ def _ends(one: Recovery) -> list[tuple[PartKind, float | None]]:
             (PartKind.SCRIPT, one.began_s),
             (PartKind.BATCH, last),
         ]
-    if one.answer == "reroute":  # nobody waits for the newcomer
+    if one.answer == "reroute":  # nobody waits for the replacement
         return [
             (PartKind.DETECTION, detected),
             (PartKind.AGREEMENT, one.slowest_survivor_ready_s),
             (PartKind.BATCH, last),
         ]
-    joins = [start + one.user_start_s[rank] for rank, start in one.newcomer_start_s.items() if rank in one.user_start_s]
+    joins = [
+        start + one.user_start_s[rank] for rank, start in one.replacement_start_s.items() if rank in one.user_start_s
+    ]
     formed = max(one.formed_s.values(), default=None)
     moved = [one.formed_s[rank] - took for rank, took in one.exchange_s.items() if rank in one.formed_s]
     return [
         (PartKind.DETECTION, detected),
-        (PartKind.PROCESS, max(one.newcomer_start_s.values(), default=None)),
+        (PartKind.PROCESS, max(one.replacement_start_s.values(), default=None)),
         (PartKind.SCRIPT, max(joins, default=None)),
         (PartKind.AGREEMENT, max(moved, default=None)),
-        (PartKind.STATE, max([*one.newcomer_ready_s.values(), *([] if formed is None else [formed])], default=None)),
+        (PartKind.STATE, max([*one.replacement_ready_s.values(), *([] if formed is None else [formed])], default=None)),
         (PartKind.BATCH, last),
     ]

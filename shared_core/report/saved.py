@@ -1,4 +1,4 @@
-"""What answers to losses have saved against restarts from checkpoints: a pure function of a run's history.
+"""What answers to failures have saved against restarts from checkpoints: a pure function of a run's history.
 
 Each number comes from the events of the run. What they do not say is not guessed: it stays None, and so does the sum.
 """
@@ -13,17 +13,17 @@ from shared_core.report.history import Answer, History, outages, stall_s
 
 @dataclass(frozen=True)
 class Saving:
-    """One loss, or several that followed each other before anybody trained again.
+    """One failure, or several that followed each other before anybody trained again.
 
     Attributes:
-        lost: ranks.
+        failed: ranks.
         at: when the first was noticed, in seconds since the run began.
-        took_s: until all went on, and what a newcomer's entry cost the others later.
-        steps: that a restart would have repeated: batch tops since the last checkpoint; None if unknown.
+        took_s: until all continued, and what a replacement's entry cost the others later.
+        steps: that a restart would have repeated: step boundaries since the last checkpoint; None if unknown.
         restart_s: what a restart would have taken, by the assumptions; None if unknown.
     """
 
-    lost: tuple[int, ...]
+    failed: tuple[int, ...]
     at: float
     took_s: float
     steps: int | None
@@ -40,7 +40,7 @@ class Savings:
     """All of them, and what they rest on.
 
     Attributes:
-        each: one for each loss that was answered without a restart, or chain of such losses.
+        each: one for each failure that was answered without a restart, or chain of such failures.
         assumptions: sentences for the reader.
     """
 
@@ -64,19 +64,19 @@ def savings(found: History) -> Savings:
 
 def _saving(found: History, outage: Sequence[Answer], start_s: float | None) -> Saving:
     at, took_s = outage[0].at, stall_s(outage)
-    losses = [loss for one in outage for loss in one.recovery.losses]
-    reached = [loss.tops for loss in losses if loss.tops is not None]
+    failures = [failure for one in outage for failure in one.recovery.failures]
+    reached = [failure.boundaries for failure in failures if failure.boundaries is not None]
     steps = max(0, max(reached) - _last_line(found, at)) if reached else None
     restart_s = None
     if start_s is not None and steps is not None and (steps == 0 or found.step_s is not None):
         restart_s = start_s + steps * (found.step_s or 0.0)
-    return Saving(tuple(sorted({loss.rank for loss in losses})), at, took_s, steps, restart_s)
+    return Saving(tuple(sorted({failure.rank for failure in failures})), at, took_s, steps, restart_s)
 
 
 def _last_line(found: History, at: float) -> int:
-    """Batch top from which a restart at that time would have gone on."""
+    """Step boundary from which a restart at that time would have continued."""
     lines = [mark for mark in (*found.begins, *found.checkpoints, *found.turns) if mark.at <= at]
-    known = [mark.top for mark in sorted(lines, key=lambda mark: mark.at) if mark.top is not None]
+    known = [mark.boundary for mark in sorted(lines, key=lambda mark: mark.at) if mark.boundary is not None]
     return known[-1] if known else 0
 
 
@@ -96,18 +96,19 @@ def _assumptions(found: History, start_s: float | None, how: str) -> tuple[str, 
             f"Starting all workers again takes {start_s:.2f} s: {how}. Time in a queue and to read a checkpoint is "
         )
         starting += "left out." if how.startswith("what") else "left out, beyond what those restarts had of it."
-    pace = "The events do not say how long a step takes, so losses with steps to repeat are not estimated."
+    pace = "The events do not say how long a step takes, so failures with steps to repeat are not estimated."
     if found.step_s is not None:
         pace = (
-            f"A step takes {found.step_s:.4g} s: the mean of {found.measured_steps} steps of this run, between losses."
+            f"A step takes {found.step_s:.4g} s: the mean of {found.measured_steps} steps of this run, between "
+            "failures."
         )
-    whence = "A restart would load the newest checkpoint before the loss, or begin again where there is none."
+    whence = "A restart would load the newest checkpoint before the failure, or begin again where there is none."
     if not found.checkpoints:
         whence = "The events name no checkpoint, so a restart would begin where this run began."
     return (
         f"{whence} Checkpoints that the script writes itself are not in the events.",
-        "A restart repeats the steps since then, up to where the lost worker was.",
+        "A restart repeats the steps since then, up to where the failed worker was.",
         starting,
         pace,
-        "A loss is noticed as early in both cases; time before that is left out.",
+        "A failure is noticed as early in both cases; time before that is left out.",
     )

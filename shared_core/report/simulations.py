@@ -32,7 +32,7 @@ def result_to_dict(one: SimulationResult) -> dict[str, Any]:
         "stalled_s": one.stalled_s,
         "waiting_s": one.waiting_s,
         "lost_work_s": one.lost,
-        "losses": one.losses,
+        "failures": one.failures,
         "average_live": _live(one),
     }
 

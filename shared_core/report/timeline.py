@@ -17,96 +17,99 @@ NO_ID = "none"
 #: So many other runs of a file are named.
 _NAMED = 10
 #: Kinds that say something about one generation's recovery.
-_OF_A_RECOVERY = frozenset({"survivor_ready", "newcomer_start", "newcomer_ready", "recovered", "resumed", "let_in"})
+_OF_A_RECOVERY = frozenset(
+    {"survivor_ready", "replacement_start", "replacement_ready", "recovered", "resumed", "admitted"}
+)
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A worker that was lost.
+class Failure:
+    """A worker that failed.
 
     Attributes:
         rank: its logical rank.
         cause: how it ended, in words; empty if it was not said.
         detected: when the agent noticed, in seconds since the epoch; ``None`` if it was not said.
-        struck: when an injected fault struck it, in seconds since the epoch; ``None`` for other losses.
-        tops: batch tops that it had passed; ``None`` if it was not said.
+        struck: when an injected fault struck it, in seconds since the epoch; ``None`` for other failures.
+        boundaries: step boundaries that it had passed; ``None`` if it was not said.
     """
 
     rank: int
     cause: str = ""
     detected: float | None = None
     struck: float | None = None
-    tops: int | None = None
+    boundaries: int | None = None
 
 
 @dataclass
 class Recovery:
-    """One answer to a loss, or one change of the number of workers; durations are in seconds, from ``detected`` if not
-    said otherwise.
+    """One answer to a failure, or one change of the number of workers; durations are in seconds, from ``detected`` if
+    not said otherwise.
 
     Attributes:
         generation: number of the generation that was formed; for a restart, of the one that ended.
         attempt: how often all workers had been started again before, also because their number changed.
-        losses: workers whose loss made it necessary.
+        failures: workers whose failure made it necessary.
         detected: when the first of them was noticed, in seconds since the epoch.
         survivor_ready_s: by rank, until a survivor was out of its blocked call and ready to take part.
-        newcomer_start_s: by rank, until the newcomer's process was started.
-        newcomer_ready_s: by rank, until the newcomer had joined.
-        user_start_s: by rank, how much of that was the newcomer's start and the user's code before the training loop.
+        replacement_start_s: by rank, until the replacement's process was started.
+        replacement_ready_s: by rank, until the replacement had joined.
+        user_start_s: by rank, how much of that was the replacement's start and the user's code before the training
+            loop.
         exchange_s: by rank, how long a survivor took to connect and to exchange state and logs.
         formed_s: by rank, until a survivor had exchanged them.
         ended_s: until all workers were told to end, where they are started again; ``None`` elsewhere.
         started_s: until the processes of the next workers ran, where all are started again; ``None`` elsewhere.
         began_s: until the next workers came to their first batch, where all are started again; ``None`` elsewhere.
-        let_in_s: by rank, until a newcomer was let in by those that went on without it.
-        let_in_stall_s: by rank, how long the others stood still for it then.
-        stall_s: by rank, until it went on with its batch.
+        admitted_s: by rank, until a replacement was admitted by those that continued without it.
+        admitted_stall_s: by rank, how long the others stood still for it then.
+        stall_s: by rank, until it continued with its batch.
         bytes_moved: state and logs that crossed the network.
         served_operations: finished operations handed from logs to whoever lacked them.
         recomputed_steps: optimizer steps that a survivor computed again.
-        top: batch top the newcomer started from; ``None`` if it was not said.
+        boundary: step boundary the replacement started from; ``None`` if it was not said.
         resolution: how differing survivors were brought to the same state, in words.
-        superseded_by: number of the generation that took over because another worker was lost meanwhile.
+        superseded_by: number of the generation that took over because another worker failed meanwhile.
         answer: ``replace``, ``reroute``, ``restart``, or ``4 to 3`` where the number of workers changed.
     """
 
     generation: int
     attempt: int = 0
-    losses: list[Loss] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     detected: float = 0.0
     survivor_ready_s: dict[int, float] = field(default_factory=dict)
-    newcomer_start_s: dict[int, float] = field(default_factory=dict)
-    newcomer_ready_s: dict[int, float] = field(default_factory=dict)
+    replacement_start_s: dict[int, float] = field(default_factory=dict)
+    replacement_ready_s: dict[int, float] = field(default_factory=dict)
     user_start_s: dict[int, float] = field(default_factory=dict)
     exchange_s: dict[int, float] = field(default_factory=dict)
     formed_s: dict[int, float] = field(default_factory=dict)
     ended_s: float | None = None
     started_s: float | None = None
     began_s: float | None = None
-    let_in_s: dict[int, float] = field(default_factory=dict)
-    let_in_stall_s: dict[int, float] = field(default_factory=dict)
+    admitted_s: dict[int, float] = field(default_factory=dict)
+    admitted_stall_s: dict[int, float] = field(default_factory=dict)
     stall_s: dict[int, float] = field(default_factory=dict)
     bytes_moved: int = 0
     served_operations: int = 0
     recomputed_steps: int = 0
-    top: int | None = None
+    boundary: int | None = None
     resolution: str = ""
     superseded_by: int | None = None
     answer: str = "replace"
 
     @property
-    def lost(self) -> list[int]:
-        """Ranks whose loss it answers, in order."""
-        return sorted({loss.rank for loss in self.losses})
+    def failed(self) -> list[int]:
+        """Ranks whose failure it answers, in order."""
+        return sorted({failure.rank for failure in self.failures})
 
     @property
     def complete(self) -> bool:
-        """Whether a worker went on in this generation; not so where it was abandoned or the job ended first."""
+        """Whether a worker continued in this generation; not so where it was abandoned or the job ended first."""
         return bool(self.stall_s)
 
     @property
     def longest_stall_s(self) -> float | None:
-        """Stall of the worker that waited longest; ``None`` while nobody has gone on."""
+        """Stall of the worker that waited longest; ``None`` while nobody has continued."""
         return max(self.stall_s.values(), default=None)
 
     @property
@@ -124,8 +127,8 @@ class Recovery:
 
 
 def recoveries(events: Iterable[Event]) -> list[Recovery]:
-    """Group events into recoveries in the order in which they began: one for each generation formed after a loss, each
-    restart of all workers, and each change of their number.
+    """Group events into recoveries in the order in which they began: one for each generation formed after a failure,
+    each restart of all workers, and each change of their number.
 
     Events of one run (see :func:`shared_core.events.by_run`) in the order of their file. Whatever a killed writer could
     not say is left at its default.
@@ -151,7 +154,7 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
         elif event.kind == "began" and all_end is not None and all_end.began_s is None:
             all_end.began_s = event.time - all_end.detected
         elif event.kind == "resumed" and answering.get(event.rank, 0) > max(event.generation, 0):
-            # `reroute`: it goes on without the absent ranks, in the generation before.
+            # `reroute`: it continues without the absent ranks, in the generation before.
             key = (attempt, answering[event.rank], "")
             _add(found.setdefault(key, Recovery(key[1], attempt, detected=event.time)), event)
         elif event.kind == "resumed" and event.generation == 0 and all_end is not None:
@@ -159,12 +162,12 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
             # What it says counts from the decision to start again.
             stall_s = all_end.stall_s.get(event.rank, 0.0)
             all_end.stall_s[event.rank] = max(stall_s, event.time - all_end.detected)
-        elif event.kind in ("lost", "fault"):
+        elif event.kind in ("failed", "fault"):
             unplaced.add(attempt, event)
-        elif event.kind == "generation" and (event.fields.get("lost") or not event.fields.get("stay")):
+        elif event.kind == "generation" and (event.fields.get("failed") or not event.fields.get("stay")):
             recovery = found.setdefault(key, Recovery(event.generation, attempt, detected=event.time))
-            for rank in event.fields.get("lost", []):
-                recovery.losses.append(unplaced.take(attempt, int(rank)))
+            for rank in event.fields.get("failed", []):
+                recovery.failures.append(unplaced.take(attempt, int(rank)))
             if "absent" in event.fields:
                 recovery.answer = "reroute"
             _date(recovery)
@@ -178,10 +181,10 @@ def recoveries(events: Iterable[Event]) -> list[Recovery]:
 
 
 class _Unplaced:
-    """Losses that nothing has answered yet, and injected faults that have led to none yet."""
+    """Failures that nothing has answered yet, and injected faults that have led to none yet."""
 
     def __init__(self) -> None:
-        self._losses: list[tuple[int, Event]] = []
+        self._failures: list[tuple[int, Event]] = []
         self._struck: dict[int, float] = {}
 
     def add(self, attempt: int, event: Event) -> None:
@@ -190,37 +193,37 @@ class _Unplaced:
             if isinstance(said, dict) and said.get("kind") in FAULTS:
                 self._struck[event.rank] = event.time
         else:
-            self._losses.append((attempt, event))
+            self._failures.append((attempt, event))
 
     def ranks(self, attempt: int) -> list[int]:
-        return sorted({event.rank for of_attempt, event in self._losses if of_attempt == attempt})
+        return sorted({event.rank for of_attempt, event in self._failures if of_attempt == attempt})
 
-    def take(self, attempt: int, rank: int) -> Loss:
-        """The oldest loss of ``rank``; a bare one if it was never reported."""
-        for at, (of_attempt, event) in enumerate(self._losses):
+    def take(self, attempt: int, rank: int) -> Failure:
+        """The oldest failure of ``rank``; a bare one if it was never reported."""
+        for at, (of_attempt, event) in enumerate(self._failures):
             if of_attempt == attempt and event.rank == rank:
-                del self._losses[at]
+                del self._failures[at]
                 said, struck = event.fields, self._struck.pop(rank, None)
-                detected, tops = float(said.get("detected", event.time)), said.get("tops")
+                detected, boundaries = float(said.get("detected", event.time)), said.get("boundaries")
                 cause = str(said.get("cause", ""))
-                return Loss(rank, cause, detected, struck, tops if is_count(tops) else None)
-        return Loss(rank)
+                return Failure(rank, cause, detected, struck, boundaries if is_count(boundaries) else None)
+        return Failure(rank)
 
 
 def _end_all(recovery: Recovery, event: Event, unplaced: _Unplaced) -> None:
-    """All workers end, and others begin: the losses that nothing has answered yet are the reason."""
+    """All workers end, and others begin: the failures that nothing has answered yet are the reason."""
     if event.kind == "restart":
         recovery.answer = "restart"
     else:
         recovery.answer = f"{event.fields.get('before', '?')} to {event.fields.get('workers', '?')}"
     for rank in unplaced.ranks(recovery.attempt):
-        recovery.losses.append(unplaced.take(recovery.attempt, rank))
+        recovery.failures.append(unplaced.take(recovery.attempt, rank))
     _date(recovery)
     recovery.ended_s = event.time - recovery.detected
 
 
 def _date(recovery: Recovery) -> None:
-    times = [loss.detected for loss in recovery.losses if loss.detected is not None]
+    times = [failure.detected for failure in recovery.failures if failure.detected is not None]
     recovery.detected = min([recovery.detected, *times])
 
 
@@ -228,19 +231,19 @@ def _add(recovery: Recovery, event: Event) -> None:
     said = event.fields
     if event.kind == "survivor_ready":
         recovery.survivor_ready_s[event.rank] = float(said.get("ready_s", event.time - recovery.detected))
-    elif event.kind == "newcomer_start":
-        recovery.newcomer_start_s[event.rank] = event.time - recovery.detected
-    elif event.kind == "newcomer_ready":
+    elif event.kind == "replacement_start":
+        recovery.replacement_start_s[event.rank] = event.time - recovery.detected
+    elif event.kind == "replacement_ready":
         ready = event.time - recovery.detected
-        recovery.newcomer_ready_s[event.rank] = ready
-        started = recovery.newcomer_start_s.get(event.rank, 0.0)
+        recovery.replacement_ready_s[event.rank] = ready
+        started = recovery.replacement_start_s.get(event.rank, 0.0)
         recovery.user_start_s[event.rank] = float(said.get("start_s", ready - started - said.get("joined_s", 0.0)))
     elif event.kind in ("recovered", "resumed") and "stall_s" in said:
-        # A survivor may report both: ready to go on, and past its next optimizer step.
+        # A survivor may report both: ready to continue, and past its next optimizer step.
         recovery.stall_s[event.rank] = max(float(said["stall_s"]), recovery.stall_s.get(event.rank, 0.0))
-    elif event.kind == "let_in":
-        recovery.let_in_s[event.rank] = event.time - recovery.detected
-        recovery.let_in_stall_s[event.rank] = float(said.get("stall_s", 0.0))
+    elif event.kind == "admitted":
+        recovery.admitted_s[event.rank] = event.time - recovery.detected
+        recovery.admitted_stall_s[event.rank] = float(said.get("stall_s", 0.0))
     if event.kind == "recovered":
         recovery.formed_s[event.rank] = event.time - recovery.detected
         if "exchange_s" in said:
@@ -248,23 +251,23 @@ def _add(recovery: Recovery, event: Event) -> None:
     recovery.bytes_moved += int(said.get("bytes_moved", 0))
     recovery.served_operations += int(said.get("served_operations", 0))
     recovery.recomputed_steps = max(recovery.recomputed_steps, int(said.get("recomputed_steps", 0)))
-    if said.get("top") is not None:
-        recovery.top = int(said["top"])
+    if said.get("boundary") is not None:
+        recovery.boundary = int(said["boundary"])
     recovery.resolution = str(said.get("resolution") or recovery.resolution)
 
 
 def format_recoveries(found: Sequence[Recovery], start: float) -> str:
     """A table of recoveries, one row each; times relative to ``start`` (seconds since the epoch)."""
     if not found:
-        return "no worker was lost"
+        return "no worker failed"
     header = (
         "generation",
-        "lost",
+        "failed",
         "cause",
         "answer",
         "detected",
         "survivors ready",
-        "newcomer ready",
+        "replacement ready",
         "stall",
         "moved",
         "redone",
@@ -277,12 +280,14 @@ def format_recoveries(found: Sequence[Recovery], start: float) -> str:
         rows.append(
             (
                 str(one.generation),
-                ", ".join(map(str, one.lost)) or "-",
-                _short(visible("; ".join(dict.fromkeys(loss.cause or "unknown" for loss in one.losses))) or "-"),
+                ", ".join(map(str, one.failed)) or "-",
+                _short(
+                    visible("; ".join(dict.fromkeys(failure.cause or "unknown" for failure in one.failures))) or "-"
+                ),
                 one.answer,
                 f"+{one.detected - start:.2f} s",
                 in_seconds(one.slowest_survivor_ready_s),
-                in_seconds(max(one.newcomer_ready_s.values(), default=None)),
+                in_seconds(max(one.replacement_ready_s.values(), default=None)),
                 stall,
                 in_bytes(one.bytes_moved),
                 f"{one.recomputed_steps} steps",
@@ -300,7 +305,7 @@ def format_timeline(events: Sequence[Event], *, color: bool = False) -> str:
 
 
 _COLORS = {
-    "lost": 31,
+    "failed": 31,
     "fault": 31,
     "restart": 31,
     "resize": 33,
@@ -313,7 +318,7 @@ _COLORS = {
 
 def _line(event: Event, start: float, color: bool) -> str:
     who = f"rank {event.rank}" if event.rank >= 0 else "job"
-    kind = f"{event.kind:<15}"
+    kind = f"{event.kind:<17}"
     if color and event.kind in _COLORS:
         kind = f"\x1b[{_COLORS[event.kind]}m{kind}\x1b[0m"
     say = _WORDS.get(event.kind, _any_fields)
@@ -344,7 +349,7 @@ def _any_fields(said: dict[str, Any]) -> str:
     return ", ".join(f"{name} {_value(name, value)}" for name, value in said.items())
 
 
-def _lost(said: dict[str, Any]) -> str:
+def _failed(said: dict[str, Any]) -> str:
     return str(said.get("cause", ""))
 
 
@@ -352,10 +357,10 @@ def _generation(said: dict[str, Any]) -> str:
     if said.get("stay"):
         return f"ranks {', '.join(map(str, said['stay']))} hand on to another number of workers"
     if said.get("absent"):
-        return f"the others go on without rank {', '.join(map(str, said['absent']))}"
-    if not said.get("lost"):
+        return f"the others continue without rank {', '.join(map(str, said['absent']))}"
+    if not said.get("failed"):
         return "the number of workers stays as it is"
-    return f"replaces rank {', '.join(map(str, said.get('lost', [])))}"
+    return f"replaces rank {', '.join(map(str, said.get('failed', [])))}"
 
 
 def _ready(said: dict[str, Any]) -> str:
@@ -364,8 +369,8 @@ def _ready(said: dict[str, Any]) -> str:
 
 def _recovered(said: dict[str, Any]) -> str:
     parts = [str(said["resolution"])] if said.get("resolution") else []
-    if said.get("top") is not None:
-        parts.append(f"from batch top {said['top']}")
+    if said.get("boundary") is not None:
+        parts.append(f"from step boundary {said['boundary']}")
     if "stall_s" in said:
         parts.append(f"stalled {in_seconds(said['stall_s'])}")
     if said.get("bytes_moved"):
@@ -382,10 +387,10 @@ def _joined(said: dict[str, Any]) -> str:
 
 
 _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "lost": _lost,
+    "failed": _failed,
     "generation": _generation,
     "survivor_ready": _ready,
-    "newcomer_ready": _joined,
+    "replacement_ready": _joined,
     "recovered": _recovered,
     "resumed": _recovered,
 }

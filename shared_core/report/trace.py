@@ -7,14 +7,15 @@ from typing import Any
 from shared_core.events import visible
 from shared_core.report.history import History
 
-#: Processes of the trace: the ranks, and the answers to losses. Threads count from 1, as 0 is the idle thread's number.
+#: Processes of the trace: the ranks, and the answers to failures. Threads count from 1, as 0 is the idle thread's
+#: number.
 _RANKS, _ANSWERS = 1, 2
 
 
 def to_trace(found: History) -> dict[str, Any]:
     """The JSON object form of the format: ``traceEvents``, ``displayTimeUnit``, ``otherData``.
 
-    Each rank has a track of its own, with what it did as complete events (``X``) and its losses as instants (``i``);
+    Each rank has a track of its own, with what it did as complete events (``X``) and its failures as instants (``i``);
     the parts of recoveries lie on a second group of tracks. Times are in microseconds since the run began.
     """
     events: list[dict[str, Any]] = [
@@ -23,13 +24,13 @@ def to_trace(found: History) -> dict[str, Any]:
     for span in found.spans:
         args: dict[str, Any] = {"note": visible(span.note)} if span.note else {}
         events.append(_slice(span.doing.value, "rank", span.begin, span.end, _RANKS, span.rank + 1, args))
-    for mark in found.losses:
-        args = {"cause": visible(mark.what)} | ({} if mark.top is None else {"batch top": mark.top})
-        events.append(_instant(f"rank {mark.rank} is lost", "loss", mark.at, "t", _RANKS, mark.rank + 1, args))
+    for mark in found.failures:
+        args = {"cause": visible(mark.what)} | ({} if mark.boundary is None else {"step boundary": mark.boundary})
+        events.append(_instant(f"rank {mark.rank} fails", "failure", mark.at, "t", _RANKS, mark.rank + 1, args))
     for mark in found.turns:
         events.append(_instant(visible(mark.what), "restart", mark.at, "g", _RANKS, 1, {}))
     for mark in found.checkpoints:
-        args = {} if mark.top is None else {"batch top": mark.top}
+        args = {} if mark.boundary is None else {"step boundary": mark.boundary}
         events.append(_instant("checkpoint", "checkpoint", mark.at, "p", _RANKS, 1, args))
     free: list[float] = []  # by track, when its last part ends
     for one in found.answers:
@@ -38,7 +39,7 @@ def to_trace(found: History) -> dict[str, Any]:
         begin, end = one.at + one.parts[0].begin, one.at + one.parts[-1].end
         track = next((number for number, until in enumerate(free) if until <= begin), len(free))
         free[track : track + 1] = [end]
-        title = {"answer": one.recovery.answer, "lost": one.recovery.lost, "generation": one.recovery.generation}
+        title = {"answer": one.recovery.answer, "failed": one.recovery.failed, "generation": one.recovery.generation}
         for part in one.parts:
             where = (_ANSWERS, track + 1)
             events.append(_slice(part.kind.value, "recovery", one.at + part.begin, one.at + part.end, *where, title))

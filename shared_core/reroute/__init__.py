@@ -1,4 +1,4 @@
-"""Re-routing: the micro-batches of a lost worker are computed by its data-parallel peers (ReCycle, arXiv 2405.14009).
+"""Re-routing: the micro-batches of a failed worker are computed by its data-parallel peers (ReCycle, arXiv 2405.14009).
 
 What adapters use of it, data-parallel steps, is imported on first use: planning needs Python alone, so ``swiftctl
 plan`` runs where neither torch nor OR-tools is.

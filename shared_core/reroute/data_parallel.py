@@ -1,9 +1,9 @@
-"""Steps of data-parallel workers that go on without a lost one: its peers compute its share of each global batch.
+"""Steps of data-parallel workers that continue without a failed one: its peers compute its share of each global batch.
 
 The share of a logical rank (its data, its random numbers) can be computed by any worker. Each worker computes its own
-and those it hosts; the gradients are summed over a lane, which joins the workers that are there. After a loss the
-survivors compute what is missing in the same step and sum again. Whoever has a step's sum already gives it to those who
-have not.
+and those it hosts; the gradients are summed over a survivor group, which joins the workers that are there. After a
+failure the survivors compute what is missing in the same step and sum again. Whoever has a step's sum already gives it
+to those who have not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shared_core.errors import LaneBroken
+from shared_core.errors import SurvivorGroupBroken
 from shared_core.faults import inject
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
 from shared_core.reroute.summing import (
@@ -27,11 +27,11 @@ from shared_core.reroute.summing import (
     reduce_in_order,
     set_mean_gradients,
 )
-from shared_core.reroute.through_losses import through_losses
+from shared_core.reroute.through_failures import through_failures
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.messages.group_log import BufferPool
-from shared_core.worker.recovery.lane import Lane
-from shared_core.worker.recovery.lanes import Patience
+from shared_core.worker.recovery.survivor_group import SurvivorGroup
+from shared_core.worker.recovery.survivor_groups import WaitFor
 
 if TYPE_CHECKING:
     from shared_core.job import Job
@@ -84,12 +84,13 @@ class DataParallelSteps:
         parameters: those that are trained, in the same order at all ranks.
         compute: forward and backward of a logical rank's share of a step: ``compute(rank, step)`` leaves gradients in
             ``.grad``. All that comes of it depends on its arguments and the parameters alone.
-        connect: makes the lane of the newest generation; blocks until all workers that are there have come.
-        knocking: lost ranks whose newcomers wait to be let in; blocks until all of them do if its argument is true.
-        let_in: lets those in that it is given; called by all, at the same batch top.
+        connect: makes the survivor group of the newest generation; blocks until all workers that are there have come.
+        joining_ranks: failed ranks whose replacements wait to be admitted; blocks until all of them do if its argument
+            is true.
+        admit: admits those that it is given; called by all, at the same step boundary.
         ordered: shares are added by ascending logical rank, whoever has computed them. Otherwise a worker first adds
             those that it has computed.
-        noted: called after a loss with the ranks that are gone and the number of the step.
+        noted: called after a failure with the ranks that are gone and the number of the step.
     """
 
     def __init__(
@@ -98,15 +99,15 @@ class DataParallelSteps:
         world: int,
         parameters: Sequence[torch.nn.Parameter],
         compute: Callable[[int, int], Outcome],
-        connect: Callable[[], Lane],
-        knocking: Callable[[bool], Sequence[int]],
-        let_in: Callable[[Sequence[int]], Any],
+        connect: Callable[[], SurvivorGroup],
+        joining_ranks: Callable[[bool], Sequence[int]],
+        admit: Callable[[Sequence[int]], Any],
         *,
         ordered: bool,
-        noted: Callable[[list[int], int], None] = lambda lost, step: None,
+        noted: Callable[[list[int], int], None] = lambda failed, step: None,
     ) -> None:
         self._me, self._world, self._parameters, self._compute = me, world, parameters, compute
-        self._connect, self._knocking, self._let_in = connect, knocking, let_in
+        self._connect, self._joining_ranks, self._admit = connect, joining_ranks, admit
         self._ordered, self._noted = ordered, noted
         self._channel: MessageChannel | None = None
         self._sum: _Sum | None = None
@@ -119,7 +120,7 @@ class DataParallelSteps:
     # -- what the loop calls -----------------------------------------------------------------------
 
     def run(self, step: int) -> list[Outcome]:
-        """Leave the mean of all logical ranks' gradients of a step in ``.grad``, through losses.
+        """Leave the mean of all logical ranks' gradients of a step in ``.grad``, through failures.
 
         Args:
             step: its number, one more than that of the last step of all workers.
@@ -142,32 +143,32 @@ class DataParallelSteps:
                     self._taken += [before.flat] if before else []
             return self._sum
 
-        found = through_losses(attempt, self._leave)
+        found = through_failures(attempt, self._leave)
         self._pool.give(self._taken)
-        self._pool.next_top()
+        self._pool.next_boundary()
         self._taken = []
         inject.point("reroute.step")
         set_mean_gradients(found.flat, self._parameters, self._world)
         return found.outcomes()
 
     def wait_for_all(self, step: int) -> None:
-        """Let newcomers in until all ranks are there. Call it before :meth:`run` of this step, at all ranks."""
+        """Admit replacements until all ranks are there. Call it before :meth:`run` of this step, at all ranks."""
         self._step = step
 
         def attempt() -> None:
             while self._closed != step:
                 self._agree(waits=True)
 
-        through_losses(attempt, self._leave)
+        through_failures(attempt, self._leave)
 
     def come(self) -> None:
-        """This newcomer is let in, but lacks the last updates: be there for the others in the step that they begin, in
-        which they compute its share.
+        """This replacement is admitted, but lacks the last updates: be there for the others in the step that they
+        begin, in which they compute its share.
         """
         try:
             if self._agree(idle=True):
                 self._came = self._step
-        except LaneBroken:
+        except SurvivorGroupBroken:
             self._leave()
 
     def settle(self, step: int) -> None:
@@ -178,7 +179,7 @@ class DataParallelSteps:
             while not self._ended:
                 self._agree(ends=True)
 
-        through_losses(attempt, self._leave)
+        through_failures(attempt, self._leave)
 
     def _leave(self) -> None:
         self._channel = None
@@ -186,41 +187,42 @@ class DataParallelSteps:
     # -- agreeing ----------------------------------------------------------------------------------
 
     def _agree(self, *, waits: bool = False, ends: bool = False, idle: bool = False) -> bool:
-        """Whether all that are there compute the same step on this lane; if not, something was done about it.
+        """Whether all that are there compute the same step on this survivor group; if not, something was done about it.
 
-        They tell each other where they are on a new lane, as long as somebody is away, and where they wait for all.
+        They tell each other where they are on a new survivor group, as long as somebody is away, and where they wait
+        for all.
 
         Raises:
-            LaneBroken: somebody was lost.
+            SurvivorGroupBroken: somebody failed.
         """
-        lane = self._connect()
-        if self._channel is None or self._channel.lane is not lane:
-            self._channel, self._agreed = MessageChannel(lane, Topology(self._world, 1, 1), {}, {}), False
-            # Something may still be read from, or written to, what was used on the lane before.
+        survivor_group = self._connect()
+        if self._channel is None or self._channel.survivor_group is not survivor_group:
+            self._channel, self._agreed = MessageChannel(survivor_group, Topology(self._world, 1, 1), {}, {}), False
+            # Something may still be read from, or written to, what was used on the survivor group before.
             self._pool, self._taken = BufferPool(), []
-            if lost := sorted({*range(self._world)} - {*lane.ranks, *lane.finished}):
-                self._noted(lost, self._step)
-        if ends and lane.finished:
+            if failed := sorted({*range(self._world)} - {*survivor_group.ranks, *survivor_group.finished}):
+                self._noted(failed, self._step)
+        if ends and survivor_group.finished:
             self._ended = True  # who has left the program had come here before, as all others had
             return True
-        away = len(lane.ranks) + len(lane.finished) < self._world
+        away = len(survivor_group.ranks) + len(survivor_group.finished) < self._world
         if self._agreed and (self._came == self._step or not (away or waits or ends)):
             self._came = -1
             return True
         waits = waits or (self._waits and away)
-        asks = away and not ends and not idle and self._closed != self._step and self._me == lane.ranks[0]
-        views = lane.exchange(
+        asks = away and not ends and not idle and self._closed != self._step and self._me == survivor_group.ranks[0]
+        views = survivor_group.exchange(
             {
                 "step": self._step,
                 "waits": waits,
                 "closed": self._closed == self._step,
                 "ends": ends,
                 "idle": idle,
-                "knocking": list(self._knocking(waits)) if asks else [],
+                "joining": list(self._joining_ranks(waits)) if asks else [],
             }
         )
-        self._idle = [rank for rank in lane.ranks if views[rank]["idle"]]
-        computing = [rank for rank in lane.ranks if rank not in self._idle]
+        self._idle = [rank for rank in survivor_group.ranks if views[rank]["idle"]]
+        computing = [rank for rank in survivor_group.ranks if rank not in self._idle]
         newest = max((views[rank]["step"] for rank in computing), default=-1)
         behind = [rank for rank in computing if views[rank]["step"] < newest]
         if behind:
@@ -228,16 +230,16 @@ class DataParallelSteps:
                 self._share_sum(computing, newest - 1, behind)
             return False
         if not computing:
-            return False  # those that gave them their state are lost
+            return False  # those that gave them their state failed
         if idle:
             self._step = newest
         self._waits = any(view["waits"] for view in views.values())
         closed = any(view["closed"] for view in views.values()) or (self._waits and not away)
         if closed:
-            # What follows the waiting has begun somewhere: a newcomer would begin it alone.
+            # What follows the waiting has begun somewhere: a replacement would begin it alone.
             self._closed, self._waits = self._step, False
-        elif not self._idle and (knocking := views[lane.ranks[0]]["knocking"]):
-            self._let_in(knocking)
+        elif not self._idle and (joining_ranks := views[survivor_group.ranks[0]]["joining"]):
+            self._admit(joining_ranks)
             return False
         self._ended = any(view["ends"] for view in views.values())
         self._agreed = True
@@ -271,25 +273,25 @@ class DataParallelSteps:
     def _reduce(self, shares: dict[int, Tensor], outcomes: dict[int, Outcome]) -> _Sum:
         """Compute what is missing here of this step, and sum over all."""
         assert self._channel is not None
-        channel, lane, step = self._channel, self._channel.lane, self._step
-        computing = [rank for rank in lane.ranks if rank not in self._idle]
+        channel, survivor_group, step = self._channel, self._channel.survivor_group, self._step
+        computing = [rank for rank in survivor_group.ranks if rank not in self._idle]
         hosted = hosts(self._world, computing)
         homes = [rank for rank, host in hosted.items() if host == self._me]
         for rank in homes:
-            if lane.broken():
-                raise LaneBroken
+            if survivor_group.broken():
+                raise SurvivorGroupBroken
             if rank not in shares:
                 outcomes[rank], shares[rank] = self._share(rank)
         inject.point("reroute.reduce")
         table = _empty_table(self._world)
         for rank in homes:
             table[rank] = torch.tensor([outcomes[rank].loss, len(outcomes[rank].note)], dtype=torch.float64)
-        for rank in lane.ranks:
+        for rank in survivor_group.ranks:
             if rank != self._me:
                 channel.send(MessageKey(step, MessageKind.LOSSES, 0, self._me), [table], rank)
                 channel.post_like(MessageKey(step, MessageKind.LOSSES, 0, rank), [table], rank)
         mine = {Worker(rank, 0): shares[rank] for rank in homes}
-        peers, me = {Worker(rank, 0): rank for rank in lane.ranks}, Worker(self._me, 0)
+        peers, me = {Worker(rank, 0): rank for rank in survivor_group.ranks}, Worker(self._me, 0)
         holders = {Worker(rank, 0): Worker(host, 0) for rank, host in hosted.items()}
         if not self._ordered:
             mine = {me: _added(mine.values())} if mine else {}
@@ -297,7 +299,7 @@ class DataParallelSteps:
         like = None if mine else like_flat(self._parameters)
         flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, SumRule(), like, self._pool)
         self._idle = []
-        for rank in lane.ranks:
+        for rank in survivor_group.ranks:
             if rank != self._me:
                 (more,) = channel.fetch_like(MessageKey(step, MessageKind.LOSSES, 0, rank), [table], rank)
                 table = torch.where(more.isnan(), table, more)
@@ -315,7 +317,7 @@ class DataParallelSteps:
             return torch.empty(0, dtype=torch.uint8)
         notes = dict(mine)
         for rank, note in mine.items():
-            for peer in self._channel.lane.ranks:
+            for peer in self._channel.survivor_group.ranks:
                 if peer != self._me:
                     self._channel.send(MessageKey(self._step, MessageKind.NOTES, 0, rank), [note], peer)
         for rank, host in hosted.items():
@@ -345,11 +347,11 @@ def steps_of(
         job.world_size,
         parameters,
         compute,
-        job.lanes.lane,
-        lambda wait: job.lanes.knocking(wait=Patience.FOR_ALL if wait else Patience.NOT_AT_ALL),
-        job.lanes.let_in,
+        job.survivor_groups.survivor_group,
+        lambda wait: job.survivor_groups.joining_ranks(wait=WaitFor.FOR_ALL if wait else WaitFor.NOT_AT_ALL),
+        job.survivor_groups.admit,
         ordered=job.config.reroute.reduction == "ordered",
-        noted=lambda lost, step: job.news.emit("rerouted", lost=lost, step=step),
+        noted=lambda failed, step: job.reporter.emit("rerouted", failed=failed, step=step),
     )
 
 

@@ -46,7 +46,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Deliberation:
-    """How far the worker that decides is; begins anew when workers come or go.
+    """How far the worker that decides is; starts from scratch when workers come or go.
 
     Attributes:
         number: of the last proposal, which is the step in which it was made; -1 before one.

@@ -1,8 +1,9 @@
-"""Evaluations that go on without lost workers: forwards alone, over the lane of the training steps.
+"""Evaluations that continue without failed workers: forwards alone, over the survivor group of the training steps.
 
-Nothing of an evaluation lasts but its losses. So after a loss it is made again by those that are there, with the data
-that were drawn. All tell each other the losses at its end, so whoever has them has them of all; who has not, after a
-loss, learns them from who has. Peers keep the data of each pipeline as in a step (:mod:`shared_core.reroute.keeping`).
+Nothing of an evaluation lasts but its losses. So after a failure it is made again by those that are there, with the
+data that were drawn. All tell each other the losses at its end, so whoever has them has them of all; who has not, after
+a loss, learns them from who has. Peers keep the data of each pipeline as in a step
+(:mod:`shared_core.reroute.keeping`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shared_core.errors import LaneBroken
+from shared_core.errors import SurvivorGroupBroken
 from shared_core.faults import inject
 from shared_core.reroute.keeping import NOTHING, DataAway, Part, keepers, parts_of
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
@@ -32,18 +33,18 @@ class When(NamedTuple):
     """Which evaluation.
 
     Attributes:
-        top: number of the batch top before it.
-        number: of the evaluation after that top, from 0.
+        boundary: number of the step boundary before it.
+        number: of the evaluation after that boundary, from 0.
     """
 
-    top: int
+    boundary: int
     number: int
 
 
-def host_of(topology: Topology, lost: Collection[Worker], pipeline: int, stage: int) -> Worker:
+def host_of(topology: Topology, failed: Collection[Worker], pipeline: int, stage: int) -> Worker:
     """Who computes the micro-batches of a pipeline at a stage: its own worker, else the next peer that is there."""
     peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(topology.pipelines)]
-    return next(peer for peer in peers if peer not in lost)
+    return next(peer for peer in peers if peer not in failed)
 
 
 class Evaluating:
@@ -64,18 +65,18 @@ class Evaluating:
         self._held: dict[tuple[int, int], set[int]] = {}
         self._reader: Reader | None = None
 
-    def begin(self, top: int, micro_batches: int, items: Sequence[Item], reader: Reader | None) -> None:
+    def begin(self, boundary: int, micro_batches: int, items: Sequence[Item], reader: Reader | None) -> None:
         """The next evaluation.
 
         Args:
-            top: number of the last batch top.
+            boundary: number of the last step boundary.
             micro_batches: of each pipeline.
             items: of this worker's pipeline, at its ends.
             reader: of those of other pipelines, if this worker can read them.
         """
         self._reader = reader
-        self._now = When(top, self._now.number + 1 if self._now.top == top else 0)
-        self._results = {when: losses for when, losses in self._results.items() if when.top >= top}
+        self._now = When(boundary, self._now.number + 1 if self._now.boundary == boundary else 0)
+        self._results = {when: losses for when, losses in self._results.items() if when.boundary >= boundary}
         self._count, self._held = micro_batches, {}
         self._items = {(self._me.pipeline, j): item for j, item in enumerate(items)}
 
@@ -83,16 +84,16 @@ class Evaluating:
         """Of the evaluation that was begun, if others have made it."""
         return self._results.get(self._now)
 
-    def results(self, top: int) -> list[Losses]:
-        """Of the evaluations since a batch top, in order."""
-        return [self._results[when] for when in sorted(self._results) if when.top == top]
+    def results(self, boundary: int) -> list[Losses]:
+        """Of the evaluations since a step boundary, in order."""
+        return [self._results[when] for when in sorted(self._results) if when.boundary == boundary]
 
-    def adopt(self, top: int, results: Sequence[Losses]) -> None:
-        """Others had made these evaluations since a batch top when they let this newcomer in."""
-        self._results.update({When(top, index): losses for index, losses in enumerate(results)})
+    def adopt(self, boundary: int, results: Sequence[Losses]) -> None:
+        """Others had made these evaluations since a step boundary when they admitted this replacement."""
+        self._results.update({When(boundary, index): losses for index, losses in enumerate(results)})
 
     def view(self) -> dict[str, Any]:
-        """What others are told after a loss; plain data."""
+        """What others are told after a failure; plain data."""
         pipelines = range(self._topology.pipelines)
         return {
             "now": list(self._now),
@@ -101,11 +102,11 @@ class Evaluating:
         }
 
     def learn(self, views: Mapping[int, Any]) -> None:
-        """There is a new lane; ``views`` is what all workers have told, by rank."""
+        """There is a new survivor group; ``views`` is what all workers have told, by rank."""
         self._held = {}
         for rank, view in views.items():
-            for top, index, rows in view["results"]:
-                self._results.setdefault(When(top, index), [list(map(float.fromhex, row)) for row in rows])
+            for boundary, index, rows in view["results"]:
+                self._results.setdefault(When(boundary, index), [list(map(float.fromhex, row)) for row in rows])
             if When(*view["now"]) == self._now:
                 for d, kind in view["data"]:
                     self._held.setdefault((d, kind), set()).add(rank)
@@ -113,20 +114,20 @@ class Evaluating:
             kept = [item[part.number] if self._has_all(d, part) else None for part in self._parts]
             self._items[d, j] = kept[0], kept[1]
 
-    def run(self, channel: MessageChannel, lost: Collection[Worker]) -> Losses:
+    def run(self, channel: MessageChannel, failed: Collection[Worker]) -> Losses:
         """Make the evaluation that was begun, unless others have made it.
 
         Raises:
-            LaneBroken: somebody was lost; another call makes it again.
+            SurvivorGroupBroken: somebody failed; another call makes it again.
             DataAway: its data went with both ends of a pipeline before anybody else had them.
         """
         if (known := self.known()) is not None:
             return known
         topology, stage = self._topology, self._me.stage
         pipelines = range(topology.pipelines)
-        sources = {(d, part): self._source(lost, d, part) for d in pipelines for part in self._parts}
+        sources = {(d, part): self._source(failed, d, part) for d in pipelines for part in self._parts}
         if dark := {d for (d, _), source in sources.items() if source is None}:
-            reads = channel.lane.exchange(self._reader is not None)
+            reads = channel.survivor_group.exchange(self._reader is not None)
             reader = min((rank for rank, can in reads.items() if can), default=None)
             if reader is None:
                 raise DataAway
@@ -135,19 +136,19 @@ class Evaluating:
                 self._items.update({(d, j): item for d in dark for j, item in enumerate(self._reader(d))})
         for (d, part), source in sources.items():
             if source == self._rank(self._me) and self._has_all(d, part):
-                self._give(channel, lost, d, part)
+                self._give(channel, failed, d, part)
         losses: dict[int, list[float]] = {}
         with torch.no_grad():
             for j in range(self._count):
                 for d in pipelines:
-                    if host_of(topology, lost, d, stage) == self._me:
-                        self._forward(channel, lost, sources, d, j, losses)
+                    if host_of(topology, failed, d, stage) == self._me:
+                        self._forward(channel, failed, sources, d, j, losses)
         for (d, part), source in sources.items():
-            if self._me in self._takers(lost, d, part):
+            if self._me in self._takers(failed, d, part):
                 for j in range(self._count):
                     self._get(channel, source, d, j, part)
         inject.point("reroute.evaluated")
-        told = channel.lane.exchange({str(d): list(map(float.hex, row)) for d, row in losses.items()})
+        told = channel.survivor_group.exchange({str(d): list(map(float.hex, row)) for d, row in losses.items()})
         rows = {int(d): list(map(float.fromhex, row)) for mine in told.values() for d, row in mine.items()}
         self._results[self._now] = [rows[d] for d in pipelines]
         return self._results[self._now]
@@ -155,33 +156,33 @@ class Evaluating:
     def _forward(
         self,
         channel: MessageChannel,
-        lost: Collection[Worker],
+        failed: Collection[Worker],
         sources: Mapping[tuple[int, Part], int | None],
         d: int,
         j: int,
         losses: dict[int, list[float]],
     ) -> None:
         """Compute a micro-batch of a pipeline."""
-        if channel.lane.broken():
-            raise LaneBroken
+        if channel.survivor_group.broken():
+            raise SurvivorGroupBroken
         inject.point("reroute.evaluate")
         topology, stage, (first, last) = self._topology, self._me.stage, self._parts
         if stage == 0:
             inputs = self._get(channel, sources[d, first], d, j, first)
         else:
-            before = self._rank(host_of(topology, lost, d, stage - 1))
+            before = self._rank(host_of(topology, failed, d, stage - 1))
             inputs = channel.fetch_described(self._key(MessageKind.EVALUATION, stage, d, j), before)
         labels = self._get(channel, sources[d, last], d, j, last) if self._place.last else None
         outputs = self._model.forward(inputs, labels, d, j)
         if self._place.last:
             losses.setdefault(d, []).append(float(outputs[1]))
         else:
-            behind = self._rank(host_of(topology, lost, d, stage + 1))
+            behind = self._rank(host_of(topology, failed, d, stage + 1))
             channel.send_described(self._key(MessageKind.EVALUATION, stage + 1, d, j), outputs, behind)
 
-    def _give(self, channel: MessageChannel, lost: Collection[Worker], d: int, part: Part) -> None:
+    def _give(self, channel: MessageChannel, failed: Collection[Worker], d: int, part: Part) -> None:
         having = {self._rank(self._me)} | self._held.get((d, part.kind), set())
-        for rank in sorted({self._rank(taker) for taker in self._takers(lost, d, part)} - having):
+        for rank in sorted({self._rank(taker) for taker in self._takers(failed, d, part)} - having):
             for j in range(self._count):
                 tensors = self._items[d, j][part.number]
                 channel.send_described(self._key(part.kind, part.stage, d, j), tensors or (), rank)
@@ -195,12 +196,12 @@ class Evaluating:
             self._items[d, j] = (item[0], known) if part.number else (known, item[1])
         return known
 
-    def _takers(self, lost: Collection[Worker], d: int, part: Part) -> list[Worker]:
-        return keepers(self._topology, lost, d, part.stage)
+    def _takers(self, failed: Collection[Worker], d: int, part: Part) -> list[Worker]:
+        return keepers(self._topology, failed, d, part.stage)
 
-    def _source(self, lost: Collection[Worker], d: int, part: Part) -> int | None:
+    def _source(self, failed: Collection[Worker], d: int, part: Part) -> int | None:
         for end in (part.stage, self._topology.stages - 1 - part.stage):
-            if Worker(d, end) not in lost:
+            if Worker(d, end) not in failed:
                 return self._rank(Worker(d, end))
         return min(self._held.get((d, part.kind), ()), default=None)
 

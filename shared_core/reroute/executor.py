@@ -1,10 +1,10 @@
-"""Runs the plan of a step at one worker, and goes on inside the step when another is lost.
+"""Runs the plan of a step at one worker, and continues inside the step when another fails.
 
-Everything that a step says to other workers goes over a lane, which joins those that are there. After a loss all of
-them tell how far they are, come to the same new plan, and send again what its readers still need. Nothing that a
-survivor has computed is thrown away: not its activations, not its gradients, which are kept apart by home pipeline
-where sums must come out bit for bit (``ordered``). Between two steps survivors may move to other stages; see
-:mod:`shared_core.reroute.moving`.
+Everything that a step says to other workers goes over a survivor group, which joins those that are there. After a
+failure all of them tell how far they are, come to the same new plan, and send again what its readers still need.
+Nothing that a survivor has computed is thrown away: not its activations, not its gradients, which are kept apart by
+home pipeline where sums must come out bit for bit (``ordered``). Between two steps survivors may move to other stages;
+see :mod:`shared_core.reroute.moving`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from shared_core.reroute.planning import Plans
 from shared_core.reroute.reports import Reports
 from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.spreading import Due, as_plain, from_plain, next_change, tell
-from shared_core.reroute.standing import Standing, change_entry, standings, summed_stages, text_of
 from shared_core.reroute.step import HomeModel, Item, Options, StageModel, Step, StepResult
-from shared_core.reroute.through_losses import through_losses
+from shared_core.reroute.step_progress import StepProgress, change_entry, progresses, summed_stages, text_of
+from shared_core.reroute.through_failures import through_failures
 from shared_core.schedule.routing import survivors
 from shared_core.schedule.schedule import Topology, Worker
-from shared_core.worker.recovery.lane import Lane
+from shared_core.worker.recovery.survivor_group import SurvivorGroup
 
 
 class Executor:
@@ -44,8 +44,8 @@ class Executor:
         home: the place of this worker.
         places: where all are.
         model: its stage.
-        connect: makes the lane of the newest generation; blocks until all workers that are there have come.
-        knocking: whether a newcomer waits to be let in; asked at one worker only.
+        connect: makes the survivor group of the newest generation; blocks until all workers that are there have come.
+        joining_ranks: whether a replacement waits to be admitted; asked at one worker only.
         planner: makes the plans.
         options: see :class:`Options`.
         noted: called with the kind of what has happened, and plain facts: ``rerouted`` after each change of plan,
@@ -61,14 +61,14 @@ class Executor:
         home: Worker,
         places: Places,
         model: HomeModel,
-        connect: Callable[[], Lane],
-        knocking: Callable[[], bool],
+        connect: Callable[[], SurvivorGroup],
+        joining_ranks: Callable[[], bool],
         planner: Plans,
         options: Options,
         noted: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
     ) -> None:
         self._places, self._topology, self._model = places, places.topology, model
-        self._connect, self._noted, self._knocking, self._options = connect, noted, knocking, options
+        self._connect, self._noted, self._joining_ranks, self._options = connect, noted, joining_ranks, options
         self._planner, self._history = planner, PlanHistory(planner)
         self._steps: dict[int, Step] = {}
         self._channel: MessageChannel | None = None
@@ -87,7 +87,7 @@ class Executor:
         reports = Reports(place, self._planner, measuring, self._history)
         former, keeping = FormerParameters(model), Keeping(place)
         finishing = Finishing(
-            place, model, former, self._history, self._steps, self._knocking, self._options, measuring, reports
+            place, model, former, self._history, self._steps, self._joining_ranks, self._options, measuring, reports
         )
         runner = RowRunner(place, model, former, self._options, finishing, keeping, measuring, self._noted)
         return Role(place, model, measuring, reports, finishing, keeping, runner, {})
@@ -95,22 +95,22 @@ class Executor:
     # -- what the engine calls ---------------------------------------------------------------------
 
     @property
-    def lost(self) -> frozenset[Worker]:
+    def failed(self) -> frozenset[Worker]:
         """Places at which nobody computes, as of the present plan."""
-        return self._history.lost
+        return self._history.failed
 
     def move_to(self, step: int) -> None:
         """The next step has this number; this worker may be taking its place in a running job."""
         self.step = step
 
     def run(self) -> StepResult:
-        """Train on the next global batch, through losses.
+        """Train on the next global batch, through failures.
 
         Raises:
             RecoveryFailed: nobody can compute what was lost.
-            DataAway: newcomers have to be let in first, before the step; then call it again.
+            DataAway: replacements have to be admitted first, before the step; then call it again.
         """
-        through_losses(self._move, self.leave)
+        through_failures(self._move, self.leave)
         self._roles.now.measuring.begin(self.step)
         begun = self._steps.get(self.step)
         mine = self._steps[self.step] = Step(self.step)
@@ -124,14 +124,14 @@ class Executor:
             for index, item in enumerate(self._model.items()):
                 mine.items[self._me.pipeline, index] = item
             mine.reader = self._model.reader
-        through_losses(lambda: self._go_on(mine), self.leave)
+        through_failures(lambda: self._carry_on(mine), self.leave)
         self.step += 1
         assert mine.result is not None
         return mine.result
 
-    def _go_on(self, step: Step) -> None:
+    def _carry_on(self, step: Step) -> None:
         """Run what is left of a step."""
-        changed = self._channel is None or self._channel.lane.broken()
+        changed = self._channel is None or self._channel.survivor_group.broken()
         if changed:
             self._change()
         if self._until is not None and step.number >= self._until:
@@ -145,32 +145,32 @@ class Executor:
         role.finishing.finish(step)
         assert self._channel is not None
         if self._roles.away:
-            self._roles.following.follow(self._channel, step, self.lost)
+            self._roles.following.follow(self._channel, step, self.failed)
         activations = [tensors for key, tensors in step.made.items() if key.kind is MessageKind.ACTIVATION]
         self._sent_bytes = max((sum(t.nbytes for t in tensors) for tensors in activations), default=0)
         role.measuring.agree(self._channel, step.number, activations)
 
-    def begin_evaluation(self, top: int, micro_batches: int, items: Sequence[Item]) -> None:
+    def begin_evaluation(self, boundary: int, micro_batches: int, items: Sequence[Item]) -> None:
         """See :meth:`Evaluating.begin`."""
-        self._evaluating.begin(top, micro_batches, items, self._model.reader if items else None)
+        self._evaluating.begin(boundary, micro_batches, items, self._model.reader if items else None)
 
     def evaluate(self) -> Losses:
-        """Make the evaluation that was begun, through losses.
+        """Make the evaluation that was begun, through failures.
 
         Raises:
             RecoveryFailed: nobody can compute what was lost.
-            DataAway: newcomers have to be let in first; then call it again.
+            DataAway: replacements have to be admitted first; then call it again.
         """
 
         def attempt() -> Losses:
             if (known := self._evaluating.known()) is not None:
-                return known  # the others do not come to a lane for it
-            if self._channel is None or self._channel.lane.broken():
+                return known  # the others do not come to a survivor group for it
+            if self._channel is None or self._channel.survivor_group.broken():
                 self._change()
             assert self._channel is not None
-            return self._evaluating.run(self._channel, self._places.gone(self.lost))
+            return self._evaluating.run(self._channel, self._places.gone(self.failed))
 
-        return through_losses(attempt, self.leave)
+        return through_failures(attempt, self.leave)
 
     def settle(self) -> None:
         """Return when all workers have finished the last step.
@@ -180,16 +180,18 @@ class Executor:
         """
 
         def attempt() -> None:
-            if self._channel is None or self._channel.lane.broken():
+            if self._channel is None or self._channel.survivor_group.broken():
                 self._change()
             # Who has come out of the exchange below does not come to another; the change says as much.
             if self._settled == self.step:
                 return
             assert self._channel is not None
-            if not self._channel.lane.finished:  # who has left the program had come here before, as all others had
-                self._channel.lane.exchange(self.step)  # nobody comes here before it has finished the step
+            if (
+                not self._channel.survivor_group.finished
+            ):  # who has left the program had come here before, as all others had
+                self._channel.survivor_group.exchange(self.step)  # nobody comes here before it has finished the step
 
-        through_losses(attempt, self.leave)
+        through_failures(attempt, self.leave)
 
     @property
     def evaluations(self) -> Evaluating:
@@ -198,14 +200,14 @@ class Executor:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a lane; a newcomer that has just been let in has none."""
+        """Whether there is a survivor group; a replacement that has just been admitted has none."""
         return self._channel is not None
 
     @property
-    def lane(self) -> Lane:
-        """The lane in use; after :meth:`settle`."""
+    def survivor_group(self) -> SurvivorGroup:
+        """The survivor group in use; after :meth:`settle`."""
         assert self._channel is not None
-        return self._channel.lane
+        return self._channel.survivor_group
 
     @property
     def gradients(self) -> torch.Tensor | None:
@@ -214,54 +216,54 @@ class Executor:
         return None if last is None else last.home if self._roles.away else last.reduced
 
     def leave(self) -> None:
-        """The lane is of no more use: newcomers are let in now."""
+        """The survivor group is of no more use: replacements are admitted now."""
         self._channel = None
 
     # -- losses ------------------------------------------------------------------------------------
 
     def _change(self) -> None:
-        """Form the lane of the newest generation, and agree on how to go on.
+        """Form the survivor group of the newest generation, and agree on how to continue.
 
         Raises:
-            LaneBroken: somebody else was lost meanwhile.
+            SurvivorGroupBroken: somebody else failed meanwhile.
             RecoveryFailed: nobody can compute what was lost.
         """
-        lane = self._connect()
-        if lane.finished:
-            self._channel = MessageChannel(lane, self._topology, self._roles.now.shapes, {})
+        survivor_group = self._connect()
+        if survivor_group.finished:
+            self._channel = MessageChannel(survivor_group, self._topology, self._roles.now.shapes, {})
             self._settled = self.step
             return
-        moves = self._places.still(self._places.moves, lane.ranks)
-        ready = self._planner.lies_ready(self._places.vacant_after(moves, lane.ranks))
-        views: dict[int, Any] = dict(lane.exchange(self._tell() | {"ready": ready}))
+        moves = self._places.still(self._places.moves, survivor_group.ranks)
+        ready = self._planner.lies_ready(self._places.vacant_after(moves, survivor_group.ranks))
+        views: dict[int, Any] = dict(survivor_group.exchange(self._tell() | {"ready": ready}))
         self._roles.now.measuring.learn(views)
         started = time.perf_counter()
         missed = {entry["number"]: entry for view in views.values() for entry in view["entries"]}
         for _, entry in sorted(missed.items()):
-            # A newcomer has nothing to do with changes in steps before its own.
+            # A replacement has nothing to do with changes in steps before its own.
             older = self._history.number < 0 and any(at[0] < self.step for at in entry["at"].values())
             if entry["number"] > self._history.number and not older:
                 self._apply(entry)
         known = max(views.values(), key=lambda view: int(view["base"]))
-        self._roles.take(self._places.still(from_plain(known["moves"]), lane.ranks), self._steps)
-        workers, vacant = self._places.workers(), self._places.vacant(lane.ranks)
+        self._roles.take(self._places.still(from_plain(known["moves"]), survivor_group.ranks), self._steps)
+        workers, vacant = self._places.workers(), self._places.vacant(survivor_group.ranks)
         changed = {rank: self._history.changed_since(view["base"]) for rank, view in views.items()}
         gone = self._places.gone(vacant)
         _refuse(self._topology, gone)
         self._until = data_until(self._topology, gone, views)
-        at, summed = standings(workers, views, changed), summed_stages(workers, views)
-        self._apply(change_entry(2 * lane.number, vacant, views, at, summed, self._until))
+        at, summed = progresses(workers, views, changed), summed_stages(workers, views)
+        self._apply(change_entry(2 * survivor_group.number, vacant, views, at, summed, self._until))
         self._settled = self.step if all(one[0] >= self.step for one in at.values()) else -1
-        self._channel = self._roles.meet(lane, views, self._steps)
+        self._channel = self._roles.meet(survivor_group, views, self._steps)
         self._evaluating.learn({rank: view["evaluating"] for rank, view in views.items()})
         self._roles.now.learn(self._steps, views)
         self._send_again(views)
-        self._due = next_change(self._places, self._planner, self.lost, views, max(one[0] for one in at.values()))
+        self._due = next_change(self._places, self._planner, self.failed, views, max(one[0] for one in at.values()))
         planned_s, history = time.perf_counter() - started, self._history
         if vacant:
             predicted = {"extra_s": history.extra, "rest_s": history.rest}
-            lost = [list(worker) for worker in sorted(vacant)]
-            self._noted("rerouted", {"lost": lost, "step": self.step, "planned_s": planned_s} | predicted)
+            failed = [list(worker) for worker in sorted(vacant)]
+            self._noted("rerouted", {"failed": failed, "step": self.step, "planned_s": planned_s} | predicted)
         for number in sorted(self._steps.keys() & history.steps.keys()):
             if number < self.step:  # it is over here, but others may need something of it again
                 self._roles.now.runner.run(self._steps[number], history.steps[number])
@@ -278,28 +280,28 @@ class Executor:
         """Before a step: if a change of places is due, make it."""
         if self._channel is None or self._due is None or self._due.step != self.step:
             return
-        lane, moves, began = self._channel.lane, self._due.moves, time.perf_counter()
+        survivor_group, moves, began = self._channel.survivor_group, self._due.moves, time.perf_counter()
         # Nobody comes here before it has finished the step before.
-        told = lane.exchange(self._roles.offer(moves, lane.ranks))
+        told = survivor_group.exchange(self._roles.offer(moves, survivor_group.ranks))
         wrong = self._roles.prepare(self._channel, self.step, moves, told)
-        vacant = self._places.vacant_after(moves, lane.ranks)
-        views = lane.exchange(
+        vacant = self._places.vacant_after(moves, survivor_group.ranks)
+        views = survivor_group.exchange(
             self._roles.shapes()
             | {"wrong": wrong, "ready": self._planner.lies_ready(vacant), "steps": {}, "reads": _reads(self._steps)}
         )
-        # All that is needed is there: whoever is still in the exchange when somebody is lost learns of the moves later.
+        # All that is needed is there: whoever is still in the exchange when somebody fails learns of the moves later.
         self._due, found = None, [view["wrong"] for view in views.values() if view["wrong"]]
         if not found:
             self._roles.take(moves, self._steps)
-            workers, here = self._places.workers(), Standing(self.step, 0, {}).to_plain()
-            at = {text_of(workers[rank]): here for rank in lane.ranks}
-            self._apply(change_entry(2 * lane.number + 1, vacant, views, at))
-            self._channel = self._roles.meet(lane, views, {})
-        if self._places.home_rank(self._me) == lane.ranks[0]:
+            workers, here = self._places.workers(), StepProgress(self.step, 0, {}).to_plain()
+            at = {text_of(workers[rank]): here for rank in survivor_group.ranks}
+            self._apply(change_entry(2 * survivor_group.number + 1, vacant, views, at))
+            self._channel = self._roles.meet(survivor_group, views, {})
+        if self._places.home_rank(self._me) == survivor_group.ranks[0]:
             facts = {"moves": as_plain(moves), "step": self.step, "took_s": time.perf_counter() - began}
             self._noted("moved", facts | ({"why_not": found[0]} if found else {"bytes_moved": _bytes_in(told)}))
 
-    # -- what is told after a loss -----------------------------------------------------------------
+    # -- what is told after a failure -----------------------------------------------------------------
 
     def _tell(self) -> dict[str, Any]:
         """How far this worker is."""
@@ -307,7 +309,7 @@ class Executor:
         mine = {
             "base": self._history.number,
             "entries": self._history.entries,
-            "at": Standing(self.step, step.at if step is not None else 0, self._behind()).to_plain(),
+            "at": StepProgress(self.step, step.at if step is not None else 0, self._behind()).to_plain(),
             "moves": as_plain(self._places.moves),
             "moving": tell(self._model, self._options.moves, self._sent_bytes),
             "evaluating": self._evaluating.view(),
@@ -327,8 +329,8 @@ class Executor:
     def _send_again(self, views: Mapping[int, Any]) -> None:
         """Send what readers still need and may not have got."""
         assert self._channel is not None
-        role, having = self._roles.now, self._roles.feed_again(self._steps, views, self.lost)
-        open_steps = self._history.changed_since(2 * self._channel.lane.number - 1)
+        role, having = self._roles.now, self._roles.feed_again(self._steps, views, self.failed)
+        open_steps = self._history.changed_since(2 * self._channel.survivor_group.number - 1)
         for number in sorted(open_steps & self._steps.keys()):
             step, plan = self._steps[number], self._history.steps[number]
             for key, parts in step.made.items():
@@ -352,6 +354,6 @@ def _bytes_in(told: Mapping[int, Any]) -> int:
 def _refuse(topology: Topology, gone: frozenset[Worker]) -> None:
     """Raises RecoveryFailed where a stage has lost all workers that belong to it."""
     try:
-        survivors(topology, gone)  # newcomers get no state from who has moved there
+        survivors(topology, gone)  # replacements get no state from who has moved there
     except ConfigError as error:
         raise RecoveryFailed(str(error)) from error

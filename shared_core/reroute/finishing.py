@@ -21,7 +21,7 @@ from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied
 from shared_core.reroute.summing import flatten, hand_over, reduce_in_order
 from shared_core.schedule.schedule import Action, Kind, Worker
 
-#: What comes before the losses in their message: who is let in, their type, and a word about times.
+#: What comes before the losses in their message: who is admitted, their type, and a word about times.
 _FLAGS = 3
 
 
@@ -32,11 +32,11 @@ class Finishing:
         former: its parameters before the last update.
         history: who is there, and the plans.
         steps: those under way and the one before, by number; the caller's own, as it is.
-        knocking: whether a newcomer waits to be let in; asked at one worker only.
+        joining_ranks: whether a replacement waits to be admitted; asked at one worker only.
         reports: has a word to tell with the losses.
 
     Attributes:
-        channel: over the lane in use.
+        channel: over the survivor group in use.
     """
 
     channel: MessageChannel
@@ -48,21 +48,21 @@ class Finishing:
         former: FormerParameters,
         history: PlanHistory,
         steps: Mapping[int, Step],
-        knocking: Callable[[], bool],
+        joining_ranks: Callable[[], bool],
         options: Options,
         measuring: Measuring,
         reports: Reports,
     ) -> None:
         self._place, self._model, self._former = place, model, former
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
-        self._history, self._steps, self._knocking = history, steps, knocking
+        self._history, self._steps, self._joining_ranks = history, steps, joining_ranks
         self._options, self._measuring, self._reports = options, measuring, reports
         self._last = place.last
         self._told: set[tuple[int, str]] = set()
         self._heard: set[tuple[int, Worker]] = set()
 
     def connect(self, channel: MessageChannel) -> None:
-        """There is a new lane: what was told over the one before may not have come."""
+        """There is a new survivor group: what was told over the one before may not have come."""
         self.channel, self._told, self._heard = channel, set(), set()
 
     def forget_before(self, number: int) -> None:
@@ -77,7 +77,7 @@ class Finishing:
     def _peers(self, stages: Collection[int]) -> dict[Worker, int]:
         """Workers of these stages that are there, and their ranks."""
         workers = [worker for worker in self._topology.workers() if worker.stage in stages]
-        return {worker: self._rank(worker) for worker in workers if worker not in self._history.lost}
+        return {worker: self._rank(worker) for worker in workers if worker not in self._history.failed}
 
     def tell_read(self, step: Step, plan: StepPlan) -> None:
         """With the last gradient of the step: tell those that wait for it. See :meth:`_await_read`."""
@@ -89,7 +89,7 @@ class Finishing:
                 self.channel.send(MessageKey(step.number, MessageKind.READ, s, d), [torch.zeros(1)], self._rank(worker))
 
     def _await_read(self, step: Step, plan: StepPlan) -> None:
-        """Wait until the stage before has all gradients of this one, which makes its update then: so a lost worker's
+        """Wait until the stage before has all gradients of this one, which makes its update then: so a failed worker's
         seldom have to be made again. It costs nothing: before that, the stage before sends nothing of the next step.
         """
         for worker, row in plan.plan.schedule.rows.items():
@@ -101,7 +101,7 @@ class Finishing:
         """Sum the gradients of this stage over the pipelines.
 
         Raises:
-            LaneBroken: somebody was lost meanwhile.
+            SurvivorGroupBroken: somebody failed meanwhile.
         """
         self._await_read(step, plan)
         if step.reduced is not None:
@@ -159,8 +159,8 @@ class Finishing:
         return list(flat.split([self._model.parameters[index].numel() for index in indices]))
 
     def pass_on_sums(self, step: Step, having: set[int], waiting: set[int]) -> None:
-        """After a loss: who has the sum of its stage gives it to peers that lack it, and to other stages what they have
-        in common with it. Sums that are made again need not have the same bits, and an update may have been made.
+        """After a failure: who has the sum of its stage gives it to peers that lack it, and to other stages what they
+        have in common with it. Sums that are made again need not have the same bits, and an update may have been made.
 
         Args:
             step: which.
@@ -168,7 +168,7 @@ class Finishing:
             waiting: ranks that have it not, and are in this step.
 
         Raises:
-            LaneBroken: somebody else was lost meanwhile.
+            SurvivorGroupBroken: somebody else failed meanwhile.
         """
         parameters, everything = self._model.parameters, tuple(range(len(self._model.parameters)))
         step.tied.clear()
@@ -200,7 +200,7 @@ class Finishing:
         """From summed gradients to the next step: update, and gather what all are told.
 
         Raises:
-            LaneBroken: somebody was lost meanwhile; another call goes on where this one was.
+            SurvivorGroupBroken: somebody failed meanwhile; another call continues where this one was.
         """
         assert step.reduced is not None
         if not step.updated:
@@ -254,7 +254,7 @@ class Finishing:
         self._told.add((step.number, f"norm {stage}"))
         value = torch.tensor([_number(step.norms[stage])], dtype=torch.float64)
         for worker in self._topology.workers():
-            if worker not in self._history.lost and worker.stage != stage:
+            if worker not in self._history.failed and worker.stage != stage:
                 self.channel.send(MessageKey(step.number, MessageKind.NORM, stage, 0), [value], self._rank(worker))
 
     def _needs_norms(self, step: Step) -> bool:
@@ -280,14 +280,14 @@ class Finishing:
         if told or not self._last or any(action.kind is Kind.F for action in row[step.at :]):
             return
         self._told.add((step.number, "losses"))
-        if self._me == self._tails()[0] and self._history.lost and self._knocking():
-            step.let_in = self.channel.lane.number
+        if self._me == self._tails()[0] and self._history.failed and self._joining_ranks():
+            step.admit = self.channel.survivor_group.number
         word = self._reports.word(step.number)
-        head = [step.let_in, DTYPES.index(step.loss_type), word]
+        head = [step.admit, DTYPES.index(step.loss_type), word]
         table = torch.cat([torch.tensor(head, dtype=torch.float64), table_of(step.losses, self._topology)])
         key = MessageKey(step.number, MessageKind.LOSSES, self._me.stage, self._me.pipeline)
         for worker in self._topology.workers():
-            if worker not in self._history.lost and worker != self._me:
+            if worker not in self._history.failed and worker != self._me:
                 if word is Word.SWITCH:
                     inject.point("reroute.switching")
                 self.channel.send(key, [table], self._rank(worker))
@@ -308,7 +308,7 @@ class Finishing:
         merge(step.losses, table[_FLAGS:], self._topology)
         step.loss_type = DTYPES[int(table[1])]
         if worker == self._tails()[0]:
-            step.let_in = int(table[0])
+            step.admit = int(table[0])
             self._reports.hear(step.number, Word(int(table[2])))
 
     def _gather_result(self, step: Step) -> None:
@@ -319,7 +319,7 @@ class Finishing:
             self._hear(step, worker)
         topology = self._topology
         rows = table_of(step.losses, topology).view(topology.pipelines, topology.micro_batches).tolist()
-        step.result = StepResult(tuple(map(tuple, rows)), step.let_in, step.loss_type)
+        step.result = StepResult(tuple(map(tuple, rows)), step.admit, step.loss_type)
 
 
 def _goes_back(action: Action) -> bool:

@@ -1,6 +1,6 @@
 """The parameters of a stage as they were before its last update.
 
-A stage makes its update when its own gradients are complete. If a worker of it is lost then together with its neighbor
+A stage makes its update when its own gradients are complete. If a worker of it fails then together with its neighbor
 in the pipeline, and the neighbor's stage has no sum yet, what passed between the two has to be made again: with these
 parameters.
 """
@@ -41,7 +41,7 @@ class FormerParameters:
         gradients, training = [parameter.grad for parameter in parameters], module.training
         assert not step.updated or self._step == step.number, (self._step, step.number)
         # The layers get other parameters: those of now stay what they are for graphs of the next step, and for the
-        # thread that copies them to a newcomer.
+        # thread that copies them to a replacement.
         _exchange(module, dict(zip(parameters, self._kept, strict=True)) if step.updated else {})
         if not training:  # the program evaluates by now; DeepSpeed's calls set all layers at once, too
             module.train()

@@ -1,4 +1,4 @@
-"""How the plans of the steps under way change with each loss: the same at every survivor, from what all have told.
+"""How the plans of the steps under way change with each failure: the same at every survivor, from what all have told.
 
 Two steps can be under way at once, because a stage steps when its own gradients are complete. What a worker tells is
 plain data, so that one that missed the last change can make up for it from another's record of it.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.standing import Standing, worker_of
+from shared_core.reroute.step_progress import StepProgress, worker_of
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import Remainder, replan
@@ -59,7 +59,7 @@ class PlanHistory:
 
     Attributes:
         number: of the last change.
-        lost: places at which nobody computes, as of that change.
+        failed: places at which nobody computes, as of that change.
         entries: plain data of the last changes, oldest first.
         steps: plans by number of the step.
         extra: of the steps that the last change has planned again, by number: by how much longer their work takes,
@@ -72,7 +72,7 @@ class PlanHistory:
         self.extra: dict[int, float] = {}
         self.rest: dict[int, float] = {}
         self.number = -1
-        self.lost: frozenset[Worker] = frozenset()
+        self.failed: frozenset[Worker] = frozenset()
         self.entries: list[dict[str, Any]] = []
         self._changed: dict[int, frozenset[int]] = {}
         self.steps: dict[int, StepPlan] = {}
@@ -80,7 +80,7 @@ class PlanHistory:
     def begin(self, step: int) -> StepPlan:
         """The plan of a step that this worker begins."""
         if step not in self.steps:
-            self.steps[step] = StepPlan(self._planner.plan(self.lost, step))
+            self.steps[step] = StepPlan(self._planner.plan(self.failed, step))
         for old in [number for number in self.steps if number < step - 1]:
             del self.steps[old]
         return self.steps[step]
@@ -90,12 +90,12 @@ class PlanHistory:
         return frozenset().union(*(steps for when, steps in self._changed.items() if when > number))
 
     def change(self, entry: Mapping[str, Any]) -> frozenset[int]:
-        """A lane was formed: re-plan the steps under way.
+        """A survivor group was formed: re-plan the steps under way.
 
         Args:
-            entry: plain data, the same at every worker: ``number``, which rises with each change; ``lost``, all
+            entry: plain data, the same at every worker: ``number``, which rises with each change; ``failed``, all
                 places at which nobody computes, as (pipeline, stage); ``ready``, names of the times for which all have
-                the plan for these losses; ``at``: for each worker that is there, as text, its :class:`Standing`;
+                the plan for these failures; ``at``: for each worker that is there, as text, its :class:`StepProgress`;
                 ``summed``: pairs of a step and a stage whose sum of gradients somebody has; ``until``, the first step
                 that nobody can make as yet, or None: what was begun of it is begun again.
 
@@ -107,9 +107,9 @@ class PlanHistory:
         """
         self.number = entry["number"]
         self.entries = [*self.entries, dict(entry)][-_KEPT:]
-        lost = frozenset(Worker(*each) for each in entry["lost"])
-        self._planner.choose(lost, entry["ready"])
-        at = {worker_of(text): Standing.from_plain(data) for text, data in entry["at"].items()}
+        failed = frozenset(Worker(*each) for each in entry["failed"])
+        self._planner.choose(failed, entry["ready"])
+        at = {worker_of(text): StepProgress.from_plain(data) for text, data in entry["at"].items()}
         summed: dict[int, set[int]] = {}
         for step, stage in entry["summed"]:
             summed.setdefault(step, set()).add(stage)
@@ -120,31 +120,36 @@ class PlanHistory:
             newest = min(newest, entry["until"] - 1)
         for number in range(first, newest + 1):
             if number not in self.steps:
-                self.steps[number] = StepPlan(self._planner.plan(self.lost, number))
+                self.steps[number] = StepPlan(self._planner.plan(self.failed, number))
             before = self.steps[number]
-            self.steps[number] = self._again(before, number, lost, at, summed.get(number, set()))
+            self.steps[number] = self._again(before, number, failed, at, summed.get(number, set()))
             if self.steps[number] is not before:
                 fresh.add(number)
         for other in [number for number in self.steps if not first <= number <= newest]:
             del self.steps[other]  # it is over everywhere, nobody has begun it, or it is begun again
-        self.lost = lost
+        self.failed = failed
         self._changed[self.number] = frozenset(fresh)
         self._changed = dict(list(self._changed.items())[-_KEPT:])
         return frozenset(fresh)
 
     def _again(
-        self, step: StepPlan, number: int, lost: frozenset[Worker], at: Mapping[Worker, Standing], summed: set[int]
+        self,
+        step: StepPlan,
+        number: int,
+        failed: frozenset[Worker],
+        at: Mapping[Worker, StepProgress],
+        summed: set[int],
     ) -> StepPlan:
         rows = step.plan.schedule.rows
         progress = {worker: one.progress(number, rows.get(worker, ())) for worker, one in at.items()}
-        # Whoever had the sum with the gradients of a worker lost before may be lost, too.
-        again = {worker for worker in step.done if worker in lost and worker.stage not in summed}
+        # Whoever had the sum with the gradients of a worker failed before may fail, too.
+        again = {worker for worker in step.done if worker in failed and worker.stage not in summed}
         done = {worker: actions for worker, actions in step.done.items() if worker not in again}
-        now = (lost - set(step.plan.lost)) | again
+        now = (failed - set(step.plan.failed)) | again
         if all(progress[worker] == len(rows.get(worker, ())) for worker in progress):
             return step  # nobody there has anything left to do
         if not any(progress.values()) and not done:
-            fresh, staggered = self._planner.plan(lost, number), step.plan.variant is Variant.STAGGERED
+            fresh, staggered = self._planner.plan(failed, number), step.plan.variant is Variant.STAGGERED
             seconds = [self._planner.seconds(one.schedule, staggered) for one in (fresh, step.plan)]
             self.extra[number] = seconds[0] - seconds[1]
             self.rest[number] = self._planner.rest(fresh.schedule, staggered, ())

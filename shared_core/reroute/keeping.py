@@ -3,7 +3,7 @@
 Only the first and the last stage of a pipeline draw its data. In each step the first stage sends the inputs to its
 peers, and the last one the labels, which *keep* them until the step is over. A peer has all that it keeps before its
 last forward, and no stage has its sum of gradients before all forwards are made: so once anything of a step is final,
-every worker of these stages has its data. Whoever computes for a lost worker has its data in the same way.
+every worker of these stages has its data. Whoever computes for a failed worker has its data in the same way.
 
 Where those that draw can read other pipelines' data, too, nobody keeps any, and one of them reads those of a pipeline
 that has lost both ends.
@@ -27,7 +27,7 @@ NOTHING: Item = (None, None)
 
 
 class DataAway(Exception):
-    """The data of a step went with both ends of a pipeline before anybody else had them: a newcomer draws them."""
+    """The data of a step went with both ends of a pipeline before anybody else had them: a replacement draws them."""
 
 
 class Part(NamedTuple):
@@ -48,29 +48,29 @@ def parts_of(topology: Topology) -> tuple[Part, Part]:
     return Part(MessageKind.INPUTS, 0, 0), Part(MessageKind.LABELS, topology.stages - 1, 1)
 
 
-def keepers(topology: Topology, lost: Collection[Worker], pipeline: int, stage: int) -> list[Worker]:
+def keepers(topology: Topology, failed: Collection[Worker], pipeline: int, stage: int) -> list[Worker]:
     """Who gets the data of a pipeline for one of its ends besides the worker at that end: all peers that are there.
 
-    Fewer would do for one loss. But workers of a machine are lost together, and then nobody could make a step again of
+    Fewer would do for one failure. But workers of a machine fail together, and then nobody could make a step again of
     which a stage has its sum.
     """
     peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(1, topology.pipelines)]
-    return [peer for peer in peers if peer not in lost]
+    return [peer for peer in peers if peer not in failed]
 
 
 def first_without_data(
-    topology: Topology, lost: Collection[Worker], held: Mapping[int, Collection[tuple[int, int]]], first: int
+    topology: Topology, failed: Collection[Worker], held: Mapping[int, Collection[tuple[int, int]]], first: int
 ) -> int | None:
-    """The first step that cannot be made without a newcomer of either end of a pipeline; None if all can be made.
+    """The first step that cannot be made without a replacement of either end of a pipeline; None if all can be made.
 
     Args:
         topology: shape of the job.
-        lost: all workers that are not there.
+        failed: all workers that are not there.
         held: by step, (pipeline, kind of message) of all data that somebody has.
         first: the oldest step that is not over.
     """
     parts, last = parts_of(topology), topology.stages - 1
-    dark = [d for d in range(topology.pipelines) if {Worker(d, 0), Worker(d, last)} <= set(lost)]
+    dark = [d for d in range(topology.pipelines) if {Worker(d, 0), Worker(d, last)} <= set(failed)]
     if not dark:
         return None
     needed = {(d, int(part.kind)) for d in dark for part in parts}
@@ -128,10 +128,10 @@ class Keeping:
         return [[d, int(part.kind)] for d in pipelines for part in self._parts if self._has_all(step, d, part)]
 
     def connect(self, channel: MessageChannel, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:
-        """There is a new lane.
+        """There is a new survivor group.
 
         Args:
-            channel: over the lane.
+            channel: over the survivor group.
             steps: of this worker.
             views: what all workers have told, by rank: for each step, as text, what :meth:`held` says as ``data``; and
                 whether they can read other pipelines' data, as ``reads``.
@@ -148,7 +148,9 @@ class Keeping:
                         self._put(step, (d, j), part, None)
 
     def give(self, step: Step, plan: StepPlan) -> None:
-        """Send what this worker is to send of a step, once on each lane, and begin to receive what it is to keep."""
+        """Send what this worker is to send of a step, once on each survivor group, and begin to receive what it is to
+        keep.
+        """
         me = self._rank(self._me)
         for d in range(self._topology.pipelines):
             for part in self._parts:
@@ -171,7 +173,7 @@ class Keeping:
         """Before the last forward of a row: have all that is to be kept.
 
         Raises:
-            LaneBroken: somebody was lost.
+            SurvivorGroupBroken: somebody failed.
         """
         row = plan.plan.schedule.rows[self._me]
         if sum(action.kind is Kind.F for action in row[step.at :]) > 1:
@@ -183,11 +185,11 @@ class Keeping:
                         self._get(step, plan, (d, j), part)
 
     def inputs(self, step: Step, plan: StepPlan, action: Action) -> Tensors:
-        """Data that the first stage computes with. Raises LaneBroken after a loss."""
+        """Data that the first stage computes with. Raises SurvivorGroupBroken after a failure."""
         return self._get(step, plan, (action.pipeline, action.micro_batch), self._parts[0])
 
     def labels(self, step: Step, plan: StepPlan, action: Action) -> Tensors:
-        """Data that the last stage computes with. Raises LaneBroken after a loss."""
+        """Data that the last stage computes with. Raises SurvivorGroupBroken after a failure."""
         return self._get(step, plan, (action.pipeline, action.micro_batch), self._parts[1])
 
     def _get(self, step: Step, plan: StepPlan, place: tuple[int, int], part: Part) -> Tensors:
@@ -202,7 +204,7 @@ class Keeping:
 
     def _source(self, step: Step, plan: StepPlan, d: int, part: Part) -> int | None:
         """Who sends a part of the data: an end of the pipeline, else one that keeps them."""
-        last, gone = self._topology.stages - 1, self._places.gone(plan.plan.lost)
+        last, gone = self._topology.stages - 1, self._places.gone(plan.plan.failed)
         for end in (part.stage, last - part.stage):
             if Worker(d, end) not in gone:  # it has drawn them, wherever it computes
                 return self._places.home_rank(Worker(d, end))
@@ -223,7 +225,7 @@ class Keeping:
         with them.
         """
         hosts = {plan.plan.host(d, part.stage, j) for j in range(self._topology.micro_batches)}
-        peers = keepers(self._topology, plan.plan.lost, d, part.stage)
+        peers = keepers(self._topology, plan.plan.failed, d, part.stage)
         found = [peer for peer in peers if not self._readers or peer in hosts]
         own = Worker(d, part.stage)
         if any(move.target == own for move in self._places.moves):

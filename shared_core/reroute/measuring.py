@@ -72,7 +72,7 @@ class Measuring:
             self._held_bytes = bytes_held(tensors, outputs, parameters)
 
     def view(self) -> dict[str, Any]:
-        """What others are told after a loss; plain data."""
+        """What others are told after a failure; plain data."""
         return {"began": self._first} | self._planner.view()
 
     def learn(self, views: Mapping[int, Any]) -> None:
@@ -90,17 +90,17 @@ class Measuring:
             activations: that this worker has sent in it.
 
         Raises:
-            LaneBroken: somebody was lost.
+            SurvivorGroupBroken: somebody failed.
         """
         if self._planner.times is not None:  # always at another's place: nobody moves before there are times
             return
         assert self._first is not None
         if step + 1 < self._first + MEASURED:
             return
-        lane = channel.lane
-        self._ping(channel, step, lane.exchange(bool(activations)), activations[:1])
+        survivor_group = channel.survivor_group
+        self._ping(channel, step, survivor_group.exchange(bool(activations)), activations[:1])
         use = MemoryUse(self._held_bytes, spare_bytes())
-        found = lane.exchange({"medians": self._profile.medians(), "memory": list(use)})
+        found = survivor_group.exchange({"medians": self._profile.medians(), "memory": list(use)})
         workers = self._place.workers()
         times = agree(((workers[rank], one["medians"]) for rank, one in found.items()), self._topology.stages)
         room = self._planner.room_for((workers[rank].stage, MemoryUse(*one["memory"])) for rank, one in found.items())

@@ -1,4 +1,4 @@
-"""Messages of one lane: activations, gradients and data by micro-batch, whoever computes it.
+"""Messages of one survivor group: activations, gradients and data by micro-batch, whoever computes it.
 
 Each message has a tag of its own, so nobody waits for one message before it gets another. A receiver learns the shapes
 of activations from a header that comes with the first one of each sender.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared_core.errors import Unsupported
 from shared_core.schedule.schedule import Topology
-from shared_core.worker.recovery.lane import Lane, LaneWork
+from shared_core.worker.recovery.survivor_group import SurvivorGroup, SurvivorGroupWork
 
 Tensors = tuple[Tensor, ...]
 #: (dtype, shape, whether it is differentiated) of each tensor of a message.
@@ -51,7 +51,7 @@ class MessageKind(IntEnum):
     PING = 7  # to measure what a message takes
     NORM = 8
     HEADER = 9  # of the first message of one of the kinds above, by kind in place of the micro-batch
-    AGAIN = 10  # a sum, for who lacks it after a loss
+    AGAIN = 10  # a sum, for who lacks it after a failure
     READ = 11  # all gradients of a step have come
     NOTES = 12  # of a share, for all
     EVALUATION = 13  # from the stage before, in an evaluation
@@ -82,27 +82,27 @@ class MessageKey(NamedTuple):
 
 
 class MessageChannel:
-    """Sends and receives on one lane.
+    """Sends and receives on one survivor group.
 
     Args:
-        lane: the workers that are there.
+        survivor_group: the workers that are there.
         topology: shape of the job; tags depend on it.
-        shapes: what is known of messages to this worker, by kind; learned and kept over lanes.
-        knows: kinds of which each rank knew the shapes before this lane. A header that nobody reads is never sent
-            wholly, and all that is sent after it would be kept.
+        shapes: what is known of messages to this worker, by kind; learned and kept over survivor groups.
+        knows: kinds of which each rank knew the shapes before this survivor group. A header that nobody reads is never
+            sent wholly, and all that is sent after it would be kept.
     """
 
     def __init__(
         self,
-        lane: Lane,
+        survivor_group: SurvivorGroup,
         topology: Topology,
         shapes: dict[MessageKind, Shapes],
         knows: Mapping[int, Collection[MessageKind]],
     ) -> None:
-        self.lane, self._topology, self._shapes = lane, topology, shapes
+        self.survivor_group, self._topology, self._shapes = survivor_group, topology, shapes
         self._told = {(kind, rank) for rank, kinds in knows.items() for kind in kinds}
         self._known, self._heard = frozenset(shapes), set[tuple[MessageKind, int]]()
-        self._posted: dict[MessageKey, tuple[Tensors, list[LaneWork]]] = {}
+        self._posted: dict[MessageKey, tuple[Tensors, list[SurvivorGroupWork]]] = {}
 
     def _tag(self, key: MessageKey, part: int = 0) -> int:
         t, width = self._topology, max(self._topology.micro_batches, len(MessageKind))
@@ -114,13 +114,13 @@ class MessageChannel:
     def send(self, key: MessageKey, parts: Sequence[Tensor], rank: int) -> None:
         """Send tensors that nobody changes any more."""
         for part, tensor in enumerate(parts):
-            self.lane.send(tensor.contiguous(), rank, self._tag(key, part))
+            self.survivor_group.send(tensor.contiguous(), rank, self._tag(key, part))
 
     def send_shaped(self, key: MessageKey, parts: Sequence[Tensor], rank: int) -> None:
         """As :meth:`send`, with a header before the first one to a receiver that did not know the shapes."""
         if (key.kind, rank) not in self._told:
             self._told.add((key.kind, rank))
-            self.lane.send(_header(parts), rank, self._tag(_header_key(key)))
+            self.survivor_group.send(_header(parts), rank, self._tag(_header_key(key)))
         self.send(key, parts, rank)
 
     def post(self, key: MessageKey, rank: int) -> None:
@@ -129,10 +129,10 @@ class MessageChannel:
             self._begin(key, self._shapes[key.kind], rank)
 
     def fetch(self, key: MessageKey, rank: int) -> Tensors:
-        """Wait for a message whose shape its header says. Raises ``LaneBroken`` after a loss."""
+        """Wait for a message whose shape its header says. Raises ``SurvivorGroupBroken`` after a failure."""
         if not self._knows(key, rank):
             header = torch.zeros(_PARTS * _ROW, dtype=torch.int64)
-            self.lane.recv(header, rank, self._tag(_header_key(key))).wait()
+            self.survivor_group.recv(header, rank, self._tag(_header_key(key))).wait()
             self._shapes[key.kind] = _shapes(header)
             self._heard.add((key.kind, rank))
         self.post(key, rank)
@@ -144,13 +144,13 @@ class MessageChannel:
 
     def send_described(self, key: MessageKey, parts: Sequence[Tensor], rank: int) -> None:
         """As :meth:`send`, for :meth:`fetch_described`: of any shape, which is sent with each message."""
-        self.lane.send(_header(parts), rank, self._tag(key, _PARTS))
+        self.survivor_group.send(_header(parts), rank, self._tag(key, _PARTS))
         self.send(key, parts, rank)
 
     def fetch_described(self, key: MessageKey, rank: int) -> Tensors:
-        """Wait for what :meth:`send_described` has sent. Raises ``LaneBroken`` after a loss."""
+        """Wait for what :meth:`send_described` has sent. Raises ``SurvivorGroupBroken`` after a failure."""
         header = torch.zeros(_PARTS * _ROW, dtype=torch.int64)
-        self.lane.recv(header, rank, self._tag(key, _PARTS)).wait()
+        self.survivor_group.recv(header, rank, self._tag(key, _PARTS)).wait()
         self._begin(key, _shapes(header), rank)
         return self.finish(key)
 
@@ -169,7 +169,7 @@ class MessageChannel:
 
     def post_into(self, key: MessageKey, parts: Tensors, rank: int) -> None:
         """Begin to receive a message into tensors, which :meth:`finish` returns."""
-        works = [self.lane.recv(tensor, rank, self._tag(key, part)) for part, tensor in enumerate(parts)]
+        works = [self.survivor_group.recv(tensor, rank, self._tag(key, part)) for part, tensor in enumerate(parts)]
         self._posted[key] = parts, works
 
     def finish(self, key: MessageKey) -> Tensors:

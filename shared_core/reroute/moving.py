@@ -1,9 +1,9 @@
-"""Survivors that compute at the place of a lost worker of another stage (ReCycle's failure normalisation).
+"""Survivors that compute at the place of a failed worker of another stage (ReCycle's failure normalisation).
 
-Two losses in one stage cost far more than one loss in each of two stages. So a survivor of a stage that can do without
-it gets the state of the poorer stage from a replica, and computes there. It goes on to make the updates of its own
-stage, with sums that its peers there give it: what its script sees is always what it would see without a loss, its
-stage does not lose a replica, and it is home again as soon as it computes there again.
+Two failures in one stage cost far more than one failure in each of two stages. So a survivor of a stage that can do
+without it gets the state of the poorer stage from a replica, and computes there. It continues to make the updates of
+its own stage, with sums that its peers there give it: what its script sees is always what it would see without a
+failure, its stage does not lose a replica, and it is home again as soon as it computes there again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.step import HomeModel, StageModel, Step
 from shared_core.schedule.normalise import Move
 from shared_core.schedule.schedule import Worker
-from shared_core.worker.recovery.lane import Lane
+from shared_core.worker.recovery.survivor_group import SurvivorGroup
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Role:
     shapes: dict[MessageKind, Shapes]
 
     def facts(self, steps: Mapping[int, Step]) -> dict[str, Any]:
-        """What others are told of this worker's steps after a loss; plain data."""
+        """What others are told of this worker's steps after a failure; plain data."""
         return {str(number): step.facts() | {"data": self.keeping.held(step)} for number, step in steps.items()}
 
     def learn(self, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:
@@ -92,8 +92,8 @@ class Roles:
     ) -> None:
         self._home, self._model, self._places, self._make = home, model, places, make
         self.home = self.now = make(WorkerPlace(home, places), model)
-        self.following = Following(home, model, places)
-        self._guests: dict[Worker, Role] = {}  # by place: the one that is run, and one that is made ready
+        self.following = StateFollower(home, model, places)
+        self._hosted: dict[Worker, Role] = {}  # by place: the one that is run, and one that is made ready
         self._state: Tensor | None = None
 
     @property
@@ -115,19 +115,21 @@ class Roles:
             return
         for step in steps.values():
             step.go(from_home=before == self._home, comes_home=place == self._home)
-        self.now = self.home if place == self._home else self._guests[place]
-        self._guests = {} if place == self._home else {place: self.now}
+        self.now = self.home if place == self._home else self._hosted[place]
+        self._hosted = {} if place == self._home else {place: self.now}
 
     def shapes(self) -> dict[str, Any]:
         """Of which messages this worker knows the shapes, by place: its own, and others. Plain data."""
-        roles = (self.home, *self._guests.values())
+        roles = (self.home, *self._hosted.values())
         return {"shapes": [[list(role.place.me), [int(what) for what in role.shapes]] for role in roles]}
 
-    def meet(self, lane: Lane, views: Mapping[int, Any], steps: Mapping[int, Step]) -> MessageChannel:
-        """A channel over a lane.
+    def meet(
+        self, survivor_group: SurvivorGroup, views: Mapping[int, Any], steps: Mapping[int, Step]
+    ) -> MessageChannel:
+        """A channel over a survivor group.
 
         Args:
-            lane: in use from here on.
+            survivor_group: in use from here on.
             views: what all have told: of :meth:`shapes`, and of steps under way.
             steps: this worker's, of those under way.
         """
@@ -136,7 +138,7 @@ class Roles:
             rank: {MessageKind(kind) for place, kinds in view["shapes"] if Worker(*place) == at[rank] for kind in kinds}
             for rank, view in views.items()
         }
-        channel = MessageChannel(lane, self._places.topology, self.now.shapes, knows)
+        channel = MessageChannel(survivor_group, self._places.topology, self.now.shapes, knows)
         self.now.reports.connect(channel)
         self.now.finishing.connect(channel)
         self.now.runner.connect(channel)
@@ -146,7 +148,7 @@ class Roles:
     def feed_again(
         self, steps: Mapping[int, Step], views: Mapping[int, Any], vacant: frozenset[Worker]
     ) -> dict[int, set[int]]:
-        """There is a new lane: give sums to workers that compute elsewhere and have not got them.
+        """There is a new survivor group: give sums to workers that compute elsewhere and have not got them.
 
         Args:
             steps: of this worker.
@@ -192,13 +194,13 @@ class Roles:
             Why this worker cannot move; empty if nothing is in the way.
 
         Raises:
-            LaneBroken: somebody was lost.
+            SurvivorGroupBroken: somebody failed.
         """
         if len({view["terms"] for view in told.values()}) > 1:
             return "the hyper-parameters of the stages differ"
         wrong, mine = "", self._places.home_rank(self._home)
         for move in self._new(moves):
-            giver = self._giver(move.target.stage, channel.lane.ranks)
+            giver = self._giver(move.target.stage, channel.survivor_group.ranks)
             key = MessageKey(step, MessageKind.STATE, move.target.stage, move.source.pipeline)
             if giver == mine:
                 inject.point("reroute.give")
@@ -211,7 +213,7 @@ class Roles:
                 try:
                     model = self._model.build(move.target.stage, description, state)
                     place = WorkerPlace(move.target, self._places)
-                    self._guests[move.target] = self._make(place, model)
+                    self._hosted[move.target] = self._make(place, model)
                 except (Unsupported, ReplicaMismatch) as error:
                     wrong = str(error)
         inject.point("reroute.move")
@@ -229,7 +231,7 @@ class Roles:
         )
 
 
-class Following:
+class StateFollower:
     """Has a worker that computes elsewhere make the updates of its own stage.
 
     Args:
@@ -242,7 +244,7 @@ class Following:
         self._givers: dict[int, int] = {}
 
     def learn(self, having: Mapping[int, set[int]]) -> None:
-        """There is a new lane.
+        """There is a new survivor group.
 
         Args:
             having: by step, ranks that had the sum of this worker's stage before it: the first of them gives it.
@@ -253,7 +255,7 @@ class Following:
         """Make the update of a step, which has ended at the place where this worker computes.
 
         Raises:
-            LaneBroken: somebody was lost meanwhile; another call goes on where this one was.
+            SurvivorGroupBroken: somebody failed meanwhile; another call continues where this one was.
         """
         parameters = self._model.parameters
         if step.home is None:

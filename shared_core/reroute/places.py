@@ -1,4 +1,4 @@
-"""Which worker computes at which place of a pipeline: its own, or that of a lost worker of another stage."""
+"""Which worker computes at which place of a pipeline: its own, or that of a failed worker of another stage."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shared_core.schedule.schedule import Topology, Worker
 class Places:
     """Who is where, the same at all workers that are there.
 
-    A worker that has moved computes at the place of a lost one, and its own place counts as lost: so plans know lost
-    places and no moves.
+    A worker that has moved computes at the place of a failed one, and its own place counts as failed: so plans know
+    failed places and no moves.
 
     Args:
         rank_of: rank of the worker to whom a place belongs.
@@ -35,7 +35,7 @@ class Places:
         return self.home_rank(next((move.source for move in self.moves if move.target == place), place))
 
     def workers(self) -> dict[int, Worker]:
-        """The place at which each rank computes; of a lost rank whose place is taken, that same place."""
+        """The place at which each rank computes; of a failed rank whose place is taken, that same place."""
         homes = {self.home_rank(place): place for place in self.topology.workers()}
         return homes | {self.home_rank(move.source): move.target for move in self.moves}
 
@@ -60,7 +60,7 @@ class Places:
         return after.vacant(ranks)
 
     def gone(self, vacant: Collection[Worker]) -> frozenset[Worker]:
-        """Places whose own workers are lost, from those at which nobody computes."""
+        """Places whose own workers fail, from those at which nobody computes."""
         sources, targets = ({move.source for move in self.moves}, {move.target for move in self.moves})
         return (frozenset(vacant) - sources) | targets
 

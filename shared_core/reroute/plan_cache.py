@@ -32,8 +32,8 @@ EXACT_S, MOST_ACTIONS = 2.0, 1_500
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a plan depends on besides the losses; see ``planner.plan``. ``room`` is the micro-batches that a worker
-    of each stage can hold; empty for no limit.
+    """All that a plan depends on besides the failures; see ``planner.plan``. ``room`` is the micro-batches that a
+    worker of each stage can hold; empty for no limit.
     """
 
     topology: Topology
@@ -47,19 +47,19 @@ class Settings:
         """The limits of the workers."""
         return Memory.of_stages(self.topology, self.room)
 
-    def plan(self, lost: Collection[Worker] = ()) -> IterationPlan:
-        """Plan for some losses; raises what ``planner.plan`` does."""
-        return self.plan_within(lost, EFFORT)
+    def plan(self, failed: Collection[Worker] = ()) -> IterationPlan:
+        """Plan for some failures; raises what ``planner.plan`` does."""
+        return self.plan_within(failed, EFFORT)
 
-    def plan_exactly(self, lost: Collection[Worker]) -> IterationPlan:
+    def plan_exactly(self, failed: Collection[Worker]) -> IterationPlan:
         """The same by the exact solver, as far as it gets; without OR-tools it raises MissingExtra."""
-        return self.plan_within(lost, EFFORT, EXACT_S)
+        return self.plan_within(failed, EFFORT, EXACT_S)
 
-    def plan_within(self, lost: Collection[Worker], effort: int, time_limit: float = 0.0) -> IterationPlan:
+    def plan_within(self, failed: Collection[Worker], effort: int, time_limit: float = 0.0) -> IterationPlan:
         """The same with another effort."""
         return plan(
             self.topology,
-            lost,
+            failed,
             times=self.times,
             variant=self.variant,
             memory=self.memory,
@@ -103,7 +103,7 @@ class Settings:
 
 
 class PlanStore:
-    """Plans of one job, by losses.
+    """Plans of one job, by failures.
 
     Args:
         folder: where the files are; plans of other settings may be there too.
@@ -116,20 +116,20 @@ class PlanStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._read: dict[Path, IterationPlan] = {}
 
-    def look_up(self, lost: Collection[Worker], *, exact: bool = False) -> IterationPlan | None:
-        """The plan for these losses, None if it has not been made yet. Reads one file, the first time.
+    def look_up(self, failed: Collection[Worker], *, exact: bool = False) -> IterationPlan | None:
+        """The plan for these failures, None if it has not been made yet. Reads one file, the first time.
 
         Args:
-            lost: places without a worker.
+            failed: places without a worker.
             exact: the plan of the exact solver; None also where that has found no better one.
         """
-        pattern, names = canonical(self.settings.topology, lost, self.settings.times)
+        pattern, names = canonical(self.settings.topology, failed, self.settings.times)
         found = self._load(pattern, self._path(pattern, exact))
         return None if found is None else rename(found, {new: old for old, new in names.items()})
 
-    def make(self, lost: Collection[Worker]) -> IterationPlan:
-        """The plan for these losses, made and stored if it is not there; raises what ``planner.plan`` does."""
-        pattern, names = canonical(self.settings.topology, lost, self.settings.times)
+    def make(self, failed: Collection[Worker]) -> IterationPlan:
+        """The plan for these failures, made and stored if it is not there; raises what ``planner.plan`` does."""
+        pattern, names = canonical(self.settings.topology, failed, self.settings.times)
         path = self._path(pattern)
         found = self._load(pattern, path)
         if found is None:
@@ -137,10 +137,10 @@ class PlanStore:
             self._write(path, found)
         return rename(found, {new: old for old, new in names.items()})
 
-    def fill(self, losses: int, wanted: Callable[[], bool] = lambda: True) -> int:
-        """Make all plans for 0 to so many losses, fewest first, while ``wanted``; returns how many there are."""
+    def fill(self, failures: int, wanted: Callable[[], bool] = lambda: True) -> int:
+        """Make all plans for 0 to so many failures, fewest first, while ``wanted``; returns how many there are."""
         count = 0
-        for number in range(losses + 1):
+        for number in range(failures + 1):
             for pattern in patterns(self.settings.topology, number, self.settings.times):
                 if not wanted():
                     return count
@@ -148,15 +148,15 @@ class PlanStore:
                 count += 1
         return count
 
-    def improve(self, losses: int, wanted: Callable[[], bool] = lambda: True) -> int:
-        """Give the exact solver each plan for 1 to so many losses that may not be the best, fewest first, while
+    def improve(self, failures: int, wanted: Callable[[], bool] = lambda: True) -> int:
+        """Give the exact solver each plan for 1 to so many failures that may not be the best, fewest first, while
         ``wanted``; returns how many it has improved. Nothing is done without OR-tools, nor for large pipelines.
         """
         topology, count = self.settings.topology, 0
         if 3 * topology.pipelines * topology.stages * topology.micro_batches > MOST_ACTIONS or not has_solver():
             return 0
         for pattern in (
-            one for number in range(1, losses + 1) for one in patterns(topology, number, self.settings.times)
+            one for number in range(1, failures + 1) for one in patterns(topology, number, self.settings.times)
         ):
             if not wanted():
                 break
@@ -167,16 +167,16 @@ class PlanStore:
                     count += 1
         return count
 
-    def fill_in_background(self, losses: int) -> Filling:
+    def fill_in_background(self, failures: int) -> Filling:
         """Make and improve them in a separate process with the lowest priority, which ends with this one."""
         path = self.folder / "settings.json"
         path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
-        command = run_module("shared_core.reroute.plan_cache", str(path), str(losses), str(os.getpid()))
+        command = run_module("shared_core.reroute.plan_cache", str(path), str(failures), str(os.getpid()))
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}
         return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
 
     def _path(self, pattern: tuple[Worker, ...], exact: bool = False) -> Path:
-        return self.folder / f"{'exact' if exact else 'lost'}-{'_'.join(f'{d}.{s}' for d, s in pattern)}.json"
+        return self.folder / f"{'exact' if exact else 'failed'}-{'_'.join(f'{d}.{s}' for d, s in pattern)}.json"
 
     def _write(self, path: Path, made: IterationPlan) -> None:
         partial = path.with_suffix(f".{os.getpid()}.part")
@@ -189,7 +189,7 @@ class PlanStore:
         if found is None:
             try:
                 found = IterationPlan.from_json(_opened(path.read_text(encoding="utf-8")))
-                if found.lost != pattern or found.topology != self.settings.topology:
+                if found.failed != pattern or found.topology != self.settings.topology:
                     raise CorruptFile("it is a plan for something else")
             except FileNotFoundError:
                 return None
@@ -215,14 +215,14 @@ class Filling:
         """Until all plans are there.
 
         Raises:
-            WaitTimeout: they are not after so many seconds; the process goes on.
+            WaitTimeout: they are not after so many seconds; the process continues.
             ConfigError: it failed; its error is on the console.
         """
         try:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired as error:
             raise WaitTimeout(
-                f"plans were not ready after {timeout:g} s; wait longer or plan for fewer losses"
+                f"plans were not ready after {timeout:g} s; wait longer or plan for fewer failures"
             ) from error
         if status:
             raise ConfigError(f"planning in the background failed with status {status}; its error is on the console")
@@ -247,14 +247,16 @@ def _opened(sealed: str) -> str:
 
 
 def main() -> None:
-    """``python -m shared_core.reroute.plan_cache SETTINGS.json LOSSES PARENT``: what ``fill_in_background`` starts."""
-    path, losses, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    """``python -m shared_core.reroute.plan_cache SETTINGS.json FAILURES PARENT``: what
+    ``fill_in_background`` starts.
+    """
+    path, failures, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.nice(19)
     die_with_parent(parent)
     settings = Settings.from_dict(json.loads(path.read_text(encoding="utf-8")))
     store, wanted = PlanStore(path.parent.parent, settings), lambda: os.getppid() == parent
-    store.fill(losses, wanted)
-    store.improve(losses, wanted)
+    store.fill(failures, wanted)
+    store.improve(failures, wanted)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 All workers measure, tell each other what they found, and go by the same times from the same step on. Each can then make
 any plan by itself and comes to the same one. So plans need not be handed round, and it does not matter which worker of
-a machine has made those that lie ready: one process in the background, for all workers of the machine. At a loss the
+a machine has made those that lie ready: one process in the background, for all workers of the machine. At a failure the
 survivors agree on whether all of them have the plan; if not, each makes one with less effort. Plans of the exact solver
 count if all have the same one.
 """
@@ -39,7 +39,7 @@ class TimesInUse:
     Attributes:
         since: that step.
         times: durations.
-        ready: losses whose plan all had when they agreed on the times; None if nobody was asked.
+        ready: failures whose plan all had when they agreed on the times; None if nobody was asked.
     """
 
     since: int
@@ -78,22 +78,22 @@ class Plans:
         variant: of all plans.
         ordered: see :func:`~shared_core.schedule.planner.plan`.
         folder: shared by the workers of a machine and removed with the job.
-        losses: plans are made for so many more losses than there are.
+        failures: plans are made for so many more failures than there are.
         held: micro-batches that a worker may hold, or those of 1F1B if they are more; 0: as many as fit into the
             memory, once that is measured.
 
     Attributes:
         variant: of all plans.
-        ordered: all micro-batches of a lost worker go to one peer.
+        ordered: all micro-batches of a failed worker go to one peer.
         room: micro-batches that a worker of each stage may hold.
         proposal: times that plans are being made for, if any.
     """
 
     def __init__(
-        self, topology: Topology, variant: Variant, ordered: bool, folder: Path, losses: int, held: int = 0
+        self, topology: Topology, variant: Variant, ordered: bool, folder: Path, failures: int, held: int = 0
     ) -> None:
         self._topology, self.variant, self.ordered = topology, variant, ordered
-        self._folder, self._losses, self._held = folder, losses, held
+        self._folder, self._failures, self._held = folder, failures, held
         self.room = room_of(topology, held)
         self.proposal: Proposal | None = None
         self._in_use: tuple[TimesInUse, ...] = ()
@@ -125,7 +125,7 @@ class Plans:
         self._use((*self._in_use, used)[-_KEPT:], room)
 
     def view(self) -> dict[str, Any]:
-        """What others are told after a loss; plain data."""
+        """What others are told after a failure; plain data."""
         return {"in_use": [used.to_dict() for used in self._in_use], "room": list(self.room)}
 
     def learn(self, views: Iterable[Mapping[str, Any]]) -> None:
@@ -171,40 +171,40 @@ class Plans:
             self._stores[name] = PlanStore(self._folder, settings)
         return self._stores[name]
 
-    def _look_up(self, settings: Settings, lost: frozenset[Worker], *, exact: bool = False) -> IterationPlan | None:
+    def _look_up(self, settings: Settings, failed: frozenset[Worker], *, exact: bool = False) -> IterationPlan | None:
         """A plan that this worker has; reads one file, the first time."""
         try:
-            return self._store(settings).look_up(lost, exact=exact)
+            return self._store(settings).look_up(failed, exact=exact)
         except ConfigError:  # half a file, say, on a full disk
             return None
 
-    def lies_ready(self, lost: frozenset[Worker]) -> list[str]:
-        """Names of the times, in use and proposed, for which this worker has the plan for these losses; and of plans
+    def lies_ready(self, failed: frozenset[Worker]) -> list[str]:
+        """Names of the times, in use and proposed, for which this worker has the plan for these failures; and of plans
         that the exact solver has improved.
         """
-        if not self._losses:
+        if not self._failures:
             return []
         proposed = [] if self.proposal is None else [self.proposal.times]
         newest = [] if self.times is None else [self.times]
         ready = []
         for settings in map(self._settings, (*newest, *proposed)):
-            ready += [settings.key] if self._look_up(settings, lost) is not None else []
-            ready += _names(settings, self._look_up(settings, lost, exact=True))
+            ready += [settings.key] if self._look_up(settings, failed) is not None else []
+            ready += _names(settings, self._look_up(settings, failed, exact=True))
         return ready
 
-    def ready_for(self, lost: frozenset[Worker]) -> int:
-        """Number of the proposal, if this worker has the plan for these losses that goes with it, else -1."""
+    def ready_for(self, failed: frozenset[Worker]) -> int:
+        """Number of the proposal, if this worker has the plan for these failures that goes with it, else -1."""
         if self.proposal is None:
             return -1
-        ready = not self._losses or self._look_up(self._settings(self.proposal.times), lost) is not None
+        ready = not self._failures or self._look_up(self._settings(self.proposal.times), failed) is not None
         return self.proposal.number if ready else -1
 
-    def choose(self, lost: frozenset[Worker], ready: Collection[str]) -> None:
+    def choose(self, failed: frozenset[Worker], ready: Collection[str]) -> None:
         """With the newest times, go by the plan that lies ready, if it does so everywhere, else by one that is quickly
         made.
 
         Args:
-            lost: what to plan for.
+            failed: what to plan for.
             ready: what :meth:`lies_ready` has told at all workers.
 
         Raises:
@@ -212,32 +212,32 @@ class Plans:
         """
         settings = self._settings(self.times)
         exact = next((name for name in ready if name.startswith(f"{settings.key}:")), "")
-        self._make(settings, lost, settings.key in ready, exact)
+        self._make(settings, failed, settings.key in ready, exact)
 
-    def _make(self, settings: Settings, lost: frozenset[Worker], ready: bool, exact: str = "") -> IterationPlan:
+    def _make(self, settings: Settings, failed: frozenset[Worker], ready: bool, exact: str = "") -> IterationPlan:
         began, found = time.perf_counter(), None
         if exact:
-            found = self._look_up(settings, lost, exact=True)
+            found = self._look_up(settings, failed, exact=True)
             if exact not in _names(settings, found):
                 raise ConfigError(
-                    f"the others have an exact plan for the loss of {', '.join(map(str, sorted(lost)))} that this "
+                    f"the others have an exact plan for the failure of {', '.join(map(str, sorted(failed)))} that this "
                     "worker cannot read: its file was removed or changed while the job ran. Start the job again"
                 )
         elif ready:
-            found = self._store(settings).look_up(lost) or settings.plan(lost)
+            found = self._store(settings).look_up(failed) or settings.plan(failed)
         if found is None:
-            found = settings.plan_within(lost, EFFORT)
-        self._known[settings.key, lost] = found
+            found = settings.plan_within(failed, EFFORT)
+        self._known[settings.key, failed] = found
         self._looked_up = ready, time.perf_counter() - began
         return found
 
-    def plan(self, lost: frozenset[Worker], step: int) -> IterationPlan:
-        """The plan of a step that begins while some are lost."""
+    def plan(self, failed: frozenset[Worker], step: int) -> IterationPlan:
+        """The plan of a step that begins while some fail."""
         used, settings = self._of_step(step), self._settings_of(step)
-        found = self._known.get((settings.key, lost))
+        found = self._known.get((settings.key, failed))
         if found is None:
-            ready = used is not None and used.ready == lost and self._losses > 0
-            found = self._make(settings, lost, ready)
+            ready = used is not None and used.ready == failed and self._failures > 0
+            found = self._make(settings, failed, ready)
         return found
 
     def seconds(self, schedule: Schedule, staggered: bool, moves: Sequence[Move] = ()) -> float:
@@ -250,11 +250,11 @@ class Plans:
         timeline = simulate(schedule, self.times or EQUAL, staggered=staggered, done=done, rounds=0)
         return max((slot.end for row in timeline.rows.values() for slot in row), default=0.0)
 
-    def facts(self, lost: frozenset[Worker], moves: Sequence[Move] = (), *, switched: bool) -> dict[str, Any]:
-        """What is planned for the losses that there are. Not on the way of a loss.
+    def facts(self, failed: frozenset[Worker], moves: Sequence[Move] = (), *, switched: bool) -> dict[str, Any]:
+        """What is planned for the failures that there are. Not on the way of a failure.
 
         Args:
-            lost: places at which nobody computes.
+            failed: places at which nobody computes.
             moves: who computes elsewhere.
             switched: the newest times are new.
 
@@ -264,10 +264,10 @@ class Plans:
             ``drifted``: pipeline, stage, kind, seconds before and now; and the period with the plan until then
             (``period_before_s``).
         """
-        now, staggered = self.plan(lost, self.since), self.variant is Variant.STAGGERED
+        now, staggered = self.plan(failed, self.since), self.variant is Variant.STAGGERED
         ready, seconds = self._looked_up
         facts = {
-            "lost": [list(worker) for worker in sorted(lost)],
+            "failed": [list(worker) for worker in sorted(failed)],
             "period_s": self.seconds(now.schedule, staggered, moves),
             "times": to_dict(self.times) if self.times is not None else None,
             "room": list(self.room),
@@ -277,25 +277,25 @@ class Plans:
         }
         if switched and len(self._in_use) == _KEPT:
             old, new = self._in_use
-            there = [worker for worker in self._topology.workers() if worker not in lost]
-            before = self.plan(lost, new.since - 1)
+            there = [worker for worker in self._topology.workers() if worker not in failed]
+            before = self.plan(failed, new.since - 1)
             found = drifts(new.times, old.times, there)
             facts["drifted"] = [[*one.worker, one.kind.value, one.before, one.now] for one in found]
             facts["period_before_s"] = self.seconds(before.schedule, staggered, moves)
         return facts
 
-    def fill(self, lost: frozenset[Worker]) -> None:
-        """Begin to make plans for these and further losses, with the times that are proposed, or else in use."""
+    def fill(self, failed: frozenset[Worker]) -> None:
+        """Begin to make plans for these and further failures, with the times that are proposed, or else in use."""
         times = self.times if self.proposal is None else self.proposal.times
-        if times is None or not self._losses:
+        if times is None or not self._failures:
             return
-        settings, number = self._settings(times), len(lost) + self._losses
+        settings, number = self._settings(times), len(failed) + self._failures
         if (settings.key, number) in self._filled:
             return
         self._filled.add((settings.key, number))
         store = self._store(settings)
         try:
-            (store.folder / f"for-{number}-losses").touch(exist_ok=False)
+            (store.folder / f"for-{number}-failures").touch(exist_ok=False)
         except FileExistsError:
             return  # another worker of this machine makes them
         self.stop()

@@ -2,7 +2,7 @@
 
 Reports go to the first worker of the last stage, which reads them when it tells all others the losses of a step. By
 then everybody has begun the step and has reported, so nobody waits. What it decides (see :mod:`.drift`) goes out with
-those losses, which everybody has before it begins the next step. A loss makes all that was proposed void; new times
+those losses, which everybody has before it begins the next step. A failure makes all that was proposed void; new times
 hold for all or for nobody, as the survivors tell each other.
 """
 
@@ -48,13 +48,13 @@ class Reports:
         self._rows: Mapping[Worker, Reported] = {}
 
     def connect(self, channel: MessageChannel) -> None:
-        """There is a new lane."""
+        """There is a new survivor group."""
         self._channel, self._deliberation, self._reported = channel, Deliberation(), -1
         self._planner.proposal = None
 
     def _there(self) -> dict[Worker, int]:
         """Workers that are there, and their ranks."""
-        return {w: self._rank(w) for w in self._topology.workers() if w not in self._history.lost}
+        return {w: self._rank(w) for w in self._topology.workers() if w not in self._history.failed}
 
     def _decider(self) -> Worker:
         return min(worker for worker in self._there() if worker.stage == self._topology.stages - 1)
@@ -63,13 +63,13 @@ class Reports:
         return step % EVERY == 0 and 0 <= self._planner.since <= step
 
     def _mine(self, step: int) -> Reported:
-        return Reported(self._measuring.recent(step - EVERY), self._planner.ready_for(self._history.lost))
+        return Reported(self._measuring.recent(step - EVERY), self._planner.ready_for(self._history.failed))
 
     def report(self, step: int) -> None:
-        """A step whose losses are not known yet begins, or goes on over a new lane: report, if it is due.
+        """A step whose losses are not known yet begins, or continues over a new survivor group: report, if it is due.
 
         Raises:
-            LaneBroken: somebody was lost.
+            SurvivorGroupBroken: somebody failed.
         """
         decider = self._decider()
         if not self._due(step) or self._reported == step or decider == self._me:
@@ -83,7 +83,7 @@ class Reports:
         """At the worker that decides, which tells the losses of a step: what else to tell.
 
         Raises:
-            LaneBroken: somebody was lost.
+            SurvivorGroupBroken: somebody failed.
         """
         used = self._planner.times
         if not self._due(step) or used is None or self._decider() != self._me:
@@ -115,7 +115,7 @@ class Reports:
         """The losses of a step have come, with a word from the worker that decides.
 
         Raises:
-            LaneBroken: somebody was lost.
+            SurvivorGroupBroken: somebody failed.
         """
         if word is Word.PROPOSAL:
             decider = self._decider()
@@ -135,7 +135,7 @@ class Reports:
 
     def _switch(self, step: int) -> None:
         assert self._planner.proposal is not None
-        used = TimesInUse(step + 1, self._planner.proposal.times, self._history.lost)
+        used = TimesInUse(step + 1, self._planner.proposal.times, self._history.failed)
         self._planner.adopt(used, self._planner.room)
         inject.point("reroute.switched")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared_core.kinds import whole_of_environment
 from shared_core.reroute.autograd_graph import kept_tensors
-from shared_core.schedule.schedule import Topology, held_without_loss
+from shared_core.schedule.schedule import Topology, held_without_failure
 from shared_core.system.memory import machine_bytes
 
 #: Share of the free memory that plans may use. Messages are kept until a step is over, and others need memory, too.
@@ -45,7 +45,7 @@ def room_of(topology: Topology, held: int, found: Iterable[tuple[int, MemoryUse]
         here = use.spare // max(1, use.held) if use.held is not None else 0
         fits[stage] = min(fits.get(stage, most), here)
     return tuple(
-        min(most, max(held_without_loss(topology, stage), held or fits.get(stage, 0)))
+        min(most, max(held_without_failure(topology, stage), held or fits.get(stage, 0)))
         for stage in range(topology.stages)
     )
 

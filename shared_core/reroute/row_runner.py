@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from shared_core.errors import LaneBroken
+from shared_core.errors import SurvivorGroupBroken
 from shared_core.faults import inject
 from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.former import FormerParameters
@@ -69,20 +69,20 @@ class RowRunner:
         self._watched = False
 
     def connect(self, channel: MessageChannel) -> None:
-        """There is a new lane; say when the first forward for another worker begins after it."""
+        """There is a new survivor group; say when the first forward for another worker begins after it."""
         self._channel, self._watched = channel, True
 
     def run(self, step: Step, plan: StepPlan) -> None:
         """Run what is left of this worker's row.
 
         Raises:
-            LaneBroken: somebody was lost meanwhile; another call goes on where this one was.
+            SurvivorGroupBroken: somebody failed meanwhile; another call continues where this one was.
         """
         row = plan.plan.schedule.rows[self._me]
         self._finishing.tell_losses(step, row)
         while step.at < len(row):
-            if self._channel.lane.broken():
-                raise LaneBroken
+            if self._channel.survivor_group.broken():
+                raise SurvivorGroupBroken
             self._keeping.complete(step, plan)
             action = row[step.at]
             for coming in row[step.at : step.at + _PREFETCHED]:
@@ -92,7 +92,7 @@ class RowRunner:
             made = self._act(step, plan, action)
             step.at += 1
             if made is not None:
-                self.deliver(plan, made, step.made[made])  # it is done, also if a loss comes before it is sent
+                self.deliver(plan, made, step.made[made])  # it is done, also if a failure comes before it is sent
             self._finishing.tell_losses(step, row)
 
     def _act(self, step: Step, plan: StepPlan, action: Action) -> MessageKey | None:

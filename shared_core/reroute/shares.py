@@ -69,7 +69,7 @@ class Shares:
             )
         if self._issued() != issued:
             raise Unsupported(
-                f"rank {self._rank}: {self._code} talks to other workers, but after a loss some call it more often "
+                f"rank {self._rank}: {self._code} talks to other workers, but after a failure some call it more often "
                 "than others: move collectives (gathered metrics, synchronised logs) out of it"
             )
 

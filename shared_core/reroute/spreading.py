@@ -11,7 +11,7 @@ from shared_core.reroute.planning import Plans
 from shared_core.reroute.room import spare_bytes
 from shared_core.reroute.step import HomeModel
 from shared_core.reroute.times import second_updates
-from shared_core.schedule.normalise import Move, iteration_cost, normalise, patience
+from shared_core.schedule.normalise import Move, iteration_cost, normalise, steps_to_wait
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.schedule.timing import Times
@@ -45,16 +45,16 @@ def due(
 ) -> Due | None:
     """Which change of who computes where is to be made, and when; a pure function of what all survivors have told.
 
-    It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the losses
-    last. It costs the copies, and a step's time, because all stand at the same batch top. Who moves makes two updates
-    in each step.
+    It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the failures
+    last. It costs the copies, and a step's time, because all stand at the same step boundary. Who moves makes two
+    updates in each step.
 
     Args:
         topology: shape of the job.
         variant: of plans.
-        ordered: all micro-batches of a lost worker go to one peer.
+        ordered: all micro-batches of a failed worker go to one peer.
         times: measured durations in seconds; None until there are some.
-        gone: places whose workers are lost.
+        gone: places whose workers fail.
         moved: moves that are made already.
         facts: what each worker has told, by the place that belongs to it; see :func:`tell`.
         newest: newest step that anybody may have begun.
@@ -75,7 +75,7 @@ def due(
     second, later = (max(second_updates(times, some).values(), default=0.0) for some in (moved, found.moves))
     before = iteration_cost(topology, vacant, times, variant, ordered) + second
     new = sum(copies[move.target.stage] for move in found.moves if move not in moved)
-    steps = patience(before, found.cost + later, new + before)
+    steps = steps_to_wait(before, found.cost + later, new + before)
     return None if steps is None else Due(newest + 1 + steps, found.moves)
 
 

@@ -133,13 +133,13 @@ class Step:
         losses: of the micro-batches that this worker has computed at the last stage.
         sums: accumulated gradients, by home pipeline (all in one where the plan is not ordered).
         reduced: sum over all pipelines, once it is there; of tied layers, over their stages, too.
-        tied: sums of what stages have in common that others had before a loss, by number of :class:`Tied`.
+        tied: sums of what stages have in common that others had before a failure, by number of :class:`Tied`.
         reduce_s: what the sum took, with waiting for peers of the stage.
         norms: of the stages, as far as they are known.
         updated: the update is made.
         tentative: it was made before the norms of all stages were known.
         verdict: what gradients have to be multiplied by, once all norms are known.
-        let_in, loss_type: see :class:`StepResult`.
+        admit, loss_type: see :class:`StepResult`.
         result: the losses of all micro-batches, once they are there.
         home: at a worker that computes elsewhere, the sum of its own stage, once it is there.
         followed: it has made its own stage's update with it.
@@ -160,14 +160,14 @@ class Step:
     updated: bool = False
     tentative: bool = False
     verdict: float | None = None
-    let_in: int = -1
+    admit: int = -1
     loss_type: torch.dtype = torch.float32
     result: StepResult | None = None
     home: Tensor | None = None
     followed: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """What others are told of the step after a loss; plain data."""
+        """What others are told of the step after a failure; plain data."""
         return {
             "reduced": self.reduced is not None,
             "followed": self.home is not None,
@@ -212,16 +212,16 @@ class StepResult:
 
     Attributes:
         losses: of each pipeline's micro-batches.
-        let_in: newcomers are let in before the next step, if the lane still has this number; -1 for not.
+        admit: replacements are admitted before the next step, if the survivor group still has this number; -1 for not.
         loss_type: type of the losses, in which they are added.
     """
 
     losses: tuple[tuple[float, ...], ...]
-    let_in: int
+    admit: int
     loss_type: torch.dtype = torch.float32
 
     def to_tensor(self) -> Tensor:
-        head = [float(self.let_in), float(DTYPES.index(self.loss_type))]
+        head = [float(self.admit), float(DTYPES.index(self.loss_type))]
         return torch.tensor([*head, *(loss for row in self.losses for loss in row)], dtype=torch.float64)
 
     @classmethod
@@ -239,8 +239,8 @@ class Options:
     Attributes:
         ordered: gradients of each home pipeline are summed apart and added by ascending pipeline.
         synchronous: no stage makes its update before all have their gradients. Otherwise a stage whose gradients must
-            be clipped by the norm over all stages goes on as if they need not, and takes its update back if they must,
-            before the step is over for the caller.
+            be clipped by the norm over all stages continues as if they need not, and takes its update back if they
+            must, before the step is over for the caller.
         rule: how the gradients of the pipelines are summed.
         moves: workers may move to other stages.
     """

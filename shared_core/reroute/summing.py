@@ -69,7 +69,7 @@ def reduce_in_order(
     home pipeline are added by ascending stage, and what comes out as ``rule`` says.
 
     Args:
-        channel: the lane.
+        channel: the survivor group.
         step: number of the step.
         group: 0 for what belongs to one stage, else the number of what several have in common; less than
             :data:`GROUPS`.
@@ -83,7 +83,7 @@ def reduce_in_order(
             longer than the sum.
 
     Raises:
-        LaneBroken: after a loss.
+        SurvivorGroupBroken: after a failure.
     """
     pool = pool or BufferPool()
     peers = sorted(ranks)
@@ -136,10 +136,11 @@ def hand_over(
     held: Tensor | None,
     like: Tensor,
 ) -> Tensor | None:
-    """After a loss, one rank that has a sum gives it to those that lack it: made again it need not have the same bits.
+    """After a failure, one rank that has a sum gives it to those that lack it: made again it need not have the same
+    bits.
 
     Args:
-        channel: the lane.
+        channel: the survivor group.
         key: names the message.
         me: this rank.
         giver: who has it.
@@ -151,7 +152,7 @@ def hand_over(
         What this rank has got; None at the others.
 
     Raises:
-        LaneBroken: after another loss.
+        SurvivorGroupBroken: after another failure.
     """
     if me == giver:
         assert held is not None

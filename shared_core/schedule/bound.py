@@ -60,7 +60,7 @@ def lower_bound(problem: Problem) -> float:
     if problem.done:
         return best
     # Other stages are passed at their fastest worker.
-    there = [[w for w in own if w.stage == s and w not in problem.lost] for s in range(topology.stages)]
+    there = [[w for w in own if w.stage == s and w not in problem.failed] for s in range(topology.stages)]
     stages = [_fastest(own[worker] for worker in workers) for workers in there]
     for (stage, here), count in most.items():
         jobs = _jobs(stages, here, times.communication, stage, count, alone=problem.staggered)
@@ -81,9 +81,9 @@ def _fastest(some: Iterable[_Stage]) -> _Stage:
 def _counts(problem: Problem) -> dict[Worker, int]:
     """Micro-batches of each worker."""
     topology = problem.topology
-    counts = {worker: topology.micro_batches for worker in topology.workers() if worker not in problem.lost}
+    counts = {worker: topology.micro_batches for worker in topology.workers() if worker not in problem.failed}
     for worker in problem.route.values():
-        if worker in counts:  # else it was lost later, after its stage had stepped
+        if worker in counts:  # else it failed later, after its stage had stepped
             counts[worker] += 1
     return counts
 

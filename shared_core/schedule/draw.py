@@ -25,7 +25,7 @@ _CELLS = 400
 
 def draw_text(timeline: Timeline) -> str:
     """One line a worker, one column a slot, which is as long as the shortest action; ``.`` is an idle slot and ``-``
-    goes on with the action before it.
+    continues with the action before it.
     """
     lengths = [end - start for row in timeline.rows.values() for _, start, end in row if end > start]
     last = max((row[-1].end for row in timeline.rows.values() if row), default=0.0)

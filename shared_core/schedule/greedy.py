@@ -101,7 +101,7 @@ def _attempts(
     """
     whiches, aheads = list(range(choices)), [0, 1, 2, problem.topology.stages]
     whole = problem.variant is Variant.COUPLED
-    # Whole backwards lose less where forwards are ready for the next one; split ones go on with a W.
+    # Whole backwards lose less where forwards are ready for the next one; split ones continue with a W.
     first, second = (math.inf, -math.inf) if whole else (-math.inf, math.inf)
     if hurry:
         aheads.reverse()

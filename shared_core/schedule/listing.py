@@ -92,19 +92,19 @@ class Arrays:
         return self._simulation(rows).timeline(measured, schedule)
 
     def _simulation(self, rows: list[list[int]]) -> Simulation:
-        alive = [w for w, place in enumerate(self.places) if place not in self.problem.lost]
+        alive = [w for w, place in enumerate(self.places) if place not in self.problem.failed]
         shape = (self.pipelines, self.stages, self.count)
         return Simulation(
             [self.places[w] for w in alive], [rows[w] for w in alive], shape, self.problem.times, self.done
         )
 
     def schedule_of(self, rows: list[list[int]]) -> Schedule:
-        """Codes as the rows of workers that are not lost."""
+        """Codes as the rows of workers that have not failed."""
         names = [(place.pipeline, place.stage) for place in self.places]
         count, kinds, make = self.count, _KINDS, Action
         named = {}
         for place, row in zip(self.places, rows, strict=True):
-            if place in self.problem.lost:
+            if place in self.problem.failed:
                 continue
             actions = []
             for code in row:

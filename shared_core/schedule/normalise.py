@@ -1,13 +1,13 @@
-"""Which survivor takes another stage's place, so that losses are spread as they cost least.
+"""Which survivor takes another stage's place, so that failures are spread as they cost least.
 
-Two losses of one stage can cost far more than one loss in each of two stages. A survivor of a stage that can do without
-it copies the state of the poorer stage from a peer there and takes a lost place. The published system does this by
-dynamic programming ("failure normalization"); its recurrence is not public, this one is ours:
+Two failures of one stage can cost far more than one failure in each of two stages. A survivor of a stage that can do
+without it copies the state of the poorer stage from a peer there and takes a failed place. The published system does
+this by dynamic programming ("failure normalization"); its recurrence is not public, this one is ours:
 
     best[s][f] = min over k of  combine(best[s - 1][f - k], cost(s, k), moves(s, k)),     k <= pipelines - 1
 
-where f losses are put into stages 0..s, k of them into stage s, the costs combine by their maximum and moves add up.
-When to move is decided without knowing how long the losses last: see :func:`patience`.
+where f failures are put into stages 0..s, k of them into stage s, the costs combine by their maximum and moves add up.
+When to move is decided without knowing how long the failures last: see :func:`steps_to_wait`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LEAST_GAIN = 0.02
 
 @dataclass(frozen=True)
 class Move:
-    """A survivor that takes a lost place of another stage.
+    """A survivor that takes a failed place of another stage.
 
     Attributes:
-        source: its place until now, which is then lost.
+        source: its place until now, which then fails.
         target: its place from now on.
     """
 
@@ -41,17 +41,17 @@ class Move:
 
 @dataclass(frozen=True)
 class Normalised:
-    """Losses after the moves.
+    """Failures after the moves.
 
     Attributes:
-        lost: places without a worker after the moves, in order.
+        failed: places without a worker after the moves, in order.
         moves: who moves.
         cost: expected slots or period after the moves, by the closed forms.
         before: the same without moves.
         moving: time that the moves take, one after the other.
     """
 
-    lost: tuple[Worker, ...]
+    failed: tuple[Worker, ...]
     moves: tuple[Move, ...]
     cost: float
     before: float
@@ -60,7 +60,7 @@ class Normalised:
 
 def normalise(
     topology: Topology,
-    lost: Collection[Worker],
+    failed: Collection[Worker],
     *,
     times: Times | None = None,
     variant: Variant = Variant.STAGGERED,
@@ -74,21 +74,21 @@ def normalise(
 
     Args:
         topology: shape of the job.
-        lost: places without a worker.
+        failed: places without a worker.
         times: durations.
         variant: of the plan that will be run.
         moving: time to copy the state of each stage; a single entry holds for all.
-        iterations: how many will be run until newcomers come. The total time is that of these iterations and of the
+        iterations: how many will be run until replacements come. The total time is that of these iterations and of the
             moves; infinite: the fastest iteration, and among those the cheapest moves.
-        ordered: all micro-batches of a lost worker go to one peer.
+        ordered: all micro-batches of a failed worker go to one peer.
         able: who may move; None for everybody.
-        moved: moves made already for some of these losses; they stay where they are part of a best choice.
+        moved: moves made already for some of these failures; they stay where they are part of a best choice.
 
     Raises:
         ConfigError: a stage has nobody left, or ``moving`` has a wrong length.
     """
     times = Times() if times is None else times
-    gone = set(lost)
+    gone = set(failed)
     survivors(topology, gone)
     if len(moving) not in (1, topology.stages):
         raise ConfigError(f"moving needs 1 value or one for each of {topology.stages} stages, got {len(moving)}")
@@ -101,7 +101,8 @@ def normalise(
     movable = {worker for worker in topology.workers() if worker not in gone and (able is None or worker in able)}
     limits = [min(most, have[s] + sum(worker.stage == s for worker in movable)) for s in range(topology.stages)]
 
-    # States: losses put so far -> those choices (highest cost, time of moves, moves, losses a stage) no other beats.
+    # States: failures put so far -> those choices (highest cost, time of moves, moves, failures a stage) no other
+    # beats.
     states: dict[int, list[tuple[float, float, int, tuple[int, ...]]]] = {0: [(0.0, 0.0, 0, ())]}
     for s in range(topology.stages):
         following: dict[int, list[tuple[float, float, int, tuple[int, ...]]]] = {}
@@ -123,18 +124,18 @@ def normalise(
 
 
 def iteration_cost(
-    topology: Topology, lost: Collection[Worker], times: Times, variant: Variant, ordered: bool = False
+    topology: Topology, failed: Collection[Worker], times: Times, variant: Variant, ordered: bool = False
 ) -> float:
     """Expected slots or period of an iteration without some places, by the closed forms."""
-    have = [sum(worker.stage == s for worker in lost) for s in range(topology.stages)]
+    have = [sum(worker.stage == s for worker in failed) for s in range(topology.stages)]
     return max(stage_cost(topology, times, variant, s, k, ordered) for s, k in enumerate(have))
 
 
-def patience(before: float, after: float, cost: float) -> int | None:
-    """Iterations to wait before losses are spread; None for ever, where it does not pay.
+def steps_to_wait(before: float, after: float, cost: float) -> int | None:
+    """Iterations to wait before failures are spread; None for ever, where it does not pay.
 
-    Nobody knows how long losses last. Whoever waits until it has lost what the moves cost, and moves then, never loses
-    more than twice what it would with that knowledge (the ski-rental rule).
+    Nobody knows how long failures last. Whoever waits until it has lost what the moves cost, and moves then, never
+    loses more than twice what it would with that knowledge (the ski-rental rule).
 
     Args:
         before: an iteration without the moves.
@@ -146,12 +147,12 @@ def patience(before: float, after: float, cost: float) -> int | None:
 
 
 def stage_cost(
-    topology: Topology, times: Times, variant: Variant, stage: int, losses: int, ordered: bool = False
+    topology: Topology, times: Times, variant: Variant, stage: int, failures: int, ordered: bool = False
 ) -> float:
-    """Slots, or the period if staggered, with so many losses at one stage and none at others, by the closed forms.
+    """Slots, or the period if staggered, with so many failures at one stage and none at others, by the closed forms.
 
     With r micro-batches at the survivor that has most of them: the way to the stage, r forwards and backwards, and
-    (coupled) the way back. Staggered: r forwards and backwards and the optimizer. Never less than without a loss.
+    (coupled) the way back. Staggered: r forwards and backwards and the optimizer. Never less than without a failure.
     """
     at = [times.of_stage(s) for s in range(topology.stages)]
     count = topology.micro_batches
@@ -164,10 +165,10 @@ def stage_cost(
         head + tail + count * (one.forward + one.of(Kind.B)) for head, tail, one in zip(heads, tails, at, strict=True)
     ]
     healthy = max(whole) + (optimizer if variant is Variant.STAGGERED else 0.0)
-    if not losses:
+    if not failures:
         return healthy
-    peers = topology.pipelines - losses
-    share = count + (math.ceil(losses / peers) * count if ordered else math.ceil(losses * count / peers))
+    peers = topology.pipelines - failures
+    share = count + (math.ceil(failures / peers) * count if ordered else math.ceil(failures * count / peers))
     one = at[stage]
     if variant is Variant.COUPLED:
         return max(healthy, heads[stage] + share * (one.forward + one.of(Kind.B)) + tails[stage])
@@ -188,7 +189,7 @@ def _undominated(
 def _places(
     gone: set[Worker], movable: set[Worker], want: Sequence[int], moved: Sequence[Move]
 ) -> tuple[tuple[Worker, ...], tuple[Move, ...]]:
-    """Who moves where. Sources are taken from pipelines with the fewest losses, so that traffic is spread."""
+    """Who moves where. Sources are taken from pipelines with the fewest failures, so that traffic is spread."""
     after, moves = set(gone), list[Move]()
 
     def excess(stage: int) -> int:

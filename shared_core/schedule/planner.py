@@ -1,4 +1,4 @@
-"""Plans: what every surviving worker computes while some are lost."""
+"""Plans: what every surviving worker computes while some fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared_core.schedule.greedy import EFFORT, FoundSchedule, greedy
 from shared_core.schedule.optimal import improve
 from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.routing import Route, deal
-from shared_core.schedule.schedule import Schedule, Topology, Worker, held_without_loss, one_f_one_b
+from shared_core.schedule.schedule import Schedule, Topology, Worker, held_without_failure, one_f_one_b
 from shared_core.schedule.timing import Times, simulate
 
 _WORKER = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
@@ -30,10 +30,10 @@ class IterationPlan:
     Attributes:
         topology: shape of the job.
         variant: coupled, decoupled or staggered.
-        lost: places without a worker, in order.
+        failed: places without a worker, in order.
         ordered: whether the sums of gradients can be made equal bit for bit; see ``check``.
         schedule: the rows, each with ``OPT`` at its end.
-        route: who computes the micro-batches of lost workers: (home pipeline, stage, micro-batch) to the worker.
+        route: who computes the micro-batches of failed workers: (home pipeline, stage, micro-batch) to the worker.
         slots: predicted time from the first action to the end of the last backward, in the unit of the times.
         period: predicted time from one iteration to the next, with the optimizer.
         bound: no plan with this route takes fewer slots (``staggered``: a shorter period).
@@ -44,7 +44,7 @@ class IterationPlan:
 
     topology: Topology
     variant: Variant
-    lost: tuple[Worker, ...]
+    failed: tuple[Worker, ...]
     ordered: bool
     schedule: Schedule
     route: Route
@@ -59,21 +59,21 @@ class IterationPlan:
         return self.route.get((pipeline, stage, micro_batch)) or Worker(pipeline, stage)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON. A route is, for every lost worker, the pipeline that computes each micro-batch."""
+        """Plain data for JSON. A route is, for every failed worker, the pipeline that computes each micro-batch."""
         count = range(self.topology.micro_batches)
         return {
             "pipelines": self.topology.pipelines,
             "stages": self.topology.stages,
             "micro_batches": self.topology.micro_batches,
             "variant": self.variant.value,
-            "lost": [f"{d}:{s}" for d, s in self.lost],
+            "failed": [f"{d}:{s}" for d, s in self.failed],
             "ordered": self.ordered,
             "slots": self.slots,
             "period": self.period,
             "bound": self.bound,
             "solver": self.solver,
             "optimal": self.optimal,
-            "route": {f"{d}:{s}": [self.route[d, s, j].pipeline for j in count] for d, s in self.lost},
+            "route": {f"{d}:{s}": [self.route[d, s, j].pipeline for j in count] for d, s in self.failed},
             "workers": self.schedule.to_text(),
         }
 
@@ -91,25 +91,25 @@ class IterationPlan:
         """
         try:
             topology = Topology(data["pipelines"], data["stages"], data["micro_batches"])
-            lost = tuple(parse_worker(text) for text in data["lost"])
+            failed = tuple(parse_worker(text) for text in data["failed"])
             route = {
                 (*parse_worker(text), j): Worker(pipeline, parse_worker(text).stage)
                 for text, pipelines in data["route"].items()
                 for j, pipeline in enumerate(pipelines)
             }
-            if len(route) != len(lost) * topology.micro_batches or not all(
-                (d, s) in lost and is_count(host.pipeline) for (d, s, _), host in route.items()
+            if len(route) != len(failed) * topology.micro_batches or not all(
+                (d, s) in failed and is_count(host.pipeline) for (d, s, _), host in route.items()
             ):
-                raise ValueError("its route does not lead the micro-batches of lost workers to others")
+                raise ValueError("its route does not lead the micro-batches of failed workers to others")
             schedule = Schedule.from_text(data["workers"])
-            named = {*lost, *route.values(), *schedule.rows}
+            named = {*failed, *route.values(), *schedule.rows}
             named |= {Worker(each.pipeline, each.stage) for row in schedule.rows.values() for each in row}
             if not all(d < topology.pipelines and s < topology.stages for d, s in named):
                 raise ValueError("it names workers that the job has not")
             return cls(
                 topology=topology,
                 variant=Variant(data["variant"]),
-                lost=lost,
+                failed=failed,
                 ordered=_is(bool, data["ordered"]),
                 schedule=schedule,
                 route=route,
@@ -159,7 +159,7 @@ def parse_worker(text: str) -> Worker:
 
 def plan(
     topology: Topology,
-    lost: Collection[Worker] = (),
+    failed: Collection[Worker] = (),
     *,
     times: Times | None = None,
     variant: Variant = Variant.STAGGERED,
@@ -169,15 +169,15 @@ def plan(
     threads: int = 2,
     effort: int = EFFORT,
 ) -> IterationPlan:
-    """Plan an iteration without the lost workers. Without a loss it is plain 1F1B.
+    """Plan an iteration without the failed workers. Without a failure it is plain 1F1B.
 
     Args:
         topology: shape of the job.
-        lost: places without a worker.
+        failed: places without a worker.
         times: durations; one slot each and three for the optimizer where left out.
         variant: what may be done.
         memory: limits of the workers.
-        ordered: all micro-batches of a lost worker go to one peer, W in ascending order.
+        ordered: all micro-batches of a failed worker go to one peer, W in ascending order.
         time_limit: seconds for the exact solver, which starts from the greedy's plan; 0 leaves it out.
         threads: of that solver; see ``improve``.
         effort: actions that the greedy may place; see ``greedy``.
@@ -188,7 +188,7 @@ def plan(
         MissingExtra: ``time_limit`` is given, and OR-tools is not installed.
     """
     times = Times() if times is None else times
-    gone = tuple(sorted(set(lost)))
+    gone = tuple(sorted(set(failed)))
     route = deal(topology, gone, times=times, ordered=ordered)
     problem = Problem(topology, times, variant, frozenset(gone), route, memory, ordered)
     if not gone and (healthy := _healthy(problem)) is not None:
@@ -202,7 +202,7 @@ def plan(
     return IterationPlan(
         topology=topology,
         variant=variant,
-        lost=gone,
+        failed=gone,
         ordered=ordered,
         schedule=found.schedule,
         route=route,
@@ -217,7 +217,7 @@ def plan(
 def _healthy(problem: Problem) -> IterationPlan | None:
     """1F1B; None if it does not fit into the memory."""
     topology, schedule = problem.topology, one_f_one_b(problem.topology)
-    if any(held_without_loss(topology, worker.stage) > problem.memory.at(worker) for worker in schedule.rows):
+    if any(held_without_failure(topology, worker.stage) > problem.memory.at(worker) for worker in schedule.rows):
         return None
     timeline = simulate(schedule, problem.times, staggered=problem.staggered)
     healthy = FoundSchedule(problem, schedule, timeline, lower_bound(problem))

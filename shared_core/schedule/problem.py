@@ -29,11 +29,11 @@ class Problem:
         topology: shape of the job.
         times: durations.
         variant: the variant; it says whether hosts split their backwards, and what is minimised.
-        lost: places without a worker.
+        failed: places without a worker.
         route: who computes their micro-batches.
         memory: limits.
         ordered: W (or B) of a pipeline at a stage in ascending order.
-        split: workers that may split backwards: all of them at hosts of a stage with a loss.
+        split: workers that may split backwards: all of them at hosts of a stage with a failure.
         split_last: how many backwards, counted from the last, other workers of an affected pipeline split.
         done: what survivors have executed already, if an iteration is under way.
     """
@@ -41,7 +41,7 @@ class Problem:
     topology: Topology
     times: Times
     variant: Variant
-    lost: frozenset[Worker]
+    failed: frozenset[Worker]
     route: Route
     memory: Memory = NO_LIMIT
     ordered: bool = False
@@ -49,9 +49,9 @@ class Problem:
     done: Mapping[Worker, Collection[Action]] = field(default_factory=dict)
 
     @cached_property
-    def lost_stages(self) -> frozenset[int]:
-        """Stages at which somebody is lost."""
-        return frozenset(worker.stage for worker in self.lost)
+    def failed_stages(self) -> frozenset[int]:
+        """Stages at which somebody fails."""
+        return frozenset(worker.stage for worker in self.failed)
 
     @property
     def staggered(self) -> bool:
@@ -66,6 +66,6 @@ class Problem:
         """Whether the backward of a micro-batch is run as I and W."""
         if self.variant is Variant.COUPLED:
             return False
-        if stage in self.lost_stages:
+        if stage in self.failed_stages:
             return True
         return micro_batch >= self.topology.micro_batches - self.split_last

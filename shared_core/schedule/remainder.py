@@ -21,13 +21,13 @@ Executed = Mapping[Worker, tuple[Action, ...]]
 
 @dataclass(frozen=True)
 class Remainder:
-    """The rest of an iteration in which workers were lost.
+    """The rest of an iteration in which workers failed.
 
     Attributes:
-        plan: rows of the survivors from here on; its times are counted from the loss.
-        done: what was executed before and need not be done again: by survivors, and by lost workers of stages that have
-            their sum of gradients.
-        extra: predicted time that the iteration takes longer than it would have without the loss.
+        plan: rows of the survivors from here on; its times are counted from the failure.
+        done: what was executed before and need not be done again: by survivors, and by failed workers of stages that
+            have their sum of gradients.
+        extra: predicted time that the iteration takes longer than it would have without the failure.
     """
 
     plan: IterationPlan
@@ -38,7 +38,7 @@ class Remainder:
 def replan(
     plan: IterationPlan,
     progress: Mapping[Worker, int],
-    lost: Collection[Worker],
+    failed: Collection[Worker],
     *,
     times: Times | None = None,
     measured: Times | None = None,
@@ -47,18 +47,18 @@ def replan(
     memory: Memory = NO_LIMIT,
     effort: int = EFFORT,
 ) -> Remainder:
-    """Plan the rest of an iteration after a loss.
+    """Plan the rest of an iteration after a failure.
 
-    What a lost worker had accumulated is gone: all its micro-batches, its own and those that it computed for others,
+    What a failed worker had accumulated is gone: all its micro-batches, its own and those that it computed for others,
     pass its stage again at peers. A result of it that a survivor has not used yet is waited for from the peer.
 
-    Where a survivor has the stage's sum of gradients, the lost worker's are in it. Then a micro-batch passes that stage
-    again only for the neighboring stages: where one of them needs a result that is lost with its maker.
+    Where a survivor has the stage's sum of gradients, the failed worker's are in it. Then a micro-batch passes that
+    stage again only for the neighboring stages: where one of them needs a result that is lost with its maker.
 
     Args:
-        plan: the plan under way; after an earlier loss of the same iteration, the plan of that ``Remainder``.
+        plan: the plan under way; after an earlier failure of the same iteration, the plan of that ``Remainder``.
         progress: how many actions of its row each worker has finished.
-        lost: workers lost now.
+        failed: workers failed now.
         times: durations.
         measured: durations that ``extra`` is reckoned with; ``times`` where left out.
         before: ``done`` of the earlier ``Remainder``, if there was one.
@@ -71,7 +71,7 @@ def replan(
         InvalidSchedule: no order fits into the memory.
     """
     times = Times() if times is None else times
-    gone = tuple(sorted({*plan.lost, *lost}))
+    gone = tuple(sorted({*plan.failed, *failed}))
     survivors(plan.topology, gone)
     rows, earlier = plan.schedule.rows, before or {}
     finished = dict(earlier) | {
@@ -79,7 +79,7 @@ def replan(
     }
     done = {worker: actions for worker, actions in finished.items() if worker not in gone}
     stepped = {*summed, *(worker.stage for worker, actions in done.items() if _has_stepped(actions))}
-    again = _moved(plan, lost, stepped)
+    again = _moved(plan, failed, stepped)
     left = [action for worker in done for action in rows.get(worker, ())[progress.get(worker, 0) :]]
     again += _for_neighbors(plan, again, left, stepped, gone)
     repeated = set(again)
@@ -103,7 +103,7 @@ def replan(
     slots = timeline.slots if measured is None else simulate(schedule, clock, done=there).slots
     new = replace(
         plan,
-        lost=gone,
+        failed=gone,
         schedule=schedule,
         route=route,
         slots=timeline.slots,
@@ -115,15 +115,15 @@ def replan(
     return Remainder(new, {**done, **kept}, slots - without.slots)
 
 
-def _moved(plan: IterationPlan, lost: Collection[Worker], stepped: set[int]) -> list[tuple[int, int, int]]:
-    """(pipeline, stage, micro-batch) of everything that lost workers computed or were to compute."""
+def _moved(plan: IterationPlan, failed: Collection[Worker], stepped: set[int]) -> list[tuple[int, int, int]]:
+    """(pipeline, stage, micro-batch) of everything that failed workers computed or were to compute."""
     topology = plan.topology
     return [
         (d, s, j)
-        for s in sorted({worker.stage for worker in lost} - stepped)
+        for s in sorted({worker.stage for worker in failed} - stepped)
         for d in range(topology.pipelines)
         for j in range(topology.micro_batches)
-        if plan.host(d, s, j) in lost
+        if plan.host(d, s, j) in failed
     ]
 
 
@@ -141,7 +141,7 @@ def _for_neighbors(
         again: what passes other stages again.
         left: what survivors have still to run.
         summed: stages that have their sum.
-        gone: all lost workers.
+        gone: all failed workers.
     """
     found = set[tuple[int, int, int]]()
     waiting = [*left, *(Action(s, kind, j, d) for d, s, j in again for kind in (Kind.F, Kind.B))]
@@ -151,7 +151,7 @@ def _for_neighbors(
         source = (d, stage + steps.get(kind, 0), j)
         if source[1] == stage or source[1] not in summed or source in found or plan.host(*source) not in gone:
             continue
-        found.add(source)  # forward and backward: then who makes it again needs no other plan if more is lost
+        found.add(source)  # forward and backward: then who makes it again needs no other plan if more fails
         waiting += [Action(source[1], each, j, d) for each in (Kind.F, Kind.B)]
     return sorted(found, key=lambda place: (place[1], place[0], place[2]))
 

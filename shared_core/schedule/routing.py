@@ -1,4 +1,4 @@
-"""Who computes the micro-batches of a lost worker: its data-parallel peers, which hold the same parameters."""
+"""Who computes the micro-batches of a failed worker: its data-parallel peers, which hold the same parameters."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ from shared_core.schedule.timing import EQUAL_SLOTS, StageTimes, Times
 Route = dict[tuple[int, int, int], Worker]
 
 
-def survivors(topology: Topology, lost: Collection[Worker]) -> list[list[int]]:
+def survivors(topology: Topology, failed: Collection[Worker]) -> list[list[int]]:
     """Pipelines that still have a worker, for every stage.
 
     Raises:
-        ConfigError: a lost worker is not in the topology, or a stage has nobody left.
+        ConfigError: a failed worker is not in the topology, or a stage has nobody left.
     """
-    for worker in lost:
+    for worker in failed:
         if not (0 <= worker.pipeline < topology.pipelines and 0 <= worker.stage < topology.stages):
             raise ConfigError(
-                f"lost worker {worker.pipeline}:{worker.stage} does not exist: there are "
+                f"failed worker {worker.pipeline}:{worker.stage} does not exist: there are "
                 f"{topology.pipelines} pipelines of {topology.stages} stages, counted from 0"
             )
-    gone = set(lost)
+    gone = set(failed)
     alive = [[d for d in range(topology.pipelines) if Worker(d, s) not in gone] for s in range(topology.stages)]
     for stage, pipelines in enumerate(alive):
         if not pipelines:
             raise ConfigError(
-                f"all {topology.pipelines} workers of stage {stage} are lost: nobody holds its parameters; wait for a "
-                "newcomer or restart from a checkpoint"
+                f"all {topology.pipelines} workers of stage {stage} failed: nobody holds its parameters; wait for a "
+                "replacement or restart from a checkpoint"
             )
     return alive
 
 
-def deal(topology: Topology, lost: Collection[Worker], *, times: Times = EQUAL_SLOTS, ordered: bool = False) -> Route:
-    """Deal every micro-batch of a lost worker out to the peer that is through with it first, all its work counted;
-    ``ordered``, all of a lost worker to one peer. Peers that are equally fast take turns, over all losses of a stage.
+def deal(topology: Topology, failed: Collection[Worker], *, times: Times = EQUAL_SLOTS, ordered: bool = False) -> Route:
+    """Deal every micro-batch of a failed worker out to the peer that is through with it first, all its work counted;
+    ``ordered``, all of a failed worker to one peer. Peers that are equally fast take turns, over all failures of a
+    stage.
 
     Raises:
         ConfigError: a stage has nobody left.
     """
-    alive = survivors(topology, lost)
+    alive = survivors(topology, failed)
     route: Route = {}
     for stage, peers in enumerate(alive):
-        gone = sorted(worker.pipeline for worker in set(lost) if worker.stage == stage)
-        # In order, the next pipeline takes all: that spreads losses of several stages over the pipelines.
+        gone = sorted(worker.pipeline for worker in set(failed) if worker.stage == stage)
+        # In order, the next pipeline takes all: that spreads failures of several stages over the pipelines.
         first = next((i for i, peer in enumerate(peers) if peer > gone[0]), 0) if ordered and gone else 0
         turns = [Worker(peer, stage) for peer in (*peers[first:], *peers[:first])]
         takes = {peer: _micro_batch(times.at(peer)) for peer in turns}

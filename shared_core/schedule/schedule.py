@@ -140,17 +140,17 @@ class Schedule:
         return "\n".join(f"{name}: {' '.join(row)}" for name, row in self.to_text().items())
 
 
-def held_without_loss(topology: Topology, stage: int) -> int:
+def held_without_failure(topology: Topology, stage: int) -> int:
     """The most micro-batches that a worker of a stage holds at once under 1F1B."""
     return min(topology.stages - stage, topology.micro_batches)
 
 
 def one_f_one_b(topology: Topology) -> Schedule:
-    """The plan without a loss: 1F1B, in which stage s starts with (stages - s) forwards."""
+    """The plan without a failure: 1F1B, in which stage s starts with (stages - s) forwards."""
     count, rows = topology.micro_batches, {}
     for worker in topology.workers():
         d, s = worker
-        warm = held_without_loss(topology, s)
+        warm = held_without_failure(topology, s)
         row = [Action(s, Kind.F, j, d) for j in range(warm)]
         for j in range(count):
             row.append(Action(s, Kind.B, j, d))

@@ -1,4 +1,4 @@
-"""Losses that differ only in which pipelines they hit need one plan: pipelines are renamed."""
+"""Failures that differ only in which pipelines they hit need one plan: pipelines are renamed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from shared_core.schedule.timing import EQUAL_SLOTS, StageTimes, Times
 
 
 def canonical(
-    topology: Topology, lost: Collection[Worker], times: Times = EQUAL_SLOTS
+    topology: Topology, failed: Collection[Worker], times: Times = EQUAL_SLOTS
 ) -> tuple[tuple[Worker, ...], dict[int, int]]:
-    """The losses after renaming pipelines, and the new name of every pipeline.
+    """The failures after renaming pipelines, and the new name of every pipeline.
 
     Pipelines are sorted by the stages that they have lost; those that have lost none come last, in their order. Only
     pipelines whose workers have the same times change places.
     """
     stages: dict[int, tuple[int, ...]] = {}
     for d in range(topology.pipelines):
-        stages[d] = tuple(sorted({worker.stage for worker in lost if worker.pipeline == d}))
+        stages[d] = tuple(sorted({worker.stage for worker in failed if worker.pipeline == d}))
     alike: dict[tuple[StageTimes, ...], list[int]] = {}
     for d in range(topology.pipelines):
         alike.setdefault(tuple(times.at(Worker(d, s)) for s in range(topology.stages)), []).append(d)
@@ -28,7 +28,7 @@ def canonical(
     for pipelines in alike.values():
         order = sorted(pipelines, key=lambda d: (not stages[d], stages[d], d))
         names.update(zip(order, pipelines, strict=True))
-    return tuple(sorted(Worker(names[worker.pipeline], worker.stage) for worker in set(lost))), names
+    return tuple(sorted(Worker(names[worker.pipeline], worker.stage) for worker in set(failed))), names
 
 
 def rename(plan: IterationPlan, names: Mapping[int, int]) -> IterationPlan:
@@ -42,14 +42,14 @@ def rename(plan: IterationPlan, names: Mapping[int, int]) -> IterationPlan:
         for worker, row in plan.schedule.rows.items()
     }
     route = {(names[d], s, j): Worker(names[worker.pipeline], worker.stage) for (d, s, j), worker in plan.route.items()}
-    lost = tuple(sorted(Worker(names[worker.pipeline], worker.stage) for worker in plan.lost))
-    return replace(plan, lost=lost, route=route, schedule=Schedule(dict(sorted(rows.items()))))
+    failed = tuple(sorted(Worker(names[worker.pipeline], worker.stage) for worker in plan.failed))
+    return replace(plan, failed=failed, route=route, schedule=Schedule(dict(sorted(rows.items()))))
 
 
-def patterns(topology: Topology, losses: int, times: Times = EQUAL_SLOTS) -> list[tuple[Worker, ...]]:
-    """All losses of so many workers that can be survived, one of each sort, in order."""
+def patterns(topology: Topology, failures: int, times: Times = EQUAL_SLOTS) -> list[tuple[Worker, ...]]:
+    """All failures of so many workers that can be survived, one of each sort, in order."""
     found: set[tuple[Worker, ...]] = {()}
-    for _ in range(losses):
+    for _ in range(failures):
         found = {
             canonical(topology, {*pattern, worker}, times)[0]
             for pattern in found

@@ -62,7 +62,7 @@ class Times:
         stages: of each stage; a single entry holds for all.
         own: of workers that differ from their stage.
         communication: from the end of an action until its result can be used at the neighbouring stage.
-        data_apart: only the two ends of a pipeline have its data. Those of a lost first stage come from the last one,
+        data_apart: only the two ends of a pipeline have its data. Those of a failed first stage come from the last one,
             which sends them when it begins an iteration; staggered, that is later than a first stage could use them.
     """
 

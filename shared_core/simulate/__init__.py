@@ -6,7 +6,7 @@ All is plain data and pure functions; nothing but the standard library is import
 
 from shared_core.simulate.bamboo import Bamboo
 from shared_core.simulate.checkpoints import CheckpointRestart, TorchFT, young
-from shared_core.simulate.engine import LossCost, ProgressSegment, SimulationResult, System, merge, simulate
+from shared_core.simulate.engine import FailureCost, ProgressSegment, SimulationResult, System, merge, simulate
 from shared_core.simulate.layout import Layout, Pattern, period, rerouted, spread
 from shared_core.simulate.oobleck import Oobleck
 from shared_core.simulate.rerouting import CheckpointInterval, FaultScaled, MeasuredStalls, ReCycle, ThisSystem
@@ -16,7 +16,7 @@ __all__ = [
     "Bamboo",
     "CheckpointRestart",
     "CheckpointInterval",
-    "LossCost",
+    "FailureCost",
     "TraceEvent",
     "FaultScaled",
     "Layout",

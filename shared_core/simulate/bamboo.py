@@ -1,6 +1,6 @@
 """Bamboo (Thorpe et al., NSDI 2023) from its code: every worker also holds the next stage's layers.
 
-The forward pass of the next stage is computed in advance (one slot more a micro-batch); when the next stage is lost
+The forward pass of the next stage is computed in advance (one slot more a micro-batch); when the next stage fails
 its predecessor does both, and the synchronous job is as slow as that pipeline. Where too many do two stages, all
 workers meet again and form as many whole pipelines as they can; the rest are idle.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared_core.simulate.engine import LossCost
+from shared_core.simulate.engine import FailureCost
 from shared_core.simulate.layout import Layout, Pattern, wiped_out
 from shared_core.simulate.rerouting import CheckpointInterval
 from shared_core.simulate.trace import TraceEvent
@@ -26,8 +26,8 @@ class Bamboo:
         layout: without failures.
         rendezvous_s: stall of a meeting of all workers.
         shared_batch: what if pipelines shared the batch in proportion to their speed, which its code does not do: a
-            pipeline with doubled stages slows only itself, so all go on with doubled stages and never meet.
-        checkpoints: for when a worker and its predecessor are lost together.
+            pipeline with doubled stages slows only itself, so all continue with doubled stages and never meet.
+        checkpoints: for when a worker and its predecessor fail together.
     """
 
     layout: Layout
@@ -55,16 +55,16 @@ class Bamboo:
         m, stages = self.layout.micro_batches, self.layout.stages
         return 4 * (m + stages - 1) / (4 * max(0, stages - 2) + 6 * m)
 
-    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
+    def failure(self, before: Pattern, after: Pattern, event: TraceEvent) -> FailureCost:
         """A meeting, if too many stages are doubled; and the step in flight, on average half of it."""
         if wiped_out(before, event.lost):
             return self.checkpoints.cost
-        return LossCost((self.rendezvous_s if self._meets(after) else 0.0) + self.layout.step_s / 2)
+        return FailureCost((self.rendezvous_s if self._meets(after) else 0.0) + self.layout.step_s / 2)
 
-    def join(self, before: Pattern, after: Pattern) -> LossCost:
-        """A meeting once there is one pipeline more; else newcomers wait. They meet between steps."""
+    def join(self, before: Pattern, after: Pattern) -> FailureCost:
+        """A meeting once there is one pipeline more; else replacements wait. They meet between steps."""
         more = after.live // self.layout.stages > before.live // self.layout.stages
-        return LossCost(self.rendezvous_s if more and not self.shared_batch else 0.0)
+        return FailureCost(self.rendezvous_s if more and not self.shared_batch else 0.0)
 
     def _meets(self, pattern: Pattern) -> bool:
         return not self.shared_batch and 2 * len(pattern.vacant) > DOUBLED * pattern.live

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shared_core.simulate.engine import LossCost
+from shared_core.simulate.engine import FailureCost
 from shared_core.simulate.layout import Layout, Pattern
 from shared_core.simulate.trace import TraceEvent
 
@@ -26,10 +26,11 @@ class CheckpointRestart:
         layout: the job's shape.
         interval_s: seconds of work between savings.
         write_s: stall of a saving.
-        restart_s: from the loss, or from the moment the place is filled, until all train again.
+        restart_s: from the failure, or from the moment the place is filled, until all train again.
         overhead: time of a step over that without the system, savings apart.
-        elastic: whether it goes on with as many whole pipelines as are left; else it waits for the place to be filled.
-        joins_between: whether an elastic job lets workers in without going back.
+        elastic: whether it continues with as many whole pipelines as are left; else it waits for the place to be
+            filled.
+        joins_between: whether an elastic job admits workers without going back.
         name: as in tables.
     """
 
@@ -47,24 +48,24 @@ class CheckpointRestart:
         whole = pattern.live // self.layout.stages if self.elastic else self.layout.pipelines * (not pattern.vacant)
         return whole / self.layout.pipelines * self.interval_s / (self.interval_s + self.write_s) / self.overhead
 
-    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
+    def failure(self, before: Pattern, after: Pattern, event: TraceEvent) -> FailureCost:
         """A restart and the work since the newest saving that is complete."""
-        return LossCost(self.restart_s, self.interval_s)
+        return FailureCost(self.restart_s, self.interval_s)
 
-    def join(self, before: Pattern, after: Pattern) -> LossCost:
-        """An elastic job starts again to let the worker in; another that has waited starts now."""
+    def join(self, before: Pattern, after: Pattern) -> FailureCost:
+        """An elastic job starts again to admit the worker; another that has waited starts now."""
         if self.elastic:
-            return LossCost(self.restart_s, None if self.joins_between else self.interval_s)
-        return LossCost() if after.vacant else LossCost(self.restart_s)
+            return FailureCost(self.restart_s, None if self.joins_between else self.interval_s)
+        return FailureCost() if after.vacant else FailureCost(self.restart_s)
 
 
 @dataclass(frozen=True)
 class TorchFT:
-    """torchft: a pipeline with a lost worker is out, its batches with it; the others go on after a new quorum.
+    """torchft: a pipeline with a failed worker is out, its batches with it; the others continue after a new quorum.
 
     Attributes:
         layout: the job's shape; each pipeline is a replica group.
-        quorum_s: stall until the others go on: 10.3 s were measured with the defaults of its nightly of 2026.10.26.
+        quorum_s: stall until the others continue: 10.3 s were measured with the defaults of its nightly of 2026.10.26.
         overhead: time of a step over that without it. Given: its all-reduce through Gloo is said to be slower.
         name: as in tables.
     """
@@ -79,10 +80,10 @@ class TorchFT:
         damaged = len({place // self.layout.stages for place in pattern.vacant})
         return (1 - damaged / self.layout.pipelines) / self.overhead
 
-    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
-        """A new quorum; with all pipelines gone there is no state to go on from, and no checkpoint is modelled."""
-        return LossCost(self.quorum_s)
+    def failure(self, before: Pattern, after: Pattern, event: TraceEvent) -> FailureCost:
+        """A new quorum; with all pipelines gone there is no state to continue from, and no checkpoint is modelled."""
+        return FailureCost(self.quorum_s)
 
-    def join(self, before: Pattern, after: Pattern) -> LossCost:
-        """A newcomer is healed beside the others, which take no notice."""
-        return LossCost()
+    def join(self, before: Pattern, after: Pattern) -> FailureCost:
+        """A replacement is healed beside the others, which take no notice."""
+        return FailureCost()

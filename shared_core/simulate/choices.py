@@ -26,11 +26,11 @@ class SystemTimes:
 
     Attributes:
         write_s: stall of a checkpoint.
-        restart_s: from a loss until all train again from a checkpoint.
+        restart_s: from a failure until all train again from a checkpoint.
         interval_s: work between checkpoints; None for Young's.
         snapshot_s: stall of a copy of the state in memory.
         commit_s: work between such copies, where they are what a job goes back to.
-        commit_restart_s: from a loss until all train again from one.
+        commit_restart_s: from a failure until all train again from one.
         quorum_s: torchft's stall.
         layers: of the model, for Oobleck.
         reconfigure_s: Oobleck's stall.
@@ -72,7 +72,7 @@ def systems(
         "torchrun-elastic": lambda: CheckpointRestart(
             layout, every_s, times.write_s, times.restart_s, elastic=True, name="torchrun MIN:MAX, checkpoints"
         ),
-        # Written beside training: a loss before it is complete costs that much work more, on average.
+        # Written beside training: a failure before it is complete costs that much work more, on average.
         "checkfreq": lambda: CheckpointRestart(
             layout, background_s, times.snapshot_s, times.restart_s + times.write_s, name="CheckFreq"
         ),
@@ -126,7 +126,7 @@ def trace_of(spec: str, workers: int | None, hours: float | None, seed: int) -> 
 
 
 def mtbf_of(trace: Trace) -> float:
-    """Mean seconds between losses of a trace; its whole length if there is none."""
+    """Mean seconds between failures of a trace; its whole length if there is none."""
     return trace.duration_s / max(1, sum(1 for event in trace.events if event.lost))
 
 

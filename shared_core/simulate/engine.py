@@ -17,14 +17,14 @@ from shared_core.simulate.trace import Trace, TraceEvent
 
 
 @dataclass(frozen=True)
-class LossCost:
+class FailureCost:
     """What a change costs.
 
     Attributes:
         stall_s: seconds in which nobody makes progress.
         back_to: work is regained from the last multiple of this many seconds of work: of a step, or between
             checkpoints. None if all work is kept.
-        replay: None if work since then is lost. Else all wait while it is made again, in this share of its time.
+        replay: None if work since then fails. Else all wait while it is made again, in this share of its time.
     """
 
     stall_s: float = 0.0
@@ -46,11 +46,11 @@ class System(Protocol):
     def throughput(self, pattern: Pattern) -> float:
         """As a share of training without failures and without the system's own overhead; 0 if it must wait."""
 
-    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
+    def failure(self, before: Pattern, after: Pattern, event: TraceEvent) -> FailureCost:
         """Of losing ``event.lost``; places in ``event.joined`` are filled in the same moment."""
 
-    def join(self, before: Pattern, after: Pattern) -> LossCost:
-        """Of filling places when nobody is lost."""
+    def join(self, before: Pattern, after: Pattern) -> FailureCost:
+        """Of filling places when nobody fails."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SimulationResult:
         stalled_s: time in stalls.
         waiting_s: time in which it could not train for want of workers, outside stalls.
         lost: work that was made and lost.
-        losses: workers lost.
+        failures: workers failed.
         by_live: by number of live workers: seconds and kept work. Work lost at a change counts for the time after it.
         segments: by time.
     """
@@ -87,7 +87,7 @@ class SimulationResult:
     stalled_s: float = 0.0
     waiting_s: float = 0.0
     lost: float = 0.0
-    losses: int = 0
+    failures: int = 0
     by_live: dict[int, tuple[float, float]] = field(default_factory=dict)
     segments: list[ProgressSegment] = field(default_factory=list)
 
@@ -127,7 +127,7 @@ def merge(results: Sequence[SimulationResult]) -> SimulationResult:
     """Several runs of one system as one, without segments: their averages are those over all."""
     total = SimulationResult(results[0].system, results[0].workers)
     for one in results:
-        for name in ("seconds", "work", "stalled_s", "waiting_s", "lost", "losses"):
+        for name in ("seconds", "work", "stalled_s", "waiting_s", "lost", "failures"):
             setattr(total, name, getattr(total, name) + getattr(one, name))
         for live, (seconds, work) in one.by_live.items():
             _add(total.by_live, live, seconds, work)
@@ -153,9 +153,9 @@ class _Run:
 
     def change(self, event: TraceEvent) -> None:
         before, after = self.pattern, self.pattern.after(event.lost, event.joined)
-        cost = self.system.loss(before, after, event) if event.lost else self.system.join(before, after)
+        cost = self.system.failure(before, after, event) if event.lost else self.system.join(before, after)
         self.pattern = after
-        self.result.losses += len(event.lost)
+        self.result.failures += len(event.lost)
         stall = cost.stall_s
         if cost.back_to is not None:
             since = self.result.work - math.floor(self.result.work / cost.back_to + 1e-9) * cost.back_to

@@ -1,4 +1,4 @@
-"""Traces drawn from a seed. Each loss hits one place (or rack) drawn from all; where it is vacant already nothing
+"""Traces drawn from a seed. Each failure hits one place (or rack) drawn from all; where it is vacant already nothing
 happens, so every worker fails at the same rate whatever happened to the others.
 """
 
@@ -13,12 +13,12 @@ from itertools import count
 from shared_core.errors import ConfigError
 from shared_core.simulate.trace import HOUR_S, Trace, TraceEvent
 
-#: Hours until the place of a lost worker is filled again, where a specification does not say it.
+#: Hours until the place of a failed worker is filled again, where a specification does not say it.
 REPAIR_H = 1.0
 
 
 def exponential(workers: int, hours: float, mtbf_h: float, repair_h: float = REPAIR_H, seed: int = 0) -> Trace:
-    """Losses without memory; ``mtbf_h`` is the mean time between losses of the whole job, in hours."""
+    """Failures without memory; ``mtbf_h`` is the mean time between failures of the whole job, in hours."""
     generator = random.Random(seed)
     return _single(workers, hours, repair_h, generator, lambda: generator.expovariate(1 / mtbf_h))
 
@@ -26,18 +26,18 @@ def exponential(workers: int, hours: float, mtbf_h: float, repair_h: float = REP
 def weibull(
     workers: int, hours: float, mtbf_h: float, shape: float, repair_h: float = REPAIR_H, seed: int = 0
 ) -> Trace:
-    """Times between losses of the job are Weibull with mean ``mtbf_h``; a ``shape`` below 1 makes bursts."""
+    """Times between failures of the job are Weibull with mean ``mtbf_h``; a ``shape`` below 1 makes bursts."""
     generator, scale = random.Random(seed), mtbf_h / math.gamma(1 + 1 / shape)
     return _single(workers, hours, repair_h, generator, lambda: generator.weibullvariate(scale, shape))
 
 
 def periodic(workers: int, hours: float, every_h: float, repair_h: float = REPAIR_H, seed: int = 0) -> Trace:
-    """One loss every ``every_h`` hours; the victims are drawn."""
+    """One failure every ``every_h`` hours; the victims are drawn."""
     return _single(workers, hours, repair_h, random.Random(seed), lambda: every_h)
 
 
 def racks(workers: int, hours: float, mtbf_h: float, size: int, repair_h: float = REPAIR_H, seed: int = 0) -> Trace:
-    """Racks of ``size`` neighbours that are lost together, without memory; ``mtbf_h`` between losses of a rack."""
+    """Racks of ``size`` neighbours that fail together, without memory; ``mtbf_h`` between failures of a rack."""
     generator = random.Random(seed)
     number = math.ceil(workers / size)
 

@@ -96,9 +96,9 @@ def spread(layout: Layout, failures: int) -> tuple[int, ...]:
 
 
 def period(layout: Layout, failures: Sequence[int], variant: Variant = "staggered") -> float:
-    """Slots of a step when peers compute what the lost workers of each stage would; infinite if one has no peer left.
+    """Slots of a step when peers compute what the failed workers of each stage would; infinite if one has no peer left.
 
-    A survivor of a stage with k losses computes ``L = 3 ceil(m D / (D - k))`` slots. Staggered optimizers lose no
+    A survivor of a stage with k failures computes ``L = 3 ceil(m D / (D - k))`` slots. Staggered optimizers lose no
     bubble, decoupled backward passes those of the warm-up, coupled ones those of the drain too. The coupled form at
     stage 0, ``L + 2``, was found on 3 x 4 x 6 only.
     """
@@ -126,7 +126,7 @@ def fault_scaled(layout: Layout, live: int) -> float:
 def wiped_out(before: Pattern, lost: Iterable[int]) -> bool:
     """Whether a stage loses all workers that hold its state at once.
 
-    Workers have moved so that losses are spread evenly; of a newly lost one only its first stage is known.
+    Workers have moved so that failures are spread evenly; of a newly failed one only its first stage is known.
     """
     held = (before.layout.pipelines - gone for gone in spread(before.layout, len(before.vacant)))
     return any(now >= there for now, there in zip(count_stages(before.layout, lost), held, strict=True))

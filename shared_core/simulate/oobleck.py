@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from shared_core.simulate.engine import LossCost
+from shared_core.simulate.engine import FailureCost
 from shared_core.simulate.layout import Layout, Pattern, wiped_out
 from shared_core.simulate.rerouting import CheckpointInterval
 from shared_core.simulate.trace import TraceEvent
@@ -53,13 +53,13 @@ class Oobleck:
         best = instantiate(pattern.live, self.templates, self.layers, batch)
         return min(1.0, normal / best) if best else 0.0
 
-    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
+    def failure(self, before: Pattern, after: Pattern, event: TraceEvent) -> FailureCost:
         """Detection, a new process group, missing layers, and the step in flight."""
         return self.checkpoints.cost if wiped_out(before, event.lost) else self.join(before, after)
 
-    def join(self, before: Pattern, after: Pattern) -> LossCost:
+    def join(self, before: Pattern, after: Pattern) -> FailureCost:
         """The same: the process group is made again, and the data loaders go back to the last finished step."""
-        return LossCost(self.detect_s + self.reconfigure_s + self.copy_s, self.layout.step_s)
+        return FailureCost(self.detect_s + self.reconfigure_s + self.copy_s, self.layout.step_s)
 
 
 def step_time(layers: int, stages: int, micro_batches: int) -> int:

@@ -1,4 +1,4 @@
-"""Where a checkpoint policy puts the checkpoints of a job, found by asking it at batch tops as a job would.
+"""Where a checkpoint policy puts the checkpoints of a job, found by asking it at step boundaries as a job would.
 
 Places are a function of useful time, so that all lives of the job share them
 (:mod:`shared_core.simulate.checkpointed_runs`). Needs NumPy.
@@ -249,7 +249,7 @@ def at_speed(fit: Exponential, slot: float, step: float, share: float) -> Expone
 
 
 def asked(job: SimulatedJob, policy: Policy, known: Knowledge, slot: int, saved: int, clock: Clock) -> Decision:
-    """What a policy answers at the batch top after so many slots, with its last checkpoint after ``saved``."""
+    """What a policy answers at the step boundary after so many slots, with its last checkpoint after ``saved``."""
     useful_s, step = slot * job.step_s, clock.step(slot * job.step_s)
     piece = clock.piece(useful_s)
     share = float(clock.shares[piece])
@@ -283,7 +283,7 @@ def asked(job: SimulatedJob, policy: Policy, known: Knowledge, slot: int, saved:
 def places(job: SimulatedJob, policy: Policy, known: Knowledge) -> list[float]:
     """Useful seconds at which the policy makes checkpoints, in a life without faults.
 
-    A batch top comes every ``step_s``; with fewer workers it is thought to be a smaller part of a step.
+    A step boundary comes every ``step_s``; with fewer workers it is thought to be a smaller part of a step.
     """
     clock = Clock(job)
     slots, saved, gap = math.ceil(job.horizon_s / job.step_s) - 1, 0, 64
@@ -293,7 +293,7 @@ def places(job: SimulatedJob, policy: Policy, known: Knowledge) -> list[float]:
         return asked(job, policy, known, slot, saved, clock).due
 
     while True:
-        # The older the last checkpoint, the more willing is every policy: look for the first batch top by doubling.
+        # The older the last checkpoint, the more willing is every policy: look for the first step boundary by doubling.
         low, high = saved, saved + max(1, gap // 2)
         while high < slots and not due(high):
             low, high = high, high + 2 * (high - saved)

@@ -1,11 +1,11 @@
-"""Systems whose survivors go on: this one, ReCycle's ideal, and throughput in proportion to the live workers."""
+"""Systems whose survivors continue: this one, ReCycle's ideal, and throughput in proportion to the live workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from shared_core.simulate.engine import LossCost
+from shared_core.simulate.engine import FailureCost
 from shared_core.simulate.layout import (
     Layout,
     Pattern,
@@ -20,7 +20,7 @@ from shared_core.simulate.layout import (
 )
 from shared_core.simulate.trace import TraceEvent
 
-#: What follows the name of a job whose data any worker can read: it does not wait for lost ends of a pipeline.
+#: What follows the name of a job whose data any worker can read: it does not wait for failed ends of a pipeline.
 ENDS = ", SharedData"
 #: Moves that make a step shorter by less are not made; as in the planner, see ``schedule/normalise.py``.
 LEAST_GAIN = 0.02
@@ -32,16 +32,16 @@ class CheckpointInterval:
 
     Attributes:
         every_s: seconds of work between checkpoints.
-        restart_s: from the loss until all train again.
+        restart_s: from the failure until all train again.
     """
 
     every_s: float = 3600.0
     restart_s: float = 60.0
 
     @property
-    def cost(self) -> LossCost:
+    def cost(self) -> FailureCost:
         """Of going back to the newest one."""
-        return LossCost(self.restart_s, self.every_s)
+        return FailureCost(self.restart_s, self.every_s)
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class FaultScaled:
         """Live workers over all."""
         return fault_scaled(self.layout, pattern.live)
 
-    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
+    def failure(self, before: Pattern, after: Pattern, event: TraceEvent) -> FailureCost:
         """Nothing."""
-        return LossCost()
+        return FailureCost()
 
-    def join(self, before: Pattern, after: Pattern) -> LossCost:
+    def join(self, before: Pattern, after: Pattern) -> FailureCost:
         """Nothing."""
-        return LossCost()
+        return FailureCost()
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class ReCycle:
         """Of the re-routed schedule; 0 if there is no worker for some stage."""
         return rerouted(self.layout, pattern.live, self.variant)
 
-    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
+    def failure(self, before: Pattern, after: Pattern, event: TraceEvent) -> FailureCost:
         """Nothing, or a restart from the checkpoint when the last replica of a stage is gone."""
-        return self.checkpoints.cost if wiped_out(before, event.lost) else LossCost()
+        return self.checkpoints.cost if wiped_out(before, event.lost) else FailureCost()
 
-    def join(self, before: Pattern, after: Pattern) -> LossCost:
+    def join(self, before: Pattern, after: Pattern) -> FailureCost:
         """Nothing."""
-        return LossCost()
+        return FailureCost()
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class MeasuredStalls:
         overhead: time of a step over that without this system. 1.08: pipelines of 2 stages x 2 with replicas, four
             workers on two cores; data parallelism was at 1.00 to 1.12.
         replace_s: stall of a replacement by a standby, without what it replays of a step: median of ten kills.
-        reroute_s: from a loss until re-routed work starts. The design's target; measured were 0.08 to 0.34 s.
-        admit_s: stall when a worker is let in again.
+        reroute_s: from a failure until re-routed work starts. The design's target; measured were 0.08 to 0.34 s.
+        admit_s: stall when a worker is admitted again.
         copy_s: to move the state of a worker to its replacement, while all wait. Given; 0 for small models.
     """
 
@@ -112,16 +112,16 @@ class MeasuredStalls:
 
 @dataclass(frozen=True)
 class ThisSystem:
-    """This product, by what it does when a worker is lost.
+    """This product, by what it does when a worker fails.
 
-    - ``reroute``: peers compute what the lost worker would (staggered optimizer). In the step of the loss what it had
-      accumulated is computed again by its peers: on average half of its micro-batches. Where losses are better spread
-      over the stages, survivors move when so much time is lost as that costs: copies of state, and a step. If a stage
-      has nobody left, all go back to the checkpoint and wait for a newcomer. If a pipeline has lost both its ends, the
-      step goes on, and the next one waits for a newcomer of either, which draws its data. Newcomers are let in one by
-      one.
-    - ``replace``: all wait until the place is filled; then the newcomer runs its part of the step, on average half.
-    - ``replay``: the same without a replica: the newcomer runs all steps since the checkpoint with logged messages,
+    - ``reroute``: peers compute what the failed worker would (staggered optimizer). In the step of the failure what it
+      had accumulated is computed again by its peers: on average half of its micro-batches. Where failures are better
+      spread over the stages, survivors move when so much time is lost as that costs: copies of state, and a step. If a
+      stage has nobody left, all go back to the checkpoint and wait for a replacement. If a pipeline has lost both its
+      ends, the step continues, and the next one waits for a replacement of either, which draws its data. Replacements
+      are admitted one by one.
+    - ``replace``: all wait until the place is filled; then the replacement runs its part of the step, on average half.
+    - ``replay``: the same without a replica: the replacement runs all steps since the checkpoint with logged messages,
       alone and so without bubbles, in ``m / (m + S - 1)`` of their time (Swift, arXiv 2302.06173).
 
     Attributes:
@@ -144,7 +144,7 @@ class ThisSystem:
         return f"this, {self.on_failure}{ENDS if self.ends else ''}"
 
     def throughput(self, pattern: Pattern) -> float:
-        """Of the re-routed schedule, or all or nothing where lost workers are waited for."""
+        """Of the re-routed schedule, or all or nothing where failed workers are waited for."""
         if self.on_failure != "reroute":
             share = float(not pattern.vacant)
         elif not self.ends and has_lost_both_ends(pattern):
@@ -158,7 +158,7 @@ class ThisSystem:
         lost = count_stages(self.layout, pattern.vacant)
         stay = period(self.layout, lost)
         move = period(self.layout, spread(self.layout, len(pattern.vacant)))
-        # Who has moved has no state for newcomers, so a stage that has lost all its own workers is lost.
+        # Who has moved has no state for replacements, so a stage that has lost all its own workers fails.
         pays = max(lost) < self.layout.pipelines and stay - move > LEAST_GAIN * stay
         return stay, move if pays else stay
 
@@ -171,30 +171,32 @@ class ThisSystem:
         return sum(max(0, now - then) for now, then in zip(lost, wanted, strict=True))
 
     def _moving_s(self, before: Pattern, after: Pattern) -> float:
-        """What moves cost if there are more after a loss: as much is lost before they are made as they take."""
+        """What moves cost if there are more after a failure: as much is lost before they are made as they take."""
         if self._moves(after) <= self._moves(before):
             return 0.0
         return 2 * (self.measured.copy_s + self._periods(after)[0] * self.layout.slot_s)
 
-    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
+    def failure(self, before: Pattern, after: Pattern, event: TraceEvent) -> FailureCost:
         """See the class."""
         if self.on_failure != "replay" and self._must_go_back(before, event):
             return self.checkpoints.cost
         if self.on_failure != "reroute":
-            return LossCost() if after.vacant else self._replacement()
+            return FailureCost() if after.vacant else self._replacement()
         peers = max(1, self.layout.pipelines - 1 - len(before.vacant) // self.layout.stages)
         again_s = self._share_s / 2 / peers
         moving_s = self._moving_s(before, after)
-        return LossCost(self.measured.reroute_s + again_s + moving_s + (self.measured.admit_s if event.joined else 0.0))
+        return FailureCost(
+            self.measured.reroute_s + again_s + moving_s + (self.measured.admit_s if event.joined else 0.0)
+        )
 
-    def join(self, before: Pattern, after: Pattern) -> LossCost:
-        """A newcomer is let in; where all wait for it, that is its replacement."""
+    def join(self, before: Pattern, after: Pattern) -> FailureCost:
+        """A replacement is admitted; where all wait for it, that is what a failure costs."""
         if self.on_failure == "reroute":
-            return LossCost(self.measured.admit_s)
-        return LossCost() if after.vacant else self._replacement()
+            return FailureCost(self.measured.admit_s)
+        return FailureCost() if after.vacant else self._replacement()
 
     def _must_go_back(self, before: Pattern, event: TraceEvent) -> bool:
-        """Whether state that a newcomer would need, or data of the step, are gone."""
+        """Whether state that a replacement would need, or data of the step, are gone."""
         now = before.after(event.lost, ())
         gone = any(lost >= self.layout.pipelines for lost in count_stages(self.layout, now.vacant))
         if self.on_failure != "reroute":
@@ -202,12 +204,12 @@ class ThisSystem:
         # A stage from which workers have moved cannot do without all others in one step.
         return gone or (self._moves(before) > 0 and wiped_out(before, event.lost))
 
-    def _replacement(self) -> LossCost:
+    def _replacement(self) -> FailureCost:
         ready_s = self.measured.replace_s + self.measured.copy_s
         if self.on_failure == "replace":
-            return LossCost(ready_s + self._share_s / 2)
+            return FailureCost(ready_s + self._share_s / 2)
         alone = self.layout.micro_batches / (self.layout.micro_batches + self.layout.stages - 1)
-        return LossCost(ready_s, self.checkpoints.every_s, alone)
+        return FailureCost(ready_s, self.checkpoints.every_s, alone)
 
     @property
     def _share_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Failure traces: when which workers are lost, and when their places are filled again.
+"""Failure traces: when which workers fail, and when their places are filled again.
 
 A trace names workers by place, ``pipeline * stages + stage``, so that all systems see the same failures. Files that
 only count (``-2`` at some second) get their victims drawn from a seed.
@@ -29,7 +29,7 @@ class TraceEvent:
 
     Attributes:
         time_s: seconds since the start.
-        lost: workers that are lost.
+        lost: workers that fail.
         joined: places that are filled again; a place in both is filled by a spare at once.
     """
 
@@ -55,8 +55,8 @@ class Trace:
     resolution_s: float = 0.0
 
     @property
-    def losses(self) -> int:
-        """How many workers are lost."""
+    def failures(self) -> int:
+        """How many workers fail."""
         return sum(len(event.lost) for event in self.events)
 
     def jittered(self, seed: int) -> Trace:
@@ -86,7 +86,7 @@ def from_counts(
     """A trace from (seconds, change of the number of workers); victims are drawn, the longest vacant place is filled.
 
     Raises:
-        ConfigError: if more workers are lost or join than there are.
+        ConfigError: if more workers fail or join than there are.
     """
     generator = random.Random(seed)
     vacant: deque[int] = deque()

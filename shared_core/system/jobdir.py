@@ -24,7 +24,7 @@ _LOGS = "swift-log-"
 #: Link to the folder for logs on disk: short links go through it, which take no room in memory.
 DISK = "disk"
 #: Start of the names of folders beside the logs on disk: publications of a rank that did not fit into memory.
-ON_DISK = "board"
+ON_DISK = "publications"
 #: Less room in memory than this is left to others, in bytes.
 LEAST_BYTES = 16 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -133,7 +133,7 @@ class JobDir:
         ranks have trained.
 
         Args:
-            keep: number of an attempt from which the next one goes on: its publications and what it handed on stay.
+            keep: number of an attempt from which the next one continues: its publications and what it handed on stay.
         """
         with suppress(OSError):
             for left in [*self._logs.glob("rank*"), *self._logs.glob(f"{ON_DISK}*/attempt*")]:

@@ -36,7 +36,7 @@ _NONCE = _MAC = hashlib.sha256().digest_size
 _SERVER, _CLIENT, _CONNECTION = b"server", b"client", b"connection"
 
 
-class Stranger(ConnectionError):
+class NotAuthenticated(ConnectionError):
     """Somebody answers who does not know the job's secret."""
 
 
@@ -158,7 +158,7 @@ def prove(sock: socket.socket, key: bytes) -> bytes:
     """The client's side of :func:`ask`. The socket's time-out is changed.
 
     Raises:
-        Stranger: the other side does not know the key, or has another one.
+        NotAuthenticated: the other side does not know the key, or has another one.
         OSError: it does not answer.
     """
     deadline = time.monotonic() + PROOF_S
@@ -171,9 +171,9 @@ def prove(sock: socket.socket, key: bytes) -> bytes:
     try:
         proof = _receive(sock, _MAC, deadline)
     except ConnectionError as error:
-        raise Stranger("the other machine has another secret or another --rdzv-id") from error
+        raise NotAuthenticated("the other machine has another secret or another --rdzv-id") from error
     if not hmac.compare_digest(proof, _proof(key, _SERVER, theirs, mine)):
-        raise Stranger("the other machine does not know the secret of this job")
+        raise NotAuthenticated("the other machine does not know the secret of this job")
     return _proof(key, _CONNECTION, theirs, mine)
 
 

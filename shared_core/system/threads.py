@@ -15,7 +15,7 @@ from shared_core.resources import FIRST_S, Retries, advice, no_thread
 
 _Made = TypeVar("_Made")
 #: So long a worker tries to get a thread, in seconds.
-PATIENCE_S = 30.0
+MAX_WAIT_S = 30.0
 
 
 def start(target: Callable[..., Any], args: Sequence[Any] = (), *, name: str) -> threading.Thread:
@@ -37,14 +37,14 @@ def start(target: Callable[..., Any], args: Sequence[Any] = (), *, name: str) ->
 def persist(make: Callable[[], _Made], what: str) -> _Made:
     """Make something that needs a thread.
 
-    Where the system has no thread left it is tried again for :data:`PATIENCE_S`. Then this process ends, as one that is
-    lost: without the thread its peers would wait for it for ever.
+    Where the system has no thread left it is tried again for :data:`MAX_WAIT_S`. Then this process ends, as one that is
+    failed: without the thread its peers would wait for it for ever.
 
     Args:
         make: makes it. It raises RuntimeError or OSError where there is no thread; other errors are its caller's.
         what: "start a thread", for the line that says that it cannot.
     """
-    deadline, tries = time.monotonic() + PATIENCE_S, Retries(console)
+    deadline, tries = time.monotonic() + MAX_WAIT_S, Retries(console)
     while True:
         try:
             return make()
@@ -54,6 +54,6 @@ def persist(make: Callable[[], _Made], what: str) -> _Made:
         refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         tries.refused(f"pid {os.getpid()} cannot {what}", refused)
         if time.monotonic() >= deadline:
-            console(f"pid {os.getpid()} ends: it could not {what} in {PATIENCE_S:g} s: {advice(refused)}")
+            console(f"pid {os.getpid()} ends: it could not {what} in {MAX_WAIT_S:g} s: {advice(refused)}")
             os._exit(1)
         time.sleep(FIRST_S)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from shared_core.events import console
 from shared_core.system import secret
 
-#: Longest wait for another machine, in seconds; a loss that is announced ends it before.
+#: Longest wait for another machine, in seconds; a failure that is announced ends it before.
 WAIT_S = 30.0
 CONNECT_S = 3.0
 _HEAD = struct.Struct("<cIIHQ")

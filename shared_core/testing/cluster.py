@@ -150,16 +150,16 @@ class Cluster:
         lines = path.read_text().splitlines() if path.exists() else []
         return [one for line in lines if (one := json.loads(line))["rank"] in ranks or not ranks]
 
-    def tops(self, rank: int) -> int:
-        """Batch tops that a rank has passed."""
+    def boundaries(self, rank: int) -> int:
+        """Step boundaries that a rank has passed."""
         folders = [one["job_dir"] for one in self.workers(rank)]
         progress = progress_file.read_progress(Path(folders[-1]) / f"rank{rank}" / "progress") if folders else None
         return progress[0] if progress else 0
 
     def kept(self, rank: int) -> list[str]:
-        """Names of the batch tops for which a rank keeps what it has published."""
+        """Names of the step boundaries for which a rank keeps what it has published."""
         folder = Path(self.workers(rank)[-1]["job_dir"]) / f"rank{rank}"
-        return sorted(path.name for path in folder.rglob("top.*") if path.suffix != ".tmp")
+        return sorted(path.name for path in folder.rglob("boundary.*") if path.suffix != ".tmp")
 
     def finish(self, timeout_s: float = 40.0) -> tuple[JobResult, list[int]]:
         """Wait for the end: the result (its status is the worst of the machines that were not killed) and each

@@ -1,4 +1,4 @@
-"""What a soak does to its jobs: faults drawn from a seed, so that each leaves the job a way to go on."""
+"""What a soak does to its jobs: faults drawn from a seed, so that each leaves the job a way to continue."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ PIPELINES = {
 #: Sharded models by name, with the replicas of each shard; ZeRO's with its stage.
 SHARDED = {"fsdp2": 1, "hsdp": 2, "zero3": 1}
 ZERO = {"zero3": 3}
-#: Those that go on without lost workers, with their ranks.
+#: Those that continue without failed workers, with their ranks.
 REROUTED = {"rerouted-2x2": 4, "rerouted-3x2": 6, "shared-3x2": 6, "moved-3x2": 6, "machines-3x2": 6}
 #: Those that run on so many machines, with as many workers each.
 ON_MACHINES = {"machines-3x2": 3}
 STEPS = 14
 #: Faults are drawn for these steps, so that the last ones end without.
 LAST_STRUCK = STEPS - 2
-#: Batch tops of the pipelines' job that train (each fourth evaluates), and those with a checkpoint.
-PIPE_TOPS, CHECKPOINTS = (1, 2, 3, 5, 6, 7, 9, 10, 11, 13), 3
-#: Share of the runs of re-routed pipelines with a loss while a newcomer copies the state, and while one is let in.
-COPIED, LET_IN = 0.25, 0.2
+#: Step boundaries of the pipelines' job that train (each fourth evaluates), and those with a checkpoint.
+PIPE_BOUNDARIES, CHECKPOINTS = (1, 2, 3, 5, 6, 7, 9, 10, 11, 13), 3
+#: Share of the runs of re-routed pipelines with a failure while a replacement copies the state, and while one is let
+#: in.
+COPIED, ADMITTED = 0.25, 0.2
 
 _COMMON = (
-    "batch_top",
+    "step_boundary",
     "forward",
     "collective.before",
     "collective.after",
@@ -83,7 +84,7 @@ _VALIDATED = {"accelerate": (7,)}
 _VALIDATED_BY_LIGHTNING = (3, 6, 10, 13)
 #: Points of a pipeline, with their highest occurrence in one batch at every stage.
 _PIPE: dict[str, int] = {
-    "batch_top": 1,
+    "step_boundary": 1,
     "pipe.instruction": 15,
     "pipe.forward": 4,
     "pipe.backward": 4,
@@ -99,36 +100,39 @@ _PIPE: dict[str, int] = {
 _PIPE_RECOVERY = tuple(name for name in _COMMON if name.startswith("recovery.")) + ("recovery.streamed",)
 #: Points of a re-routed pipeline, with their highest occurrence in one batch that trains, or evaluates.
 _REROUTED_TRAINS: dict[str, int] = {
-    "batch_top": 1,
+    "step_boundary": 1,
     "reroute.action": 8,
-    "lane.send": 8,
+    "survivor_group.send": 8,
     "reroute.reduce": 1,
     "reroute.step": 1,
     "update.before": 1,
     "update.during": 20,
     "update.after": 1,
 }
-_REROUTED_EVALUATES: dict[str, int] = {"batch_top": 1, "reroute.evaluate": 4, "reroute.evaluated": 1}
-#: Points at which a survivor, and a newcomer, passes when newcomers are let in.
-_LETS_IN = ("lane.let_in", "recovery.connected", "recovery.exchanged", "recovery.installed")
-_COMES_IN = ("lane.knock", "recovery.connected", "recovery.exchanged", "recovery.installed")
+_REROUTED_EVALUATES: dict[str, int] = {"step_boundary": 1, "reroute.evaluate": 4, "reroute.evaluated": 1}
+#: Points at which a survivor, and a replacement, passes when replacements are admitted.
+_ADMITS = ("survivor_group.admit", "recovery.connected", "recovery.exchanged", "recovery.installed")
+_COMES_IN = ("survivor_group.join_request", "recovery.connected", "recovery.exchanged", "recovery.installed")
 
 
 class Cut(NamedTuple):
-    """A machine that is lost.
+    """A machine that fails.
 
     Attributes:
         ranks: of its workers.
-        top: when rank 0 has passed so many batch tops.
+        boundary: when rank 0 has passed so many step boundaries.
         later_s: and so many seconds have gone by.
     """
 
     ranks: tuple[int, ...]
-    top: int
+    boundary: int
     later_s: float
 
     def __str__(self) -> str:
-        return f"the machine of ranks {' and '.join(map(str, self.ranks))}, {self.later_s:.2f} s after top {self.top}"
+        return (
+            f"the machine of ranks {' and '.join(map(str, self.ranks))}, {self.later_s:.2f} s after boundary "
+            f"{self.boundary}"
+        )
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,8 @@ class Run:
     """One run of the soak: which model, and what happens in it.
 
     Attributes:
-        copies: where workers wait until newcomers have begun to copy the state; see ``testing.copies``.
-        cut: a machine that is lost besides.
+        copies: where workers wait until replacements have begun to copy the state; see ``testing.copies``.
+        cut: a machine that fails besides.
     """
 
     number: int
@@ -148,7 +152,7 @@ class Run:
 
     @property
     def strikes(self) -> int:
-        """Faults, a lost machine included."""
+        """Faults, a failed machine included."""
         return len(self.faults) + (self.cut is not None)
 
     def __str__(self) -> str:
@@ -162,16 +166,16 @@ def plan(
     model = models[number % len(models)]
     rng = random.Random(f"{seed}/{number}")
     if model in ON_MACHINES:
-        return _machine_lost(rng, number, model, kinds)
+        return _machine_failed(rng, number, model, kinds)
     if model == "moved-3x2":
         return Run(number, model, _moves(rng, model, kinds))
-    if model == "shared-3x2":  # nobody waits for newcomers
+    if model == "shared-3x2":  # nobody waits for replacements
         return Run(number, model, _rerouted(rng, model, kinds))
     if model in REROUTED:
         what = rng.random()
         if what < COPIED:
             return Run(number, model, *_in_a_copy(rng, model, kinds))
-        draw = _when_let_in if what < COPIED + LET_IN else _rerouted
+        draw = _when_admitted if what < COPIED + ADMITTED else _rerouted
         return Run(number, model, draw(rng, model, kinds))
     if model in PIPELINES:
         return Run(number, model, _pipeline(rng, model, world_size, kinds))
@@ -195,7 +199,7 @@ def _points(model: str) -> tuple[str, ...]:
     """Points that the job of a model meets."""
     if model == "plain":  # plain loops have neither
         return tuple(name for name in _COMMON if name != "validation")
-    if model in SHARDED:  # nobody gives a newcomer its shard
+    if model in SHARDED:  # nobody gives a replacement its shard
         return tuple(name for name in _COMMON if name not in ("validation", "bucket", "recovery.giving"))
     if model in OUTSIDE:
         return (*(name for name in _COMMON if name != "validation"), "outside", "outside", "outside")
@@ -215,21 +219,21 @@ def _pipeline(rng: random.Random, model: str, world_size: int, kinds: Sequence[s
         kind = rng.choice([each for each in kinds if not incarnation or each != "exception"])
         return Fault(rank, step, point, kind, rng.randint(1, points[point]), incarnation)
 
-    rank, place = rng.randrange(world_size), rng.randrange(len(PIPE_TOPS))
-    step = PIPE_TOPS[place]
+    rank, place = rng.randrange(world_size), rng.randrange(len(PIPE_BOUNDARIES))
+    step = PIPE_BOUNDARIES[place]
     first = draw(rank, step)
     if how == "apart":
         # Ranks are a batch apart at most, so these are two recoveries.
-        other, later = rng.randrange(world_size), PIPE_TOPS[min(place + 3, len(PIPE_TOPS) - 1)]
+        other, later = rng.randrange(world_size), PIPE_BOUNDARIES[min(place + 3, len(PIPE_BOUNDARIES) - 1)]
         return (first,) if later - step < 3 else (first, draw(other, later, int(other == rank)))
     if how == "at once":
         count = rng.choice((2, 2, 3))
         start = rng.randrange(world_size - count + 1)
         return tuple(draw(each, step) for each in range(start, start + count))
     if how == "replay":
-        # A newcomer from a checkpoint passes earlier batches again, any other one only the batch of the loss.
+        # A replacement from a checkpoint passes earlier batches again, any other one only the batch of the failure.
         earliest = step // CHECKPOINTS * CHECKPOINTS if PIPELINES[model] == world_size else step
-        again = [top for top in PIPE_TOPS if max(1, earliest) <= top <= step]
+        again = [boundary for boundary in PIPE_BOUNDARIES if max(1, earliest) <= boundary <= step]
         return first, draw(rank, rng.choice(again), 1)
     if how == "recovery":
         other = rng.choice([each for each in range(world_size) if each != rank])
@@ -238,7 +242,8 @@ def _pipeline(rng: random.Random, model: str, world_size: int, kinds: Sequence[s
     return (first,)
 
 
-# -- pipelines that go on without lost workers: each stage keeps a replica ---------------------------------------------
+# -- pipelines that continue without failed workers: each stage keeps a replica
+# ---------------------------------------------
 
 
 def _of_no_code(rng: random.Random, kinds: Sequence[str]) -> str:
@@ -247,13 +252,13 @@ def _of_no_code(rng: random.Random, kinds: Sequence[str]) -> str:
 
 
 def _in_a_batch(rng: random.Random, rank: int, step: int, kinds: Sequence[str]) -> Fault:
-    points = _REROUTED_TRAINS if step in PIPE_TOPS else _REROUTED_EVALUATES
+    points = _REROUTED_TRAINS if step in PIPE_BOUNDARIES else _REROUTED_EVALUATES
     point = rng.choice(sorted(points))
     return Fault(rank, step, point, rng.choice(list(kinds)), rng.randint(1, points[point]))
 
 
 def _rerouted(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
-    """Losses at once or up to two batches apart, often of both ends of a pipeline, or of two workers of a stage."""
+    """Failures at once or up to two batches apart, often of both ends of a pipeline, or of two workers of a stage."""
     world, stages = REROUTED[model], PIPELINES[model]
     pipelines = world // stages
     home = rng.randrange(pipelines)
@@ -269,43 +274,43 @@ def _rerouted(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fau
 
 
 def _in_a_copy(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[tuple[Fault, ...], str]:
-    """A loss, and another one while its newcomer copies the state and the others train: of the newcomer, of the worker
-    that gives it the state, or of another one. The others wait at a later step for the copy to begin.
+    """A failure, and another one while its replacement copies the state and the others train: of the replacement, of
+    the worker that gives it the state, or of another one. The others wait at a later step for the copy to begin.
     """
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
-    rank, place = rng.randrange(world), rng.randrange(1, 5)  # before the first batch newcomers are waited for
+    rank, place = rng.randrange(world), rng.randrange(1, 5)  # before the first batch replacements are waited for
     peers = [each for each in range(world) if each // pipelines == rank // pipelines and each != rank]
     others = [each for each in range(world) if each != rank and (pipelines > 2 or each not in peers)]
-    whose = rng.choice(("newcomer", "giver", "other") if pipelines > 2 else ("newcomer", "other"))
-    first = _in_a_batch(rng, rank, PIPE_TOPS[place], kinds)
+    whose = rng.choice(("replacement", "giver", "other") if pipelines > 2 else ("replacement", "other"))
+    first = _in_a_batch(rng, rank, PIPE_BOUNDARIES[place], kinds)
     kind = _of_no_code(rng, kinds)
     if whose == "other":
-        second = _in_a_batch(rng, rng.choice(others), PIPE_TOPS[place + 2], kinds)
+        second = _in_a_batch(rng, rng.choice(others), PIPE_BOUNDARIES[place + 2], kinds)
     elif whose == "giver":
         second = Fault(min(peers), ANY_STEP, "copy.give", kind)
     else:
         # At the first message: more come only if the others still train, and they may wait by then.
         second = Fault(rank, ANY_STEP, "copy.take", kind, incarnation=1)
-    return (first, second), f"{place + 2}:{2 if whose == 'newcomer' else 1}"
+    return (first, second), f"{place + 2}:{2 if whose == 'replacement' else 1}"
 
 
-def _when_let_in(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
-    """Both ends of a pipeline are lost, so that the others wait for a newcomer; and one more when newcomers are let in:
-    one of these, or of the others.
+def _when_admitted(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
+    """Both ends of a pipeline fail, so that the others wait for a replacement; and one more when replacements are
+    admitted: one of these, or of the others.
     """
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
-    home, step = rng.randrange(pipelines), rng.choice(PIPE_TOPS[1:-3])
+    home, step = rng.randrange(pipelines), rng.choice(PIPE_BOUNDARIES[1:-3])
     ends = [home, world - pipelines + home]
     others = [rank for rank in range(world) if rank not in ends] if pipelines > 2 else []
     if others and rng.random() < 0.5:
-        third = Fault(rng.choice(others), ANY_STEP, rng.choice(_LETS_IN), _of_no_code(rng, kinds))
+        third = Fault(rng.choice(others), ANY_STEP, rng.choice(_ADMITS), _of_no_code(rng, kinds))
     else:
         third = Fault(rng.choice(ends), ANY_STEP, rng.choice(_COMES_IN), _of_no_code(rng, kinds), incarnation=1)
     return (*(_in_a_batch(rng, rank, step, kinds) for rank in ends), third)
 
 
 def _moves(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault, ...]:
-    """Two workers of a stage are lost, so that one of the other stage moves there; often another one of that stage,
+    """Two workers of a stage fail, so that one of the other stage moves there; often another one of that stage,
     while it moves or later.
     """
     pipelines = REROUTED[model] // PIPELINES[model]
@@ -320,8 +325,8 @@ def _moves(rng: random.Random, model: str, kinds: Sequence[str]) -> tuple[Fault,
     return tuple(found)
 
 
-def _machine_lost(rng: random.Random, number: int, model: str, kinds: Sequence[str]) -> Run:
-    """A machine is lost, but not the one with the store; often a worker of another one, too."""
+def _machine_failed(rng: random.Random, number: int, model: str, kinds: Sequence[str]) -> Run:
+    """A machine fails, but not the one with the store; often a worker of another one, too."""
     world, pipelines = REROUTED[model], REROUTED[model] // PIPELINES[model]
     each = world // ON_MACHINES[model]
     place = rng.randrange(1, ON_MACHINES[model])

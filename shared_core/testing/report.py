@@ -23,8 +23,8 @@ from shared_core.events import read_events
 from shared_core.testing.digest import digest
 
 OUT = "SWIFT_TEST_OUT"
-#: Number of a forward pass of a worker -> how many prepared standbys it waits for there, and of how many it must have
-#: been said before that they are lost; as JSON.
+#: Number of a forward pass of a worker -> how many hot standbys it waits for there, and of how many it must have
+#: been said before that they failed; as JSON.
 AWAIT = "SWIFT_TEST_AWAIT"
 _AWAIT_S = 60.0
 
@@ -99,22 +99,22 @@ class Report:
         partial.replace(path)
 
 
-def _wait_prepared(events: str, number: int, lost: int) -> None:
-    """Return when so many standbys were prepared in this job, after so many were lost.
+def _wait_prepared(events: str, number: int, failed: int) -> None:
+    """Return when so many standbys were prepared in this job, after so many failed.
 
     Raises:
         TimeoutError: they were not.
     """
     deadline = time.monotonic() + _AWAIT_S
-    while _prepared_after(events, lost) < number:
+    while _prepared_after(events, failed) < number:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{number} standbys were not prepared in {_AWAIT_S:g} s")
         time.sleep(0.02)
 
 
-def _prepared_after(events: str, lost: int) -> int:
+def _prepared_after(events: str, failed: int) -> int:
     found = 0
     for event in read_events(events):
-        lost -= event.kind == "warning" and "the prepared standby" in event.fields["message"]
-        found += event.kind == "prepared" and lost <= 0
+        failed -= event.kind == "warning" and "the hot standby" in event.fields["message"]
+        found += event.kind == "prepared" and failed <= 0
     return found

@@ -363,9 +363,9 @@ _CONFIRMS: dict[str, tuple[str, ...]] = {
 
 
 def unconfirmed(result: JobResult) -> list[str]:
-    """Faults that did not strike, or whose rank was not lost with a fitting cause; empty if all did."""
+    """Faults that did not strike, or whose rank did not fail with a fitting cause; empty if all did."""
     struck = {record["index"]: record for record in result.struck}
-    losses = [(event.rank, str(event.fields.get("cause", event.fields))) for event in result.kinds("lost")]
+    failures = [(event.rank, str(event.fields.get("cause", event.fields))) for event in result.kinds("failed")]
     wrong = []
     for index, fault in enumerate(result.faults):
         if index not in struck:
@@ -373,11 +373,11 @@ def unconfirmed(result: JobResult) -> list[str]:
             continue
         if fault.kind in REFUSALS:
             continue
-        for place, (rank, cause) in enumerate(losses):
+        for place, (rank, cause) in enumerate(failures):
             if rank == fault.rank and any(word in cause for word in _CONFIRMS[fault.kind]):
-                del losses[place]
+                del failures[place]
                 break
         else:
-            causes = [cause for rank, cause in losses if rank == fault.rank]
-            wrong.append(f"{fault}: struck, but the loss was reported as {causes or 'nothing'}")
+            causes = [cause for rank, cause in failures if rank == fault.rank]
+            wrong.append(f"{fault}: struck, but the failure was reported as {causes or 'nothing'}")
     return wrong

@@ -2,8 +2,8 @@
 
 Each run trains a small model with one to three faults drawn from the seed (:mod:`shared_core.testing.draws`) and is
 compared, on every rank and bit for bit, with the run of the same script under the stock strategy on plain gloo (three
-pipelines that go on without lost workers, and jobs on other devices: with the same run without faults). Losses of
-machines need network namespaces, so root.
+pipelines that continue without failed workers, and jobs on other devices: with the same run without faults). Failures
+of machines need network namespaces, so root.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TIMEOUT_S = 90.0
 #: Models whose jobs train on any device.
 _ON_DEVICES = ("plain", "fsdp2", "hsdp")
 _REROUTE = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}
-#: More arguments of a model's job: steps that take so long that workers move in it, or that a machine is lost in one.
+#: More arguments of a model's job: steps that take so long that workers move in it, or that a machine fails in one.
 _WORDS = {
     "shared-3x2": ["--shared"],
     "moved-3x2": ["--untied", "--work-ms", "5"],
@@ -80,7 +80,7 @@ def judge(result: JobResult, reference: JobResult, cut: Collection[int] = ()) ->
     Args:
         result: the run.
         reference: the one without faults.
-        cut: ranks whose machine was to be lost.
+        cut: ranks whose machine was to fail.
 
     Returns:
         ``ok``, ``restarted`` (a pipeline went back to a checkpoint with all its ranks, and said so), ``not counted`` (a
@@ -88,7 +88,7 @@ def judge(result: JobResult, reference: JobResult, cut: Collection[int] = ()) ->
     """
     restarts = len(result.kinds("restart"))
     rerouted = "--rerouted" in result.command
-    if rerouted:  # the others may end before a newcomer comes
+    if rerouted:  # the others may end before a replacement comes
         away = {*cut, *(fault.rank for fault in result.faults)} - result.reports.keys()
         kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
         reference = replace(reference, reports=kept)
@@ -107,9 +107,11 @@ def judge(result: JobResult, reference: JobResult, cut: Collection[int] = ()) ->
     missed += [
         f"{Fault.from_dict(record['fault'])}: struck in the last step"
         for record in result.struck
-        if record["tops"] >= STEPS
+        if record["boundaries"] >= STEPS
     ]
-    missed += [f"rank {rank} outlived its machine" for rank in set(cut) - {each.rank for each in result.kinds("lost")}]
+    missed += [
+        f"rank {rank} outlived its machine" for rank in set(cut) - {each.rank for each in result.kinds("failed")}
+    ]
     if missed:
         return "not counted", "; ".join(missed)
     reasons = [str(event.fields["reason"]) for event in result.kinds("restart")]
@@ -125,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     models = {"all": MODELS, "pipelines": tuple(PIPELINES)}.get(args.model, (args.model,))
     if ON_MACHINES.keys() & set(models) and (why := "--cold starts no machines" if args.cold else unavailable()):
-        print(f"soak: no machines are lost: {why}", flush=True)
+        print(f"soak: no machines fail: {why}", flush=True)
         models = tuple(model for model in models if model not in ON_MACHINES)
         if not models:
             return 1
@@ -242,7 +244,7 @@ def _execute(
         }
     if run.model in REROUTED:
         env |= _REROUTE
-    if run.model == "moved-3x2":  # newcomers come when workers have moved
+    if run.model == "moved-3x2":  # replacements come when workers have moved
         env["SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S"] = "2"
     if run.cut is not None:
         assert warm is not None
@@ -267,16 +269,16 @@ def _execute(
 def _on_machines(
     run: Run, warm: WarmLauncher, out: Path, script: Path, words: Sequence[str], env: Mapping[str, str]
 ) -> JobResult:
-    """Run the job on machines, of which one is lost."""
+    """Run the job on machines, of which one fails."""
     assert run.cut is not None
-    count, (ranks, top, later_s) = ON_MACHINES[run.model], run.cut
+    count, (ranks, boundary, later_s) = ON_MACHINES[run.model], run.cut
     out.mkdir(parents=True, exist_ok=True)
     with machines(count) as made:
         cluster = Cluster(
             warm, made, out, script, nnodes=count, nproc=len(ranks), faults=run.faults, args=words, env=env
         )
         try:
-            cluster.until(lambda: cluster.tops(0) >= top, TIMEOUT_S)
+            cluster.until(lambda: cluster.boundaries(0) >= boundary, TIMEOUT_S)
             time.sleep(later_s)
             made[cluster.place_of(ranks[0])].kill()
             return cluster.finish(TIMEOUT_S)[0]

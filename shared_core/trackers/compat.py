@@ -1,4 +1,4 @@
-"""What Weights & Biases does not say through its public interface: which rows of a lost process are in its file.
+"""What Weights & Biases does not say through its public interface: which rows of a failed process are in its file.
 
 Offline there is nobody else to ask. The file is a log in the format of LevelDB with a header of seven bytes; its
 entries are ``Record`` messages of the package's own protocol.

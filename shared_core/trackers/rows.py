@@ -1,5 +1,5 @@
-"""Rows of one tracker. A newcomer runs the script, or a batch of it, again: what the service has is not written twice,
-and what the service lost with its buffer is.
+"""Rows of one tracker. A replacement runs the script, or a batch of it, again: what the service has is not written
+twice, and what the service failed with its buffer is.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Service:
         return None
 
     def has(self, place: Any, row: Row, step: Any) -> bool | None:
-        """Whether it has this row of a predecessor; None if it cannot tell."""
+        """Whether it has this row of a failed worker; None if it cannot tell."""
         return None
 
     def passed(self, place: Any, step: Any) -> None:
         """A row was not written, because :meth:`has` said that it is there."""
 
-    def go_on(self, place: Any) -> None:
+    def carry_on(self, place: Any) -> None:
         """The row that comes next, to ``place``, is the first that is missing."""
 
     def wrote(self, place: Any, step: Any) -> None:
@@ -51,10 +51,10 @@ class Service:
         return None
 
     def restore(self, state: Any) -> None:
-        """In a newcomer: be where the predecessor was."""
+        """In a replacement: be where the failed worker was."""
 
 
-def has_predecessor(job: Job) -> bool:
+def replaces_a_worker(job: Job) -> bool:
     """Whether another worker may have written what this one comes to."""
     return bool(job.joining or job.env.incarnation or job.env.restart)
 
@@ -64,7 +64,7 @@ class Rows:
 
     Args:
         job: of this worker, which holds rank 0.
-        name: unique, and the same in a newcomer.
+        name: unique, and the same in a replacement.
         service: what takes the rows.
         write: how.
     """
@@ -76,8 +76,8 @@ class Rows:
         self._done = 0
         self._written = job.notes.tally(f"rows.{name}")
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=_KEPT)
-        #: A predecessor may have written what comes next.
-        self._behind = has_predecessor(job)
+        #: A failed worker may have written what comes next.
+        self._behind = replaces_a_worker(job)
 
     def give(self, row: Row, step: Any = None, **more: Any) -> None:
         """The script logs a row.
@@ -100,14 +100,14 @@ class Rows:
         self._written.value = self._count
 
     def state(self) -> Any:
-        """What a newcomer must know, as plain data."""
+        """What a replacement must know, as plain data."""
         oldest = time.time() - self._service.buffer_s
         while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()
         return {"count": self._count, "recent": [row for _, row in self._recent], "service": self._service.state()}
 
     def restore(self, state: Any) -> None:
-        """In a newcomer: go on from its predecessor's :meth:`state`, and write what the service has lost."""
+        """In a replacement: continue from the failed worker's :meth:`state`, and write what the service has lost."""
         self._service.restore(state["service"])
         self._recent.clear()
         for packed in state["recent"]:
@@ -126,7 +126,7 @@ class Rows:
 
     def _catch_up(self, place: Any) -> None:
         self._behind = False
-        self._service.go_on(place)
+        self._service.carry_on(place)
 
     def _has(self, number: int, place: Any, row: Row, step: Any) -> bool:
         has = self._service.has(place, row, step)

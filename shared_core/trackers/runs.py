@@ -1,6 +1,6 @@
-"""Which runs a job writes to: noted by the worker that opens them, taken up by its newcomers.
+"""Which runs a job writes to: noted by the worker that opens them, taken up by its replacements.
 
-The names of runs reach a newcomer in its environment, where Weights & Biases and MLflow look for them by themselves.
+The names of runs reach a replacement in its environment, where Weights & Biases and MLflow look for them by themselves.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def prepare() -> None:
 
 
 def note_runs(job: Job, **more: str) -> dict[str, str]:
-    """Call in rank 0 when runs were opened: leave their names to its newcomers.
+    """Call in rank 0 when runs were opened: leave their names to its replacements.
 
     Args:
         job: of this worker.
-        more: further variables that newcomers find in their environment.
+        more: further variables that replacements find in their environment.
 
     Returns:
         The variables, for :func:`take_up`.
@@ -47,10 +47,10 @@ def note_runs(job: Job, **more: str) -> dict[str, str]:
 
 
 def take_up(names: Mapping[str, str] | None) -> None:
-    """In a newcomer that has not found the names in its environment, because it is on another machine.
+    """In a replacement that has not found the names in its environment, because it is on another machine.
 
     Args:
-        names: what :func:`note_runs` has returned to its predecessor.
+        names: what :func:`note_runs` has returned to the failed worker.
     """
     for name, value in (names or {}).items():
         os.environ.setdefault(name, value)

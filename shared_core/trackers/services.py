@@ -10,14 +10,14 @@ from typing import Any
 
 from shared_core.job import Job
 from shared_core.trackers.compat import committed_steps, wait_closed
-from shared_core.trackers.rows import Row, Service, has_predecessor
+from shared_core.trackers.rows import Row, Service, replaces_a_worker
 from shared_core.trackers.runs import files_of
 
 #: Added to the time that a service says it keeps rows for, in seconds: timers are late under load.
 _MARGIN_S = 5.0
 #: Seconds in which rows reach the server.
 _ONLINE_S = 60.0
-#: Seconds that the process which writes for a lost worker has to notice that and to end.
+#: Seconds that the process which writes for a failed worker has to notice that and to end.
 _END_S = 10.0
 #: Names of metrics that every adapter gives to MLflow as they are.
 _PLAIN = re.compile(r"[0-9A-Za-z_/. -]+")
@@ -35,7 +35,7 @@ def of_wandb(job: Job, run: Callable[[], Any], *, numbered: bool) -> Service:
 
 
 class Wandb(Service):
-    """A run of Weights & Biases. Its rows have numbers, which go on in the newcomer's part of the run.
+    """A run of Weights & Biases. Its rows have numbers, which continue in the replacement's part of the run.
 
     Args:
         run: gives the run.
@@ -44,9 +44,9 @@ class Wandb(Service):
 
     def __init__(self, job: Job, run: Callable[[], Any], numbered: bool) -> None:
         self._job, self._run, self._numbered = job, run, numbered
-        #: Of the next row that the script gives without a number; of the predecessor's next while this is behind.
+        #: Of the next row that the script gives without a number; of the failed worker's next while this is behind.
         self._next = 0
-        self._behind = has_predecessor(job)
+        self._behind = replaces_a_worker(job)
         self._first: int | None = None
         #: The number that the service's next row has been given.
         self._at = 0
@@ -67,7 +67,7 @@ class Wandb(Service):
     def passed(self, place: Any, step: Any) -> None:
         self._next = max(self._next, place if self._given(step) else place + 1)
 
-    def go_on(self, place: Any) -> None:
+    def carry_on(self, place: Any) -> None:
         self._behind = False
         self._move(place)
 

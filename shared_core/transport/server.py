@@ -44,7 +44,7 @@ class Server:
         threading.Thread(target=self._accept, name="swift-server", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening; connections that are open go on."""
+        """Stop listening; connections that are open continue."""
         self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from shared_core.errors import MissingExtra
-from shared_core.watch.ranks import Phase
+from shared_core.watch.ranks import RankPhase
 from shared_core.watch.server import Page
 from shared_core.watch.view import JobView
 
@@ -72,7 +72,7 @@ def metrics_of(view: JobView) -> Iterator[Metric]:
         return family
 
     mine = [one for one in view.workers if one.here]
-    phases = {phase.value: float(sum(one.phase == phase for one in view.workers)) for phase in Phase}
+    phases = {phase.value: float(sum(one.phase == phase for one in view.workers)) for phase in RankPhase}
     steps = {str(one.rank): float(one.step) for one in mine if one.step is not None}
     newest = view.checkpoint
     said = {"run": view.run, "name": view.name, "script": view.script, "host": view.host}
@@ -91,8 +91,8 @@ def metrics_of(view: JobView) -> Iterator[Metric]:
     yield gauge("swift_step", "Batches begun by the worker of this machine that is furthest.", view.step)
     yield gauge("swift_steps_per_second", "Median of the workers of this machine.", view.steps_per_s)
     yield by(GaugeMetricFamily, "swift_worker_step", "Batches begun, by rank of this machine.", "rank", steps)
-    losses = {kind: float(count) for kind, count in view.losses_by_kind.items()}
-    yield by(CounterMetricFamily, "swift_losses", "Workers that were lost, by cause.", "cause", losses)
+    failures = {kind: float(count) for kind, count in view.failures_by_kind.items()}
+    yield by(CounterMetricFamily, "swift_failures", "Workers that failed, by cause.", "cause", failures)
     answers = {answer: float(count) for answer, count in view.recoveries.items()}
     yield by(CounterMetricFamily, "swift_recoveries", "Recoveries that are over.", "answer", answers)
     yield CounterMetricFamily(
@@ -103,7 +103,9 @@ def metrics_of(view: JobView) -> Iterator[Metric]:
     yield CounterMetricFamily("swift_resizes", "How often the number of workers has changed.", value=view.resizes)
     yield CounterMetricFamily("swift_checkpoints", "Checkpoints that were committed.", value=view.checkpoints)
     yield gauge("swift_checkpoint_age_seconds", "Since the newest checkpoint.", newest.age_s if newest else None)
-    yield gauge("swift_checkpoint_step", "Batch top of the newest checkpoint.", newest.step if newest else None)
+    yield gauge(
+        "swift_checkpoint_step", "Batch step boundary of the newest checkpoint.", newest.step if newest else None
+    )
     yield gauge("swift_checkpoint_bytes", "Size of the newest checkpoint.", newest.nbytes if newest else None)
     logs = {"memory": float(view.log_bytes), "disk": float(view.disk_bytes)}
     yield by(GaugeMetricFamily, "swift_log_bytes", "Message logs of this machine.", "where", logs)

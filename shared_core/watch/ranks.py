@@ -1,4 +1,4 @@
-"""Who holds each rank of a job, and who was lost, as its events tell it: folds over events, one after the other."""
+"""Who holds each rank of a job, and who failed, as its events tell it: folds over events, one after the other."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from shared_core.events import Event
 
 
-class Phase(StrEnum):
-    """What a worker does. ``waiting``: it has been in one collective for long; ``stalled``: it waits for a newcomer;
-    ``joining``: it is the newcomer; ``gone``: it has ended, and its launcher has not said so; ``elsewhere``: it runs on
-    another machine, and what it does is not seen here.
+class RankPhase(StrEnum):
+    """What a worker does. ``waiting``: it has been in one collective for long; ``stalled``: it waits for a replacement;
+    ``joining``: it is the replacement; ``gone``: it has ended, and its launcher has not said so; ``elsewhere``: it runs
+    on another machine, and what it does is not seen here.
     """
 
     STARTING = "starting"
     TRAINING = "training"
     WAITING = "waiting"
     STALLED = "stalled"
-    LOST = "lost"
+    FAILED = "failed"
     JOINING = "joining"
     STOPPED = "stopped"
     GONE = "gone"
@@ -29,7 +29,7 @@ class Phase(StrEnum):
 
 
 @dataclass
-class Held:
+class HeldRank:
     """A rank.
 
     Attributes:
@@ -37,14 +37,14 @@ class Held:
         pid: of its worker; None where nobody holds the rank.
         host: name of the worker's machine.
         agent: pid of that machine's launcher; 0 if it was not said.
-        losses: how often it was lost.
+        failures: how often it failed.
     """
 
-    phase: Phase
+    phase: RankPhase
     pid: int | None
     host: str = ""
     agent: int = 0
-    losses: int = 0
+    failures: int = 0
 
 
 class Ranks:
@@ -58,10 +58,10 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, HeldRank] = {}
         self.seen: set[int] = set()
         self.world_size = self.generation = 0
-        self._losses: dict[int, int] = {}
+        self._failures: dict[int, int] = {}
 
     def take(self, event: Event) -> None:
         """The next event."""
@@ -70,86 +70,86 @@ class Ranks:
         if event.kind == "start":
             self._start(said)
         elif event.kind in ("restart", "resize"):
-            self._losses = {rank: held.losses for rank, held in self.held.items()}
+            self._failures = {rank: held.failures for rank, held in self.held.items()}
             self.held.clear()
             self.generation = 0
             self.world_size = _pid(said.get("workers")) or self.world_size
-        elif event.kind == "generation" and (said.get("lost") or said.get("stay")):
+        elif event.kind == "generation" and (said.get("failed") or said.get("stay")):
             for rank, held in self.held.items():
-                if rank not in said.get("lost", []) and held.phase in (Phase.TRAINING, Phase.STARTING):
-                    held.phase = Phase.STALLED
+                if rank not in said.get("failed", []) and held.phase in (RankPhase.TRAINING, RankPhase.STARTING):
+                    held.phase = RankPhase.STALLED
         elif one is None:
             return
-        elif event.kind == "lost":
-            one.phase, one.pid, one.losses = Phase.LOST, None, one.losses + 1
-        elif event.kind == "newcomer_start":
-            one.phase, one.pid = Phase.JOINING, _pid(said.get("pid"))
+        elif event.kind == "failed":
+            one.phase, one.pid, one.failures = RankPhase.FAILED, None, one.failures + 1
+        elif event.kind == "replacement_start":
+            one.phase, one.pid = RankPhase.JOINING, _pid(said.get("pid"))
             one.host, one.agent = _word(said.get("host")), _pid(said.get("agent")) or one.agent
-        elif event.kind in ("newcomer_ready", "recovered", "resumed") and one.phase is not Phase.LOST:
-            one.phase = Phase.TRAINING
+        elif event.kind in ("replacement_ready", "recovered", "resumed") and one.phase is not RankPhase.FAILED:
+            one.phase = RankPhase.TRAINING
 
     def _start(self, said: dict[str, Any]) -> None:
         """One machine's workers run, in the first generation of an attempt."""
         self.world_size = _pid(said.get("world_size")) or self.world_size
         for rank, pid in _pids(said).items():
-            losses = self.held[rank].losses if rank in self.held else self._losses.get(rank, 0)
+            failures = self.held[rank].failures if rank in self.held else self._failures.get(rank, 0)
             agent = _pid(said.get("agent")) or 0
-            self.held[rank] = Held(Phase.STARTING, pid, _word(said.get("host")), agent, losses)
+            self.held[rank] = HeldRank(RankPhase.STARTING, pid, _word(said.get("host")), agent, failures)
             self.seen.add(rank)
 
 
 @dataclass
-class Lost:
-    """A loss; times in seconds since the epoch.
+class SeenFailure:
+    """A failure; times in seconds since the epoch.
 
     Attributes:
         rank: whose.
         detected: when it was noticed.
         cause: in words.
         pid: of the worker.
-        newcomer: pid of the one that took its place.
+        replacement: pid of the one that took its place.
         started: when that one began.
         joined: when that one had joined.
-        closed: when it was over otherwise: the newcomer was lost too, or the number of workers changed.
+        closed: when it was over otherwise: the replacement failed too, or the number of workers changed.
     """
 
     rank: int
     detected: float
     cause: str
     pid: int | None
-    newcomer: int | None = None
+    replacement: int | None = None
     started: float | None = None
     joined: float | None = None
     closed: float | None = None
 
 
-class Losses:
-    """All losses of a job.
+class SeenFailures:
+    """All failures of a job.
 
     Attributes:
         all: in order of time.
     """
 
     def __init__(self) -> None:
-        self.all: list[Lost] = []
-        self._open: dict[int, Lost] = {}
+        self.all: list[SeenFailure] = []
+        self._open: dict[int, SeenFailure] = {}
 
     def take(self, event: Event) -> None:
         """The next event."""
         said, rank = event.fields, event.rank
-        if event.kind == "lost":
+        if event.kind == "failed":
             self._close(rank, event.time)
             cause = str(said.get("cause", ""))
-            one = Lost(rank, float(said.get("detected", event.time)), cause, _pid(said.get("pid")))
+            one = SeenFailure(rank, float(said.get("detected", event.time)), cause, _pid(said.get("pid")))
             self.all.append(one)
             self._open[rank] = one
         elif event.kind == "start":
             for each, pid in _pids(said).items():
                 self._started(each, pid, event.time)
                 self._joined(each, event.time)
-        elif event.kind == "newcomer_start":
+        elif event.kind == "replacement_start":
             self._started(rank, said.get("pid"), event.time)
-        elif event.kind == "newcomer_ready":
+        elif event.kind == "replacement_ready":
             self._joined(rank, event.time)
         elif event.kind == "resize":  # ranks are others now
             for other in list(self._open):
@@ -157,7 +157,7 @@ class Losses:
 
     def _started(self, rank: int, pid: Any, when: float) -> None:
         if rank in self._open:
-            self._open[rank].newcomer, self._open[rank].started = _pid(pid), when
+            self._open[rank].replacement, self._open[rank].started = _pid(pid), when
 
     def _joined(self, rank: int, when: float) -> None:
         if rank in self._open:

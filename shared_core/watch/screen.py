@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from shared_core.errors import MissingExtra
 from shared_core.events import visible
-from shared_core.watch.ranks import Phase
+from shared_core.watch.ranks import RankPhase
 from shared_core.watch.text import (
-    LOSS_COLUMNS,
+    FAILURE_COLUMNS,
     SHOWN,
     WORKER_COLUMNS,
     facts,
+    failure_cells,
     headline,
-    loss_cells,
     worker_cells,
 )
 from shared_core.watch.view import JobView
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 _STATES = {"running": "green", "succeeded": "green", "recovering": "yellow", "starting": "cyan"}
 _PHASES = {
-    Phase.TRAINING: "green",
-    Phase.STALLED: "yellow",
-    Phase.JOINING: "yellow",
-    Phase.WAITING: "yellow",
-    Phase.LOST: "red",
-    Phase.GONE: "red",
-    Phase.STOPPED: "red",
+    RankPhase.TRAINING: "green",
+    RankPhase.STALLED: "yellow",
+    RankPhase.JOINING: "yellow",
+    RankPhase.WAITING: "yellow",
+    RankPhase.FAILED: "red",
+    RankPhase.GONE: "red",
+    RankPhase.STOPPED: "red",
 }
 
 
@@ -63,12 +63,12 @@ def drawn(view: JobView) -> Group:
         table = _table(WORKER_COLUMNS, right=(0, 2, 3, 4, 6, 7))
         for one in view.workers:
             first, phase, *rest = worker_cells(one)
-            table.add_row(Text(first), Text(phase, style=_PHASES.get(Phase(phase), "")), *map(Text, rest))
+            table.add_row(Text(first), Text(phase, style=_PHASES.get(RankPhase(phase), "")), *map(Text, rest))
         parts.append(table)
-    if view.losses:
-        table = _table(LOSS_COLUMNS, right=(0, 1, 3, 4, 5, 6))
-        for loss in view.losses[:SHOWN]:
-            table.add_row(*map(Text, loss_cells(loss, view.begun)))
+    if view.failures:
+        table = _table(FAILURE_COLUMNS, right=(0, 1, 3, 4, 5, 6))
+        for failure in view.failures[:SHOWN]:
+            table.add_row(*map(Text, failure_cells(failure, view.begun)))
         parts.append(table)
     return Group(*parts, *(Text(visible(text), style="yellow") for _, text in view.warnings))
 

@@ -25,7 +25,7 @@ _MOST = 16
 #: Most threads at once, those of clients that were sent away and that still prepare an answer among them.
 _MOST_THREADS = 2 * _MOST
 #: A request and its answer take so long together, in seconds, however often the client sends or reads a little.
-_PATIENCE_S = 10.0
+_MAX_WAIT_S = 10.0
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -128,7 +128,7 @@ class _Server(ThreadingHTTPServer):
         """Send away who takes too long; called between requests, at least every poll interval of the server."""
         with self._lock:
             now = time.monotonic()
-            for client in [each for each, since in self._since.items() if now - since > _PATIENCE_S]:
+            for client in [each for each, since in self._since.items() if now - since > _MAX_WAIT_S]:
                 self._send_away(client)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -178,7 +178,7 @@ class _IPv6(_Server):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     server_version, sys_version = "swift", ""
-    timeout = _PATIENCE_S
+    timeout = _MAX_WAIT_S
 
     def do_GET(self) -> None:
         """A page, or an error."""

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from shared_core.events import visible
 from shared_core.report.text import columns, in_bytes, in_seconds
-from shared_core.watch.view import JobView, LossView, WorkerView
+from shared_core.watch.view import FailureView, JobView, WorkerView
 
-#: Most losses that are shown.
+#: Most failures that are shown.
 SHOWN = 8
-WORKER_COLUMNS = ("rank", "phase", "step", "steps/s", "pid", "machine", "log", "lost")
-LOSS_COLUMNS = ("when", "rank", "cause", "pid", "newcomer", "joined after", "stall")
+WORKER_COLUMNS = ("rank", "phase", "step", "steps/s", "pid", "machine", "log", "failed")
+FAILURE_COLUMNS = ("when", "rank", "cause", "pid", "replacement", "joined after", "stall")
 
 
 def format_view(view: JobView) -> str:
@@ -21,9 +21,9 @@ def format_view(view: JobView) -> str:
     parts = [headline(view), "\n".join(f"{name + ':':<14} {value}" for name, value in facts(view))]
     if view.workers:
         parts.append(columns([WORKER_COLUMNS, *map(worker_cells, view.workers)]))
-    if view.losses:
-        parts.append(columns([LOSS_COLUMNS, *(loss_cells(one, view.begun) for one in view.losses[:SHOWN])]))
-        if (more := sum(view.losses_by_kind.values()) - SHOWN) > 0:
+    if view.failures:
+        parts.append(columns([FAILURE_COLUMNS, *(failure_cells(one, view.begun) for one in view.failures[:SHOWN])]))
+        if (more := sum(view.failures_by_kind.values()) - SHOWN) > 0:
             parts.append(f"and {more} before")
     parts += [f"{_clock(when)} {visible(text)}" for when, text in view.warnings]
     return "\n\n".join(parts)
@@ -39,8 +39,8 @@ def headline(view: JobView) -> str:
 
 def facts(view: JobView) -> list[tuple[str, str]]:
     """What concerns the whole job: name and value."""
-    lost = sum(view.losses_by_kind.values())
-    causes = ", ".join(f"{count} {visible(kind)}" for kind, count in view.losses_by_kind.items())
+    failed = sum(view.failures_by_kind.values())
+    causes = ", ".join(f"{count} {visible(kind)}" for kind, count in view.failures_by_kind.items())
     stall = in_seconds(view.stall_s) if view.stall_s else "none"
     found = [
         ("workers", f"{view.present} of {view.world_size}"),
@@ -49,7 +49,7 @@ def facts(view: JobView) -> list[tuple[str, str]]:
             f"{view.generation}" + (f", all workers started again {count(view.restarts)}" if view.restarts else ""),
         ),
         ("step", "-" if view.step is None else f"{view.step}, {pace(view.steps_per_s)} steps/s"),
-        ("losses", f"{lost} ({causes})" if lost else "0"),
+        ("failures", f"{failed} ({causes})" if failed else "0"),
         ("stalls", stall + (f"; now for {in_seconds(view.stalled_s)}" if view.stalled_s else "")),
         ("checkpoint", checkpoint(view)),
         ("message logs", f"{in_bytes(view.log_bytes)} in memory, {in_bytes(view.disk_bytes)} on disk"),
@@ -75,19 +75,19 @@ def worker_cells(one: WorkerView) -> tuple[str, ...]:
         "-" if one.pid is None else str(one.pid),
         visible(one.host) or "-",
         "-" if one.log_bytes is None else in_bytes(one.log_bytes),
-        str(one.losses),
+        str(one.failures),
     )
 
 
-def loss_cells(one: LossView, begun: float) -> tuple[str, ...]:
-    """A row for :data:`LOSS_COLUMNS`; times count from the start of the job."""
+def failure_cells(one: FailureView, begun: float) -> tuple[str, ...]:
+    """A row for :data:`FAILURE_COLUMNS`; times count from the start of the job."""
     cause = visible(one.cause) or "unknown"
     return (
         f"+{span(one.time - begun)}",
         str(one.rank),
         cause if len(cause) <= 48 else f"{cause[:45]}...",
         "-" if one.pid is None else str(one.pid),
-        "-" if one.newcomer is None else str(one.newcomer),
+        "-" if one.replacement is None else str(one.replacement),
         in_seconds(one.back_s),
         in_seconds(one.stall_s),
     )

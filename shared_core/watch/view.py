@@ -13,12 +13,12 @@ from shared_core.events import Event
 from shared_core.protocol.progress_file import Pace
 from shared_core.report.timeline import Recovery, recoveries
 from shared_core.system.card import Card
-from shared_core.watch.ranks import Held, Losses, Phase, Ranks
+from shared_core.watch.ranks import HeldRank, RankPhase, Ranks, SeenFailures
 
 #: A worker that has been in one collective for longer is shown as waiting, in seconds.
 WAITS_S = 2.0
-#: Most losses, bars of the timeline and warnings that a view holds: the newest.
-MOST_LOSSES, MOST_SPANS, MOST_WARNINGS = 200, 600, 5
+#: Most failures, bars of the timeline and warnings that a view holds: the newest.
+MOST_FAILURES, MOST_SPANS, MOST_WARNINGS = 200, 600, 5
 #: Most checkpoints among the bars.
 MOST_MARKS = 100
 _CAUSES = (
@@ -58,14 +58,14 @@ class WorkerView:
 
     Attributes:
         rank: its logical rank.
-        phase: a value of :class:`~shared_core.watch.ranks.Phase`.
+        phase: a value of :class:`~shared_core.watch.ranks.RankPhase`.
         pid: of its worker; None where nobody holds the rank.
         host: machine of the worker; empty if it was not said.
         here: it is a worker of this machine, so step, pace and log are known.
         step: batches begun.
         steps_per_s: over the last batches.
         log_bytes: memory of its message logs.
-        losses: how often the rank was lost.
+        failures: how often the rank failed.
     """
 
     rank: int
@@ -76,12 +76,12 @@ class WorkerView:
     step: int | None = None
     steps_per_s: float | None = None
     log_bytes: int | None = None
-    losses: int = 0
+    failures: int = 0
 
 
 @dataclass(frozen=True)
-class LossView:
-    """A worker that was lost.
+class FailureView:
+    """A worker that failed.
 
     Attributes:
         rank: its logical rank.
@@ -89,9 +89,9 @@ class LossView:
         cause: in words.
         kind: of the cause, one of few words: a signal's name, ``exit``, ``exception``, ``machine``, ``stopped``,
             ``no progress``, ``other``.
-        pid: of the lost worker; None if it was not said.
-        newcomer: pid of the worker that took its place; None if there is none yet.
-        back_s: seconds until the newcomer had joined; None if it has not.
+        pid: of the failed worker; None if it was not said.
+        replacement: pid of the worker that took its place; None if there is none yet.
+        back_s: seconds until the replacement had joined; None if it has not.
         stall_s: longest stall of another worker for it, in seconds; None while it lasts.
     """
 
@@ -100,7 +100,7 @@ class LossView:
     cause: str
     kind: str
     pid: int | None = None
-    newcomer: int | None = None
+    replacement: int | None = None
     back_s: float | None = None
     stall_s: float | None = None
 
@@ -111,7 +111,7 @@ class Span:
 
     Attributes:
         rank: whose; -1 for all.
-        what: ``lost``, ``joining``, ``stalled``, ``restart`` or ``checkpoint``.
+        what: ``failed``, ``joining``, ``stalled``, ``restart`` or ``checkpoint``.
         begin: seconds since the epoch.
         end: the same; None while it lasts.
         text: what a reader is told of it.
@@ -129,7 +129,7 @@ class CheckpointView:
     """The newest checkpoint.
 
     Attributes:
-        step: batch top.
+        step: step boundary.
         time: when it was committed, in seconds since the epoch.
         age_s: seconds since then.
         seconds: that it took to be written.
@@ -166,14 +166,14 @@ class JobView:
         stalled_s: how long the stall under way has lasted, 0 without one, in seconds.
         restarts: how often all workers have started again.
         resizes: how often their number has changed.
-        losses_by_kind: how many there were of each kind of cause.
+        failures_by_kind: how many there were of each kind of cause.
         recoveries: recoveries that are over, by answer: ``replace``, ``reroute``, ``restart``, ``resize``.
         checkpoint: the newest; None if there is none.
         checkpoints: how many were made.
         log_bytes: memory of the message logs of this machine.
         disk_bytes: what they take on its disk.
         workers: by rank.
-        losses: the newest first, of which there may have been more.
+        failures: the newest first, of which there may have been more.
         spans: of the timeline, in order of time; those before the oldest of these are left out.
         warnings: the newest first: time, and what it says.
     """
@@ -195,14 +195,14 @@ class JobView:
     stalled_s: float
     restarts: int
     resizes: int
-    losses_by_kind: dict[str, int]
+    failures_by_kind: dict[str, int]
     recoveries: dict[str, int]
     checkpoint: CheckpointView | None
     checkpoints: int
     log_bytes: int
     disk_bytes: int
     workers: tuple[WorkerView, ...]
-    losses: tuple[LossView, ...]
+    failures: tuple[FailureView, ...]
     spans: tuple[Span, ...]
     warnings: tuple[tuple[float, str], ...]
 
@@ -214,7 +214,7 @@ class JobView:
     @property
     def present(self) -> int:
         """Ranks that a worker holds."""
-        return sum(one.pid is not None and one.phase not in (Phase.GONE, Phase.DONE) for one in self.workers)
+        return sum(one.pid is not None and one.phase not in (RankPhase.GONE, RankPhase.DONE) for one in self.workers)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -223,20 +223,20 @@ class JobView:
 
 def view_of(events: Sequence[Event], live: Live) -> JobView:
     """The job, from the events of one run in the order of their file, and one look at this machine."""
-    ranks, losses, found = Ranks(), Losses(), recoveries(events)
+    ranks, failures, found = Ranks(), SeenFailures(), recoveries(events)
     for event in events:
         ranks.take(event)
-        losses.take(event)
+        failures.take(event)
     card = live.card or Card()
     end = next((event for event in reversed(events) if event.kind == "end" and _ends(event, live.card)), None)
     workers = tuple(_worker(rank, held, live, end is not None) for rank, held in sorted(ranks.held.items()))
     state = _state(workers, end, live, bool(found) and not found[-1].complete)
-    lost = _losses(losses, found)
+    failed = _failures(failures, found)
     made = [event for event in events if event.kind == "checkpoint"]
     mine = [one for one in workers if one.here]
     paces = [one.steps_per_s for one in mine if one.steps_per_s is not None]
     over = [one for one in found if one.complete]
-    kinds = [one.kind for one in lost]
+    kinds = [one.kind for one in failed]
     answers = ["resize" if " to " in one.answer else one.answer for one in over]
     warnings = [(event.time, str(event.fields.get("message", ""))) for event in events if event.kind == "warning"]
     return JobView(
@@ -257,64 +257,64 @@ def view_of(events: Sequence[Event], live: Live) -> JobView:
         stalled_s=_stalled(found, state, live.now),
         restarts=sum(event.kind == "restart" for event in events),
         resizes=sum(event.kind == "resize" for event in events),
-        losses_by_kind={kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        failures_by_kind={kind: kinds.count(kind) for kind in sorted(set(kinds))},
         recoveries={answer: answers.count(answer) for answer in sorted(set(answers))},
         checkpoint=_checkpoint(made[-1], live.now) if made else None,
         checkpoints=len(made),
         log_bytes=sum(one.log_bytes or 0 for one in mine),
         disk_bytes=live.disk_bytes,
         workers=workers,
-        losses=tuple(reversed(lost[-MOST_LOSSES:])),
-        spans=_spans(losses, found, made[-MOST_MARKS:], ranks.seen, end),
+        failures=tuple(reversed(failed[-MOST_FAILURES:])),
+        spans=_spans(failures, found, made[-MOST_MARKS:], ranks.seen, end),
         warnings=tuple(reversed(warnings[-MOST_WARNINGS:])),
     )
 
 
 def kind_of(cause: str) -> str:
-    """One of few words for how a worker was lost; see :class:`LossView`."""
+    """One of few words for how a worker failed; see :class:`FailureView`."""
     for pattern, kind in _CAUSES:
         if match := re.search(pattern, cause):
             return match.expand(kind)
     return "other"
 
 
-def _worker(rank: int, held: Held, live: Live, ended: bool) -> WorkerView:
+def _worker(rank: int, held: HeldRank, live: Live, ended: bool) -> WorkerView:
     card = live.card
     here = card is not None and held.agent == card.agent and held.host == card.host
     pace = live.paces.get(rank) if here else None
     phase = _phase(held, here, pace, live, ended)
-    trains = phase in (Phase.TRAINING, Phase.WAITING)
+    trains = phase in (RankPhase.TRAINING, RankPhase.WAITING)
     return WorkerView(
         rank=rank,
         phase=phase,
         pid=held.pid,
         host=held.host,
         here=here,
-        step=pace.tops if pace is not None and pace.tops else None,
+        step=pace.boundaries if pace is not None and pace.boundaries else None,
         steps_per_s=pace.steps_per_s(live.now) if pace is not None and trains else None,
         log_bytes=pace.log_bytes if pace is not None else None,
-        losses=held.losses,
+        failures=held.failures,
     )
 
 
-def _phase(held: Held, here: bool, pace: Pace | None, live: Live, ended: bool) -> Phase:
+def _phase(held: HeldRank, here: bool, pace: Pace | None, live: Live, ended: bool) -> RankPhase:
     """The phase that events tell, and what can be seen of the process."""
     if ended:
-        return Phase.DONE
+        return RankPhase.DONE
     if not here:
         if live.card is not None and not live.alive:
-            return Phase.GONE
-        return Phase.ELSEWHERE if held.phase is Phase.STARTING else held.phase
+            return RankPhase.GONE
+        return RankPhase.ELSEWHERE if held.phase is RankPhase.STARTING else held.phase
     process = live.states.get(held.pid) if held.pid is not None else None
     if held.pid is None:
-        return Phase.LOST if live.alive else Phase.GONE
+        return RankPhase.FAILED if live.alive else RankPhase.GONE
     if process is None or process == "Z":
-        return Phase.GONE
+        return RankPhase.GONE
     if process == "T":
-        return Phase.STOPPED
-    if held.phase not in (Phase.STARTING, Phase.TRAINING) or pace is None or not pace.tops:
+        return RankPhase.STOPPED
+    if held.phase not in (RankPhase.STARTING, RankPhase.TRAINING) or pace is None or not pace.boundaries:
         return held.phase
-    return Phase.WAITING if pace.inside and live.now - pace.changed > WAITS_S else Phase.TRAINING
+    return RankPhase.WAITING if pace.inside and live.now - pace.changed > WAITS_S else RankPhase.TRAINING
 
 
 def _state(workers: Sequence[WorkerView], end: Event | None, live: Live, answering: bool) -> str:
@@ -325,10 +325,10 @@ def _state(workers: Sequence[WorkerView], end: Event | None, live: Live, answeri
     if not live.alive:
         return "gone"
     phases = {one.phase for one in workers}
-    if not phases or phases == {Phase.STARTING}:
+    if not phases or phases == {RankPhase.STARTING}:
         return "recovering" if answering else "starting"
-    going_on = phases & {Phase.TRAINING, Phase.WAITING, Phase.STOPPED, Phase.ELSEWHERE}
-    return "running" if going_on and Phase.STALLED not in phases else "recovering"
+    continuing = phases & {RankPhase.TRAINING, RankPhase.WAITING, RankPhase.STOPPED, RankPhase.ELSEWHERE}
+    return "running" if continuing and RankPhase.STALLED not in phases else "recovering"
 
 
 def _ends(event: Event, card: Card | None) -> bool:
@@ -339,24 +339,24 @@ def _ends(event: Event, card: Card | None) -> bool:
     )
 
 
-def _losses(losses: Losses, found: Sequence[Recovery]) -> list[LossView]:
+def _failures(failures: SeenFailures, found: Sequence[Recovery]) -> list[FailureView]:
     stalls: dict[tuple[int, float], float | None] = {}
     for at, one in enumerate(found):
-        # One that was abandoned because of another loss is over when its successor is.
+        # One that was abandoned because of another failure is over when its successor is.
         answered = next((each for each in found[at:] if each.superseded_by is None), one)
-        stalls |= {(loss.rank, loss.detected or 0.0): answered.longest_stall_s for loss in one.losses}
+        stalls |= {(failure.rank, failure.detected or 0.0): answered.longest_stall_s for failure in one.failures}
     return [
-        LossView(
+        FailureView(
             rank=one.rank,
             time=one.detected,
             cause=one.cause,
             kind=kind_of(one.cause),
             pid=one.pid,
-            newcomer=one.newcomer,
+            replacement=one.replacement,
             back_s=None if one.joined is None else one.joined - one.detected,
             stall_s=stalls.get((one.rank, one.detected)),
         )
-        for one in losses.all
+        for one in failures.all
     ]
 
 
@@ -371,17 +371,17 @@ def _stalled(found: Sequence[Recovery], state: str, now: float) -> float:
 
 
 def _spans(
-    losses: Losses, found: Sequence[Recovery], made: Sequence[Event], ranks: set[int], end: Event | None
+    failures: SeenFailures, found: Sequence[Recovery], made: Sequence[Event], ranks: set[int], end: Event | None
 ) -> tuple[Span, ...]:
     ended = None if end is None else end.time
-    marks = ((event.time, f"checkpoint at step {_whole(event.fields.get('top'))}") for event in made)
+    marks = ((event.time, f"checkpoint at step {_whole(event.fields.get('boundary'))}") for event in made)
     spans = [Span(-1, "checkpoint", when, when, text) for when, text in marks]
-    for one in losses.all[-MOST_LOSSES:]:
+    for one in failures.all[-MOST_FAILURES:]:
         over = next((when for when in (one.joined, one.closed, ended) if when is not None), None)
         started = over if one.started is None else one.started
-        spans.append(Span(one.rank, "lost", one.detected, started, f"lost: {one.cause}"))
+        spans.append(Span(one.rank, "failed", one.detected, started, f"failed: {one.cause}"))
         if one.started is not None:
-            spans.append(Span(one.rank, "joining", one.started, over, f"pid {one.newcomer} takes the place"))
+            spans.append(Span(one.rank, "joining", one.started, over, f"pid {one.replacement} takes the place"))
     for each in reversed(found):
         if len(spans) > MOST_SPANS:
             break
@@ -391,7 +391,7 @@ def _spans(
             spans += [
                 Span(rank, what, each.detected, each.detected + stall, f"{what} for {stall:.2f} s")
                 for rank, stall in stalls.items()
-                if rank not in each.lost
+                if rank not in each.failed
             ]
     return tuple(sorted(spans, key=lambda span: (span.begin, span.rank))[-MOST_SPANS:])
 
@@ -399,7 +399,7 @@ def _spans(
 def _checkpoint(event: Event, now: float) -> CheckpointView:
     said = event.fields
     return CheckpointView(
-        step=_whole(said.get("top")),
+        step=_whole(said.get("boundary")),
         time=event.time,
         age_s=max(0.0, now - event.time),
         seconds=_number(said.get("seconds")),

@@ -129,7 +129,7 @@ def program_ended() -> None:
 
 
 def say_done_and_wait() -> None:
-    """Say goodbye, then wait for the agent's ``release``; this process' other threads go on serving its peers.
+    """Say goodbye, then wait for the agent's ``release``; this process' other threads continue serving its peers.
 
     Registered with ``atexit``; later calls, and calls after an error or outside ``swiftrun``, do nothing.
     """

@@ -105,11 +105,12 @@ class Mirror:
                 self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        # Mostly the other machine is being lost, and the next generation names another.
+        # Mostly the other machine is failing, and the next generation names another.
         self._drop()
         message = (
-            f"rank {self._rank}: no copy of its state on another machine until the next loss or resize ({error}). If "
-            "this machine is lost before, all workers may have to start again"
+            f"rank {self._rank}: no copy of its state on another machine until the next failure or resize ({error}). "
+            "If "
+            "this machine fails before, all workers may have to start again"
         )
         self._trouble = threading.Timer(_TROUBLE_S, console, [message])
         self._trouble.daemon = True

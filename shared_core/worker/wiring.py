@@ -14,50 +14,50 @@ from torch.nn.parallel import DistributedDataParallel
 from shared_core.errors import RecoveryFailed, SwiftError
 from shared_core.events import EventLog
 from shared_core.protocol import progress_file
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.transport.store import Store
 from shared_core.worker.comm import Runtime
+from shared_core.worker.comm.boundary_marks import BoundaryMarks
 from shared_core.worker.comm.listener import BucketInput, RecordKey
 from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.comm.op import Op
-from shared_core.worker.comm.top_marks import TopMarks
-from shared_core.worker.endings import Endings
+from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.mirror import Mirror
-from shared_core.worker.program.batch_tops import BatchTops
 from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.notes import Notes
 from shared_core.worker.program.options import Options
 from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.commits import Commits
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.first_group import on_first_group
-from shared_core.worker.recovery.lanes import Lanes
-from shared_core.worker.recovery.patience import Patience
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
-from shared_core.worker.recovery.reporting import News
+from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.spare import Spare
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.recovery.start import WorkerStart
+from shared_core.worker.recovery.survivor_groups import SurvivorGroups
+from shared_core.worker.recovery.wait_watchdog import WaitWatchdog
 from shared_core.worker.state.compiled import Compiled
 from shared_core.worker.state.ddp_buckets import Buckets
-from shared_core.worker.state.forward_pass import Passes
+from shared_core.worker.state.forward_pass import ForwardRecorder
 from shared_core.worker.state.local_state import Parts, Position
 from shared_core.worker.state.overflow import overflow
 from shared_core.worker.state.overlapped import Overlapped
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 from shared_core.worker.variables.variables import Origin, Variables
 
@@ -73,44 +73,62 @@ class Worker:
         self.parts = Parts(Variables(env.rank, state_relay.origin, state_relay.cannot_put_back))
         position, parts = self.position, self.parts
         events = EventLog(env.events, env.run)
-        board = self.board = Board(env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env))
+        publisher = self.publisher = SharedMemoryPublisher(
+            env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env)
+        )
         updates = self.updates = Updates(
             config.state.preimages, after=state_relay.updated, fence=state_relay.fence, stable=state_relay.stable
         )
         log = self.log = DiskLog(env)
         runtime = self.runtime = Runtime(env, groups_relay, log, _marks(env))
-        donor = Donor(env, board, updates, joining)
+        donor = Donor(env, publisher, updates, joining)
         store = self.store = JobStore(env)
-        endings = self.endings = Endings(runtime, store)
-        compiled = Compiled(state_relay.origin, endings.fall_back)
+        fatal_actions = self.fatal_actions = FatalActions(runtime, store)
+        compiled = Compiled(state_relay.origin, fatal_actions.fall_back)
         parts.register("swift.compiled", compiled.capture, compiled.restore)
-        copies = self.copies = Copies(env, runtime, store, updates, events, state_relay.replicas)
-        recovery = self.recovery = Recovery(env, runtime, store, board, events, donor, copies, endings, recovery_relay)
+        copies = self.copies = StateCopies(env, runtime, store, updates, events, state_relay.replicas)
+        recovery = self.recovery = Recovery(
+            env, runtime, store, publisher, events, donor, copies, fatal_actions, recovery_relay
+        )
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
-        lanes = self.lanes = Lanes(recovery, copies, position)
+        survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
         replicas = Replicas(env, recovery, updates)
-        self.patience = Patience(env, recovery, events, endings)
+        self.wait_watchdog = WaitWatchdog(env, recovery, events, fatal_actions)
         self.place_reports = PlaceReports(env, runtime, store)
         unmarked = self.unmarked = Unmarked(position, runtime, config.log.budget_bytes)
-        buckets = self.buckets = Buckets(runtime, board, position, unmarked.trains_unattached)
-        passes = self.passes = Passes(runtime, board, updates, parts, joining, position)
-        news = self.news = News(env, events, runtime, updates, state_relay.rolled_back, store.report)
-        commits = Commits(runtime, log, state_relay.newest_top, state_relay.due_top, config.log.budget_bytes)
+        buckets = self.buckets = Buckets(runtime, publisher, position, unmarked.trains_unattached)
+        forward_recorder = self.forward_recorder = ForwardRecorder(
+            runtime, publisher, updates, parts, joining, position
+        )
+        reporter = self.reporter = RecoveryReporter(
+            env, events, runtime, updates, state_relay.rolled_back, store.report
+        )
+        commits = Commits(runtime, log, state_relay.newest_boundary, state_relay.due_boundary, config.log.budget_bytes)
         replays = self.replays = Replays(runtime, log, commits)
-        spare = Spare(env, store, board)
-        start = self.start = Start(
-            runtime, store, endings, events, updates, parts, board, recovery, lanes, state_relay.presses, spare
+        spare = Spare(env, store, publisher)
+        start = self.start = WorkerStart(
+            runtime,
+            store,
+            fatal_actions,
+            events,
+            updates,
+            parts,
+            publisher,
+            recovery,
+            survivor_groups,
+            state_relay.presses,
+            spare,
         )
         self.options = Options(env, runtime, start)
-        checkpoints = self.checkpoints = Checkpointing(start, position, board)
-        self.notes = Notes(board, position, start)
+        checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
+        self.notes = Notes(publisher, position, start)
         trained = self.trained = Trained(
             config,
             runtime,
             updates,
             parts,
             buckets,
-            passes,
+            forward_recorder,
             Overlapped(updates.steps, buckets.layout, joining),
         )
         made_groups = MadeGroups(runtime)
@@ -120,12 +138,12 @@ class Worker:
             made_groups,
             trained,
             buckets,
-            passes,
+            forward_recorder,
             updates,
             runtime,
-            board,
+            publisher,
             donor,
-            lanes,
+            survivor_groups,
             replicas,
             checkpoints,
         )
@@ -140,23 +158,25 @@ class Worker:
             updates,
             progress,
             replays,
-            news,
+            reporter,
             publishing,
         )
-        self.tops = BatchTops(
+        self.boundaries = StepBoundaries(
             position,
             trained,
             buckets,
             updates,
             progress,
-            news,
+            reporter,
             publishing,
             runtime.place,
             self.joining,
             config.resizes,
             runtime.groups.log_bytes,
         )
-        self.entries = Entries(start, position, runtime, board, parts, news, self.tops, publishing, self.joining)
+        self.entries = Entries(
+            start, position, runtime, publisher, parts, reporter, self.boundaries, publishing, self.joining
+        )
         start.begin(env)
 
 
@@ -178,32 +198,32 @@ class _GroupsRelay(_Relay):
         on_first_group(
             it.runtime,
             it.recovery,
-            it.start.beginning,
+            it.start.start_point,
             it.updates,
             it.replays,
-            it.news,
-            it.patience,
+            it.reporter,
+            it.wait_watchdog,
             it.place_reports,
         )
 
-    def made_again(self, group: str) -> tuple[Top | None, Mapping[int, Logged]]:
+    def made_again(self, group: str) -> tuple[StepBoundary | None, Mapping[int, Logged]]:
         return self._worker.recovery.forming.made_again(group)
 
     def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
-        self._worker.board.records.add(key, results)
+        self._worker.publisher.records.add(key, results)
 
     def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
-        self._worker.board.input_checksums.add(group, seq, checksum)
+        self._worker.publisher.input_checksums.add(group, seq, checksum)
 
     def publish_source(self, group: int, number: int, source: int) -> None:
-        self._worker.board.sources.add(group, number, source)
+        self._worker.publisher.sources.add(group, number, source)
 
     def exact(self) -> bool:
         return self._worker.updates.exact
 
     def before_bucket(self) -> None:
         if self._worker.buckets.modules:
-            self._worker.passes.before_bucket()
+            self._worker.forward_recorder.before_bucket()
 
     def bucket_input(self, bucket: torch.Tensor) -> BucketInput | None:
         return self._worker.buckets.input_of(bucket)
@@ -219,50 +239,50 @@ class _GroupsRelay(_Relay):
         self._worker.progress.waiting(waiting)
 
     def whereabouts(self) -> str:
-        return self._worker.patience.whereabouts
+        return self._worker.wait_watchdog.whereabouts
 
     def await_absent(self) -> bool:
-        return self._worker.lanes.await_absent()
+        return self._worker.survivor_groups.await_absent()
 
     def cannot_complete(self, what: str) -> None:
-        self._worker.endings.cannot_complete(what)
+        self._worker.fatal_actions.cannot_complete(what)
 
     def unrepeatable(self, why: str) -> None:
-        self._worker.endings.fall_back(why)
+        self._worker.fatal_actions.fall_back(why)
 
     def unreadable(self, error: SwiftError) -> None:
         rank = self._worker.env.rank
         why = RecoveryFailed(f"rank {rank}: the log on disk cannot be read: {error}")
-        self._worker.endings.fall_back(str(why))
+        self._worker.fatal_actions.fall_back(str(why))
 
     def failed(self, error: SwiftError) -> None:
-        self._worker.endings.fail(error)
+        self._worker.fatal_actions.fail(error)
 
 
 class _RecoveryRelay(_Relay):
     """The :class:`~shared_core.worker.recovery.listener.RecoveryListener` of the forming of generations."""
 
     def recovered(self, fields: dict[str, Any]) -> None:
-        self._worker.news.recovered(fields)
+        self._worker.reporter.recovered(fields)
 
     def irreplaceable(self) -> str:
         return self._worker.unmarked.irreplaceable
 
     def rerouted(self, detected: float) -> None:
-        self._worker.news.rerouted(detected)
+        self._worker.reporter.rerouted(detected)
         self._worker.copies.offer()
 
     def replaying(self, replaying: Replaying) -> None:
         self._worker.replays.begun(replaying)
 
-    def saved_tops(self) -> list[Top]:
-        return self._worker.start.checkpoints.own.tops()
+    def saved_boundaries(self) -> list[StepBoundary]:
+        return self._worker.start.checkpoints.own.boundaries()
 
     def together(self) -> tuple[int, ...]:
         return self._worker.log.together
 
     def await_absent(self) -> bool:
-        return self._worker.lanes.await_absent()
+        return self._worker.survivor_groups.await_absent()
 
 
 class _StateRelay(_Relay):
@@ -270,20 +290,20 @@ class _StateRelay(_Relay):
 
     def joining(self) -> bool:
         """Whether this worker has not reached the place yet that it begins from."""
-        return self._worker.start.beginning.joining
+        return self._worker.start.start_point.joining
 
     def origin(self) -> Origin:
         """Whose variables of the script this worker puts back."""
         it = self._worker
-        if it.position.added or it.position.resized or it.start.beginning.of_others:
+        if it.position.added or it.position.resized or it.start.start_point.of_others:
             return "other"
-        return "checkpoint" if it.start.beginning.restarts else "same"
+        return "checkpoint" if it.start.start_point.restarts else "same"
 
     def cannot_put_back(self, reason: str, origin: Origin) -> None:
         """A variable of the script cannot be put back. From a checkpoint it could not be either."""
         if origin == "checkpoint":
-            self._worker.endings.give_up(RecoveryFailed(reason))
-        self._worker.endings.fall_back(reason)
+            self._worker.fatal_actions.give_up(RecoveryFailed(reason))
+        self._worker.fatal_actions.fall_back(reason)
 
     def replicas(self) -> list[int]:
         """Ranks that train the same as this one, where not all do."""
@@ -291,7 +311,7 @@ class _StateRelay(_Relay):
 
     def updated(self) -> None:
         """An update was made."""
-        self._worker.news.updated()
+        self._worker.reporter.updated()
         self._worker.unmarked.updated()
 
     def fence(self) -> None:
@@ -299,31 +319,31 @@ class _StateRelay(_Relay):
         self._worker.start.checkpoints.fence()
 
     def stable(self) -> int:
-        """The newest batch top that every rank is known to have published."""
+        """The newest step boundary that every rank is known to have published."""
         return self._worker.runtime.stable
 
     def rolled_back(self) -> None:
-        """Newcomers have gone back to a checkpoint."""
+        """Replacements have gone back to a checkpoint."""
         self._worker.start.checkpoints.rolled_back()
 
-    def newest_top(self) -> int:
-        """Batch top of the newest checkpoint that this rank knows to be committed; 0 for none."""
-        return self._worker.start.checkpoints.newest_top
+    def newest_boundary(self) -> int:
+        """Batch step boundary of the newest checkpoint that this rank knows to be committed; 0 for none."""
+        return self._worker.start.checkpoints.newest_boundary
 
-    def due_top(self) -> int:
-        """The newest batch top at which a checkpoint was due; 0 for none."""
-        return self._worker.start.checkpoints.due_top
+    def due_boundary(self) -> int:
+        """The newest step boundary at which a checkpoint was due; 0 for none."""
+        return self._worker.start.checkpoints.due_boundary
 
     def presses(self) -> bool:
         """In rank 0: whether the logs on disk need a checkpoint."""
         return self._worker.replays.commits.presses
 
 
-def _marks(env: WorkerEnv) -> TopMarks | None:
+def _marks(env: WorkerEnv) -> BoundaryMarks | None:
     """What all ranks share, where they are on one machine."""
     if len(env.machines) > 1:
         return None
-    return TopMarks(env.job_dir / f"tops{env.restart}.{env.world_size}", env.rank, env.world_size)
+    return BoundaryMarks(env.job_dir / f"boundaries{env.restart}.{env.world_size}", env.rank, env.world_size)
 
 
 def _mirror(env: WorkerEnv) -> Mirror | None:

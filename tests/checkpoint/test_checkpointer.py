@@ -1,4 +1,4 @@
-"""A script in plain PyTorch, killed and told to end: the next start goes on, and ends with the same bits."""
+"""A script in plain PyTorch, killed and told to end: the next start continues, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def following(folder: Path, policy: str) -> str:
     return str(lineage.next_start(found, Command.of(str(SCRIPT), [str(folder), policy])))
 
 
-def went_on(said: list[str]) -> int:
-    """The batch top from which a start says that it goes on; 0 for none."""
-    found = [re.search(r"continuing from the checkpoint at batch top (\d+) ", line) for line in said]
+def continued(said: list[str]) -> int:
+    """The step boundary from which a start says that it continues; 0 for none."""
+    found = [re.search(r"continuing from the checkpoint at step boundary (\d+) ", line) for line in said]
     return next((int(match[1]) for match in found if match), 0)
 
 
@@ -75,7 +75,7 @@ def check(folder: Path, *launcher: str) -> None:
     status, resumed, said = told(folder, "young", *launcher)
     assert status == 0 and ends(resumed) == ends(plain)
     assert all(40 < began < 45 for began, _ in resumed.values()), "nothing was lost"
-    assert verdicts[0].endswith(f" continues from step {went_on(said)}")
+    assert verdicts[0].endswith(f" continues from step {continued(said)}")
 
 
 def test_one_process(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_each_command_goes_on_with_its_own_or_adopts(tmp_path: Path) -> None:
+def test_each_command_continues_with_its_own_or_adopts(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     _, plain = run(folder, "none")
     run(folder, "young", DIE="30")
@@ -101,11 +101,11 @@ def test_each_command_goes_on_with_its_own_or_adopts(tmp_path: Path) -> None:
     first, newest = following(folder, "young"), following(folder, "fixed")
     _, adopted, said = told(folder, "daly", ADOPT=str(folder))  # the newest, which is of "fixed"
     assert ends(adopted) == ends(plain) and said[0].endswith("checkpoints fixed'"), said
-    assert newest.endswith(f"from step {went_on(said)}") and following(folder, "young") == first
+    assert newest.endswith(f"from step {continued(said)}") and following(folder, "young") == first
     for policy in ("young", "fixed"):
         expected = following(folder, policy)
         status, resumed, said = told(folder, policy)
-        assert status == 0 and ends(resumed) == ends(plain) and expected.endswith(f"from step {went_on(said)}")
+        assert status == 0 and ends(resumed) == ends(plain) and expected.endswith(f"from step {continued(said)}")
         assert "starts from scratch: its last run has ended" in following(folder, policy)
     status, again, said = told(folder, "young")
     assert (
@@ -115,7 +115,7 @@ def test_each_command_goes_on_with_its_own_or_adopts(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_two_commands_train_at_the_same_time(tmp_path: Path) -> None:
-    """The first stands still until the other has ended, with checkpoints of the same batch tops."""
+    """The first stands still until the other has ended, with checkpoints of the same step boundaries."""
     folder = tmp_path / "checkpoints"
     _, plain = run(folder, "none")
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -140,7 +140,7 @@ def test_told_to_end_while_storage_is_slow(tmp_path: Path) -> None:
     assert verdicts == said[-1:] and "was not written in time" in said[-1], said
     assert said[-1].endswith(f"; {following(tmp_path, 'fixed')}")
     status, _, again = told(tmp_path, "fixed")
-    assert status == 0 and said[-1].endswith(f" continues from step {went_on(again)}")
+    assert status == 0 and said[-1].endswith(f" continues from step {continued(again)}")
 
 
 @pytest.mark.nightly

@@ -75,7 +75,7 @@ def test_damage_is_found(folder: Path, where: str, capsys: pytest.CaptureFixture
 def test_json(where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", f"file://{where}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["pick"] == 20 and [one["goes_on"] for one in found["next"]] == [True]
+    assert found["pick"] == 20 and [one["continues"] for one in found["next"]] == [True]
     assert [one["state"] for one in found["found"]] == ["valid", "valid", "incomplete"]
     assert found["found"][1]["meta"]["world_size"] == 2 and sorted(found["found"][1]["parts"]) == ["rank0", "rank1"]
 

@@ -211,7 +211,7 @@ def test_a_snapshot_whose_tensors_changed_is_dropped_with_one_line(tmp_path: Pat
 
 
 def test_every_step_of_a_training_is_a_stop_the_world_copy(tmp_path: Path) -> None:
-    """A snapshot at each batch top, copied while the step runs, with an optimizer's scalars."""
+    """A snapshot at each step boundary, copied while the step runs, with an optimizer's scalars."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -251,7 +251,7 @@ def test_memory_is_used_again(tmp_path: Path) -> None:
 
 
 def test_a_worker_killed_at_every_operation_of_a_snapshot(tmp_path: Path) -> None:
-    """The snapshot before is whole in memory; a newcomer takes the one under way again, whatever was left."""
+    """The snapshot before is whole in memory; a replacement takes the one under way again, whatever was left."""
     weights = {step: torch.full((300,), float(step)) for step in (10, 20)}
 
     def take(spool: Spool, step: int) -> None:

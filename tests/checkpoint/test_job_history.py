@@ -121,7 +121,7 @@ def test_priors() -> None:
     killed = from_history([Run("a", "killed", 1000.0)])
     assert killed is not None and killed.abrupt == pytest.approx(1 / 3), "two graceful ends are the prior"
     running = from_history([Run("a", "running", 1000.0), Run("b", "killed", 1000.0)])
-    assert running is not None and running.rate(0.0) < killed.rate(0.0), "a run that goes on counts as exposure"
+    assert running is not None and running.rate(0.0) < killed.rate(0.0), "a run that continues counts as exposure"
 
 
 def test_a_law_of_ends() -> None:

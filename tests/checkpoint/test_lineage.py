@@ -1,4 +1,4 @@
-"""Runs of different commands in one folder: none touches another's, and each start goes on with its own."""
+"""Runs of different commands in one folder: none touches another's, and each start continues with its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness import until
 
 from shared_core.checkpoint import Spool, lineage, store
 from shared_core.checkpoint.command import Command
-from shared_core.checkpoint.lineage import adoptable, candidates, contents, folder_of, goes_on, next_start
+from shared_core.checkpoint.lineage import adoptable, candidates, contents, continues, folder_of, next_start
 from shared_core.checkpoint.verdict import sentence, verdict
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def digests(folder: str) -> dict[str, str]:
 
 
 def next_of(where: Path, command: Command) -> int | None:
-    """The step from which the next start of a command goes on."""
+    """The step from which the next start of a command continues."""
     saved = next_start(contents(where), command).saved
     return saved.step if saved is not None else None
 
@@ -94,7 +94,7 @@ def test_a_command_keeps_the_key_that_earlier_versions_gave_it() -> None:
 
 
 def test_the_same_steps_of_another_command_stay_as_they_are(where: Path) -> None:
-    """Neither overwritten nor pruned nor counted, and neither gone on with."""
+    """Neither overwritten nor pruned nor counted, and neither continued."""
     save(where, A, EARLY, 10, 20)
     before = digests(folder_of(str(where), A, EARLY))
     save(where, B, LATE, 10, 15, 20, 25)
@@ -136,9 +136,9 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_which_runs_the_next_start_may_go_on_with(name: str) -> None:
+def test_which_runs_the_next_start_may_continue_with(name: str) -> None:
     runs, ended, wanted = RUNS[name]
-    assert [run for run in runs if goes_on(run, ended)] == wanted
+    assert [run for run in runs if continues(run, ended)] == wanted
 
 
 def test_the_newest_run_comes_first_however_far_an_earlier_one_had_got(where: Path) -> None:
@@ -157,7 +157,7 @@ def test_what_ended_runs_of_the_same_command_have_left_goes_once_there_are_two_o
     assert len(contents(where, B.key).saved) == 1
 
 
-def test_folders_of_earlier_versions_are_gone_on_with_and_never_written_to(where: Path) -> None:
+def test_folders_of_earlier_versions_are_continued_and_never_written_to(where: Path) -> None:
     spool, run = Spool(where.parent / "spool"), "0123456789ab"
     for step in (10, 20):
         snapshot(spool, step, where, **of(A, run))
@@ -196,9 +196,9 @@ def test_what_can_be_adopted(where: Path) -> None:
 # -- what is said at the end ------------------------------------------------------------------------------------------
 
 VERDICTS = {
-    "committed": ((41, 41), {}, "the last checkpoint is committed, at batch top 41: nothing is lost; NEXT"),
-    "not in time": ((57, 40), {}, "the last checkpoint, at batch top 57, was not written in time; NEXT"),
-    "never one": ((3, -1), {}, "the last checkpoint, at batch top 3, was not written in time; NEXT"),
+    "committed": ((41, 41), {}, "the last checkpoint is committed, at step boundary 41: nothing is lost; NEXT"),
+    "not in time": ((57, 40), {}, "the last checkpoint, at step boundary 57, was not written in time; NEXT"),
+    "never one": ((3, -1), {}, "the last checkpoint, at step boundary 3, was not written in time; NEXT"),
     "nothing begun": ((0, 40), {}, "nothing had to be written: no batch was begun since the start; NEXT"),
     "ended": ((60, 55), {"ended": True}, "nothing had to be written: the run has ended; NEXT"),
 }
@@ -215,10 +215,10 @@ def test_another_run_s_checkpoint_is_not_the_last_one(where: Path, spool: Spool)
     save(where, A, EARLY, 100)
     snapshot(spool, 7, folder_of(str(where), A, LATE), **of(A, LATE))
     said = verdict(str(where), A, spool, 7, continues=False)
-    assert "batch top 7, was not written in time" in said and said.endswith("continues from step 100")
+    assert "step boundary 7, was not written in time" in said and said.endswith("continues from step 100")
     assert run_writer(spool) == (0, [])
     said = verdict(str(where), A, spool, 7, continues=False)
-    assert "committed, at batch top 7: nothing is lost" in said and said.endswith("continues from step 7")
+    assert "committed, at step boundary 7: nothing is lost" in said and said.endswith("continues from step 7")
 
 
 def test_storage_that_does_not_answer_is_not_waited_for(where: Path, spool: Spool) -> None:
@@ -239,7 +239,7 @@ def test_a_manifest_says_when_it_was_committed(where: Path) -> None:
 
 
 def test_a_new_run_is_later_than_all_that_are_there_whatever_the_clock_says(where: Path) -> None:
-    """One machine's clock was ahead; of the runs after it the next start goes on with the newest."""
+    """One machine's clock was ahead; of the runs after it the next start continues with the newest."""
     ahead = "20991231T235959-00000c"
     save(where, A, EARLY, 100)
     save(where, A, ahead, 5, ended=True)

@@ -36,12 +36,12 @@ def optimizer() -> Optimizer:
 
 
 def told(made: Optimizer, scheduler: Scheduler, every: int = 1) -> list[int]:
-    """Batch tops at which a new piece begins in 300 batches; the rate changes after every ``every``-th."""
+    """Step boundaries at which a new piece begins in 300 batches; the rate changes after every ``every``-th."""
     watched, found = Pieces(), []
-    for top in range(300):
-        if watched.at_top(top, top // every, [group["lr"] for group in made.param_groups]):
-            found.append(top)
-        if (top + 1) % every == 0:
+    for boundary in range(300):
+        if watched.at_boundary(boundary, boundary // every, [group["lr"] for group in made.param_groups]):
+            found.append(boundary)
+        if (boundary + 1) % every == 0:
             made.step()
             scheduler.step()
     return found
@@ -67,22 +67,22 @@ def test_jumps_begin_a_piece_each() -> None:
 
 def test_a_group_that_is_added_and_a_rate_that_begins_at_zero() -> None:
     watched = Pieces()
-    assert not any(watched.at_top(top, top, [0.1]) for top in range(40))
-    assert watched.at_top(40, 40, [0.1, 0.1]) == "2 parameter groups instead of 1"
-    assert not any(watched.at_top(top, top, [0.1, 0.0]) for top in range(41, 45 + STEADY))
-    assert watched.at_top(100, 100, [0.1, 0.2]) == "the learning rate is 0.2 after 0"
+    assert not any(watched.at_boundary(boundary, boundary, [0.1]) for boundary in range(40))
+    assert watched.at_boundary(40, 40, [0.1, 0.1]) == "2 parameter groups instead of 1"
+    assert not any(watched.at_boundary(boundary, boundary, [0.1, 0.0]) for boundary in range(41, 45 + STEADY))
+    assert watched.at_boundary(100, 100, [0.1, 0.2]) == "the learning rate is 0.2 after 0"
 
 
 def test_another_number_of_batches_an_update() -> None:
-    """Two of them, then four from batch 40 on; every 12th top ends an epoch, where the last update has fewer."""
+    """Two of them, then four from batch 40 on; every 12th boundary ends an epoch, where the last update has fewer."""
     watched, version, found = Pieces(), 0, []
     due = 2
-    for top in range(100):
-        if why := watched.at_top(top, version, [0.1]):
-            found.append((top, why))
+    for boundary in range(100):
+        if why := watched.at_boundary(boundary, version, [0.1]):
+            found.append((boundary, why))
         due -= 1
-        if not due or (top > 45 and top % 27 == 0):
-            version, due = version + 1, 2 if top < 40 else 4
+        if not due or (boundary > 45 and boundary % 27 == 0):
+            version, due = version + 1, 2 if boundary < 40 else 4
     assert len(found) == 1 and 44 <= found[0][0] <= 52 and found[0][1] == "an update takes 4 batches instead of 2"
 
 
@@ -94,9 +94,9 @@ def test_rank_0_tells_the_fit(tmp_path: Path) -> None:
     """Losses and learning rates as they come to it, and then another number of workers."""
     pricing, made = priced(tmp_path, 4, **{"checkpoint.policy": "coci"}), optimizer()
     scheduler = lr_scheduler.MultiStepLR(made, [200], 0.1)
-    for top in range(1, 400):
-        pricing.step(top, 0.0, top, [made])
-        pricing.loss(top, 1 + 1 / math.sqrt(top))
+    for boundary in range(1, 400):
+        pricing.step(boundary, 0.0, boundary, [made])
+        pricing.loss(boundary, 1 + 1 / math.sqrt(boundary))
         made.step()
         scheduler.step()
     assert pricing._fitter.restarts == [(202, "the learning rate is 0.01 after 0.1")] and pricing._fitter.start == 202
@@ -113,11 +113,11 @@ def test_which_rule_holds_is_said_once_and_when_it_changes(
 
     def lines(pricing: Pricing) -> list[str]:
         made = optimizer()
-        for top in range(1, 60):
-            pricing.step(top, 0.0, top, [made])
-            if pricing.due(top):
-                pricing.begun(top, 0.001, True)
-                pricing.heed(top, -1)
+        for boundary in range(1, 60):
+            pricing.step(boundary, 0.0, boundary, [made])
+            if pricing.due(boundary):
+                pricing.begun(boundary, 0.001, True)
+                pricing.heed(boundary, -1)
         return [line for line in capfd.readouterr().err.splitlines() if "checkpoints follow" in line]
 
     (line,) = lines(priced(tmp_path, 4))

@@ -1,4 +1,4 @@
-"""Storage that is full, read-only, gone, or slow: training would go on, and each cause is told once."""
+"""Storage that is full, read-only, gone, or slow: training would continue, and each cause is told once."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def test_several_machines_commit_without_a_coordinator(tmp_path: Path, where: Pa
 
 
 def test_machines_that_let_different_steps_go_agree_on_the_next(tmp_path: Path, where: Path) -> None:
-    """The second machine has only step 20 any more when the first has begun step 10: both go on to 20."""
+    """The second machine has only step 20 any more when the first has begun step 10: both continue to 20."""
     spools = [Spool(tmp_path / name) for name in "ab"]
     with writing(spools[0]) as first, writing(spools[1]) as second:
         snapshot(spools[0], 10, where, ranks=[0])
@@ -287,7 +287,7 @@ def test_machines_that_let_different_steps_go_agree_on_the_next(tmp_path: Path, 
 
 
 def test_an_attempt_that_another_has_followed_is_not_waited_for(tmp_path: Path, where: Path) -> None:
-    """The second machine is lost with its part of step 10; all start again, and another one has its place."""
+    """The second machine fails with its part of step 10; all start again, and another one has its place."""
     first, other = Spool(tmp_path / "a"), Spool(tmp_path / "c", 1)
     again = Spool(first.folder, 1)
     with writing(first) as one, writing(other) as two:
@@ -350,7 +350,7 @@ def test_a_machine_that_has_skipped_the_last_step_is_not_waited_for(
 
 def test_the_end_is_not_waited_for_in_vain(tmp_path: Path, where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other machine ends without ever choosing the step, or without its part of it."""
-    monkeypatch.setattr(writer_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(writer_module, "MAX_WAIT_S", 0.2)
     for rank in (1, 0):
         spool = Spool(tmp_path / str(rank))
         snapshot(spool, 10, where, ranks=[rank])
@@ -408,7 +408,7 @@ def test_the_checkpoint_event(spool: Spool, where: Path, tmp_path: Path) -> None
     subprocess.run(command, input=b"20\n", check=True, env=env, timeout=30)
     (event,) = read_events(tmp_path / "events.jsonl")
     assert event.kind == "checkpoint" and event.rank == 0
-    assert event.fields["top"] == 10 and event.fields["version"] == 10 and event.fields["seconds"] > 0
+    assert event.fields["boundary"] == 10 and event.fields["version"] == 10 and event.fields["seconds"] > 0
 
 
 def test_two_ranks_with_a_part_of_one_name(spool: Spool, where: Path) -> None:

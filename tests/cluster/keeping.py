@@ -1,4 +1,4 @@
-"""A machine that keeps copies, for tests of who is let in to them."""
+"""A machine that keeps copies, for tests of who is admitted to them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shared_core.checkpoint import Sealed, Spool
 from shared_core.launcher.mirror import MirrorServer, fetch
-from shared_core.launcher.neighbour import Copies
+from shared_core.launcher.neighbour import NeighbourCopies
 from shared_core.system import secret
 from shared_core.system.snapshot_wire import LIST, ask
 from shared_core.system.wire import connect
@@ -26,12 +26,12 @@ class Site:
         self.job = folder / "job"
         self.job.mkdir(mode=0o700)
         secret.leave(self.job, KEY)
-        self.copies = Copies(self.job / "checkpoints")
+        self.copies = NeighbourCopies(self.job / "checkpoints")
         self.server = MirrorServer(self.job / "mirror", self.copies.serve, key=KEY)
         self.name = f"127.0.0.1:{self.server.port}#x"
         own = folder / "own"
         own.mkdir()
-        (own / "top.7").write_bytes(b"STATE")
+        (own / "boundary.7").write_bytes(b"STATE")
         self.mirror = Mirror(1, 0, 0, own, KEY)
         self.mirror.follow((None, self.name))
         self.mirror.sync()
@@ -46,7 +46,7 @@ class Site:
     def check(self) -> None:
         """All is there, and the server answers who knows the secret."""
         got = self.job / "rank1"
-        assert fetch([self.name], [1], 0, self.job) == {1: 5} and (got / "attempt0/top.7").read_bytes() == b"STATE"
+        assert fetch([self.name], [1], 0, self.job) == {1: 5} and (got / "attempt0/boundary.7").read_bytes() == b"STATE"
         with connect(self.name, KEY) as link:
             ask(link, LIST, {})
             assert [one["key"] for one in json.loads(link.receive().data)] == [[0, 40]]
@@ -55,8 +55,8 @@ class Site:
     def check_copies(self) -> None:
         """What is kept for the other machine is as it was."""
         folder = self.job / "mirror/rank1/attempt0"
-        assert [path.name for path in folder.iterdir()] == ["top.7"]
-        assert (folder / "top.7").read_bytes() == b"STATE" and self.copies.begun is None
+        assert [path.name for path in folder.iterdir()] == ["boundary.7"]
+        assert (folder / "boundary.7").read_bytes() == b"STATE" and self.copies.begun is None
 
     def close(self) -> None:
         """End all of it."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shared_core.protocol.agent_phase import Action, Event, IllegalEvent, Phase, transition
+from shared_core.protocol.agent_phase import AgentAction, AgentEvent, AgentPhase, IllegalAgentEvent, transition
 
 #: What follows each event that can happen in a phase; all others are refused.
 TABLE = """
-meeting: came -> meeting
-meeting: ended elsewhere -> over
-meeting: failed -> over
-meeting: fenced -> stood down, KILL FORGET
-meeting: placed -> running, START
+rendezvous: came -> rendezvous
+rendezvous: ended elsewhere -> over
+rendezvous: failed -> over
+rendezvous: fenced -> stood down, KILL FORGET
+rendezvous: placed -> running, START
 running: change -> resizing
 running: failed -> over
 running: fenced -> stood down, KILL FORGET
@@ -30,7 +30,7 @@ resizing: restart -> restarting, TELL KILL CLEAR DELAY
 restarting: failed -> over
 restarting: fenced -> stood down, KILL FORGET
 restarting: placed -> running, START
-stood down: came -> meeting
+stood down: came -> rendezvous
 stood down: failed -> over
 ending: failed -> over
 ending: fenced -> stood down, KILL FORGET
@@ -40,11 +40,11 @@ ending: left -> over
 
 def test_the_table() -> None:
     found = []
-    for phase in Phase:
-        for event in sorted(Event, key=lambda each: each.value):
+    for phase in AgentPhase:
+        for event in sorted(AgentEvent, key=lambda each: each.value):
             try:
                 after, actions = transition(phase, event)
-            except IllegalEvent as error:
+            except IllegalAgentEvent as error:
                 assert phase.value in str(error) and event.value in str(error)
                 continue
             does = f", {' '.join(action.name for action in actions)}" if actions else ""
@@ -52,14 +52,14 @@ def test_the_table() -> None:
     assert found == TABLE.strip().splitlines()
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-def test_workers_are_killed_before_others_are_started(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", list(AgentPhase))
+def test_workers_are_killed_before_others_are_started(phase: AgentPhase) -> None:
     """Wherever an agent stops to train without having ended, no worker is left."""
-    for event in Event:
+    for event in AgentEvent:
         try:
             after, actions = transition(phase, event)
-        except IllegalEvent:
+        except IllegalAgentEvent:
             continue
-        if after in (Phase.RESTARTING, Phase.STOOD_DOWN):
-            assert Action.KILL in actions
-        assert (Action.START in actions) == (event is Event.PLACED)
+        if after in (AgentPhase.RESTARTING, AgentPhase.STOOD_DOWN):
+            assert AgentAction.KILL in actions
+        assert (AgentAction.START in actions) == (event is AgentEvent.PLACED)

@@ -100,7 +100,7 @@ def test_no_room_in_memory_and_on_disk_at_the_start(tmp_path: Path) -> None:
     assert job.stderr.startswith("swiftrun: OutOfResources: ") and "set TMPDIR" in job.stderr, job.stderr
 
 
-#: Rank 1 is lost, and its replacement tells the test where in its life it is.
+#: Rank 1 fails, and its replacement tells the test where in its life it is.
 INTERRUPTED = """
 import os, signal
 from shared_core.protocol import worker_env

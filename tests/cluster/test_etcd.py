@@ -79,7 +79,7 @@ def test_who_knows_the_newest_value_replaces_it(tmp_path: Path) -> None:
 
 @needs_etcd
 def test_etcd_starts_again(tmp_path: Path) -> None:
-    """With its data all goes on; without them as at the beginning, with no lease of an earlier life."""
+    """With its data all continues; without them as at the beginning, with no lease of an earlier life."""
     with Etcd(tmp_path) as one:
         store = backend(one.endpoints)
         stored = store.set_state(b"one")
@@ -261,7 +261,7 @@ def test_a_wrong_endpoint_is_said_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @needs_etcd
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-def test_the_loss_of_etcd_s_leader_is_shorter_than_the_lease(how: str, tmp_path: Path) -> None:
+def test_the_failure_of_etcd_s_leader_is_shorter_than_the_lease(how: str, tmp_path: Path) -> None:
     with Etcd(tmp_path, on=(None, None, None)) as three:
         for place in range(3):
             store = backend(three.endpoints)

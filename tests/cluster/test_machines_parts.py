@@ -16,9 +16,9 @@ from shared_core.launcher.lease import FENCE, FIRST_S, Lease, Observations
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind, lane_key
+from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, survivor_group_key
 from shared_core.protocol.mirroring import keeper
-from shared_core.protocol.rounds import let_in_key
+from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.takeover import reassign
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.secret import leave
@@ -52,7 +52,7 @@ def test_an_observer_that_stood_still_itself_starts_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machines", "lost", "alive", "after", "ranks"),
+    ("machines", "failed", "alive", "after", "ranks"),
     [
         (["a", "b"], set(), ["a", "b", "c"], None, []),
         (["a", "b"], {"b"}, ["a", "c"], ("a", "c"), [2, 3]),
@@ -63,10 +63,10 @@ def test_an_observer_that_stood_still_itself_starts_over() -> None:
         (["a", "b"], {"b", "c"}, ["a", "c", "d"], ("a", "d"), [2, 3]),
     ],
 )
-def test_places_of_lost_machines_go_to_spare_ones(
-    machines: list[str | None], lost: set[str], alive: list[str], after: tuple[str | None, ...], ranks: list[int]
+def test_places_of_failed_machines_go_to_spare_ones(
+    machines: list[str | None], failed: set[str], alive: list[str], after: tuple[str | None, ...], ranks: list[int]
 ) -> None:
-    change = reassign(machines, lost, alive)
+    change = reassign(machines, failed, alive)
     if after is None:
         assert change is None
     else:
@@ -79,7 +79,7 @@ def losing(*ranks: int) -> Entry:
 
 
 def test_two_writers_form_one_order() -> None:
-    """Eight agents append at once; all see the same list, in which every loss is counted once."""
+    """Eight agents append at once; all see the same list, in which every failure is counted once."""
     store = MemoryStore()
     ledgers = [Ledger(store, "p/", 8, ["m"]) for _ in range(8)]
     begin = threading.Barrier(8)
@@ -101,9 +101,9 @@ def test_two_writers_form_one_order() -> None:
 def test_nothing_follows_the_last_entry() -> None:
     store = MemoryStore()
     one, other = Ledger(store, "p/", 2), Ledger(store, "p/", 2)
-    assert one.append(lambda: Entry(kind=Kind.FAIL, reason="x")) is not None
+    assert one.append(lambda: Entry(kind=EntryKind.FAIL, reason="x")) is not None
     assert other.append(lambda: losing(1)) is None
-    assert [entry.kind for entry in other.follow()] == [Kind.FAIL]
+    assert [entry.kind for entry in other.follow()] == [EntryKind.FAIL]
     assert other.generation == 0 and other.follow() == []
 
 
@@ -111,10 +111,10 @@ def test_a_machine_that_comes_when_the_attempt_is_over_learns_so() -> None:
     """Another entry gave it its place: that one is no news."""
     store = MemoryStore()
     one, late = Ledger(store, "p/", 2), Ledger(store, "p/", 2)
-    assert one.append(lambda: losing(1)) and one.append(lambda: Entry(kind=Kind.RESTART, reason="x"))
+    assert one.append(lambda: losing(1)) and one.append(lambda: Entry(kind=EntryKind.RESTART, reason="x"))
     late.catch_up()
     assert late.incarnations == (0, 1)
-    assert [entry.kind for entry in late.follow()] == [Kind.RESTART] and late.follow() == []
+    assert [entry.kind for entry in late.follow()] == [EntryKind.RESTART] and late.follow() == []
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_machine_that_comes_when_the_attempt_is_over_learns_so() -> None:
         {"detected": float("nan")},
         {"kind": "perhaps"},
         {"kind": 1},
-        {"kind": "go on"},
+        {"kind": "continue"},
         {"workers": -1},
         {"rank": 2},
         {"line": "{}"},
@@ -168,14 +168,14 @@ def test_a_damaged_entry_is_refused(damage: dict[str, object]) -> None:
 
 
 def test_an_entry_comes_back_as_it_was() -> None:
-    causes = (Cause(CauseKind.DIVERGENT, "it differs", 1), Cause(CauseKind.MACHINE, "machine b is lost", 2))
+    causes = (Cause(CauseKind.DIVERGENT, "it differs", 1), Cause(CauseKind.MACHINE, "machine b failed", 2))
     line = Resized(0, 3, (0, 1), 7)
     full = Entry(
-        generation=4, incarnations=(0, 1, 2), absent=frozenset({2}), kind=Kind.HAND_ON, causes=causes, detected=1.5,
+        generation=4, incarnations=(0, 1, 2), absent=frozenset({2}), kind=EntryKind.DRAIN, causes=causes, detected=1.5,
         machines=("a", None), stay=(0, 1), after=("a",), reason="why", rank=1, workers=2, line=line,
     )  # fmt: skip
     assert Entry.from_json(full.to_json().encode(), 4, 3) == full
-    assert full.divergent(1) and not full.divergent(2) and full.lost == (1, 2)
+    assert full.divergent(1) and not full.divergent(2) and full.failed == (1, 2)
 
 
 @pytest.mark.parametrize("raw", ["", "[1]", "{", "null", "[" * 100_000, "\xff"])
@@ -187,7 +187,7 @@ def test_what_is_no_entry_is_refused(raw: str) -> None:
 
 
 def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said, and the machine that looks goes on looking."""
+    """It is said, and the machine that looks continues looking."""
     store = MemoryStore()
     connect = lambda: store  # noqa: E731
     changed = threading.Event()
@@ -196,7 +196,7 @@ def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) 
     store.add("machines/count", 1)
     one = Lease(connect, "one", 0.6, changed.set, lambda _: None)
     try:
-        while "two" not in one.lost:
+        while "two" not in one.failed:
             assert changed.wait(5.0)
             changed.clear()
     finally:
@@ -205,25 +205,27 @@ def test_a_lease_that_is_no_number_runs_out(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_who_is_absent() -> None:
-    """Nobody is until all workers use lanes; then whoever is lost, until it is said first that newcomers are in."""
+    """Nobody is until all workers use survivor groups; then whoever fails, until it is said first that replacements are
+    in.
+    """
     store = MemoryStore()
     one, other = Ledger(store, "p/", 3), Ledger(store, "p/", 3)
-    lose = lambda ledger, *lost: ledger.append(lambda: losing(*lost))  # noqa: E731
+    lose = lambda ledger, *failed: ledger.append(lambda: losing(*failed))  # noqa: E731
     for rank in range(3):
-        store.set("p/" + lane_key(rank, 0), "1")
-    store.delete_key("p/" + lane_key(2, 0))
+        store.set("p/" + survivor_group_key(rank, 0), "1")
+    store.delete_key("p/" + survivor_group_key(2, 0))
     assert lose(one, 1).absent is None
-    store.set("p/" + lane_key(2, 0), "1")
-    assert lose(other, 2).absent is None, "the newcomer of rank 1 does not use lanes yet"
+    store.set("p/" + survivor_group_key(2, 0), "1")
+    assert lose(other, 2).absent is None, "the replacement of rank 1 does not use survivor groups yet"
     for rank in (1, 2):
-        store.set("p/" + lane_key(rank, 1), "1")
+        store.set("p/" + survivor_group_key(rank, 1), "1")
     assert lose(one, 1).absent == {1} and one.present() == [0, 2]
     assert lose(other, 2).absent == {1, 2} and other.present() == [0]
-    assert store.compare_set("p/" + let_in_key(3, 1), "", "[1]") == b"[]", "too late for newcomers to be let in"
-    assert store.compare_set("p/" + let_in_key(4, 2), "", "[2]") == b"[2]" and other.present() == [0, 2]
+    assert store.compare_set("p/" + admit_key(3, 1), "", "[1]") == b"[]", "too late for replacements to be admitted"
+    assert store.compare_set("p/" + admit_key(4, 2), "", "[2]") == b"[2]" and other.present() == [0, 2]
     assert lose(one, 0).absent == {0, 1}, "rank 2 is in, and rank 1 is not"
-    assert store.compare_set("p/" + let_in_key(4, 1), "", "[1]") == b"[]", "the next round came too late"
-    for key, ranks in ((let_in_key(5, 2), "[0]"), (let_in_key(5, 1), "[1]")):
+    assert store.compare_set("p/" + admit_key(4, 1), "", "[1]") == b"[]", "the next round came too late"
+    for key, ranks in ((admit_key(5, 2), "[0]"), (admit_key(5, 1), "[1]")):
         assert store.compare_set("p/" + key, "", ranks) == ranks.encode()
     assert other.follow() and other.present() == [0, 1, 2]
     assert lose(other, 2).absent == {2}
@@ -241,23 +243,23 @@ def test_copies_come_back_as_they_were(tmp_path: Path, server: MirrorServer) -> 
     machines = ("127.0.0.1:1#0", here)
     own = tmp_path / "own"
     own.mkdir()
-    (own / "top.3").write_bytes(b"three")
+    (own / "boundary.3").write_bytes(b"three")
     (own / "records").write_bytes(b"r")
     (own / "checks").write_bytes(b"not copied")
     mirror = Mirror(2, 0, 0, own, KEY)
     mirror.follow(machines)
-    mirror.write("top.4", [b"four" * 25_000, b"four" * 25_000])
+    mirror.write("boundary.4", [b"four" * 25_000, b"four" * 25_000])
     mirror.append("records", b"s")
-    mirror.remove("top.3")
+    mirror.remove("boundary.3")
     mirror.sync()
     (tmp_path / "job").mkdir()
     leave(tmp_path / "job", KEY)
     got = fetch(machines[1:], [2, 3], 0, tmp_path / "job")
     assert got == {2: 200_002, 3: 0}
     files = {path.name: path.read_bytes() for path in (tmp_path / "job/rank2/attempt0").iterdir()}
-    assert files == {"top.4": b"four" * 50_000, "records": b"rs"}
-    mirror.follow(("127.0.0.1:1#0",))  # nobody keeps them now: publishing goes on without
-    mirror.write("top.5", ())
+    assert files == {"boundary.4": b"four" * 50_000, "records": b"rs"}
+    mirror.follow(("127.0.0.1:1#0",))  # nobody keeps them now: publishing continues without
+    mirror.write("boundary.5", ())
     mirror.sync()
     assert fetch([here], [2], 1, tmp_path / "job") == {2: 0}  # of another attempt there is nothing
 
@@ -303,10 +305,10 @@ def test_a_lease_that_cannot_be_renewed_fences(tmp_path: Path) -> None:
         two._threads[-1].join(5.0)
         assert fenced and fenced[0] - began < 1.2
         assert fenced[0] - began > FENCE * 1.2 - 1.2 / 10 - 0.05
-        assert "two" in one.alive and "two" not in one.lost
+        assert "two" in one.alive and "two" not in one.failed
         assert "its lease in etcd could not be renewed" in two.fenced
         two.leave()
-        while "two" not in one.lost:
+        while "two" not in one.failed:
             assert changed.wait(5.0)
             changed.clear()
     finally:

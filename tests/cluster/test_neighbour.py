@@ -22,7 +22,7 @@ from shared_core.checkpoint.writer import Writer
 from shared_core.errors import CorruptFile, StorageFull
 from shared_core.events import EventLog
 from shared_core.launcher.mirror import MirrorServer
-from shared_core.launcher.neighbour import Copies, Sender
+from shared_core.launcher.neighbour import NeighbourCopies, Sender
 from shared_core.system import secret
 from shared_core.system.wire import Link, accept, connect
 from shared_core.worker.checkpoints.in_memory import find
@@ -47,7 +47,7 @@ class OneMachine:
     """An agent's part: what takes copies, and what sends them."""
 
     def __init__(self, folder: Path, place: int) -> None:
-        self.copies = Copies(folder / "checkpoints")
+        self.copies = NeighbourCopies(folder / "checkpoints")
         self.server = MirrorServer(folder / "mirror", self.copies.serve, key=KEY)
         self.name = f"127.0.0.1:{self.server.port}#{place}"
         self.sender = Sender(self.copies, lambda: self.name, KEY)
@@ -100,7 +100,7 @@ def test_each_has_the_other_s_newest(pair: list[OneMachine]) -> None:
 
 
 def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine]) -> None:
-    """The machine in the second place has the newer snapshot late: until then whichever is lost, there is the older
+    """The machine in the second place has the newer snapshot late: until then whichever fails, there is the older
     one."""
     first, second = pair
     for each in pair:
@@ -110,7 +110,7 @@ def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine])
     until(lambda: second.copies.begun == (0, 20))
     let_go(first)
     assert first.spool.steps() == [10, 20], "the other's copy is of step 10"
-    assert steps(first, 2) == [10], "what the second's ranks could go on from, were it lost"
+    assert steps(first, 2) == [10], "what the second's ranks could continue from, were it failed"
     assert steps(second, 0) == [10], "and the first's: the second has no step 20 of its own"
     second.snapshot(20)
     until(lambda: all(each.copies.kept == (0, 20) for each in pair))
@@ -122,7 +122,7 @@ def test_an_older_one_stays_until_the_newer_one_is_there(pair: list[OneMachine])
 
 
 def test_the_last_machine_keeps_what_belongs_to_its_copy(pair: list[OneMachine]) -> None:
-    """The other one is lost, and nobody has its place yet: the copy is of use with this machine's own snapshot only."""
+    """The other one fails, and nobody has its place yet: the copy is of use with this machine's own snapshot only."""
     first, second = pair
     for each in pair:
         each.snapshot(10)
@@ -136,7 +136,7 @@ def test_the_last_machine_keeps_what_belongs_to_its_copy(pair: list[OneMachine])
 
 
 def test_a_copy_that_is_older_than_the_kept_one_is_refused(pair: list[OneMachine]) -> None:
-    """It is of a machine that the others have gone on without."""
+    """It is of a machine that the others have continued without."""
     pair[0].snapshot(20)
     until(lambda: pair[1].copies.kept == (0, 20))
     header = b'{"attempt": 0, "step": 10, "files": {}, "notes": {}}'

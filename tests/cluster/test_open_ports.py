@@ -50,7 +50,7 @@ def test_nothing_listens_to_other_machines(tmp_path: Path, script: str, looks: i
     job = run(tmp_path, LISTENERS + script, options=options)
     assert job.code == 0, job.stderr
     seen = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("[{")]
-    assert len(seen) == looks and len(job.of("newcomer_start")) == looks - 1, job.stderr
+    assert len(seen) == looks and len(job.of("replacement_start")) == looks - 1, job.stderr
     for processes in seen:
         where = {each["name"]: set(each["at"]) for each in processes}
         assert where["swift agent"] and where["swift rank 0"] and where["swift rank 1"], where

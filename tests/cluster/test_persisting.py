@@ -1,4 +1,4 @@
-"""The agent and the writer of checkpoints: started when needed, replaced when lost, given time at the end."""
+"""The agent and the writer of checkpoints: started when needed, replaced when failed, given time at the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_without_snapshots_there_is_no_writer(tmp_path: Path) -> None:
     assert run(tmp_path, script).code == 0
 
 
-def test_a_lost_writer_is_replaced_and_a_last_snapshot_is_written_before_the_job_ends(tmp_path: Path) -> None:
+def test_a_failed_writer_is_replaced_and_a_last_snapshot_is_written_before_the_job_ends(tmp_path: Path) -> None:
     script = """
 leave(10)
 assert spool.wait_committed(10, 30)
@@ -56,11 +56,11 @@ leave(30)
     job = run(tmp_path, PRELUDE + script)
     assert job.code == 0, job.stderr
     found(tmp_path, 30)
-    assert job.of("checkpoint")[-1].fields["top"] == 30
-    assert job.stderr.count("the writer of checkpoints was lost (") == 1
+    assert job.of("checkpoint")[-1].fields["boundary"] == 30
+    assert job.stderr.count("the writer of checkpoints failed (") == 1
 
 
-def test_a_writer_that_is_lost_in_the_last_write_is_replaced_too(tmp_path: Path) -> None:
+def test_a_writer_that_fails_in_the_last_write_is_replaced_too(tmp_path: Path) -> None:
     fault = '[{"rank": 0, "step": 20, "point": "checkpoint.file", "kind": "SIGKILL", "nth": 4}]'
     script = "leave(10)\nassert spool.wait_committed(10, 30)\nleave(20)"
     faults, struck = tmp_path / "faults.json", tmp_path / "struck"
@@ -126,5 +126,5 @@ print("pid", spool.status().pid, before.newest_complete(), flush=True)
     job = run(tmp_path, PRELUDE + script, options=["--on-failure", "restart"])
     assert job.code == 0, job.stderr
     found(tmp_path, 20)
-    assert job.stderr.count("the writer of checkpoints was lost") == 0
+    assert job.stderr.count("the writer of checkpoints failed") == 0
     assert os.path.isdir(tmp_path / "storage" / "step-0000000010")

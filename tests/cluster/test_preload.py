@@ -124,4 +124,4 @@ def test_a_worker_that_is_told_to_end_at_its_first_instant_ends(tmp_path: Path) 
     (tmp_path / "strikes.py").write_text(STRUCK)
     job = run(tmp_path, "print('ran')", options=["--preload", "strikes"], env={"PYTHONPATH": str(tmp_path)}, nproc=1)
     assert job.code == 0 and job.stdout == "ran\n", job.stderr
-    assert [event.fields["cause"] for event in job.of("lost")] == ["killed by SIGTERM"], job.stderr
+    assert [event.fields["cause"] for event in job.of("failed")] == ["killed by SIGTERM"], job.stderr

@@ -26,17 +26,17 @@ configs = st.builds(
 
 @FIXED
 @given(configs, st.booleans())
-def test_only_shrink_answers_a_loss_at_once(config: SwiftConfig, goodbyes: bool) -> None:
+def test_only_shrink_answers_a_failure_at_once(config: SwiftConfig, goodbyes: bool) -> None:
     assert Resizing(config, 4).shrinks(goodbyes) == (config.on_failure == "shrink" and not goodbyes)
 
 
 @FIXED
 @given(configs, st.booleans())
-def test_a_change_under_way_answers_every_loss(config: SwiftConfig, goodbyes: bool) -> None:
+def test_a_change_under_way_answers_every_failure(config: SwiftConfig, goodbyes: bool) -> None:
     resizing = Resizing(config, 4)
     resizing.begin([3, 0, 2], 3)
     assert resizing.stay == (0, 2, 3) and resizing.target == 3 and resizing.shrinks(goodbyes)
-    resizing.begin([0, 2], 2)  # another is lost meanwhile
+    resizing.begin([0, 2], 2)  # another fails meanwhile
     assert resizing.stay == (0, 2) and resizing.target == 2 and resizing.shrinks(goodbyes)
     resizing.end()
     assert resizing.shrinks(goodbyes) == (config.on_failure == "shrink" and not goodbyes)
@@ -64,15 +64,15 @@ def test_a_change_that_is_done() -> None:
     assert resizing.grow_at is None
 
 
-def test_newcomers_have_so_much_time() -> None:
+def test_replacements_have_so_much_time() -> None:
     resizing = Resizing(LATE, 4)
     resizing.expect([2], 10.0)
     resizing.expect([1], 12.0)
     assert [resizing.late(now) for now in (10.0, 14.9, 15.0, 17.0)] == [[], [], [2], [1, 2]]
-    resizing.expect([2], 16.0)  # its newcomer was lost, too
+    resizing.expect([2], 16.0)  # its replacement failed, too
     assert resizing.late(17.0) == [1]
     resizing.begin([0, 3], 2)
-    assert resizing.late(100.0) == [], "the others go on"
+    assert resizing.late(100.0) == [], "the others continue"
 
 
 def test_a_restart_of_all_forgets_who_was_awaited() -> None:

@@ -1,4 +1,4 @@
-"""Strangers at the port where a machine keeps copies for others: they learn nothing, and stop nothing."""
+"""Others at the port where a machine keeps copies for others: they learn nothing, and stop nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 def test_strangers_are_refused(site: Site) -> None:
     """None of these gets more than the server's random number, and nothing of what it sends is done."""
     wanted = [HEAD.pack(b"g", 1, 0, 0, 0), HEAD.pack(b"L", 0, 0, 0, 2) + b"{}", HEAD.pack(b"w", 1, 0, 0, 1 << 62)]
-    wanted += [HEAD.pack(b"e", 1, 0, 0, 0), HEAD.pack(b"w", 1, 0, 7, 6) + b"top.999forged"]
+    wanted += [HEAD.pack(b"e", 1, 0, 0, 0), HEAD.pack(b"w", 1, 0, 12, 6) + b"boundary.999forged"]
     for raw in wanted:
         with site.dial() as sock:
             sock.sendall(raw.ljust(64, b"\0"))
@@ -285,7 +285,7 @@ listeners()
 os.write(1, (json.dumps({"key": key.hex(), "hello": dial(), "processes": len(words) // 2, "stolen": stolen,
     "mode": (me.job_dir / secret.FILE).stat().st_mode & 0o777,
     "copies": int(port), "store": int(os.environ["MASTER_PORT"]),
-    "shown": any(key in word or key.hex().encode() in word or b"TOP SECRET" in word for word in words),
+    "shown": any(key in word or key.hex().encode() in word or b"BOUNDARY SECRET" in word for word in words),
 }) + "\\n").encode())
 """
 
@@ -309,7 +309,7 @@ def open_folder() -> Iterator[Path]:
 def test_a_job_on_several_machines(given: str, tmp_path: Path, free_port: int, open_folder: Path) -> None:
     """Its workers have the job's key, from a file that nobody else reads; nothing listens at all interfaces."""
     path = tmp_path / "secret"
-    path.write_text("TOP SECRET TOP SECRET\n")
+    path.write_text("BOUNDARY SECRET BOUNDARY SECRET\n")
     path.chmod(0o600)
     port = free_ports(2)[0]  # a job takes the next one too
     options = ["--nnodes=1", "--spare-nodes=1", f"--rdzv-endpoint=127.0.0.1:{free_port}", "--rdzv-id=job"]

@@ -126,7 +126,7 @@ def as_nobody(what: Callable[[], Any]) -> Any:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_another_user_gets_nothing(shared: Path, tmp_path: Path, free_port: int) -> None:
     """From the list of processes to the rendezvous, from there to all ports where agents answer each other; and then a
-    machine is lost."""
+    machine fails."""
     own = shared / ".config/swift-recovery/secret"
     folder = tmp_path / "strange"
     folder.mkdir()
@@ -164,13 +164,13 @@ def test_another_user_gets_nothing(shared: Path, tmp_path: Path, free_port: int)
         found = as_nobody(attack)
         assert found == {"got": ["swift-3" + "39"] * 12, "opened": []}
         spare = agents.until(lambda: [place for place in range(3) if "waits as a spare" in agents.said(place)])[0]
-        [lost] = [int(path.parent.name) for path in folder.glob("*/rank1")]  # the other one hosts the store
-        os.kill(agents.jobs[lost].process.pid, signal.SIGKILL)
+        [failed] = [int(path.parent.name) for path in folder.glob("*/rank1")]  # the other one hosts the store
+        os.kill(agents.jobs[failed].process.pid, signal.SIGKILL)
         agents.until(lambda: "takes over rank 1" in agents.said(spare))
         agents.go()
-        left = [agents.jobs[place] for place in range(3) if place != lost]
+        left = [agents.jobs[place] for place in range(3) if place != failed]
         assert [job.process.wait(60.0) for job in left] == [0, 0], agents.said(spare)
-        assert "0 steps lost (its machine was lost" in agents.said(spare)
+        assert "0 steps lost (its machine failed" in agents.said(spare)
 
 
 def test_machines_with_different_secrets_do_not_work_together(shared: Path, tmp_path: Path, free_port: int) -> None:

@@ -1,4 +1,4 @@
-"""``swiftrun`` with real processes: normal ends and losses."""
+"""``swiftrun`` with real processes: normal ends and failures."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ if rank == 2:
 raise ValueError("a mistake")
 """
         job = run(tmp_path, script + mistakes, nproc=3, options=["--max-restarts=1"])
-        causes = [str(event.fields["cause"]).partition(" (at")[0] for event in job.of("lost")]
+        causes = [str(event.fields["cause"]).partition(" (at")[0] for event in job.of("failed")]
         assert job.code != 0 and causes == ["ValueError: a mistake"] * 2, job.stderr
     else:
         job = run(tmp_path, script, nproc=3)
@@ -107,11 +107,11 @@ raise ValueError("a mistake")
     assert all(f"ends {rank}" in job.stdout for rank in range(3)), "what is printed last is not lost"
 
 
-def test_a_lost_worker_is_replaced_and_its_siblings_stay(
+def test_a_failed_worker_is_replaced_and_its_siblings_stay(
     tmp_path: Path, record_property: pytest.RecordProperty
 ) -> None:
-    """Three kinds of loss in one job; rank 0 lives through all of them. A child in the lost worker's group dies with
-    it, one in a session of its own at the end. Latencies are recorded, not asserted.
+    """Three kinds of failure in one job; rank 0 lives through all of them. A child in the failed worker's group dies
+    with it, one in a session of its own at the end. Latencies are recorded, not asserted.
     """
     script = (
         PRELUDE
@@ -130,9 +130,9 @@ if me.rank == 0:
     os.kill(int(found), signal.SIGKILL)
     show(gen=generation(1), told_s=time.time() - killed)
     await_("up1", 1)
-    show(newcomer_s=time.time() - killed)
+    show(replacement_s=time.time() - killed)
     gone = lambda: not os.path.exists(f"/proc/{child}")
-    poll(gone, lambda: False, Wait("the test", "the child of the lost worker to end", 20.0))
+    poll(gone, lambda: False, Wait("the test", "the child of the failed worker to end", 20.0))
     reach("exit")
     show(gen=generation(2))
     await_("up2", 1)
@@ -157,7 +157,7 @@ show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
     job = run(tmp_path, "import subprocess" + script, "--lr", "0.1", nproc=3)
     assert job.code == 0, job.stderr
     said = shown(job)
-    for name, value in ((name, one[name]) for one in said for name in ("told_s", "newcomer_s") if name in one):
+    for name, value in ((name, one[name]) for one in said for name in ("told_s", "replacement_s") if name in one):
         record_property(name, value)
         print(f"{name}: {1e3 * value:.1f} ms")
     [titles] = [one for one in said if "found" in one]
@@ -166,7 +166,7 @@ show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
     assert len(own) == 2 and own[0] == own[1]
     gens = [one["gen"] for one in said if "gen" in one]
     assert [gen["generation"] for gen in gens] == [1, 2, 3, 4]
-    assert [gen["lost"] for gen in gens] == [[1], [1], [2], [2]]
+    assert [gen["failed"] for gen in gens] == [[1], [1], [2], [2]]
     assert gens[-1]["incarnations"] == [0, 2, 2]
     assert [next(iter(gen["cause"].values())) for gen in gens] == [
         "killed by SIGKILL",
@@ -176,11 +176,11 @@ show(rank=me.rank, incarnation=me.incarnation, generation=me.generation)
     ]
     ends = sorted((one["rank"], one["incarnation"], one["generation"]) for one in said if "incarnation" in one)
     assert ends == [(0, 0, 0), (1, 2, 2), (2, 2, 4)]
-    assert [event.rank for event in job.of("lost")] == [1, 1, 2, 2]
+    assert [event.rank for event in job.of("failed")] == [1, 1, 2, 2]
     assert [event.generation for event in job.of("generation")] == [1, 2, 3, 4]
-    newcomers = job.of("newcomer_start")
-    assert [event.fields["incarnation"] for event in newcomers] == [1, 2, 1, 2]
-    assert all(event.fields["how"] == "standby" for event in newcomers)
+    replacements = job.of("replacement_start")
+    assert [event.fields["incarnation"] for event in replacements] == [1, 2, 1, 2]
+    assert all(event.fields["how"] == "standby" for event in replacements)
     assert job.of("end")[0].fields.items() >= {"result": "succeeded", "replaced": 4}.items()
     assert "ranks 1 and 2 are back after" in job.stderr and "killed by SIGTERM; now pid" in job.stderr, job.stderr
 
@@ -230,7 +230,7 @@ show(rank=me.rank, zero=rank_zero_only.rank, draws=[random.random(), numpy.rando
 
 
 def test_goodbye_is_not_final_before_all_have_said_it(tmp_path: Path) -> None:
-    """A worker that is lost while it waits for its peers is replaced, and says goodbye again."""
+    """A worker that fails while it waits for its peers is replaced, and says goodbye again."""
     script = (
         PRELUDE
         + """
@@ -245,7 +245,7 @@ if me.rank == 0:
     )
     job = run(tmp_path, script)
     assert job.code == 0, job.stderr
-    assert [event.rank for event in job.of("lost")] == [1]
+    assert [event.rank for event in job.of("failed")] == [1]
 
 
 def test_without_standbys_workers_are_fresh_interpreters(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ show(rank=me.rank, name=__name__, path=sys.path[0], group=os.getpgid(0) == os.ge
     )
     job = run(tmp_path, script, "a b", options=["--standbys", "0", "-r", "3", "--log-dir", str(tmp_path / "logs")])
     assert job.code == 0, job.stderr
-    assert [event.fields["how"] for event in job.of("newcomer_start")] == ["respawn"]
+    assert [event.fields["how"] for event in job.of("replacement_start")] == ["respawn"]
     for rank in (0, 1):
         (file,) = tmp_path.glob(f"logs/*/attempt_0/{rank}/stdout.log")
         expected = {"rank": rank, "name": "__main__", "path": str(tmp_path), "group": True, "argv": ["a b"]}

@@ -30,7 +30,7 @@ await_("never", 1)
     assert "ValueError: bad record 17" in job.stderr
     assert "rank      : 1 (local_rank: 1)" in job.stderr
     assert "in deep" in job.stderr
-    assert len(job.of("lost")) == 2
+    assert len(job.of("failed")) == 2
     assert job.of("end")[0].fields["result"] == "failed"
     # the worker's own traceback starts at the user's frame
     own = job.stderr[job.stderr.index("Traceback") :].splitlines()[:2]
@@ -50,10 +50,10 @@ await_("never", 1)
     assert job.code == 1
     assert "died 3 times in a row without progress" in job.stderr
     assert "rank      : 0 (local_rank: 0)" in job.stderr and "exitcode  : 9" in job.stderr
-    lost = job.of("lost")
-    assert len(lost) == 3
+    failed = job.of("failed")
+    assert len(failed) == 3
     # back-off: at once, then after half a second
-    assert lost[2].time - lost[1].time >= 0.5
+    assert failed[2].time - failed[1].time >= 0.5
 
 
 def test_progress_breaks_a_crash_loop_and_the_budget_ends_it(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_progress_breaks_a_crash_loop_and_the_budget_ends_it(tmp_path: Path) -> 
         PRELUDE
         + """
 if me.rank == 0:
-    progress_file.ProgressFile(me.rank_dir / "progress").top(me.incarnation + 1)
+    progress_file.ProgressFile(me.rank_dir / "progress").boundary(me.incarnation + 1)
     os._exit(9)
 await_("never", 1)
 """
@@ -69,7 +69,7 @@ await_("never", 1)
     job = run(tmp_path, script, options=["--max-restarts", "4"])
     assert job.code == 1
     assert "no replacements are left (--max-restarts)" in job.stderr
-    assert [event.fields["tops"] for event in job.of("lost")] == [1, 2, 3, 4, 5]
+    assert [event.fields["boundaries"] for event in job.of("failed")] == [1, 2, 3, 4, 5]
 
 
 def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_worker_without_progress_is_replaced(tmp_path: Path) -> None:
         + """
 if me.incarnation == 0:
     progress = progress_file.ProgressFile(me.rank_dir / "progress")
-    progress.top(1)
+    progress.boundary(1)
     if me.rank == 0:
         progress.waiting(True)  # in a collective: does not count
         generation(1)
@@ -88,11 +88,11 @@ if me.incarnation == 0:
     )
     job = run(tmp_path, script, env={"SWIFT_RECOVERY_DETECTION_PROGRESS_TIMEOUT_S": "0.5"})
     assert job.code == 0, job.stderr
-    (lost,) = job.of("lost")
-    assert lost.rank == 1 and "no progress for 0.5 s" in lost.fields["cause"]
+    (failed,) = job.of("failed")
+    assert failed.rank == 1 and "no progress for 0.5 s" in failed.fields["cause"]
 
 
-def test_all_workers_lost_restarts_the_job(tmp_path: Path) -> None:
+def test_all_workers_failed_restarts_the_job(tmp_path: Path) -> None:
     """The second attempt has its own store, and nothing of what the first one published."""
     script = (
         PRELUDE
@@ -113,7 +113,7 @@ show(rank=me.rank, restart=me.restart, generation=me.generation, incarnation=me.
     assert job.code == 0, job.stderr
     assert sorted(one["rank"] for one in shown(job)) == [0, 1]
     assert all((one["restart"], one["generation"], one["incarnation"]) == (1, 0, 0) for one in shown(job))
-    assert job.of("restart")[0].fields["reason"] == "all workers are lost"
+    assert job.of("restart")[0].fields["reason"] == "all workers failed"
     assert len(job.of("start")) == 2
 
 
@@ -240,4 +240,4 @@ elif me.incarnation == 0:
     job = run(tmp_path, script)
     assert job.code == 0, job.stderr
     assert "a standby died" in job.stderr
-    assert [event.fields["how"] for event in job.of("newcomer_start")] == ["standby"]
+    assert [event.fields["how"] for event in job.of("replacement_start")] == ["standby"]

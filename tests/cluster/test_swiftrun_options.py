@@ -88,10 +88,10 @@ FAULTY = """
 import os
 from shared_core.faults import point
 for step in range(3):
-    point("batch_top")
+    point("step_boundary")
 print(f"rank {os.environ['RANK']} ends")
 """
-_FAULTS = '[{"rank": 1, "step": 2, "point": "batch_top", "kind": "SIGKILL"}]'
+_FAULTS = '[{"rank": 1, "step": 2, "point": "step_boundary", "kind": "SIGKILL"}]'
 
 
 @pytest.mark.parametrize("standbys", ["0", "1"])
@@ -103,12 +103,12 @@ def test_faults_are_armed_by_a_flag_alone(standbys: str, tmp_path: Path) -> None
         inherited = {"SWIFT_FAULTS": _FAULTS, "SWIFT_FAULTS_FILE": str(path), "SWIFT_FAULTS_LAUNCHER": str(os.getpid())}
         job = run(tmp_path, FAULTY, options=options, env=inherited)
         assert job.code == 0 and job.stdout.count("ends") == 2, job.stderr
-        assert not job.of("lost") and not job.of("fault")
+        assert not job.of("failed") and not job.of("fault")
         assert "SWIFT_FAULTS in the environment has no effect" in job.stderr
     else:
         job = run(tmp_path, FAULTY, options=[*options, "--faults", str(path)])
         assert job.code == 0 and job.stdout.count("ends") == 2, job.stderr
-        assert [event.rank for event in job.of("lost")] == [1] == [event.rank for event in job.of("fault")]
+        assert [event.rank for event in job.of("failed")] == [1] == [event.rank for event in job.of("fault")]
 
 
 def test_faults_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

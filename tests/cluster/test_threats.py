@@ -76,7 +76,7 @@ def values(draw: random.Random, target: str) -> Iterator[str]:
     yield json.dumps({"checkpoint.dir": target, "checkpoint.every_steps": 1, "checkpoint.history": target + "/h"})
     yield json.dumps({"checkpoint.dir": "ftp://127.0.0.1:9/loot", "on_failure": "restart"})
     yield from ('{"rank": 0, "message": "forged"}', '{"reason": "forged"}', "[1]", "[0, 1]", "1", '{"kind": "fail"}')
-    whole = json.dumps({"generation": 1, "incarnations": [9, 9], "causes": [], "kind": "form", "lost": [0]})
+    whole = json.dumps({"generation": 1, "incarnations": [9, 9], "causes": [], "kind": "form", "failed": [0]})
     yield whole
     at = draw.randrange(len(whole))
     yield whole[:at] + chr(draw.randrange(32, 127)) + whole[at + 1 :]

@@ -56,7 +56,7 @@ def read(raw: bytes, count: int, key: bytes | None = KEY) -> list[tuple[bytes, s
 
 @pytest.mark.parametrize("key", [KEY, None])
 def test_frames_arrive_as_they_were_sent(key: bytes | None) -> None:
-    sent = [(b"w", "top.1", b"state"), (b"e", "", b""), (b"a", "", b"x" * 70_000), (b"a", "n", b"")]
+    sent = [(b"w", "boundary.1", b"state"), (b"e", "", b""), (b"a", "", b"x" * 70_000), (b"a", "n", b"")]
     raw = written(*sent, key=key)
     assert read(b"".join(raw), len(sent), key) == sent
     assert [len(each) - HEAD.size - len(name) - len(data) for each, (_, name, data) in zip(raw, sent, strict=True)] == (
@@ -66,7 +66,7 @@ def test_frames_arrive_as_they_were_sent(key: bytes | None) -> None:
 
 def test_a_frame_with_any_byte_changed_is_refused() -> None:
     """Where it is one of the head, nothing after the head's own MAC is read: its lengths are not believed."""
-    first, second = written((b"s", "", b""), (b"w", "top.1", b"state"))
+    first, second = written((b"s", "", b""), (b"w", "boundary.1", b"state"))
     head = HEAD.size + MAC
     for at in range(len(second)):
         with pytest.raises(Altered):
@@ -74,10 +74,10 @@ def test_a_frame_with_any_byte_changed_is_refused() -> None:
 
 
 def test_a_frame_out_of_its_place_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    one, two, three = written((b"w", "top.1", b"one"), (b"w", "top.2", b"two"), (b"s", "", b""))
-    back, _ = written((b"w", "top.1", b"one"), (b"s", "", b""), serves=True)
-    other, _ = written((b"w", "top.1", b"one"), (b"s", "", b""), key=b"o" * 32)
-    bare, _ = written((b"w", "top.1", b"one"), (b"s", "", b""), key=None)
+    one, two, three = written((b"w", "boundary.1", b"one"), (b"w", "boundary.2", b"two"), (b"s", "", b""))
+    back, _ = written((b"w", "boundary.1", b"one"), (b"s", "", b""), serves=True)
+    other, _ = written((b"w", "boundary.1", b"one"), (b"s", "", b""), key=b"o" * 32)
+    bare, _ = written((b"w", "boundary.1", b"one"), (b"s", "", b""), key=None)
     cases = {"repeated": [one, one], "left out": [one, three], "moved": [two, one], "sent back": [back]}
     cases |= {"of another connection": [other], "without a MAC": [bare, bytes(100)]}
     cases["another's end"] = [one[: HEAD.size + MAC], two[HEAD.size + MAC :]]
@@ -89,7 +89,7 @@ def test_a_frame_out_of_its_place_is_refused(capsys: pytest.CaptureFixture[str])
 
 
 def test_what_is_cut_off_is_not_used() -> None:
-    one, two = written((b"w", "top.1", b"one"), (b"w", "top.2", b"two"))
+    one, two = written((b"w", "boundary.1", b"one"), (b"w", "boundary.2", b"two"))
     for length in range(len(two)):
         with pytest.raises(ConnectionError, match="has gone"):
             read(one + two[:length], 2)
@@ -173,7 +173,7 @@ def test_copies_that_are_changed_on_their_way_are_not_kept(
     """What was kept before stays. The sender is told, and the machine that finds it out says so once."""
     monkeypatch.setattr("shared_core.worker.mirror._TROUBLE_S", 0.0)
     (tmp_path / "newer").mkdir()
-    (tmp_path / "newer" / "top.8").write_bytes(b"NEWER")
+    (tmp_path / "newer" / "boundary.8").write_bytes(b"NEWER")
     with ExitStack() as stack:
         between = Between(site, CHANGES[what], answers=False)
         stack.callback(between.close)

@@ -46,7 +46,7 @@ def test_progress_is_read_as_written(tmp_path: Path) -> None:
     progress = progress_file.ProgressFile(path)
     assert progress_file.read_progress(path) is None
     assert path.stat().st_size == progress_file.PROGRESS_BYTES
-    progress.top(4)
+    progress.boundary(4)
     first = progress_file.read_progress(path)
     progress.waiting(True)
     second = progress_file.read_progress(path)

@@ -23,12 +23,12 @@ def content(channel: str, index: int, size: int = 40) -> list[torch.Tensor]:
     return [torch.randn(size, generator=seeded), torch.tensor(index)]
 
 
-def key(channel: str, index: int, top: int = 0) -> Key:
-    return Key(channel, index, top, {"version": top, "direction": "forward", "source": 0})
+def key(channel: str, index: int, boundary: int = 0) -> Key:
+    return Key(channel, index, boundary, {"version": boundary, "direction": "forward", "source": 0})
 
 
-def put(archive: Archive, channel: str, index: int, top: int = 0, size: int = 40) -> None:
-    archive.put(key(channel, index, top), content(channel, index, size))
+def put(archive: Archive, channel: str, index: int, boundary: int = 0, size: int = 40) -> None:
+    archive.put(key(channel, index, boundary), content(channel, index, size))
 
 
 def flush(archive: Archive) -> None:
@@ -55,9 +55,9 @@ def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.dtype, tuple(tensor.shape), bytes(segments.view_bytes(tensor)))
 
 
-def same(archive: Archive, channel: str, index: int, top: int = 0, size: int = 40) -> bool:
+def same(archive: Archive, channel: str, index: int, boundary: int = 0, size: int = 40) -> bool:
     got, tensors = archive.read(channel, index)
-    assert got == key(channel, index, top)
+    assert got == key(channel, index, boundary)
     return [bits(t) for t in tensors] == [bits(t) for t in content(channel, index, size)]
 
 

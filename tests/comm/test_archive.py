@@ -121,8 +121,8 @@ def test_first_indices_and_drops(tmp_path: Path) -> None:
     archive = Archive(tmp_path, segment_bytes=1000)
     assert archive.first(A) is None and archive.indices(A) == [] and channels(archive) == []
     for index in range(20):
-        put(archive, A, index, top=index // 4)
-        put(archive, B, 100 + index, top=index // 4)
+        put(archive, A, index, boundary=index // 4)
+        put(archive, B, 100 + index, boundary=index // 4)
     flush(archive)
     assert channels(archive) == [A, B]
     assert archive.first(A) == 0 and archive.first(B) == 100 and archive.indices(A) == list(range(20))
@@ -139,22 +139,22 @@ def test_first_indices_and_drops(tmp_path: Path) -> None:
     assert archive.stats.bytes_on_disk == sum(path.stat().st_size for path in files(tmp_path))
     with pytest.raises(CorruptFile, match="there is no message 0 of default|0,1,0"):
         archive.read(A, 0)
-    put(archive, A, 21, top=5)  # 20 is missing
+    put(archive, A, 21, boundary=5)  # 20 is missing
     assert archive.first(A) == 21 and archive.indices(A) == [*range(first, 20), 21]
     assert archive.first(A, before=20) == first and archive.first(A, before=22) == 21
     assert archive.first(A, before=21) is None and archive.first(A, before=30) is None
     flush(archive)
     archive.drop_before(6)  # the open segment too
     assert archive.first(B) is None
-    put(archive, A, 22, top=6)
+    put(archive, A, 22, boundary=6)
     flush(archive)
-    assert archive.first(A) == 22 and same(archive, A, 22, top=6)
+    assert archive.first(A) == 22 and same(archive, A, 22, boundary=6)
     archive.drop_before(6)
     flush(archive)
     assert archive.first(A) == 22 and len(files(tmp_path)) == 1
     archive.close()
     again = Archive(tmp_path, again=True)
-    assert again.indices(A) == [22] and same(again, A, 22, top=6)
+    assert again.indices(A) == [22] and same(again, A, 22, boundary=6)
     again.drop_before(7)
     flush(again)
     assert files(tmp_path) == [] and again.stats.bytes_on_disk == 0
@@ -163,30 +163,30 @@ def test_first_indices_and_drops(tmp_path: Path) -> None:
 
 def test_a_record_that_waits_is_not_lost_by_a_drop(tmp_path: Path) -> None:
     archive = Gated(tmp_path)
-    put(archive, A, 0, top=0)
+    put(archive, A, 0, boundary=0)
     assert archive.asked.acquire(timeout=WAIT_S)  # the segment's header
     archive.permits.release()
     assert archive.asked.acquire(timeout=WAIT_S)  # record 0
-    put(archive, A, 1, top=5)
+    put(archive, A, 1, boundary=5)
     archive.drop_before(3)  # record 0 is being written
     archive.open_gate()
     flush(archive)
-    assert archive.indices(A) == [1] and same(archive, A, 1, top=5) and len(files(tmp_path)) == 1
+    assert archive.indices(A) == [1] and same(archive, A, 1, boundary=5) and len(files(tmp_path)) == 1
     archive.close()
 
 
 def test_a_segment_that_gets_a_newer_record_is_not_dropped(tmp_path: Path) -> None:
     archive = Gated(tmp_path)
     archive.permits.release(2)
-    put(archive, A, 0, top=0)
+    put(archive, A, 0, boundary=0)
     flush(archive)
-    put(archive, A, 1, top=5)
+    put(archive, A, 1, boundary=5)
     for _ in range(3):
         assert archive.asked.acquire(timeout=WAIT_S)  # the segment's header, record 0, record 1
     archive.drop_before(3)  # while record 1 is being written behind record 0
     archive.open_gate()
     flush(archive)
-    assert archive.first(A) == 0 and same(archive, A, 1, top=5)
+    assert archive.first(A) == 0 and same(archive, A, 1, boundary=5)
     archive.close()
 
 
@@ -199,7 +199,7 @@ def test_a_record_is_written_once(tmp_path: Path) -> None:
     archive.close()
     assert archive.stats.records == 1
     again = Archive(tmp_path, again=True)
-    put(again, A, 0)  # a newcomer sends its predecessor's messages again
+    put(again, A, 0)  # a replacement sends the failed worker's messages again
     put(again, A, 1)
     flush(again)
     assert again.stats.records == 1 and again.indices(A) == [0, 1] and same(again, A, 0)
@@ -267,7 +267,7 @@ def writer(root: Path, rounds: int, seed: int) -> None:
             os.close(out)
             archive = Archive(root / str(number), segment_bytes=400_000, ring_bytes=1 << 20)
             for index in range(1_000_000):
-                put(archive, A, index, top=index // 8, size=size_of(index))
+                put(archive, A, index, boundary=index // 8, size=size_of(index))
                 if chance.random() < 0.3:
                     flush(archive)
                     kept = max(0, index // 8 - 6)
@@ -303,8 +303,8 @@ def test_kills(tmp_path: Path) -> None:
         held = archive.indices(A)
         assert held == list(range(held[0], held[-1] + 1)) and archive.first(A) == held[0], number
         assert held[0] <= kept * 8 and held[-1] >= flushed, (number, held[0], held[-1], line)
-        assert all(same(archive, A, i, top=i // 8, size=size_of(i)) for i in held) and archive.verify() == []
-        put(archive, A, held[-1] + 1, top=held[-1])
+        assert all(same(archive, A, i, boundary=i // 8, size=size_of(i)) for i in held) and archive.verify() == []
+        put(archive, A, held[-1] + 1, boundary=held[-1])
         flush(archive)
         assert archive.first(A) == held[0]
         archive.close()

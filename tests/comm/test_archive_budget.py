@@ -17,28 +17,28 @@ from shared_core.worker.messages.log_budget import Advice
 
 @pytest.mark.parametrize("seed", range(20))
 def test_leases_never_exceed_the_budget(seed: int) -> None:
-    """Ranks that log and drop as they like pass batch tops at their own pace: one is at most waiting for the next
+    """Ranks that log and drop as they like pass step boundaries at their own pace: one is at most waiting for the next
     collective while others have not yet heard of the last.
     """
     rng = random.Random(seed)
     ranks, budget = rng.randint(1, 6), rng.randint(10, 10_000)
-    lease, used, tops = [budget // ranks] * ranks, [0] * ranks, [0] * ranks
-    said: list[dict[int, int]] = [{}]  # of each batch top, what each rank has kept
+    lease, used, boundaries = [budget // ranks] * ranks, [0] * ranks, [0] * ranks
+    said: list[dict[int, int]] = [{}]  # of each step boundary, what each rank has kept
     for _ in range(2000):
         rank = rng.randrange(ranks)
         if rng.random() < 0.5:  # log, within the lease, or drop
             used[rank] = rng.randint(used[rank] if rng.random() < 0.8 else 0, max(lease[rank], used[rank]))
         else:
-            before = said[tops[rank]]
-            if tops[rank] and len(before) < ranks:
-                continue  # others have not come to the top before
-            if tops[rank]:
+            before = said[boundaries[rank]]
+            if boundaries[rank] and len(before) < ranks:
+                continue  # others have not come to the boundary before
+            if boundaries[rank]:
                 lease[rank] = log_budget.leases([before[each] for each in range(ranks)], budget)[rank]
-            tops[rank] += 1
-            said += [{} for _ in range(tops[rank] - len(said) + 1)]
-            lease[rank] = said[tops[rank]][rank] = log_budget.kept(lease[rank], used[rank])
+            boundaries[rank] += 1
+            said += [{} for _ in range(boundaries[rank] - len(said) + 1)]
+            lease[rank] = said[boundaries[rank]][rank] = log_budget.kept(lease[rank], used[rank])
         assert sum(lease) <= budget and all(use <= most for use, most in zip(used, lease, strict=True))
-    assert min(tops) > 10
+    assert min(boundaries) > 10
 
 
 def test_who_logs_gets_the_room() -> None:
@@ -60,8 +60,8 @@ def test_what_the_logs_call_for() -> None:
     assert log_budget.segment_bytes(1000, 16 << 20, 4) == 1000
 
 
-def put(archive: Archive, index: int, top: int) -> None:
-    archive.put(Key("a", index, top), [torch.full((250,), index, dtype=torch.float32)])
+def put(archive: Archive, index: int, boundary: int) -> None:
+    archive.put(Key("a", index, boundary), [torch.full((250,), index, dtype=torch.float32)])
 
 
 def taken(folder: Path) -> int:
@@ -72,7 +72,7 @@ def test_what_has_no_room_waits_for_it(tmp_path: Path, capfd: pytest.CaptureFixt
     archive = Archive(tmp_path, segment_bytes=2500, ring_bytes=5000, owner="rank 1")
     archive.lease(5500)
     for index in range(8):
-        put(archive, index, top=index)
+        put(archive, index, boundary=index)
     until(
         lambda: archive._writer.out_of_room and archive.stats.bytes_on_disk == taken(tmp_path),
         lambda: f"{archive.stats}, and {taken(tmp_path)} bytes are there",
@@ -95,7 +95,7 @@ def test_what_waits_and_is_dropped_is_never_written(tmp_path: Path) -> None:
     archive = Archive(tmp_path)
     archive.lease(0)
     for index in range(4):
-        put(archive, index, top=index)
+        put(archive, index, boundary=index)
     archive.drop_before(3)
     assert archive.indices("a") == [3]
     archive.lease(10_000)
@@ -109,13 +109,13 @@ def test_no_room_in_memory_either(tmp_path: Path, capfd: pytest.CaptureFixture[s
     archive = Archive(tmp_path, ring_bytes=3000, owner="rank 1", stall_s=WAIT_S)
     archive.lease(2500)
     for index in range(8):
-        put(archive, index, top=index)
+        put(archive, index, boundary=index)
     assert archive.stats.failed and archive.stats.blocked_s < WAIT_S
     told = capfd.readouterr().err
     assert "rank 1: messages are no longer logged" in told and "after the next checkpoint" in told, told
     flush(archive)
     archive.restart()
-    put(archive, 8, top=8)
+    put(archive, 8, boundary=8)
     flush(archive)
     assert archive.first("a") == 8 and taken(tmp_path) <= 2500
     archive.close()
@@ -124,7 +124,7 @@ def test_no_room_in_memory_either(tmp_path: Path, capfd: pytest.CaptureFixture[s
 def test_a_lease_is_given_back_by_halves(tmp_path: Path) -> None:
     archive = Archive(tmp_path)
     archive.lease(4096)
-    put(archive, 0, top=0)
+    put(archive, 0, boundary=0)
     flush(archive)
     used = taken(tmp_path)
     assert archive.keep() == used + (4096 - used) // 2

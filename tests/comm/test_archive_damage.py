@@ -29,7 +29,7 @@ def killed(tmp_path: Path) -> Path:
     archive = Archive(tmp_path / "live", segment_bytes=1400)
     for step in range(9):
         for channel, indices in TOTAL.items():
-            put(archive, channel, indices[step], top=step)
+            put(archive, channel, indices[step], boundary=step)
     flush(archive)
     shutil.copytree(tmp_path / "live", tmp_path / "killed")
     remove(archive)
@@ -44,7 +44,7 @@ def readable(folder: Path) -> set[tuple[str, int]]:
     for channel in channels(archive):
         for index in archive.indices(channel):
             try:
-                assert same(archive, channel, index, top=index - TOTAL[channel][0]), (channel, index)
+                assert same(archive, channel, index, boundary=index - TOTAL[channel][0]), (channel, index)
             except CorruptFile as error:
                 assert "offset" in str(error)
             else:
@@ -84,7 +84,7 @@ def test_truncation_at_every_byte_of_the_last_record(killed: Path) -> None:
     path.write_bytes(data[: len(data) - 1])
     assert readable(killed) == EVERY - {(C, 8)}
     again = Archive(killed, again=True)
-    put(again, C, 8, top=8)
+    put(again, C, 8, boundary=8)
     again.close()
     assert readable(killed) == EVERY
 

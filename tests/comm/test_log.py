@@ -1,4 +1,4 @@
-"""The log of a group: dropped by batch top, spilled to disk and read back, buffers used again."""
+"""The log of a group: dropped by step boundary, spilled to disk and read back, buffers used again."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from shared_core.worker.comm.op import input_checksum, signature
-from shared_core.worker.messages.group_log import BufferPool, Entry, GroupLog
+from shared_core.worker.messages.group_log import BufferPool, GroupLog, LogEntry
 
 
 def entry(
-    value: float, top: int, size: int = 8, dtype: torch.dtype = torch.float32, pool: BufferPool | None = None
-) -> Entry:
+    value: float, boundary: int, size: int = 8, dtype: torch.dtype = torch.float32, pool: BufferPool | None = None
+) -> LogEntry:
     like = torch.full((size,), value, dtype=dtype)
     results = [pool.take(like)] if pool is not None else [like]
     results[0].copy_(like)
-    return Entry(signature("all_reduce", results), top, results, pooled=pool is not None)
+    return LogEntry(signature("all_reduce", results), boundary, results, pooled=pool is not None)
 
 
-def test_entries_go_with_their_batch_top_and_buffers_come_back() -> None:
+def test_entries_go_with_their_step_boundary_and_buffers_come_back() -> None:
     pool = BufferPool()
     log = GroupLog(pool)
     for seq in range(6):
-        log.put(seq, entry(seq, top=seq // 2, pool=pool))
+        log.put(seq, entry(seq, boundary=seq // 2, pool=pool))
     first = log.entries[0].results[0].data_ptr()  # type: ignore[index]
     assert log.nbytes == 6 * 32
     log.drop_before(1)
@@ -38,9 +38,9 @@ def test_entries_go_with_their_batch_top_and_buffers_come_back() -> None:
 def test_sizes_that_are_no_longer_asked_for_are_let_go() -> None:
     pool = BufferPool()
     pool.give([pool.take(torch.empty(100))])
-    for _ in range(BufferPool.KEEP_TOPS + 1):
+    for _ in range(BufferPool.KEEP_BOUNDARIES + 1):
         pool.give([pool.take(torch.empty(7))])
-        pool.next_top()
+        pool.next_boundary()
     assert [size for size, _ in pool._free] == [7]
 
 
@@ -52,8 +52,8 @@ def test_spilled_results_come_back_bit_for_bit(
     pool = BufferPool()
     log = GroupLog(pool)
     for seq in range(5):
-        log.put(seq, entry(seq, top=seq, dtype=dtype, pool=pool if seq % 2 else None))
-    log.put(5, Entry(signature("all_gather", []), 5, [torch.randn(3, 2), torch.empty(0, 4)]))
+        log.put(seq, entry(seq, boundary=seq, dtype=dtype, pool=pool if seq % 2 else None))
+    log.put(5, LogEntry(signature("all_gather", []), 5, [torch.randn(3, 2), torch.empty(0, 4)]))
     expected = {seq: [t.clone() for t in log.results(seq)] for seq in range(6)}
     kept = log.entries[5].nbytes + log.entries[4].nbytes
     assert log.spill(kept) == sum(log.entries[0].nbytes or t.numel() * t.element_size() for t in expected[0]) * 4
@@ -81,12 +81,12 @@ def test_the_disk_holds_only_what_can_be_asked_for(tmp_path: Path, monkeypatch: 
     """The log is never empty, and an operation of each step finishes after one of the next."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     log, size = GroupLog(BufferPool()), 1 << 14
-    late = entry(0, top=0, size=size)
+    late = entry(0, boundary=0, size=size)
     for step in range(1, 60):
         for number in range(3):
-            log.put(10 * step + number, entry(step, top=step, size=size))
+            log.put(10 * step + number, entry(step, boundary=step, size=size))
         log.put(10 * step - 1, late)
-        late = entry(-step, top=step, size=size)
+        late = entry(-step, boundary=step, size=size)
         log.spill(size)
         log.drop_before(step - 1)
         files, used = on_disk(tmp_path)
@@ -97,7 +97,7 @@ def test_the_disk_holds_only_what_can_be_asked_for(tmp_path: Path, monkeypatch: 
 
 def test_kept_inputs_of_rank_specific_operations_stay_in_memory() -> None:
     log = GroupLog(BufferPool())
-    log.put(0, Entry(signature("reduce", []), 0, [], redo=lambda inner: None, kept=[torch.zeros(4)]))
+    log.put(0, LogEntry(signature("reduce", []), 0, [], redo=lambda inner: None, kept=[torch.zeros(4)]))
     assert log.nbytes == 16 and log.spill(0) == 0 and log.nbytes == 16
 
 

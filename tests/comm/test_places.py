@@ -25,7 +25,7 @@ MISTAKES = {
     "by_rank": ([], "epoch 1, pass 1, batch 0", "epoch 0, pass 1, batch 3"),
     "by_replacement": (KILL, "epoch 1, pass 1, batch 0", "epoch 0, pass 1, batch 3"),
     "skips": (KILL, "epoch 0, pass 1, batch 3", "epoch 0, pass 1, batch 4"),
-    "receives": ([Fault(1, 3, "batch_top", "SIGKILL")], "epoch 0, pass 1, batch 3", "epoch 0, pass 1, batch 4"),
+    "receives": ([Fault(1, 3, "step_boundary", "SIGKILL")], "epoch 0, pass 1, batch 3", "epoch 0, pass 1, batch 4"),
 }
 #: Ways in which ranks are at different places and mean to.
 MEANT = ("local", "cycles", "main_alone", "late")
@@ -80,7 +80,7 @@ def test_places_that_differ_on_purpose_are_no_error(way: str, jobs: Jobs) -> Non
 
 @pytest.mark.parametrize("way", few([way for way in MEANT if way != "local"], "cycles"))
 def test_nor_after_a_failure(way: str, jobs: Jobs) -> None:
-    jobs.check(SCRIPT, faults=[Fault(1, 11, "batch_top", "SIGKILL")], args=[way])
+    jobs.check(SCRIPT, faults=[Fault(1, 11, "step_boundary", "SIGKILL")], args=[way])
 
 
 @pytest.mark.parametrize("framework", few(("lightning", "fabric", "accelerate"), "lightning"))

@@ -1,4 +1,4 @@
-"""gloo's lines about lost peers are dropped, and nothing else. Real ones are dropped in tests/recovery."""
+"""gloo's lines about failed peers are dropped, and nothing else. Real ones are dropped in tests/recovery."""
 
 from __future__ import annotations
 

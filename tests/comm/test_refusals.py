@@ -34,24 +34,24 @@ def test_what_cannot_be_recovered_is_refused_and_says_why(jobs: Jobs) -> None:
     assert {name: text for name, text in said.items() if not text.startswith(REFUSED[name])} == {}
 
 
-#: What the newcomer does instead, and what the message names: its own call first, then its predecessor's.
+#: What the replacement does instead, and what the message names: its own call first, then the failed worker's.
 DIVERGENCES = {
     "operation": (r"all_gather_single\(float32\[4, 3\]\)", r"all_reduce\(float32\[4, 3\]\)"),
     "shape": (r"all_reduce\(float32\[3, 3\]\)", r"all_reduce\(float32\[4, 3\]\)"),
     "root": (r"broadcast\(float32\[4, 3\]\)", r"broadcast\(float32\[4, 3\]\)"),
-    "input": (r"checksum \w{8}", r"predecessor's had \w{8}"),
+    "input": (r"checksum \w{8}", r"failed worker's had \w{8}"),
 }
 
 
 @pytest.mark.parametrize(
     "how", ["operation", "input", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("shape", "root"))]
 )
-def test_a_newcomer_that_does_something_else_is_found_out(how: str, jobs: Jobs) -> None:
+def test_a_replacement_that_does_something_else_is_found_out(how: str, jobs: Jobs) -> None:
     fault = Fault(1, 3, "collective.after", "SIGKILL", nth=2)
     result = jobs.run(str(SCRIPTS / "diverge.py"), faults=[fault], args=[how])
     assert result.status == 1, result.tail()
-    own, predecessor = DIVERGENCES[how]
-    pattern = rf"ReplayDivergence: rank 1 .*{own}.*{predecessor}"
+    own, failed_worker = DIVERGENCES[how]
+    pattern = rf"ReplayDivergence: rank 1 .*{own}.*{failed_worker}"
     assert re.search(pattern, result.stderr), result.tail()
     assert not result.reports
 

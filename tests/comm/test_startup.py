@@ -1,4 +1,4 @@
-"""What a newcomer's operations give before its join."""
+"""What a replacement's operations give before its join."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def test_each_part_of_the_program_has_results_of_its_own() -> None:
     assert startup.answer("w", OP, OP.results) == [first]
     state.part = (1, 3, 0)
     assert startup.answer("w", OP, OP.results) == [later]
-    assert startup.answer("w", OP, OP.results) is OP.results  # its predecessor had not come to this one
+    assert startup.answer("w", OP, OP.results) is OP.results  # the failed worker had not come to this one
 
 
-def test_what_was_too_large_to_be_kept_is_an_error_in_a_newcomer() -> None:
+def test_what_was_too_large_to_be_kept_is_an_error_in_a_replacement() -> None:
     records: dict[Any, list[torch.Tensor]] = {RecordKey(-1, "w", "broadcast", 0): []}
     state: Any = SimpleNamespace(rank=1, in_startup=True, starting=True, entry=-1, part=(), records=records)
     with pytest.raises(Unsupported, match=r"rank 1: .* broadcast .* \(24 bytes\).* at most 256 MiB"):

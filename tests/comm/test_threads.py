@@ -1,4 +1,4 @@
-"""Workers are lost while other threads than the program's are in collectives."""
+"""Workers fail while other threads than the program's are in collectives."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def test_what_ends_in_its_batch_is_done_again(jobs: Jobs) -> None:
     assert not result.kinds("restart")
 
 
-def test_what_reaches_across_a_batch_top_sends_all_back(jobs: Jobs) -> None:
-    """A newcomer does not do it again: its peers would wait for it."""
+def test_what_reaches_across_a_step_boundary_sends_all_back(jobs: Jobs) -> None:
+    """A replacement does not do it again: its peers would wait for it."""
     result = jobs.run(SCRIPT, faults=[Fault(1, 5, "collective.before", "SIGKILL")], args=["across"])
     assert result.status == 0 and result.struck, result.tail()
     [restart] = result.kinds("restart")

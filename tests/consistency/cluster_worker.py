@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
-from shared_core.protocol.admission import let_in
+from shared_core.protocol.admission import admit
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
-from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top, read_fronts
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary, read_frontiers
 from shared_core.protocol.generation import (
     GIVEN_UP,
     Entry,
-    Kind,
+    EntryKind,
     generation_key,
     go_key,
-    lane_key,
     plan_key,
+    survivor_group_key,
 )
 from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan, decide
-from shared_core.protocol.rounds import Round, letting_key, ranks_in
-from shared_core.protocol.worker_phase import Action, Event, Phase, heard, transition
+from shared_core.protocol.rounds import Round, admitting_key, ranks_in
+from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase, heard, transition
 
 if TYPE_CHECKING:
     from cluster import Job
@@ -33,20 +33,20 @@ Thread = Iterator[Pause]
 
 
 class Stuck(AssertionError):
-    """The simulated job cannot go on, or something was installed by halves."""
+    """The simulated job cannot continue, or something was installed by halves."""
 
 
 @dataclass(frozen=True)
-class Loss:
-    """One worker that is to be lost.
+class Failure:
+    """One worker that is to fail.
 
     Attributes:
         rank: which.
         point: name of the place of one of its threads: ``step 3``, ``exchange 1`` (of generation 1).
         incarnation: of the worker.
-        how: ``killed``, ``divergent`` (killed for its state), ``taken`` (its machine is taken for lost: it lives on) or
-            ``changed`` (nobody is lost, but a change of the number of workers begins and is given up at once).
-        also: ranks that are lost with it.
+        how: ``killed``, ``divergent`` (killed for its state), ``taken`` (its machine is taken for failed: it lives on)
+            or ``changed`` (nobody fails, but a change of the number of workers begins and is given up at once).
+        also: ranks that fail with it.
     """
 
     rank: int
@@ -84,17 +84,17 @@ class Worker:
 
     def __init__(self, job: Job, rank: int, incarnation: int, born: int) -> None:
         self.job, self.rank, self.incarnation, self.born = job, rank, incarnation, born
-        self.phase, self.newest, self.generation = Phase.STARTING, born, -1
+        self.phase, self.newest, self.generation = WorkerPhase.STARTING, born, -1
         self.entries: dict[int, Entry] = {}
         self.absent = frozenset[int]()
         self.acting = self.offering = False
-        self.target: Top | None = None
-        #: Generations in which it has said where it stands; what was agreed on; where all newcomers are there.
+        self.target: StepBoundary | None = None
+        #: Generations in which it has said where it stands; what was agreed on; where all replacements are there.
         self.said: set[int] = set()
         self.agreed: dict[int, Agreed] = {}
         self.gone: set[int] = set()
-        #: What it has published; a newcomer: its predecessor.
-        self.board = list(job.boards[rank])
+        #: What it has published; a replacement: the failed worker.
+        self.publisher = list(job.publishers[rank])
         #: Optimizer steps.
         self.version = 0
         #: Collectives of the default group, one a step: issued, finished, logged, to serve.
@@ -117,7 +117,7 @@ class Worker:
     def ended(self, generation: int) -> bool:
         return self.newest > generation
 
-    def step(self, event: Event) -> tuple[Action, ...]:
+    def step(self, event: WorkerEvent) -> tuple[WorkerAction, ...]:
         before = self.phase
         self.phase, actions = transition(before, event)
         self.job.rows.add((before, event))
@@ -126,30 +126,34 @@ class Worker:
             self.job.say(f"{self}: {before.value} -- {event.value} --> {self.phase.value}{does}")
         return actions
 
-    def hear(self, entry: Entry) -> tuple[Action, ...]:
+    def hear(self, entry: Entry) -> tuple[WorkerAction, ...]:
         event = heard(entry, self.rank, self.incarnation)
-        if event not in (Event.OVER, Event.REPLACED):
+        if event not in (WorkerEvent.OVER, WorkerEvent.REPLACED):
             self.entries[entry.generation], self.newest = entry, entry.generation
             self.absent = entry.absent or frozenset()
         actions = self.step(event)
         for action in actions:
-            if action is Action.EXIT:
+            if action is WorkerAction.EXIT:
                 self.job.exit(self)
-            elif action is Action.POST_FRONT:
+            elif action is WorkerAction.POST_FRONT:
                 self.post(entry.generation)
-            elif action is Action.WITHDRAW:
+            elif action is WorkerAction.WITHDRAW:
                 self.start(self.withdraw(entry))
-            elif action is not Action.STOP_WATCHING:
-                act = {Action.RECOVER: self.recover, Action.GO_ON: self.go_on, Action.HAND_ON: self.hand_on}[action]
+            elif action is not WorkerAction.STOP_WATCHING:
+                act = {
+                    WorkerAction.RECOVER: self.recover,
+                    WorkerAction.CARRY_ON: self.carry_on,
+                    WorkerAction.DRAIN: self.drain_for_resize,
+                }[action]
                 self.start(act(entry))
         return actions
 
     def watch(self) -> Thread:
         if self.incarnation:
             self.hear(self.job.entry(self.born))
-        actions: tuple[Action, ...] = ()
+        actions: tuple[WorkerAction, ...] = ()
         store = self.job.store
-        while Action.STOP_WATCHING not in actions:
+        while WorkerAction.STOP_WATCHING not in actions:
             plan, go = plan_key(self.newest), go_key(self.newest)
             yield lambda: store.check([plan])  # noqa: B023 (used at once)
             if store.get(plan) != GIVEN_UP.encode():
@@ -174,12 +178,12 @@ class Worker:
     def joins(self) -> bool:
         return self.incarnation > 0 and self.generation < 0
 
-    def front(self, tops: tuple[Top, ...] = ()) -> Frontier:
+    def front(self, boundaries: tuple[StepBoundary, ...] = ()) -> Frontier:
         if self.joins:
-            return Frontier(self.rank, self.incarnation, True, 0, tuple(self.board))
+            return Frontier(self.rank, self.incarnation, True, 0, tuple(self.publisher))
         log = sorted(self.log | self.replay)
         group = GroupFrontier(members_text(self.job.ranks), self.issued, Done(self.done).to_json(), log, [])
-        return Frontier(self.rank, self.incarnation, False, self.version, tops, {"world": group})
+        return Frontier(self.rank, self.incarnation, False, self.version, boundaries, {"world": group})
 
     def post(self, generation: int) -> None:
         if generation in self.said:
@@ -194,13 +198,13 @@ class Worker:
         """This one was the last to say where it stands."""
         yield f"deciding {generation}"
         store, keys = self.job.store, {r: f"{generation_key(generation)}/front/{r}" for r in self.job.ranks}
-        fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
+        frontiers = read_frontiers({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
         try:
-            agreed = Agreed(decide(fronts))
+            agreed = Agreed(decide(frontiers))
         except RecoveryFailed as error:
             agreed = Agreed(None, str(error))
         store.compare_set(plan_key(generation), "", agreed.to_json())
-        if agreed.plan is not None and not agreed.plan.tops:
+        if agreed.plan is not None and not agreed.plan.boundaries:
             store.compare_set(go_key(generation), "", "1")
 
     def await_plan(self, generation: int) -> Iterator[Pause]:
@@ -228,31 +232,31 @@ class Worker:
         yield from self.await_plan(generation)
         plan = self.agreed[generation].plan_or_fail()
         if joins:
-            if plan.tops.get(self.rank) != self.target:
-                self.job.say(f"{self}: its batch top is no longer reachable")
+            if plan.boundaries.get(self.rank) != self.target:
+                self.job.say(f"{self}: its step boundary is no longer reachable")
                 self.job.exit(self)
                 yield lambda: False
-            if self.job.store.add(f"{generation_key(generation)}/readies", 1) == len(plan.tops):
+            if self.job.store.add(f"{generation_key(generation)}/readies", 1) == len(plan.boundaries):
                 self.job.store.compare_set(go_key(generation), "", "1")
         yield lambda: self.ended(generation) or generation in self.gone
         if self.ended(generation):
             raise GenerationAbandoned("go")
         yield from self.meet(generation)
         if self.ended(generation):
-            raise GenerationAbandoned("a loss was announced at the last moment")
-        self.install(plan, generation, joins, Event.INSTALLED)
+            raise GenerationAbandoned("a failure was announced at the last moment")
+        self.install(plan, generation, joins, WorkerEvent.INSTALLED)
 
-    def install(self, plan: Plan, generation: int, joins: bool, event: Event, name: str = "") -> None:
-        live = event in (Event.INSTALLED, Event.LET_IN)
+    def install(self, plan: Plan, generation: int, joins: bool, event: WorkerEvent, name: str = "") -> None:
+        live = event in (WorkerEvent.INSTALLED, WorkerEvent.ADMITTED)
         self.job.agree(name or str(generation), plan)
         self.step(event)
         self.connected = generation if live else None
         if live or joins:
             self.generation = generation
-        if joins and (top := plan.tops[self.rank]) is not None:
-            self.issued = self.done = top.groups["world"]
-            # Over lanes, who goes through the batch again does nothing in updates that the state contains.
-            self.version = plan.newest if self.job.lanes else top.version
+        if joins and (boundary := plan.boundaries[self.rank]) is not None:
+            self.issued = self.done = boundary.groups["world"]
+            # Over survivor groups, who goes through the batch again does nothing in updates that the state contains.
+            self.version = plan.newest if self.job.survivor_groups else boundary.version
         for each in plan.transfers:
             if each.destination == self.rank:
                 self.replay |= set(each.entries["world"])
@@ -291,7 +295,7 @@ class Worker:
 
         return self.holding(body())
 
-    def go_on(self, entry: Entry) -> Thread:
+    def carry_on(self, entry: Entry) -> Thread:
         def body() -> Iterator[Pause]:
             self.break_off(entry)
             if not self.ended(entry.generation):
@@ -308,16 +312,16 @@ class Worker:
 
         return self.holding(body())
 
-    def hand_on(self, entry: Entry) -> Thread:
+    def drain_for_resize(self, entry: Entry) -> Thread:
         def body() -> Iterator[Pause]:
             generation, store = entry.generation, self.job.store
             if not self.break_off(entry):
                 return
-            self.offering = True  # no batch top is passed from here on
+            self.offering = True  # no step boundary is passed from here on
             yield "offer"
             key = generation_key(generation)
-            tops = tuple((top.index, top.version, top.kind) for top in self.board)
-            offer = Offer(self.rank, 0, tops, None if self.joins else self.version)
+            boundaries = tuple((boundary.index, boundary.version, boundary.kind) for boundary in self.publisher)
+            offer = Offer(self.rank, 0, boundaries, None if self.joins else self.version)
             store.set(f"{key}/offer/{self.rank}", offer.to_json())
             yield from self.await_all("offer", entry.stay, generation)
             offers = (Offer.from_json(store.get(f"{key}/offer/{rank}").decode()) for rank in entry.stay)
@@ -333,7 +337,7 @@ class Worker:
             yield "cut"
             if self.rank == min(entry.stay):
                 yield from self.await_all("handed", tuple(cut.donors.values()), generation)
-                self.job.handed(generation, cut.top)
+                self.job.handed(generation, cut.boundary)
 
         return self.holding(body())
 
@@ -345,8 +349,8 @@ class Worker:
             if self.incarnation:
                 yield from self.find_place()
             yield "script"
-            if self.phase is Phase.KNOCKING:
-                yield from self.knock()
+            if self.phase is WorkerPhase.ASKS_TO_JOIN:
+                yield from self.join_request()
             else:
                 yield from self.join()
             while self.version < self.job.steps:
@@ -357,35 +361,35 @@ class Worker:
 
     def find_place(self) -> Iterator[Pause]:
         yield lambda: self.born in self.entries
-        while self.phase is Phase.STARTING:
+        while self.phase is WorkerPhase.STARTING:
             generation = self.newest
             self.post(generation)
             try:
                 yield from self.await_plan(generation)
             except GenerationAbandoned:
                 continue
-            self.target = self.agreed[generation].plan_or_fail().tops.get(self.rank)
+            self.target = self.agreed[generation].plan_or_fail().boundaries.get(self.rank)
             yield "place found"
-            if self.phase is Phase.STARTING:
-                self.step(Event.NO_TOP if self.target is None else Event.TOP_FOUND)
+            if self.phase is WorkerPhase.STARTING:
+                self.step(WorkerEvent.NO_BOUNDARY if self.target is None else WorkerEvent.BOUNDARY_FOUND)
                 if self.ended(generation):
                     self.post(self.newest)
 
     def join(self) -> Iterator[Pause]:
-        self.step(Event.ARRIVED)
+        self.step(WorkerEvent.ARRIVED)
         while self.generation < 0:
-            yield lambda: self.newest == 0 or self.entries[self.newest].kind is not Kind.HAND_ON
+            yield lambda: self.newest == 0 or self.entries[self.newest].kind is not EntryKind.DRAIN
             generation = self.newest
             yield from self.holding(self.form(generation))
             if self.generation < 0:
                 yield lambda seen=generation: self.ended(seen)  # type: ignore[misc]
 
     def train(self) -> Iterator[Pause]:
-        """One step: publish the batch top, issue its collective, finish it."""
+        """One step: publish the step boundary, issue its collective, finish it."""
         yield lambda: not self.offering
         self.job.publish(self)
-        if self.job.lanes:
-            yield from self.train_over_lane()
+        if self.job.survivor_groups:
+            yield from self.train_over_survivor_group()
             return
         yield f"step {self.version + 1}"
         step, self.issued = self.issued, self.issued + 1
@@ -399,55 +403,55 @@ class Worker:
 
     # -- on_failure="reroute" ----------------------------------------------------------------------
 
-    def train_over_lane(self) -> Iterator[Pause]:
-        """One step of those that are present; then newcomers that have knocked are let in."""
+    def train_over_survivor_group(self) -> Iterator[Pause]:
+        """One step of those that are present; then replacements that have asked to join are admitted."""
         job = self.job
-        job.store.set(lane_key(self.rank, self.incarnation), "1")
-        yield "lane"
-        yield lambda: self.phase is Phase.WITHOUT or self.newest == self.generation
-        if self.phase is not Phase.WITHOUT and self.newest != self.generation:
+        job.store.set(survivor_group_key(self.rank, self.incarnation), "1")
+        yield "survivor_group"
+        yield lambda: self.phase is WorkerPhase.WITHOUT or self.newest == self.generation
+        if self.phase is not WorkerPhase.WITHOUT and self.newest != self.generation:
             return
-        generation, absent = self.newest, self.absent if self.phase is Phase.WITHOUT else frozenset[int]()
-        meeting = job.lane(self, generation, absent)
+        generation, absent = self.newest, self.absent if self.phase is WorkerPhase.WITHOUT else frozenset[int]()
+        meeting = job.survivor_group(self, generation, absent)
         yield f"step {self.version + 1}"
         yield lambda: self.ended(generation) or meeting.over
         if not meeting.over:
             del meeting.here[self.rank]
             return
         yield f"stepped {self.version}"
-        if meeting.lets_in:
-            turn = Round(generation, absent, meeting.lets_in)
+        if meeting.admits:
+            turn = Round(generation, absent, meeting.admits)
             for rank in turn.ranks:
-                job.store.set(letting_key(generation, rank), turn.to_json())
-            yield from self.holding(self.let_in(turn))
+                job.store.set(admitting_key(generation, rank), turn.to_json())
+            yield from self.holding(self.admit(turn))
             yield lambda: self.ended(generation) or self.absent == turn.away  # no round follows one that failed
 
-    def knock(self) -> Iterator[Pause]:
-        self.job.store.set(f"knock/{self.rank}.{self.incarnation}", "1")
-        while self.phase is Phase.KNOCKING and self.generation < 0:
+    def join_request(self) -> Iterator[Pause]:
+        self.job.store.set(f"join_request/{self.rank}.{self.incarnation}", "1")
+        while self.phase is WorkerPhase.ASKS_TO_JOIN and self.generation < 0:
             generation = self.newest
-            key = letting_key(generation, self.rank)
+            key = admitting_key(generation, self.rank)
             yield lambda: self.ended(generation) or self.job.store.check([key])  # noqa: B023 (used at once)
             if self.job.store.check([key]):
                 turn = Round.from_json(self.job.store.get(key), generation, self.rank, len(self.job.ranks))
-                yield from self.holding(self.let_in(turn))
+                yield from self.holding(self.admit(turn))
             if self.generation < 0:
                 yield lambda: self.ended(generation)  # noqa: B023 (used at once)
 
-    def let_in(self, turn: Round) -> Iterator[Pause]:
+    def admit(self, turn: Round) -> Iterator[Pause]:
         joins, store, generation = self.joins, self.job.store, turn.generation
         members, decided = turn.members(len(self.job.ranks)), f"{turn.name}/plan"
-        store.set(f"{turn.name}/front/{self.rank}", self.front(tuple(self.board[-1:])).to_json())
+        store.set(f"{turn.name}/front/{self.rank}", self.front(tuple(self.publisher[-1:])).to_json())
         if store.add(f"{turn.name}/fronts", 1) == len(members):
             yield f"deciding {generation}"
             keys = {rank: f"{turn.name}/front/{rank}" for rank in members}
-            fronts = read_fronts({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
+            frontiers = read_frontiers({rank: store.get(key) for rank, key in keys.items()}, keys, len(self.job.ranks))
             try:
-                agreed = Agreed(let_in(fronts, self.entries[generation].absent or ()))
+                agreed = Agreed(admit(frontiers, self.entries[generation].absent or ()))
             except RecoveryFailed as error:
                 agreed = Agreed(None, str(error))
             store.set(decided, agreed.to_json())
-        yield f"let in {generation}"
+        yield f"admitted {generation}"
         yield lambda: self.ended(generation) or store.check([decided])
         if not store.check([decided]):
             raise GenerationAbandoned("plan")
@@ -461,18 +465,18 @@ class Worker:
                 raise
             word = store.get(turn.key)
         if ranks_in(word, turn.key, turn.absent) != turn.ranks:
-            raise GenerationAbandoned("another loss came first")
+            raise GenerationAbandoned("another failure came first")
         late = self.ended(generation)
         if not late:
             self.absent = turn.away
-        event = Event.LET_IN_LATE if late else Event.LET_IN_SOME if turn.away else Event.LET_IN
+        event = WorkerEvent.ADMITTED_LATE if late else WorkerEvent.ADMITTED_SOME if turn.away else WorkerEvent.ADMITTED
         self.install(plan, generation, joins, event, turn.name)
-        if joins and (top := plan.tops[self.rank]) is not None:
-            self.board = [top]
+        if joins and (boundary := plan.boundaries[self.rank]) is not None:
+            self.publisher = [boundary]
 
 
-class Meeting:
-    """A step over a lane: it is made when all that are present have come, for all of them at once."""
+class Gathered:
+    """A step over a survivor group: it is made when all that are present have come, for all of them at once."""
 
     def __init__(self, ranks: frozenset[int]) -> None:
-        self.ranks, self.here, self.over, self.lets_in = ranks, dict[int, Worker](), False, frozenset[int]()
+        self.ranks, self.here, self.over, self.admits = ranks, dict[int, Worker](), False, frozenset[int]()

@@ -1,8 +1,9 @@
-"""A job without processes: ranks run a program of collectives, messages and batch tops, and are lost at any moment.
+"""A job without processes: ranks run a program of collectives, messages and step boundaries, and fail at any
+moment.
 
 It follows the rules of the runtime: when gloo may finish an operation, what is logged and dropped, what a survivor does
 while a recovery runs. What is under test is :func:`shared_core.protocol.plan.decide`. A run fails if gloo groups of one
-generation would be given different operations, if nobody can go on, or if a donor does not reach the state it owes.
+generation would be given different operations, if nobody can continue, or if a donor does not reach the state it owes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary
 from shared_core.protocol.members import members_text
 from shared_core.protocol.plan import Plan, decide
 
@@ -21,12 +22,12 @@ FULL = ("all_reduce", "all_to_all")
 
 
 class Stuck(AssertionError):
-    """The simulated job cannot go on, or gloo would have been given different operations."""
+    """The simulated job cannot continue, or gloo would have been given different operations."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing a rank does: ``issue``, ``wait``, ``send``, ``recv``, ``update`` or ``top``."""
+    """One thing a rank does: ``issue``, ``wait``, ``send``, ``recv``, ``update`` or ``boundary``."""
 
     do: str
     group: str = ""
@@ -45,17 +46,23 @@ class Program:
 
 
 def random_program(
-    rng: random.Random, world: int, tops: int, *, exclusive: bool = True, messages: bool = True, crossing: bool = False
+    rng: random.Random,
+    world: int,
+    boundaries: int,
+    *,
+    exclusive: bool = True,
+    messages: bool = True,
+    crossing: bool = False,
 ) -> Program:
     """A program in which ranks do the same in the same order.
 
     Args:
         rng: source of all choices.
         world: number of ranks.
-        tops: batch tops.
+        boundaries: step boundaries.
         exclusive: with operations whose result differs by rank.
         messages: with point-to-point messages.
-        crossing: operations may be waited for after the next batch top (real programs do not do this).
+        crossing: operations may be waited for after the next step boundary (real programs do not do this).
     """
     groups = {"world": tuple(range(world))}
     if world > 2:
@@ -71,7 +78,7 @@ def random_program(
                 for rank in groups[name]:
                     steps[rank].append(Step("wait", name, number))
 
-    for batch in range(tops + 1):
+    for batch in range(boundaries + 1):
         for _ in range(rng.randint(1, 5)):
             if messages and rng.random() < 0.3:
                 source, destination = rng.sample(range(world), 2)
@@ -93,9 +100,9 @@ def random_program(
             open_waits.append(("world", count["world"]))
             count["world"] += 1
         settle(0.3 if crossing else 0.0)
-        if batch < tops:
+        if batch < boundaries:
             for rank in range(world):
-                steps[rank] += [Step("update"), Step("top")]
+                steps[rank] += [Step("update"), Step("boundary")]
     settle(0.0)
     return Program(steps, groups)
 
@@ -119,10 +126,10 @@ class Group:
 class Worker:
     """One incarnation of a rank."""
 
-    def __init__(self, rank: int, program: Program, newcomer: bool) -> None:
-        self.rank, self.steps, self.newcomer = rank, program.steps[rank], newcomer
+    def __init__(self, rank: int, program: Program, replacement: bool) -> None:
+        self.rank, self.steps, self.replacement = rank, program.steps[rank], replacement
         self.place = 0
-        self.top = self.tops = self.stable = self.version = 0
+        self.boundary = self.boundaries = self.stable = self.version = 0
         self.groups = {name: Group() for name, members in program.groups.items() if rank in members}
 
     @property
@@ -147,12 +154,14 @@ class Job:
         self.program, self.rng = program, rng
         self.world = len(program.steps)
         self.workers = [Worker(rank, program, False) for rank in range(self.world)]
-        self.boards: list[list[tuple[Top, int]]] = [[] for _ in range(self.world)]  # tops with their places
+        self.publishers: list[list[tuple[StepBoundary, int]]] = [
+            [] for _ in range(self.world)
+        ]  # boundaries with their places
         self.issued: dict[str, dict[int, list[int]]] = {}
         self.wire: dict[tuple[int, int, int], list[int]] = {}
         self.broken = False
-        self.losses = 0
-        self.originals = set(range(self.world))  # ranks that were never lost
+        self.failures = 0
+        self.originals = set(range(self.world))  # ranks that never failed
         self.plans: list[Plan] = []
         self._fresh()
 
@@ -232,30 +241,30 @@ class Job:
     def _finish(self, worker: Worker, name: str, step: Step) -> None:
         group = worker.groups[name]
         group.done.add(step.number)
-        # The top below which it was issued; the same at every rank.
-        group.log[step.number] = (self._top_of(worker, name, step.number), step)
-        top = group.log[step.number][0]
-        if name == "world" and step.what in FULL and top > worker.stable:
-            worker.stable = top
+        # The boundary below which it was issued; the same at every rank.
+        group.log[step.number] = (self._boundary_of(worker, name, step.number), step)
+        boundary = group.log[step.number][0]
+        if name == "world" and step.what in FULL and boundary > worker.stable:
+            worker.stable = boundary
             for each in worker.groups.values():
-                each.log = {n: entry for n, entry in each.log.items() if entry[0] >= top}
+                each.log = {n: entry for n, entry in each.log.items() if entry[0] >= boundary}
                 for kept in each.kept.values():
-                    for index in [i for i, sent_top in kept.items() if sent_top < top - 1]:
+                    for index in [i for i, sent_boundary in kept.items() if sent_boundary < boundary - 1]:
                         del kept[index]
 
-    def _top_of(self, worker: Worker, name: str, number: int) -> int:
-        top = 0
+    def _boundary_of(self, worker: Worker, name: str, number: int) -> int:
+        boundary = 0
         for step in worker.steps:
-            if step.do == "top":
-                top += 1
+            if step.do == "boundary":
+                boundary += 1
             elif step.do == "issue" and step.group == name and step.number == number:
-                return top
+                return boundary
         raise AssertionError(number)
 
-    def _top(self, worker: Worker, step: Step) -> None:
-        worker.tops += 1
-        top = Top(
-            index=worker.tops,
+    def _boundary(self, worker: Worker, step: Step) -> None:
+        worker.boundaries += 1
+        boundary = StepBoundary(
+            index=worker.boundaries,
             version=worker.version,
             entry=0,
             kind="batch",
@@ -264,18 +273,18 @@ class Job:
             sent={name: {_key(c): n for c, n in g.sent.items()} for name, g in worker.groups.items()},
             members={name: members_text(self.program.groups[name]) for name in worker.groups},
         )
-        board = [entry for entry in self.boards[worker.rank] if entry[0].index != top.index]
-        board = sorted([*board, (top, worker.place)], key=lambda entry: entry[0].index)
-        worker.top = top.index
-        while len(board) > 1 and board[0][0].index < worker.stable:
-            board.pop(0)
-        self.boards[worker.rank] = board
+        publisher = [entry for entry in self.publishers[worker.rank] if entry[0].index != boundary.index]
+        publisher = sorted([*publisher, (boundary, worker.place)], key=lambda entry: entry[0].index)
+        worker.boundary = boundary.index
+        while len(publisher) > 1 and publisher[0][0].index < worker.stable:
+            publisher.pop(0)
+        self.publishers[worker.rank] = publisher
 
     def _send(self, worker: Worker, step: Step) -> None:
         group = worker.groups[step.group]
         index = group.sent.get(step.channel, 0)
         group.sent[step.channel] = index + 1
-        group.kept.setdefault(step.channel, {})[index] = worker.top
+        group.kept.setdefault(step.channel, {})[index] = worker.boundary
         if not self.broken and index >= group.has.get(step.channel, 0):
             self._put(step.channel, index)
 
@@ -294,26 +303,26 @@ class Job:
         line.pop(0)
         group.received[step.channel] = index + 1
 
-    # -- losses ------------------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------
 
     def lose(self, ranks: list[int]) -> None:
-        """Lose workers at this moment, form generations (with more losses, perhaps, meanwhile) and go on."""
-        self.losses += len(ranks)
+        """Lose workers at this moment, form generations (with more failures, perhaps, meanwhile) and continue."""
+        self.failures += len(ranks)
         self.originals -= set(ranks)
         self.broken = True
         for rank in ranks:
             self.workers[rank] = Worker(rank, self.program, True)
         while True:
-            fronts = {rank: self._frontier(rank) for rank in range(self.world)}
-            plan = decide({rank: Frontier.from_json(front.to_json()) for rank, front in fronts.items()})
+            frontiers = {rank: self._frontier(rank) for rank in range(self.world)}
+            plan = decide({rank: Frontier.from_json(front.to_json()) for rank, front in frontiers.items()})
             self._check(plan)
             self._drift()
             self._check_donors(plan)
-            if self.rng.random() < 0.15 and self.losses < 3 * self.world:
+            if self.rng.random() < 0.15 and self.failures < 3 * self.world:
                 more = self.rng.sample(range(self.world), self.rng.randint(1, self.world - 1))
-                if all(self.workers[r].newcomer or r in more for r in range(self.world)):
+                if all(self.workers[r].replacement or r in more for r in range(self.world)):
                     break  # nobody would be left
-                self.losses += len(more)
+                self.failures += len(more)
                 self.originals -= set(more)
                 for rank in more:
                     self.workers[rank] = Worker(rank, self.program, True)
@@ -324,8 +333,8 @@ class Job:
 
     def _frontier(self, rank: int) -> Frontier:
         worker = self.workers[rank]
-        if worker.newcomer:
-            return Frontier(rank, 1, True, 0, tuple(top for top, _ in self.boards[rank]))
+        if worker.replacement:
+            return Frontier(rank, 1, True, 0, tuple(boundary for boundary, _ in self.publishers[rank]))
         groups = {}
         for name, group in worker.groups.items():
             exclusive = sorted(n for n, (_, step) in group.log.items() if step.what in EXCLUSIVE)
@@ -343,10 +352,10 @@ class Job:
 
     def _check(self, plan: Plan) -> None:
         """What must hold of any plan, whatever the program."""
-        assert plan.newcomers == tuple(rank for rank, worker in enumerate(self.workers) if worker.newcomer)
-        for rank, top in plan.tops.items():
-            assert top is None or top in [published for published, _ in self.boards[rank]]
-            assert plan.donors[rank] not in plan.tops
+        assert plan.replacements == tuple(rank for rank, worker in enumerate(self.workers) if worker.replacement)
+        for rank, boundary in plan.boundaries.items():
+            assert boundary is None or boundary in [published for published, _ in self.publishers[rank]]
+            assert plan.donors[rank] not in plan.boundaries
         for transfer in plan.transfers:
             assert transfer.source != transfer.destination
             source = self.workers[transfer.source]
@@ -357,38 +366,39 @@ class Job:
                 assert not own.log.keys() & set(numbers), "nothing is sent to a rank that has it"
 
     def _drift(self) -> None:
-        """Survivors' programs go on while the recovery runs, as far as they can."""
+        """Survivors' programs continue while the recovery runs, as far as they can."""
         for worker in self.workers:
-            if not worker.newcomer:
+            if not worker.replacement:
                 for _ in range(self.rng.choice((0, 0, 1, 5))):
                     if worker.finished or not self._can_step(worker):
                         break
                     self.do(worker, ("step", "", 0))
 
     def _check_donors(self, plan: Plan) -> None:
-        for newcomer, donor in plan.donors.items():
-            top, worker = plan.tops[newcomer], self.workers[donor]
-            while top is not None and worker.version < top.version:
+        for replacement, donor in plan.donors.items():
+            boundary, worker = plan.boundaries[replacement], self.workers[donor]
+            while boundary is not None and worker.version < boundary.version:
                 if worker.finished or not self._can_step(worker):
                     raise Stuck(
-                        f"rank {donor} cannot reach version {top.version}, which it is to give to rank {newcomer}"
+                        f"rank {donor} cannot reach version {boundary.version}, which it is to give to rank "
+                        f"{replacement}"
                     )
                 self.do(worker, ("step", "", 0))
 
     def _install(self, plan: Plan) -> None:
         self._fresh()
-        for rank, top in plan.tops.items():
+        for rank, boundary in plan.boundaries.items():
             worker = self.workers[rank]
-            worker.newcomer = False
-            if top is None:
+            worker.replacement = False
+            if boundary is None:
                 continue
-            worker.place = next(place for published, place in self.boards[rank] if published == top)
-            worker.tops = worker.top = worker.stable = top.index
-            worker.version = top.version
+            worker.place = next(place for published, place in self.publishers[rank] if published == boundary)
+            worker.boundaries = worker.boundary = worker.stable = boundary.index
+            worker.version = boundary.version
             for name, group in worker.groups.items():
-                group.next = group.done.upto = top.groups[name]
-                group.received = {_channel(c): n for c, n in top.received[name].items()}
-                group.sent = {_channel(c): n for c, n in top.sent[name].items()}
+                group.next = group.done.upto = boundary.groups[name]
+                group.received = {_channel(c): n for c, n in boundary.received[name].items()}
+                group.sent = {_channel(c): n for c, n in boundary.sent[name].items()}
         for transfer in plan.transfers:
             for name, numbers in transfer.entries.items():
                 self.workers[transfer.destination].groups[name].replay |= set(numbers)
@@ -415,7 +425,7 @@ class Job:
         """Run to the end, losing workers with probability ``chance`` at each move, at most ``most`` times.
 
         Raises:
-            Stuck: if nobody can go on.
+            Stuck: if nobody can continue.
             RecoveryFailed: from ``decide``.
         """
         times = 0
@@ -436,7 +446,7 @@ class Job:
                     break
         left = {w.rank: str(w.steps[w.place]) for w in self.workers if not w.finished}
         if left:
-            raise Stuck(f"nobody can go on; ranks wait at {left}")
+            raise Stuck(f"nobody can continue; ranks wait at {left}")
         for worker in self.workers:
             for name, group in worker.groups.items():
                 assert not group.pending and not group.replay, (worker.rank, name)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, Top
+from shared_core.protocol.frontier import Done, Frontier, GroupFrontier, StepBoundary
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -30,10 +30,10 @@ def test_done_is_a_set_of_numbers(seed: int) -> None:
 
 
 def test_a_frontier_survives_json() -> None:
-    top = Top(4, 3, 1, "batch", {"0": 7}, {"0": {"1,0,5": 2}}, {"0": {"0,1,5": 3}}, {"0": "0,1"})
+    boundary = StepBoundary(4, 3, 1, "batch", {"0": 7}, {"0": {"1,0,5": 2}}, {"0": {"0,1,5": 3}}, {"0": "0,1"})
     group = GroupFrontier("0,1", 9, [7, 8], [5, 6], [8], {"1,0,5": 2}, {"0,1,5": 3}, {"0,1,5": 1})
     for frontier in (
-        Frontier(1, 2, True, 0, (top,)),
+        Frontier(1, 2, True, 0, (boundary,)),
         Frontier(0, 0, False, 3, (), groups={"0": group}),
         Frontier(0, 0, False, 0, ()),
     ):

@@ -1,4 +1,4 @@
-"""Workers in their phases: losses at any moment in thousands of seeds, and the most telling ones line by line.
+"""Workers in their phases: failures at any moment in thousands of seeds, and the most telling ones line by line.
 
 A failure names the seed that repeats it. After a change of the transcripts that is meant:
 ``SWIFT_TESTS_GOLDEN=write pytest tests/consistency/test_phases.py``.
@@ -12,29 +12,29 @@ from pathlib import Path
 
 import pytest
 from cluster import Job
-from cluster_worker import Loss, Stuck
+from cluster_worker import Failure, Stuck
 
-from shared_core.protocol.worker_phase import TRANSITIONS, Event, IllegalEvent, Phase, transition
+from shared_core.protocol.worker_phase import TRANSITIONS, IllegalWorkerEvent, WorkerEvent, WorkerPhase, transition
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "phases.txt"
 HEAD = "=== "
-FIRST = Loss(1, "step 3")
+FIRST = Failure(1, "step 3")
 SCENARIOS = {
-    "a crash in a step": Job(None, 3, 4, losses=[FIRST]),
-    "a crash in the recovery": Job(None, 3, 4, losses=[FIRST, Loss(0, "exchange 1")]),
-    "two at once": Job(None, 4, 4, losses=[Loss(1, "step 3", also=(2,))]),
-    "all replicas of a stage": Job(None, 4, 4, replicas=2, losses=[Loss(2, "step 3", also=(3,))]),
-    "the newcomer is lost": Job(None, 3, 4, losses=[FIRST, Loss(1, "script", incarnation=1)]),
-    "the one that decides is lost": Job(None, 3, 4, losses=[FIRST, Loss(2, "deciding 1")]),
-    "going on without a lost rank": Job(None, 3, 6, "reroute", losses=[FIRST]),
-    "a loss while letting in": Job(None, 3, 6, "reroute", losses=[FIRST, Loss(0, "exchange 1")]),
-    "a change that is given up while letting in": Job(
-        None, 3, 6, "reroute", losses=[FIRST, Loss(1, "agreed 1", incarnation=1, how="changed")]
+    "a crash in a step": Job(None, 3, 4, failures=[FIRST]),
+    "a crash in the recovery": Job(None, 3, 4, failures=[FIRST, Failure(0, "exchange 1")]),
+    "two at once": Job(None, 4, 4, failures=[Failure(1, "step 3", also=(2,))]),
+    "all replicas of a stage": Job(None, 4, 4, replicas=2, failures=[Failure(2, "step 3", also=(3,))]),
+    "the replacement fails": Job(None, 3, 4, failures=[FIRST, Failure(1, "script", incarnation=1)]),
+    "the one that decides fails": Job(None, 3, 4, failures=[FIRST, Failure(2, "deciding 1")]),
+    "continuing without a failed rank": Job(None, 3, 6, "reroute", failures=[FIRST]),
+    "a failure while admitting": Job(None, 3, 6, "reroute", failures=[FIRST, Failure(0, "exchange 1")]),
+    "a change that is given up while admitting": Job(
+        None, 3, 6, "reroute", failures=[FIRST, Failure(1, "agreed 1", incarnation=1, how="changed")]
     ),
-    "another number of workers": Job(None, 3, 4, "shrink", losses=[FIRST]),
-    "all workers are lost": Job(None, 3, 4, losses=[Loss(1, "step 3", also=(0, 2))]),
-    "a replica whose state differs": Job(None, 3, 4, losses=[Loss(1, "step 3", how="divergent")]),
-    "a machine that is taken for lost": Job(None, 3, 4, losses=[Loss(1, "step 3", how="taken")]),
+    "another number of workers": Job(None, 3, 4, "shrink", failures=[FIRST]),
+    "all workers fail": Job(None, 3, 4, failures=[Failure(1, "step 3", also=(0, 2))]),
+    "a replica whose state differs": Job(None, 3, 4, failures=[Failure(1, "step 3", how="divergent")]),
+    "a machine that is taken for failed": Job(None, 3, 4, failures=[Failure(1, "step 3", how="taken")]),
 }
 
 
@@ -47,48 +47,51 @@ def simulate(on_failure: str, seed: int) -> Job:
 def finished(job: Job, which: str) -> Job:
     try:
         job.run()
-    except (Stuck, IllegalEvent, AssertionError, LookupError) as error:
+    except (Stuck, IllegalWorkerEvent, AssertionError, LookupError) as error:
         raise AssertionError("\n".join([*job.lines, f"{which}: {error!r}"])) from error
     return job
 
 
-def many(on_failure: str, seeds: range) -> set[tuple[Phase, Event]]:
+def many(on_failure: str, seeds: range) -> set[tuple[WorkerPhase, WorkerEvent]]:
     jobs = [simulate(on_failure, seed) for seed in seeds]
-    assert sum(job.ledger.generation for job in jobs) > len(seeds) // 2, "losses did happen"
-    return set[tuple[Phase, Event]]().union(*(job.rows for job in jobs))
+    assert sum(job.ledger.generation for job in jobs) > len(seeds) // 2, "failures did happen"
+    return set[tuple[WorkerPhase, WorkerEvent]]().union(*(job.rows for job in jobs))
 
 
 @pytest.mark.parametrize("on_failure", ["replace", "reroute", "shrink"])
-def test_losses_in_any_phase(on_failure: str) -> None:
+def test_failures_in_any_phase(on_failure: str) -> None:
     rows = many(on_failure, range(100))
     if on_failure == "reroute":
-        assert {(Phase.KNOCKING, Event.LET_IN_SOME), (Phase.WITHOUT, Event.LET_IN_SOME)} <= rows
+        assert {
+            (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.ADMITTED_SOME),
+            (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED_SOME),
+        } <= rows
 
 
 def given_up(seed: int) -> Job:
-    """A change of the number of workers begins while newcomers are let in, and is given up."""
+    """A change of the number of workers begins while replacements are admitted, and is given up."""
     rng = random.Random(seed)
-    change = Loss(rng.choice((0, 2)), "agreed 1", how="changed")
-    job = Job(rng, 3, 6, "reroute", losses=[FIRST, change])
+    change = Failure(rng.choice((0, 2)), "agreed 1", how="changed")
+    job = Job(rng, 3, 6, "reroute", failures=[FIRST, change])
     return finished(job, f"seed {seed}")
 
 
-def test_a_change_that_is_given_up_while_newcomers_are_let_in() -> None:
-    rows = set[tuple[Phase, Event]]().union(*(given_up(seed).rows for seed in range(100)))
-    assert {(Phase.KNOCKING, Event.FORM), (Phase.RECOVERING, Event.LET_IN_LATE)} <= rows
+def test_a_change_that_is_given_up_while_replacements_are_admitted() -> None:
+    rows = set[tuple[WorkerPhase, WorkerEvent]]().union(*(given_up(seed).rows for seed in range(100)))
+    assert {(WorkerPhase.ASKS_TO_JOIN, WorkerEvent.FORM), (WorkerPhase.RECOVERING, WorkerEvent.ADMITTED_LATE)} <= rows
 
 
 @pytest.mark.nightly
 def test_many_more() -> None:
     """Everything that may happen in a phase does, in one of them."""
-    rows = set[tuple[Phase, Event]]().union(*(given_up(seed).rows for seed in range(100)))
+    rows = set[tuple[WorkerPhase, WorkerEvent]]().union(*(given_up(seed).rows for seed in range(100)))
     for on_failure in ("replace", "reroute", "shrink"):
         for seed in range(100, 2000):
             rows |= simulate(on_failure, seed).rows
     assert not TRANSITIONS.keys() - rows
 
 
-def test_the_most_telling_losses_line_by_line() -> None:
+def test_the_most_telling_failures_line_by_line() -> None:
     for job in SCENARIOS.values():
         job.run()
     found = "".join(f"{HEAD}{name}\n" + "".join(f"{line}\n" for line in job.lines) for name, job in SCENARIOS.items())
@@ -100,19 +103,19 @@ def test_the_most_telling_losses_line_by_line() -> None:
 @pytest.mark.parametrize(
     ("phase", "event"),
     [
-        (Phase.LIVE, Event.ARRIVED),
-        (Phase.LIVE, Event.LET_IN),
-        (Phase.WITHOUT, Event.INSTALLED),
-        (Phase.BEHIND, Event.GO_ON),
-        (Phase.STARTING, Event.INSTALLED),
-        (Phase.KNOCKING, Event.ARRIVED),
+        (WorkerPhase.LIVE, WorkerEvent.ARRIVED),
+        (WorkerPhase.LIVE, WorkerEvent.ADMITTED),
+        (WorkerPhase.WITHOUT, WorkerEvent.INSTALLED),
+        (WorkerPhase.BEHIND, WorkerEvent.CARRY_ON),
+        (WorkerPhase.STARTING, WorkerEvent.INSTALLED),
+        (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.ARRIVED),
     ],
 )
-def test_an_event_that_cannot_happen_is_named(phase: Phase, event: Event) -> None:
-    with pytest.raises(IllegalEvent, match=f"{phase.value}.*{event.value}"):
+def test_an_event_that_cannot_happen_is_named(phase: WorkerPhase, event: WorkerEvent) -> None:
+    with pytest.raises(IllegalWorkerEvent, match=f"{phase.value}.*{event.value}"):
         transition(phase, event)
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_every_worker_ends_when_its_rank_is_given_away(phase: Phase) -> None:
-    assert transition(phase, Event.REPLACED)[0] is Phase.ENDED
+@pytest.mark.parametrize("phase", WorkerPhase)
+def test_every_worker_ends_when_its_rank_is_given_away(phase: WorkerPhase) -> None:
+    assert transition(phase, WorkerEvent.REPLACED)[0] is WorkerPhase.ENDED

@@ -1,4 +1,4 @@
-"""Thousands of schedules with losses at any moment; a failure names the seed that repeats it."""
+"""Thousands of schedules with failures at any moment; a failure names the seed that repeats it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ KINDS = {
     "rank_specific": {"messages": False},
     "messages": {"exclusive": False},
     "all": {},
-    "waits_across_tops": {"crossing": True},
+    "waits_across_boundaries": {"crossing": True},
 }
 
 
-def simulate(kind: str, seed: int, losses: int, chance: float) -> tuple[Job, RecoveryFailed | None]:
-    """One job; whether and why it could not go on in place."""
+def simulate(kind: str, seed: int, failures: int, chance: float) -> tuple[Job, RecoveryFailed | None]:
+    """One job; whether and why it could not continue in place."""
     rng = random.Random(f"{kind} {seed}")
     job = Job(random_program(rng, rng.choice((2, 3, 3, 4)), rng.randint(1, 6), **KINDS[kind]), rng)
     try:
-        job.run(chance, losses)
+        job.run(chance, failures)
     except RecoveryFailed as failed:
         return job, failed
     except (Stuck, AssertionError, LookupError) as error:
@@ -33,7 +33,7 @@ def simulate(kind: str, seed: int, losses: int, chance: float) -> tuple[Job, Rec
 
 
 def is_kept(job: Job, failed: str) -> bool:
-    """Whether those who were never lost have the result that is said to be gone. All of a group hold what is the same
+    """Whether those who never failed have the result that is said to be gone. All of a group hold what is the same
     for all; the rest is computed again from what the others gave.
     """
     found = re.match(r"collective (\d+) of group '(\w+)' is needed by rank (\d+)", failed)
@@ -48,15 +48,15 @@ def is_kept(job: Job, failed: str) -> bool:
 def schedules(kind: str, seeds: range) -> None:
     recovered = 0
     for seed in seeds:
-        job, failed = simulate(kind, seed, losses=3, chance=0.03)
+        job, failed = simulate(kind, seed, failures=3, chance=0.03)
         recovered += len(job.plans)
         if failed is not None and kind in ("replicated", "rank_specific") and is_kept(job, str(failed)):
-            raise AssertionError(f"kind {kind}, seed {seed}: ranks {job.originals} were never lost, but {failed}")
-    assert recovered > len(seeds), "losses did happen"
+            raise AssertionError(f"kind {kind}, seed {seed}: ranks {job.originals} never failed, but {failed}")
+    assert recovered > len(seeds), "failures did happen"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_at_any_moment(kind: str) -> None:
+def test_failures_at_any_moment(kind: str) -> None:
     schedules(kind, range(500))
 
 
@@ -67,8 +67,8 @@ def test_many_more(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["replicated", "rank_specific", "messages", "all"])
-def test_one_loss_is_always_made_good(kind: str) -> None:
-    """Without operations that are waited for beyond a batch top: any number of ranks but all, lost at once."""
+def test_one_failure_is_always_made_good(kind: str) -> None:
+    """Without operations that are waited for beyond a step boundary: any number of ranks but all, failed at once."""
     for seed in range(10_000, 10_250):
-        _, failed = simulate(kind, seed, losses=1, chance=0.02)
+        _, failed = simulate(kind, seed, failures=1, chance=0.02)
         assert failed is None, f"kind {kind}, seed {seed}: {failed}"

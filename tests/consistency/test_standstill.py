@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shared_core.protocol.standstill import STUCK_S, Standing, awaited, describe, lasts, left_s, stuck
+from shared_core.protocol.standstill import STUCK_S, WaitStatus, awaited, describe, lasts, left_s, stuck
 
 WORLD = {"group": "0", "called": "the default group", "members": (0, 1, 2)}
 SIDE = {"group": "1", "called": "group '1' of ranks 0, 1", "members": (0, 1)}
 
 
-def at(rank: int, call: str, number: int, group: dict[str, Any], **fields: Any) -> Standing:
+def at(rank: int, call: str, number: int, group: dict[str, Any], **fields: Any) -> WaitStatus:
     """A rank that waits in its newest collective, and has made all those before."""
     issued = {"0": 12, "1": 3} | {group["group"]: number + 1}
     pending = {group["group"]: {str(number): call}}
-    return Standing(rank, 1, 7, call=call, number=number, **group, **{"issued": issued, "pending": pending} | fields)
+    return WaitStatus(rank, 1, 7, call=call, number=number, **group, **{"issued": issued, "pending": pending} | fields)
 
 
-def all_of(*standings: Standing) -> dict[int, Standing]:
-    return {each.rank: each for each in standings}
+def all_of(*statuses: WaitStatus) -> dict[int, WaitStatus]:
+    return {each.rank: each for each in statuses}
 
 
 def test_ranks_in_different_groups_stand_still() -> None:
@@ -75,25 +75,25 @@ def test_a_message_is_waited_for_until_it_is_sent() -> None:
 
 
 def test_a_program_that_has_ended_comes_no_more() -> None:
-    found = all_of(at(0, "barrier()", 12, WORLD), Standing(1, 0, 3, issued={"0": 12}))
+    found = all_of(at(0, "barrier()", 12, WORLD), WaitStatus(1, 0, 3, issued={"0": 12}))
     assert stuck(found) == {0: (1,)}
     assert describe(found, stuck(found)).endswith(", though the program of rank 1 has ended")
-    done = all_of(at(0, "broadcast(float32[4])", 11, WORLD), Standing(1, 0, 3, issued={"0": 12}))
+    done = all_of(at(0, "broadcast(float32[4])", 11, WORLD), WaitStatus(1, 0, 3, issued={"0": 12}))
     assert stuck(done) == {}, "it has taken part in that one"
 
 
 def test_a_wait_outside_of_the_programs_groups_is_free() -> None:
-    outside = Standing(1, 1, 7, call="a message of the training step", members=(0,))
+    outside = WaitStatus(1, 1, 7, call="a message of the training step", members=(0,))
     assert stuck(all_of(at(0, "barrier()", 12, WORLD), outside)) == {}
     assert awaited(outside, {}) == (0,)
 
 
 def test_a_report_travels_as_json() -> None:
     one = at(1, "recv", 5, WORLD, channel="0,1,0", source=0, sent={"0": {"0,1,0": 2}})
-    assert Standing.from_json(one.to_json()) == one
+    assert WaitStatus.from_json(one.to_json()) == one
 
 
-def _waiting(look: int, waited_s: float, *, idle: bool = True) -> dict[int, Standing]:
+def _waiting(look: int, waited_s: float, *, idle: bool = True) -> dict[int, WaitStatus]:
     one, two = at(0, "barrier()", 12, WORLD | {"members": (0, 1)}), at(1, "barrier()", 3, SIDE)
     return all_of(*(replace(each, look=look, waited_s=waited_s, idle=idle) for each in (one, two)))
 

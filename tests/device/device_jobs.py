@@ -55,7 +55,7 @@ _OF_DDP = {
     "after_a_collective": kill(0, 6, "collective.after"),
     "in_the_update": kill(1, 5, "update.during", 4),
     "after_the_update": kill(0, 5, "update.after"),
-    "between_steps": kill(1, 5, "batch_top"),
+    "between_steps": kill(1, 5, "step_boundary"),
 }
 
 JOBS: dict[str, Job] = {
@@ -68,7 +68,7 @@ JOBS: dict[str, Job] = {
             kill(1, 2, "collective.before", 2),
             kill(2, 4, "bucket", 2),
             kill(0, 6, "update.during", 4),
-            kill(1, 8, "batch_top"),
+            kill(1, 8, "step_boundary"),
             kill(2, 10, "forward"),
             kill(0, 12, "collective.after", 2),
             kill(1, 14, "bucket"),
@@ -88,7 +88,7 @@ JOBS: dict[str, Job] = {
             kill(1, 6, "forward"),
             kill(0, 8, "collective.before"),
             kill(1, 10, "bucket", 2),
-            kill(0, 12, "batch_top"),
+            kill(0, 12, "step_boundary"),
             kill(1, 14, "update.before"),
             kill(0, 16, "collective.after"),
             kill(1, 18, "update.after"),
@@ -96,7 +96,7 @@ JOBS: dict[str, Job] = {
         ),
     ),
     # In each batch a forward gathers four times, a backward gathers three times and reduces four times, and clipping
-    # sums once; an epoch has six batches and one batch top more.
+    # sums once; an epoch has six batches and one step boundary more.
     "fsdp2": Job(
         "sharded.py",
         2,
@@ -106,7 +106,7 @@ JOBS: dict[str, Job] = {
             "a_reduction_in_backward": kill(0, 4, "collective.before", 9),
             "after_a_reduction": kill(1, 9, "collective.after", 7),
             "in_the_update": kill(0, 5, "update.during", 4),
-            "between_steps": kill(1, 6, "batch_top"),
+            "between_steps": kill(1, 6, "step_boundary"),
         },
         in_turn(
             kill(1, 2, "collective.before", 3),
@@ -115,7 +115,7 @@ JOBS: dict[str, Job] = {
             kill(0, 8, "update.before"),
             kill(1, 10, "collective.after", 7),
             kill(0, 12, "forward"),
-            kill(1, 14, "batch_top"),
+            kill(1, 14, "step_boundary"),
             kill(0, 16, "collective.before", 12),
             kill(1, 18, "update.after"),
             kill(0, 20, "collective.after", 2),
@@ -130,14 +130,14 @@ JOBS: dict[str, Job] = {
             "before_a_collective": kill(1, 3, "collective.before"),
             "in_backward": kill(0, 4, "bucket"),
             "in_the_update": kill(1, 9, "update.during", 4),
-            "between_steps": kill(0, 5, "batch_top"),
+            "between_steps": kill(0, 5, "step_boundary"),
             "validation": kill(1, 6, "validation"),
         },
         in_turn(
             kill(1, 2, "bucket"),
             kill(0, 4, "collective.before"),
             kill(1, 6, "update.during", 4),
-            kill(0, 8, "batch_top"),
+            kill(0, 8, "step_boundary"),
             kill(1, 10, "update.before"),
             kill(0, 12, "validation"),
             kill(1, 14, "forward"),
@@ -155,13 +155,13 @@ JOBS: dict[str, Job] = {
             "before_a_collective": kill(1, 3, "collective.before"),
             "in_backward": kill(0, 4, "bucket"),
             "in_the_update": kill(1, 14, "update.during", 4),
-            "between_steps": kill(0, 15, "batch_top"),
+            "between_steps": kill(0, 15, "step_boundary"),
         },
         in_turn(
             kill(1, 2, "bucket"),
             kill(0, 4, "collective.before"),
             kill(1, 6, "update.during", 4),
-            kill(0, 8, "batch_top"),
+            kill(0, 8, "step_boundary"),
             kill(1, 10, "forward"),
             kill(0, 12, "bucket"),
             kill(1, 14, "update.before"),

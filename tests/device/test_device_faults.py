@@ -1,6 +1,7 @@
-"""Jobs on the simulated device lose workers and end, on every rank, with the bits of the run that lost none.
+"""Jobs on the simulated device lose workers and end, on every rank, with the bits of the run in which nobody failed.
 
-The run that lost none is one on the same device; and, without dropout, which draws there, it is stock's on the CPU.
+The run in which nobody failed is one on the same device; and, without dropout, which draws there, it is stock's on the
+CPU.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpointed import options, went_on_from
+from checkpointed import continued_from, options
 from device_jobs import JOBS, RESTART, RESTARTS, kill
 from harness import Jobs, few
 
@@ -45,7 +46,7 @@ def test_a_kill_changes_no_bit(name: str, jobs: Jobs) -> None:
         timeout_s=TIMEOUT_S,
         reference_launcher="swiftrun",
     )
-    assert [event.rank for event in result.kinds("lost")] == [fault.rank], result.tail()
+    assert [event.rank for event in result.kinds("failed")] == [fault.rank], result.tail()
 
 
 @simulated
@@ -91,7 +92,7 @@ def test_all_start_again_from_checkpoints(
     )
     compare(result, reference)
     assert len(result.struck) == len(RESTART.many) == len(result.kinds("restart")), result.tail()
-    assert went_on_from(result) == {3, 9, 15}, result.tail()
+    assert continued_from(result) == {3, 9, 15}, result.tail()
 
 
 @simulated

@@ -30,7 +30,7 @@ def test_text_form_gives_the_same_faults() -> None:
         ('[{"rank": "0", "step": 1, "point": "bucket", "kind": "SIGKILL"}]', "rank must be an int"),
         ('[{"rank": 0, "step": 1, "point": "bucket", "kind": "SIGKILL", "after": "0"}]', "after must be an int"),
         ('[{"rank": 0, "step": 1, "point": "bucket", "kind": "exception", "delay_s": 1}]', "remove delay_s"),
-        ('[{"rank": 0, "step": 1, "point": "batch_top", "kind": "SIGKILL", "nth": 2}]', "one batch_top"),
+        ('[{"rank": 0, "step": 1, "point": "step_boundary", "kind": "SIGKILL", "nth": 2}]', "one step_boundary"),
     ],
 )
 def test_mistakes_are_named(text: str, message: str) -> None:

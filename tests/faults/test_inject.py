@@ -23,7 +23,7 @@ from shared_core.testing.runner import ROOT
 STEPS = """
 from shared_core.faults import inject
 for step in range(1, 6):
-    inject.point("batch_top")
+    inject.point("step_boundary")
     for n in (1, 2, 3):
         inject.point("collective.before")
         print(step, n, flush=True)
@@ -37,7 +37,7 @@ optimizers = [torch.optim.SGD(weights[:2], 0.1), torch.optim.SGD(weights[2:], 0.
 for weight in weights:
     weight.grad = torch.ones(3)
 for step in (1, 2):
-    inject.point("batch_top")
+    inject.point("step_boundary")
     for optimizer in optimizers:
         with inject.update_window():
             optimizer.step()
@@ -79,15 +79,15 @@ def _disarmed() -> Iterator[None]:
 )
 def test_each_kind_at_the_nth_occurrence_of_a_step(kind: str, status: int, tmp_path: Path) -> None:
     fault = Fault(1, 3, "collective.before", kind, nth=2)
-    got, lines, struck = _run(STEPS, [Fault(0, 1, "batch_top", "SIGKILL"), fault], tmp_path)
+    got, lines, struck = _run(STEPS, [Fault(0, 1, "step_boundary", "SIGKILL"), fault], tmp_path)
     assert got == status
     assert lines[-1] == "3 1"
-    assert [(s["index"], s["fault"], s["tops"]) for s in struck] == [(1, fault.to_dict(), 3)]
+    assert [(s["index"], s["fault"], s["boundaries"]) for s in struck] == [(1, fault.to_dict(), 3)]
 
 
-def test_sigstop_stops_and_leaves_a_process_that_goes_on(tmp_path: Path) -> None:
+def test_sigstop_stops_and_leaves_a_process_that_continues(tmp_path: Path) -> None:
     env = os.environ | {"RANK": "1", "PYTHONPATH": str(ROOT), inject.STRUCK: str(tmp_path / "struck")}
-    env |= inject.variables([Fault(1, 2, "batch_top", "SIGSTOP")])
+    env |= inject.variables([Fault(1, 2, "step_boundary", "SIGSTOP")])
     process = subprocess.Popen([sys.executable, "-c", STEPS], env=env, stdout=subprocess.PIPE, text=True)
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
@@ -98,13 +98,13 @@ def test_sigstop_stops_and_leaves_a_process_that_goes_on(tmp_path: Path) -> None
 
 
 def test_a_fault_strikes_once_in_a_job(tmp_path: Path) -> None:
-    faults = [Fault(1, 2, "batch_top", "SIGKILL"), Fault(1, 4, "batch_top", "SIGKILL")]
+    faults = [Fault(1, 2, "step_boundary", "SIGKILL"), Fault(1, 4, "step_boundary", "SIGKILL")]
     assert [_run(STEPS, faults, tmp_path)[0] for _ in range(3)] == [-9, -9, 0]
-    assert [s["tops"] for s in inject.read_struck(tmp_path / "struck.jsonl")] == [2, 4]
+    assert [s["boundaries"] for s in inject.read_struck(tmp_path / "struck.jsonl")] == [2, 4]
 
 
 def test_a_fault_of_another_incarnation_waits_for_it(tmp_path: Path) -> None:
-    faults = [Fault(1, 2, "batch_top", "SIGKILL", incarnation=1)]
+    faults = [Fault(1, 2, "step_boundary", "SIGKILL", incarnation=1)]
     assert _run(STEPS, faults, tmp_path)[0] == 0
     assert _run(STEPS, faults, tmp_path, SWIFT_RECOVERY_INCARNATION="1")[0] == -9
 
@@ -112,7 +112,7 @@ def test_a_fault_of_another_incarnation_waits_for_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", [None, "0", "1", "x", "2147483647"])
 def test_the_environment_alone_arms_nothing(launcher: str | None, tmp_path: Path) -> None:
     """As under torchrun, where somebody has set the variable."""
-    env = os.environ | {"RANK": "1", inject.FAULTS: dumps([Fault(1, 2, "batch_top", "os._exit")])}
+    env = os.environ | {"RANK": "1", inject.FAULTS: dumps([Fault(1, 2, "step_boundary", "os._exit")])}
     env |= {"PYTHONPATH": str(ROOT)} | ({} if launcher is None else {inject.LAUNCHER: launcher})
     assert subprocess.run([sys.executable, "-c", STEPS], env=env, capture_output=True).returncode == 0
 
@@ -128,7 +128,11 @@ def test_a_file_that_cannot_be_read_is_an_error(content: bytes, tmp_path: Path) 
 
 def test_a_grandchild_of_the_launcher_is_armed(tmp_path: Path) -> None:
     """``swiftrun --no-python`` may start a shell script that starts the worker."""
-    env = os.environ | inject.variables([Fault(1, 2, "batch_top", "os._exit")]) | {"RANK": "1", "PYTHONPATH": str(ROOT)}
+    env = (
+        os.environ
+        | inject.variables([Fault(1, 2, "step_boundary", "os._exit")])
+        | {"RANK": "1", "PYTHONPATH": str(ROOT)}
+    )
     command = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", STEPS]
     assert subprocess.run(command, env=env, capture_output=True).returncode == EXIT_CODE
 
@@ -144,7 +148,7 @@ def test_a_list_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_inside_the_updates_of_two_optimizers(nth: int, tmp_path: Path) -> None:
     """Plain SGD is one operation a parameter; the third is the second optimizer's first."""
     status, lines, struck = _run(UPDATE, [Fault(1, 2, "update.during", "SIGKILL", nth=nth)], tmp_path)
-    assert (status, len(lines), struck[0]["tops"]) == (-9, 1, 2)
+    assert (status, len(lines), struck[0]["boundaries"]) == (-9, 1, 2)
 
 
 def test_the_update_is_the_same_when_the_fault_waits_for_a_later_operation(tmp_path: Path) -> None:
@@ -159,13 +163,13 @@ def test_update_stops_between_parameters() -> None:
     for weight in weights:
         weight.grad = torch.ones(3)
     inject.arm([Fault(0, 1, "update.during", "exception", nth=2)], rank=0)
-    inject.point("batch_top")
+    inject.point("step_boundary")
     with pytest.raises(FaultInjected, match="rank 0 at update.during, step 1"), inject.update_window():
         torch.optim.SGD(weights, 0.5, foreach=False).step()
     assert [round(weight[0].item(), 3) for weight in weights] == [0.5, 1.0, 1.0]
 
 
-def test_a_newcomer_counts_from_where_it_joined() -> None:
+def test_a_replacement_counts_from_where_it_joined() -> None:
     inject.arm([Fault(0, 7, "bucket", "exception", incarnation=1)], rank=0, incarnation=1)
     inject.point("bucket")
     inject.set_step(7)
@@ -177,29 +181,31 @@ def test_a_newcomer_counts_from_where_it_joined() -> None:
 def test_forming_the_first_groups_is_no_recovery() -> None:
     inject.arm([Fault(0, -1, "recovery.installed", "exception")], rank=0)
     inject.point("recovery.installed")
-    inject.point("batch_top")
+    inject.point("step_boundary")
     with pytest.raises(FaultInjected):
         inject.point("recovery.installed")
 
 
 def test_children_of_a_worker_are_not_struck(tmp_path: Path) -> None:
     code = "import os\nfrom shared_core.faults import inject\ninject.point('startup')\npid = os.fork()\n"
-    code += "if pid == 0: inject.point('batch_top')\nelse: print(os.waitpid(pid, 0)[1], flush=True)\n"
-    assert _run(code, [Fault(1, 1, "batch_top", "SIGKILL")], tmp_path)[:2] == (0, ["0"])
+    code += "if pid == 0: inject.point('step_boundary')\nelse: print(os.waitpid(pid, 0)[1], flush=True)\n"
+    assert _run(code, [Fault(1, 1, "step_boundary", "SIGKILL")], tmp_path)[:2] == (0, ["0"])
 
 
 def test_a_delayed_fault_strikes_wherever_the_worker_is(tmp_path: Path) -> None:
-    code = "from shared_core.faults import inject\nimport time\ninject.point('batch_top')\nprint('on', flush=True)\n"
+    code = (
+        "from shared_core.faults import inject\nimport time\ninject.point('step_boundary')\nprint('on', flush=True)\n"
+    )
     code += "time.sleep(60)\n"
     begin = time.monotonic()
-    status, lines, _ = _run(code, [Fault(1, 1, "batch_top", "SIGKILL", delay_s=0.1)], tmp_path)
+    status, lines, _ = _run(code, [Fault(1, 1, "step_boundary", "SIGKILL", delay_s=0.1)], tmp_path)
     assert (status, lines) == (-9, ["on"])
     assert time.monotonic() - begin < 30
 
 
 def test_the_strike_is_in_the_events(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
-    _run(STEPS, [Fault(1, 2, "batch_top", "SIGKILL")], tmp_path, SWIFT_RECOVERY_EVENTS=str(events))
+    _run(STEPS, [Fault(1, 2, "step_boundary", "SIGKILL")], tmp_path, SWIFT_RECOVERY_EVENTS=str(events))
     (event,) = [json.loads(line) for line in events.read_text().splitlines()]
     assert (event["kind"], event["rank"], event["fields"]["fault"]["kind"]) == ("fault", 1, "SIGKILL")
 

@@ -247,7 +247,7 @@ class Fuzzer:
         return data if number % self.target.whole == 0 else mutated(data, self.corpus.encoded, chance)
 
     def run(self, *, until: float = float("inf"), inputs: int | None = None) -> Report:
-        """Go on with the next inputs.
+        """Continue with the next inputs.
 
         Args:
             until: ``time.monotonic()`` at which to end.

@@ -1,4 +1,4 @@
-"""A second Trainer takes the place of the first at a batch top, without processes, and ends with the same bits."""
+"""A second Trainer takes the place of the first at a step boundary, without processes, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shared_core.worker.variables.variables import Variables
 
 
 class LocalJob:
-    """Does in one process what the job does at batch tops: publishes at one of them, or restores at its first."""
+    """Does in one process what the job does at step boundaries: publishes at one of them, or restores at its first."""
 
     def __init__(self, folder: Path, publish_at: int = -1, published: bytes | None = None) -> None:
         self.folder = folder
@@ -46,9 +46,9 @@ class LocalJob:
         #: None are asked for.
         self.options = SimpleNamespace(use_checkpoints=lambda options: None)
         self.entries = SimpleNamespace(
-            begin=lambda: SimpleNamespace(skip=False), done=self._end, evaluation_top=lambda: False
+            begin=lambda: SimpleNamespace(skip=False), done=self._end, evaluation_boundary=lambda: False
         )
-        self.news = SimpleNamespace(listen=lambda listener: None)
+        self.reporter = SimpleNamespace(listen=lambda listener: None)
         #: Those of objects alone: the frames are the test's.
         self.variables = Variables(0, lambda: "other")
 
@@ -68,7 +68,7 @@ class LocalJob:
     def keep_images(self) -> None:
         """There is nobody to give them to."""
 
-    def batch_top(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
+    def step_boundary(self, *, accumulating: bool = False, epoch: int | None = None) -> bool:
         if self.joining:
             assert self.published is not None
             self.joining = False
@@ -81,8 +81,8 @@ class LocalJob:
                 restore(state["parts"][name])
             write_random(state["random"])
             return True
-        if self.position.tops == self.publish_at:
-            assert not accumulating, "choose another top"
+        if self.position.boundaries == self.publish_at:
+            assert not accumulating, "choose another boundary"
             self.published = dumps(
                 {
                     "module": dict(self.module.state_dict()),
@@ -93,7 +93,7 @@ class LocalJob:
                 }
             )
             shutil.copytree(self.folder, self.folder.with_suffix(".then"))
-        self.position.tops += 1
+        self.position.boundaries += 1
         return False
 
     def _end(self, result: Any) -> None:
@@ -208,7 +208,7 @@ def shuffled() -> Any:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulate": {"trainer": {"accumulate_grad_batches": 3}, "tops": [0, 3, 7, 10, 20]},
+    "accumulate": {"trainer": {"accumulate_grad_batches": 3}, "boundaries": [0, 3, 7, 10, 20]},
     "iterable": {"loader": lambda: DataLoader(Stream(), batch_size=4), "trainer": {"val_check_interval": 1.0}},
     "several": {
         "loader": lambda: {"a": shuffled(), "b": DataLoader(Noisy(9), batch_size=4, shuffle=True)},
@@ -253,13 +253,13 @@ def run(folder: Path, job: LocalJob, case: dict[str, Any]) -> tuple[Model, pl.Tr
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
-def test_goes_on_identically(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continues_identically(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    for number, top in enumerate(case.get("tops", [0, 3, 7, 14])):
+    for number, boundary in enumerate(case.get("boundaries", [0, 3, 7, 14])):
         if number and name != "plain" and number % 2:
             continue
-        folder = tmp_path / str(top)
-        first = LocalJob(folder, publish_at=top)
+        folder = tmp_path / str(boundary)
+        first = LocalJob(folder, publish_at=boundary)
         model, trainer = run(folder, first, case)
         rows = list(csv.DictReader(open(folder / "csv/version_0/metrics.csv", newline="")))
         names = sorted(path.name for path in (folder / "best").iterdir())
@@ -270,12 +270,12 @@ def test_goes_on_identically(name: str, tmp_path: Path, monkeypatch: pytest.Monk
         again, other = run(folder, second, case)
         monkeypatch.setattr(lightning_swift.loggers, "_joining", lambda: False)
         for (key, one), two in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
-            assert torch.equal(one, two), (name, top, key)
+            assert torch.equal(one, two), (name, boundary, key)
         for part in first.final:
             if part not in ("lightning.loggers", "lightning.progress", "lightning.callbacks"):
                 assert same(first.final[part], second.final[part]), (
                     name,
-                    top,
+                    boundary,
                     part,
                     difference(first.final[part], second.final[part]),
                 )
@@ -286,14 +286,16 @@ def test_goes_on_identically(name: str, tmp_path: Path, monkeypatch: pytest.Monk
         assert again.late == model.late and again.counts == model.counts
         assert same(dict(trainer.callback_metrics), dict(other.callback_metrics))
         after = list(csv.DictReader(open(folder / "csv/version_0/metrics.csv", newline="")))
-        assert without_ours(after) == without_ours(rows), (name, top)
+        assert without_ours(after) == without_ours(rows), (name, boundary)
         assert sorted(path.name for path in (folder / "best").iterdir()) == names
         assert events(folder) == scalars
         assert len(list((folder / "board/version_0").glob("events*"))) == 1
 
 
 def back_to_the_loss(folder: Path) -> None:
-    """The files as they were when the first run was at its batch top, and a little further: what a loss leaves."""
+    """The files as they were when the first run was at its step boundary, and a little further:
+    what a failure leaves.
+    """
     then = folder.with_suffix(".then")
     shutil.rmtree(folder)
     then.rename(folder)

@@ -1,4 +1,4 @@
-"""A loader is put back, in fresh objects, to the middle of an epoch, and goes on bit for bit."""
+"""A loader is put back, in fresh objects, to the middle of an epoch, and continues bit for bit."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "generator": generator_loader,
     "list": lambda: [torch.full((2,), float(i), dtype=torch.float64) for i in range(9)],
 }
-#: Loaders whose batches go on over epochs or have no state in common with a fresh data set.
+#: Loaders whose batches continue over epochs or have no state in common with a fresh data set.
 EPOCH_LIMIT = 5
 
 
@@ -138,7 +138,7 @@ def run(
     if resume is not None:
         assert stop is not None
         if ahead:
-            next(iterator)  # a framework that looks ahead fetches before the newcomer joins
+            next(iterator)  # a framework that looks ahead fetches before the replacement joins
         loader.restore(pickle.loads(resume)["loader"])
         write_random(pickle.loads(resume)["random"])
         first, start = stop
@@ -190,7 +190,7 @@ def assert_same(left: list[Any], right: list[Any]) -> None:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("stop", [(0, 0), (0, 3), (2, 0), (2, 4)])
 @pytest.mark.parametrize("name", LOADERS)
-def test_refetch_goes_on_bit_for_bit(name: str, stop: tuple[int, int], ahead: int) -> None:
+def test_refetch_continues_bit_for_bit(name: str, stop: tuple[int, int], ahead: int) -> None:
     make = LOADERS[name]
     if "workers" in name and stop in ((0, 0), (2, 0)):
         pytest.skip("covered without workers, which are slow to start")
@@ -218,7 +218,7 @@ class Pure(Augmented):
 
 @pytest.mark.parametrize("stop", [(0, 0), (0, 3), (2, 0), (2, 4)])
 @pytest.mark.parametrize("name", SEEDED)
-def test_seeded_goes_on_without_reading(name: str, stop: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeded_continues_without_reading(name: str, stop: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "Augmented", Pure)
     datasets: list[Pure] = []
 
@@ -298,8 +298,8 @@ def test_stateful_loader_resumed_from_a_checkpoint() -> None:
     assert loader.state_dict() == {"at": 4}
     assert float(next(iterator)) == 5
     state = pickle.loads(pickle.dumps(loader.state()))
-    newcomer, again = start()
-    newcomer.restore(state)
+    restored, again = start()
+    restored.restore(state)
     assert [float(x) for x in again] == [float(x) for x in iterator] == [6, 7, 8, 9, 10]
 
 
@@ -318,7 +318,7 @@ def test_state_of_an_ordinary_loader_is_small() -> None:
     assert len(pickle.dumps(loader.state())) <= early + 8 < 20_000
 
 
-def test_a_copy_of_a_peer_goes_on_in_its_own_part_of_the_data() -> None:
+def test_a_copy_of_a_peer_continues_in_its_own_part_of_the_data() -> None:
     """Two batches into the second epoch, as its peer is."""
 
     def loader(rank: int) -> Any:
@@ -335,8 +335,8 @@ def test_a_copy_of_a_peer_goes_on_in_its_own_part_of_the_data() -> None:
     for _ in range(2):
         next(position)
     state = donor.state(position)
-    newcomer = wrap_loader(loader(1), copied=True, lazy=True)
-    mine = iter(newcomer)
-    newcomer.restore(state, mine, copied=True)
-    assert newcomer.sampler.rank == 1
+    replacement = wrap_loader(loader(1), copied=True, lazy=True)
+    mine = iter(replacement)
+    replacement.restore(state, mine, copied=True)
+    assert replacement.sampler.rank == 1
     assert torch.equal(torch.stack(list(mine)), torch.stack(expected[2:]))

@@ -1,4 +1,4 @@
-"""Rows of the support table that nothing else tests, each with a loss in it."""
+"""Rows of the support table that nothing else tests, each with a failure in it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ CASES: dict[str, tuple[str, list[Fault]]] = {
     "name",
     most(CASES, "torch.compile", "torch.compile of the module", "stateful loader", "during test", "after predict"),
 )
-def test_row_with_a_loss(name: str, jobs: Jobs) -> None:
+def test_row_with_a_failure(name: str, jobs: Jobs) -> None:
     row, faults = CASES[name]
     jobs.check(SCRIPT, faults=faults, args=[row])

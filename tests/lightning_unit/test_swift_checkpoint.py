@@ -127,7 +127,7 @@ if __name__ == "__main__":
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("devices", [1, 2])
-def test_python_script_goes_on(tmp_path: Path, devices: int) -> None:
+def test_python_script_continues(tmp_path: Path, devices: int) -> None:
     """``python train.py`` becomes ``swiftrun`` and takes the options along, also for one worker."""
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SWIFT_RECOVERY")}
@@ -151,7 +151,9 @@ def test_python_script_goes_on(tmp_path: Path, devices: int) -> None:
             return 14 in committed(tmp_path / "points", devices)
 
         try:
-            until(written, lambda: f"no checkpoint at batch top 14 but {committed(tmp_path / 'points', devices)}", 100)
+            until(
+                written, lambda: f"no checkpoint at step boundary 14 but {committed(tmp_path / 'points', devices)}", 100
+            )
         finally:
             for pid in reversed(descendants(killed.pid)):
                 with contextlib.suppress(ProcessLookupError):
@@ -159,5 +161,5 @@ def test_python_script_goes_on(tmp_path: Path, devices: int) -> None:
         killed.communicate(timeout=30)
     jobdir.sweep(Path("/dev/shm"))
     out, err = start("swift_ddp").communicate(timeout=100)
-    assert "continues from the checkpoint at batch top 14" in err, err
+    assert "continues from the checkpoint at step boundary 14" in err, err
     assert weights(out) == weights(stock)

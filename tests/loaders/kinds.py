@@ -1,4 +1,4 @@
-"""Loaders of many kinds, and a process that reads one, is lost, and is replaced."""
+"""Loaders of many kinds, and a process that reads one, fails, and is replaced."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ class Life:
         ahead: 0 or 1.
         leave: batches after which each epoch is left; 0: none.
         wrapped: by the product; else read as it is.
-        state: of the predecessor.
+        state: of the failed worker.
         draws: training steps draw random numbers.
     """
 
@@ -450,7 +450,7 @@ class Life:
         return batch
 
     def state(self) -> bytes:
-        """What is published at a batch top."""
+        """What is published at a step boundary."""
         place = (self.epoch, self.number)
         return pickle.dumps(
             {

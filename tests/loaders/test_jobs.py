@@ -1,6 +1,6 @@
 """Jobs lose workers while they read loaders of each kind: the bits stay those of the stock run.
 
-A newcomer reads again only what docs/loops.md says.
+A replacement reads again only what docs/loops.md says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpointed import committed, finished, options, running, went_on_from
+from checkpointed import committed, continued_from, finished, options, running
 from harness import Jobs
 from kinds import ROWS, SIZE
 
@@ -31,11 +31,12 @@ class Case:
         kind: of loader.
         batches: of each rank in an epoch.
         items: read by a rank in an epoch.
-        again: what a newcomer reads again: ``nothing``, the ``pass``, what was ``new`` to its predecessor in it, or
-            empty where that is not counted.
+        again: what a replacement reads again: ``nothing``, the ``pass``, what was ``new`` to the failed worker in it,
+            or empty where that is not counted.
         still: the model draws no random numbers.
-        besides: most items that a newcomer reads besides: Lightning fetches a batch of a stream before the newcomer has
-            its place, and of a pass that was fetched ahead by lasting loader workers the last batch is read again.
+        besides: most items that a replacement reads besides: Lightning fetches a batch of a stream before the
+            replacement has its place, and of a pass that was fetched ahead by lasting loader workers the last batch is
+            read again.
     """
 
     framework: str
@@ -57,9 +58,9 @@ class Case:
         return batch * self.items // self.batches
 
     def step(self, epoch: int, batch: int) -> int:
-        """Number of the batch top of a batch, counted from 0."""
-        tops = self.batches + (self.framework == "plain")  # there the end of a pass is a top, too
-        return tops * epoch + batch + 1
+        """Number of the step boundary of a batch, counted from 0."""
+        boundaries = self.batches + (self.framework == "plain")  # there the end of a pass is a boundary, too
+        return boundaries * epoch + batch + 1
 
     def fault(self, rank: int, epoch: int, batch: int, incarnation: int = 0) -> Fault:
         """The rank is killed in the backward pass of a batch."""
@@ -122,9 +123,9 @@ CASES = [
     Case("accelerate", "own_parts", HALF, again="pass"),
     Case("accelerate", "own_workers_stream", HALF, again="pass"),
 ]
-#: By name: epoch and batch at which a rank is lost, in this order; a rank that is lost twice, the second time as the
-#: newcomer of the first.
-LOSSES = {
+#: By name: epoch and batch at which a rank fails, in this order; a rank that fails twice, the second time as the
+#: replacement of the first.
+FAILURES = {
     "middles": [(1, 0, 3), (0, 1, 2), (1, 2, 4)],
     "ends": [(0, 0, -1), (1, 1, 0), (0, 2, -1)],
     "again": [(1, 1, 2), (1, 1, 4), (0, 2, 0)],
@@ -134,25 +135,25 @@ DAILY = {("lightning-workers_shaken", "middles"), ("accelerate-plain", "ends")}
 
 
 def cases() -> list[Any]:
-    """Cases and losses."""
+    """Cases and failures."""
     found = []
     for case in CASES:
-        for losses in LOSSES:
-            marks = [] if (case.name, losses) in DAILY else [pytest.mark.nightly]
-            found.append(pytest.param(case, losses, marks=marks, id=f"{case.name}-{losses}"))
+        for failures in FAILURES:
+            marks = [] if (case.name, failures) in DAILY else [pytest.mark.nightly]
+            found.append(pytest.param(case, failures, marks=marks, id=f"{case.name}-{failures}"))
     return found
 
 
-@pytest.mark.parametrize("case, losses", cases())
-def test_a_loss_changes_no_bit_and_reads_nothing_again(case: Case, losses: str, jobs: Jobs) -> None:
+@pytest.mark.parametrize("case, failures", cases())
+def test_a_failure_changes_no_bit_and_reads_nothing_again(case: Case, failures: str, jobs: Jobs) -> None:
     args = [case.framework, case.kind, "--epochs", str(EPOCHS), *(["--still"] if case.still else [])]
-    places = [(rank, epoch, batch % case.batches) for rank, epoch, batch in LOSSES[losses]]
-    faults, lost = [], {0: 0, 1: 0}
+    places = [(rank, epoch, batch % case.batches) for rank, epoch, batch in FAILURES[failures]]
+    faults, failed = [], {0: 0, 1: 0}
     for rank, epoch, batch in places:
-        faults.append(case.fault(rank, epoch, batch, lost[rank]))
-        lost[rank] += 1
+        faults.append(case.fault(rank, epoch, batch, failed[rank]))
+        failed[rank] += 1
     result = jobs.check("read.py", faults=faults, args=args)
-    for rank in {rank for rank, *_ in places}:  # newcomers that were lost again may have read ahead
+    for rank in {rank for rank, *_ in places}:  # replacements that failed again may have read ahead
         *before, (_, epoch, batch) = [place for place in places if place[0] == rank]
         # All items had been read in epoch 0, but by an earlier process than one that began in this pass.
         new = before[-1][2] if before and before[-1][1] == epoch else batch
@@ -189,22 +190,22 @@ RESTARTED = {
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[] if often else pytest.mark.nightly) for way, often in RESTARTED.items()]
 )
-def test_a_killed_job_goes_on_in_the_middle_of_an_epoch(
+def test_a_killed_job_continues_in_the_middle_of_an_epoch(
     way: tuple[str, str], epoch: int, batch: int, jobs: Jobs, tmp_path: Path
 ) -> None:
     """From the checkpoint at that batch; each sample that it had used is not read again."""
     case = next(case for case in CASES if (case.framework, case.kind) == way)
     args = [case.framework, case.kind, "--epochs", str(EPOCHS)]
-    top = case.step(epoch, batch)
-    env = options(tmp_path, every=top, on_failure="restart", checkpoint_background="false")
+    boundary = case.step(epoch, batch)
+    env = options(tmp_path, every=boundary, on_failure="restart", checkpoint_background="false")
     stop = {"STOP_AT": str(case.batches * epoch + batch)}
     with running(jobs, "read.py", args, env=env | stop) as job:
-        job.until(lambda: committed(tmp_path) == [top])
+        job.until(lambda: committed(tmp_path) == [boundary])
         job.kill()
         job.end()
     with running(jobs, "read.py", args, env=env) as job:
         result = finished(job)
-    assert went_on_from(result) == {top}, result.tail()
+    assert continued_from(result) == {boundary}, result.tail()
     compare(result, jobs.reference("read.py", args=args))
     for rank in range(2):
         check_reads(result, case, rank, 0, epoch, batch)

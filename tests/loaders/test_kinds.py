@@ -1,4 +1,4 @@
-"""Each kind of loader gives a newcomer what its predecessor would have been given, bit for bit."""
+"""Each kind of loader gives a replacement what the failed worker would have been given, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from shared_core import waiting
 from shared_core.loaders import read_random, wrap_loader
-from shared_core.loaders.engine import Kind, kind_of
+from shared_core.loaders.engine import LoaderKind, kind_of
 from shared_core.loaders.indices import Drawing, Follow
 from shared_core.loaders.place import Way
 from shared_core.loaders.reshard import divide, order_name, taken_up, used
@@ -32,8 +32,8 @@ def assert_same(one: Any, two: Any, what: str) -> None:
     assert one is None or torch.equal(one, two), (what, one, two)
 
 
-def live_and_die(name: str, ahead: int, leave: int, losses: list[tuple[int, int]]) -> None:
-    """One life as stock has it, beside another in which workers are lost before given batches."""
+def live_and_die(name: str, ahead: int, leave: int, failures: list[tuple[int, int]]) -> None:
+    """One life as stock has it, beside another in which workers fail before given batches."""
     draws = name not in ALL_AGAIN
     stock = Life(name, ahead, leave, wrapped=False, draws=draws)
     expected: list[tuple[tuple[int, int], Any, Any]] = []
@@ -44,8 +44,8 @@ def live_and_die(name: str, ahead: int, leave: int, losses: list[tuple[int, int]
     worker = Life(name, ahead, leave, draws=draws)
     for place, before, batch in expected:
         assert (worker.epoch, worker.number) == place
-        state = worker.state()  # as at every batch top
-        if place in losses:
+        state = worker.state()  # as at every step boundary
+        if place in failures:
             del worker
             torch.rand(5), random.random(), np.random.rand()
             worker = Life(name, ahead, leave, state=state, draws=draws)
@@ -57,7 +57,7 @@ def live_and_die(name: str, ahead: int, leave: int, losses: list[tuple[int, int]
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.nightly), 1])
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_in_process(name: str, ahead: int) -> None:
-    """Lost in the first epoch, twice; in the second; at the last one's first and last batch."""
+    """Failed in the first epoch, twice; in the second; at the last one's first and last batch."""
     later = [] if name in ALL_AGAIN else [(1, 0), (1, 5), (2, 0), (2, 9)]
     live_and_die(name, ahead, 0, [(0, 0), (0, 4), (0, 7), *later])
 
@@ -93,13 +93,13 @@ def test_with_loader_workers(name: str, leave: int, ahead: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(100))
-def test_losses_anywhere(seed: int) -> None:
-    """Several losses, each of which may be of a newcomer that has only just found its place."""
+def test_failures_anywhere(seed: int) -> None:
+    """Several failures, each of which may be of a replacement that has only just found its place."""
     rng = random.Random(seed)
     name, ahead, leave = rng.choice(list(KINDS)), rng.randint(0, 1), rng.choice([0, 1, 2, 5])
     epochs = 1 if name in ALL_AGAIN else EPOCHS
-    losses = {(rng.randrange(epochs), rng.randrange(leave or 10)) for _ in range(rng.randint(1, 6))}
-    live_and_die(name, ahead, leave, sorted(losses))
+    failures = {(rng.randrange(epochs), rng.randrange(leave or 10)) for _ in range(rng.randint(1, 6))}
+    live_and_die(name, ahead, leave, sorted(failures))
 
 
 @pytest.mark.parametrize("name", ["plain", "workers", "lasting", "workers_parts", "lasting_parts"])
@@ -114,10 +114,10 @@ def test_delivered_items_are_not_read_again(
     state = worker.state()
     del worker
     monkeypatch.setenv(LOG, str(tmp_path / "reads"))
-    newcomer = Life(name, ahead, 0, state=state)
+    replacement = Life(name, ahead, 0, state=state)
     batches = 13 if "parts" in name else SIZE // ROWS  # 15 items for one loader worker and 9 for the other
-    while newcomer.number < batches - ahead:  # an item ahead would be the next epoch's
-        newcomer.next()
+    while replacement.number < batches - ahead:  # an item ahead would be the next epoch's
+        replacement.next()
     reads = (tmp_path / "reads").read_text().split()
     assert len(reads) == len(set(reads)) == SIZE - used * ROWS
 
@@ -183,7 +183,7 @@ def test_what_is_read_again_is_said_before_and_while_it_is(
     monkeypatch.setattr(waiting, "QUIET_S", 0.0)
     Life(name, 0, 0, state=state)
     said = capfd.readouterr().err
-    assert "of 7 batches of its predecessor are read again; it takes as long as reading them did before" in said, said
+    assert "of 7 batches of the failed worker are read again; it takes as long as reading them did before" in said, said
 
 
 @pytest.mark.parametrize("kind", [Counter, Stateful])
@@ -194,13 +194,13 @@ def test_who_can_say_where_it_is_is_told(kind: Any) -> None:
         worker.next()
     state = worker.state()
     kind.reads = 0
-    newcomer = Life(name, 0, 0, state=state)
-    newcomer.next()
+    replacement = Life(name, 0, 0, state=state)
+    replacement.next()
     assert kind.reads <= ROWS
 
 
 def test_a_shuffle_buffer_that_is_filled_again_is_not_trusted() -> None:
     """``datasets`` says of its ``state_dict`` that a shuffle buffer is not part of it."""
     buffered = type("IterableDataset", (Counter,), {"__module__": "datasets.iterable_dataset"})
-    assert kind_of(DataLoader(Counter()), "restore") is Kind.STATE
-    assert kind_of(DataLoader(buffered()), "restore") is Kind.REREAD
+    assert kind_of(DataLoader(Counter()), "restore") is LoaderKind.STATE
+    assert kind_of(DataLoader(buffered()), "restore") is LoaderKind.REREAD

@@ -19,7 +19,7 @@ FULL = ("--tied", "--clip", "0.5", "--checkpointing", "1", "--schedule", "--eval
 
 
 def logging(folder: Path, every: int = 3, **more: Any) -> dict[str, str]:
-    """Environment of a job with a checkpoint at every ``every``-th batch top; ``more`` are options by name."""
+    """Environment of a job with a checkpoint at every ``every``-th step boundary; ``more`` are options by name."""
     named = {"checkpoint.dir": folder / "checkpoints", "checkpoint.every_steps": every, "log.dir": folder}
     options = named | {"checkpoint.background": False, **more}  # so that it is certain which ones there are
     return {variable_of(name): str(value) for name, value in options.items()}
@@ -47,7 +47,7 @@ def run(
         extra: arguments of the run with faults only.
         restarts: how often all workers must have gone back to a checkpoint; where it is 0, no survivor may have been
             restarted or have computed any micro-batch again.
-        together: survivors that must have started again together with a newcomer, and no others.
+        together: survivors that must have started again together with a replacement, and no others.
     """
     reference = jobs.reference(SCRIPT, nproc=nproc, args=args)
     assert all(sum(report["counts"].values()) > 0 for report in reference.reports.values()), "forward is not counted"
@@ -67,8 +67,10 @@ def resolutions(result: JobResult) -> set[str]:
 
 
 def starts(result: JobResult) -> list[tuple[int, int]]:
-    """(rank, batch top) from which each newcomer that got ready started, in order; top 0 is the script's beginning."""
-    return [(event.rank, event.fields["top"]) for event in result.kinds("newcomer_ready")]
+    """(rank, step boundary) from which each replacement that got ready started, in order; boundary 0 is the
+    script's beginning.
+    """
+    return [(event.rank, event.fields["boundary"]) for event in result.kinds("replacement_ready")]
 
 
 def instructions(stages: int, stage: int) -> int:

@@ -1,4 +1,4 @@
-"""Two stages with two replicas each: a lost stage is taken over from its replica, at any instruction, bit for bit."""
+"""Two stages with two replicas each: a failed stage is taken over from its replica, at any instruction, bit for bit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PLACES = {
         "first stage, last batch",
     ),
 )
-def test_a_lost_stage_is_taken_over_from_its_replica(jobs: Jobs, place: str) -> None:
+def test_a_failed_stage_is_taken_over_from_its_replica(jobs: Jobs, place: str) -> None:
     result = run(jobs, [PLACES[place]], FULL)
     assert resolutions(result) == {"replica"}
 
@@ -62,7 +62,7 @@ def test_a_plain_pipeline(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("kind", most(KINDS, "SIGKILL", "SIGTERM", "os._exit", "segfault", "exception"))
-def test_other_ways_to_be_lost(jobs: Jobs, kind: str) -> None:
+def test_other_ways_to_fail(jobs: Jobs, kind: str) -> None:
     run(jobs, [Fault(3, 4, "pipe.backward", kind, nth=2)], FULL)
 
 
@@ -84,7 +84,7 @@ def test_one_after_the_other(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("again", most(["join", "pipe.forward"], "join"))
-def test_the_newcomer_is_lost_too(jobs: Jobs, again: str) -> None:
+def test_the_replacement_fails_too(jobs: Jobs, again: str) -> None:
     faults = [
         Fault(2, 4, "pipe.backward", "SIGKILL", nth=3),
         Fault(2, -1 if again == "join" else 4, again, "SIGKILL", incarnation=1),
@@ -93,7 +93,7 @@ def test_the_newcomer_is_lost_too(jobs: Jobs, again: str) -> None:
 
 
 def both_of_a_stage(stage: str, step: int) -> list[Fault]:
-    """One replica of a stage is lost, and the other before it can give its state to a newcomer."""
+    """One replica of a stage fails, and the other before it can give its state to a replacement."""
     one, other = (0, 1) if stage == "first" else (2, 3)
     return [
         Fault(one, step, "pipe.backward", "SIGKILL", nth=2),
@@ -103,19 +103,19 @@ def both_of_a_stage(stage: str, step: int) -> list[Fault]:
 
 @pytest.mark.parametrize("stage", most(["first", "last"], "first"))
 @pytest.mark.nightly
-def test_all_replicas_of_a_stage_are_lost_with_messages_logged(jobs: Jobs, tmp_path: Path, stage: str) -> None:
+def test_all_replicas_of_a_stage_fail_with_messages_logged(jobs: Jobs, tmp_path: Path, stage: str) -> None:
     faults = both_of_a_stage(stage, 7)
     result = run(jobs, faults, FULL, env=logging(tmp_path, log_messages="always"))
     assert resolutions(result) == {"replay"}
-    assert {top for _, top in starts(result)} == {6}
+    assert {boundary for _, boundary in starts(result)} == {6}
 
 
 @pytest.mark.parametrize("stage", most(["first", "last"], "last"))
-def test_all_replicas_of_a_stage_are_lost_without_a_log(jobs: Jobs, tmp_path: Path, stage: str) -> None:
+def test_all_replicas_of_a_stage_fail_without_a_log(jobs: Jobs, tmp_path: Path, stage: str) -> None:
     """Two steps after the checkpoint: of one step, the others mostly have all messages in memory still."""
     faults = both_of_a_stage(stage, 8)
     result = run(jobs, faults, FULL, env=logging(tmp_path), restarts=1)
-    assert "continues from the checkpoint at batch top 6" in result.stderr, result.tail()
+    assert "continues from the checkpoint at step boundary 6" in result.stderr, result.tail()
 
 
 @pytest.mark.nightly

@@ -67,12 +67,12 @@ BATCH = 131072
 
 
 def test_logs_never_take_more(jobs: Jobs, tmp_path: Path) -> None:
-    """The user's checkpoints are too rare: those that the budget needs are made, and a loss is replayed from one."""
+    """The user's checkpoints are too rare: those that the budget needs are made, and a failure is replayed from one."""
     budget = 20 * BATCH
     options = logging(tmp_path, 1000, **{"log.budget_bytes": budget})
-    lost = [Fault(1, 36, "pipe.forward", "SIGKILL", 2)]
+    failed = [Fault(1, 36, "pipe.forward", "SIGKILL", 2)]
     with watched(tmp_path) as watch:
-        result = run(jobs, lost, BASE, nproc=3, env=options)
+        result = run(jobs, failed, BASE, nproc=3, env=options)
     print(f"peak {watch.peak} of {budget} bytes, {len(watch.names)} files, {watch.looks} looks")
     assert budget // 2 < watch.peak <= budget and len(watch.names) > 20
     assert resolutions(result) == {"replay"} and starts(result)[0][1] >= 20, starts(result)

@@ -40,28 +40,28 @@ def planned(result: JobResult) -> list[list[list[int]]]:
 def test_groups_that_change(jobs: Jobs, tmp_path: Path) -> None:
     """Between ranks 1 and 2 there are logs of the steps before the checkpoint, and none since; rank 2 has dropped the
     first messages since from its memory."""
-    lost = [Fault(1, 15, "pipe.forward", "SIGKILL", 2)]
-    result = run(jobs, lost, BASE, nproc=3, env=logging(tmp_path, 4, **OPTIONS), together=[2])
+    failed = [Fault(1, 15, "pipe.forward", "SIGKILL", 2)]
+    result = run(jobs, failed, BASE, nproc=3, env=logging(tmp_path, 4, **OPTIONS), together=[2])
     assert planned(result) == PLANS and sorted(starts(result)) == [(1, 12), (2, 12)]
 
 
 @pytest.mark.nightly
-def test_a_newcomer_that_has_measured_nothing(jobs: Jobs, tmp_path: Path) -> None:
-    """Rank 0, which has committed the checkpoint, is lost as the ranks tell each other what they have measured. The
-    newcomer has nothing to tell, and the plan stays."""
-    lost = [Fault(0, 12, "collective.before", "SIGKILL", 2)]
-    result = run(jobs, lost, BASE, nproc=3, env=logging(tmp_path, 4, **OPTIONS))
+def test_a_replacement_that_has_measured_nothing(jobs: Jobs, tmp_path: Path) -> None:
+    """Rank 0, which has committed the checkpoint, fails as the ranks tell each other what they have measured. The
+    replacement has nothing to tell, and the plan stays."""
+    failed = [Fault(0, 12, "collective.before", "SIGKILL", 2)]
+    result = run(jobs, failed, BASE, nproc=3, env=logging(tmp_path, 4, **OPTIONS))
     assert starts(result) == [(0, 12)]
     assert planned(result) in (PLANS[:2], [*PLANS[:2], PLANS[3]]), planned(result)  # none at 12; at 16 as at 8
 
 
 @pytest.mark.nightly
 def test_after_a_restart_the_plan_stays(jobs: Jobs, tmp_path: Path) -> None:
-    """At the batch top of the checkpoint from which all start again nobody has measured anything. Rank 1 needs what
+    """At the step boundary of the checkpoint from which all start again nobody has measured anything. Rank 1 needs what
     neither neighbour has: rank 0's log is gone, and rank 2 is in its group."""
-    lost, damage = [Fault(1, 15, "pipe.forward", "SIGKILL", 2)], ("--damage", "0", "13", "remove log")
+    failed, damage = [Fault(1, 15, "pipe.forward", "SIGKILL", 2)], ("--damage", "0", "13", "remove log")
     env = logging(tmp_path, 4, log_segment_bytes=4096, **OPTIONS)
-    result = run(jobs, lost, BASE, nproc=3, env=env, extra=damage, restarts=1, together=[0, 2])
+    result = run(jobs, failed, BASE, nproc=3, env=env, extra=damage, restarts=1, together=[0, 2])
     assert planned(result) in (
         PLANS[:3],
         PLANS,

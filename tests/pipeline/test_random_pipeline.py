@@ -19,7 +19,7 @@ def test_a_run_is_a_function_of_its_seed_and_number() -> None:
     faults = [fault for plan in plans for fault in plan.faults]
     assert {fault.rank for fault in faults} == set(range(6)) and {fault.kind for fault in faults} == set(KINDS)
     assert {"pipe.forward", "pipe.backward", "update.during", "checkpoint.write"} <= {fault.point for fault in faults}
-    # Newcomers are struck while they replay, and neighbours at once.
+    # Replacements are struck while they replay, and neighbours at once.
     assert any(fault.incarnation for fault in faults)
     assert any(len({f.step for f in plan.faults}) == 1 and len({f.rank for f in plan.faults}) == 3 for plan in plans)
 

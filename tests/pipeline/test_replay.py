@@ -1,4 +1,4 @@
-"""Stages without replicas: a lost one is rebuilt from its checkpoint and the messages that its neighbours logged."""
+"""Stages without replicas: a failed one is rebuilt from its checkpoint and the messages that its neighbours logged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared_core.faults import Fault
 
 BASE = ("--stages", "4", "--steps", "10", "--tied", "--clip", "0.5")
 
-#: A checkpoint is written at batch tops 3, 6 and 9. The loss, and the top at which the replay starts.
+#: A checkpoint is written at step boundaries 3, 6 and 9. The loss, and the boundary at which the replay starts.
 PLACES = {
     "first stage, before the first checkpoint": (Fault(0, 2, "pipe.forward", "SIGKILL", nth=3), 0),
     "middle stage, first batch": (Fault(1, 1, "pipe.backward", "SIGKILL", nth=2), 0),
@@ -42,11 +42,11 @@ PLACES = {
         "middle stage, in the batch of a checkpoint",
     ),
 )
-def test_a_lost_stage_is_rebuilt(jobs: Jobs, tmp_path: Path, place: str) -> None:
-    fault, top = PLACES[place]
+def test_a_failed_stage_is_rebuilt(jobs: Jobs, tmp_path: Path, place: str) -> None:
+    fault, boundary = PLACES[place]
     result = run(jobs, [fault], BASE, env=logging(tmp_path))
     assert resolutions(result) == {"replay"}, result.tail()
-    assert starts(result) == [(fault.rank, top)]
+    assert starts(result) == [(fault.rank, boundary)]
 
 
 @pytest.mark.parametrize("rank", most(["0", "1"], "0"))
@@ -60,12 +60,12 @@ def test_two_stages(jobs: Jobs, tmp_path: Path, rank: str) -> None:
     "ranks", most(["1 2", "0 1", "2 3", "0 3", "0 1 2", "1 2 3"], "2 3", "0 3", "0 1", "1 2", "1 2 3")
 )
 def test_several_stages_at_once(jobs: Jobs, tmp_path: Path, ranks: str) -> None:
-    lost = [int(rank) for rank in ranks.split()]
-    result = run(jobs, [Fault(r, 5, "pipe.backward", "SIGKILL", nth=1) for r in lost], BASE, env=logging(tmp_path))
-    assert sorted(starts(result)) == [(rank, 3) for rank in lost]
+    failed = [int(rank) for rank in ranks.split()]
+    result = run(jobs, [Fault(r, 5, "pipe.backward", "SIGKILL", nth=1) for r in failed], BASE, env=logging(tmp_path))
+    assert sorted(starts(result)) == [(rank, 3) for rank in failed]
 
 
-def test_the_newcomer_is_lost_in_its_replay(jobs: Jobs, tmp_path: Path) -> None:
+def test_the_replacement_fails_in_its_replay(jobs: Jobs, tmp_path: Path) -> None:
     faults = [
         Fault(1, 5, "pipe.backward", "SIGKILL", nth=2),
         Fault(1, 4, "pipe.forward", "SIGKILL", nth=3, incarnation=1),
@@ -75,14 +75,14 @@ def test_the_newcomer_is_lost_in_its_replay(jobs: Jobs, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", most(["recovery.streamed", "recovery.installed"], "recovery.installed"))
 @pytest.mark.parametrize("neighbour", most(["0", "2"], "0"))
-def test_a_neighbour_is_lost_while_it_streams(jobs: Jobs, tmp_path: Path, neighbour: str, point: str) -> None:
+def test_a_neighbour_fails_while_it_streams(jobs: Jobs, tmp_path: Path, neighbour: str, point: str) -> None:
     faults = [Fault(1, 5, "pipe.backward", "SIGKILL", nth=2), Fault(int(neighbour), -1, point, "SIGKILL")]
     result = run(jobs, faults, BASE, env=logging(tmp_path))
-    assert {top for _, top in starts(result)} == {3}
+    assert {boundary for _, boundary in starts(result)} == {3}
 
 
 @pytest.mark.parametrize("rank", most(["0", "2"], "2"))
-def test_lost_while_a_checkpoint_is_written(jobs: Jobs, tmp_path: Path, rank: str) -> None:
+def test_failed_while_a_checkpoint_is_written(jobs: Jobs, tmp_path: Path, rank: str) -> None:
     result = run(jobs, [Fault(int(rank), 6, "checkpoint.write", "SIGKILL")], BASE, env=logging(tmp_path))
     assert starts(result) == [(int(rank), 3)]
 
@@ -103,14 +103,14 @@ def test_without_checkpoints_it_is_rebuilt_from_the_beginning(jobs: Jobs) -> Non
     assert starts(result) == [(2, 0)]
 
 
-def test_a_newcomer_that_is_slow_to_receive(jobs: Jobs) -> None:
+def test_a_replacement_that_is_slow_to_receive(jobs: Jobs) -> None:
     """Its neighbours' connections were made with a short time-out, which must not hold for what they stream."""
     result = run(jobs, [Fault(1, 5, "pipe.backward", "SIGKILL", nth=2)], BASE, extra=["--slow", "1.5"])
     assert starts(result) == [(1, 0)]
 
 
 @pytest.mark.parametrize("kind", most(["SIGSTOP", "exception"], "exception"))
-def test_other_ways_to_be_lost(jobs: Jobs, tmp_path: Path, kind: str) -> None:
+def test_other_ways_to_fail(jobs: Jobs, tmp_path: Path, kind: str) -> None:
     run(jobs, [Fault(2, 5, "pipe.forward", kind, nth=3)], BASE, env=logging(tmp_path))
 
 

@@ -28,7 +28,7 @@ def test_a_script_that_knows_nothing_of_it_survives(jobs: Jobs, tmp_path: Path) 
     faults = [Fault(1, 5, "pipe.forward", "SIGKILL", 2), Fault(0, 7, "update.during", "SIGKILL")]
     result = jobs.check("pipe_config.py", faults=faults, args=["--deepspeed_config", str(path)])
     assert {report["extra"]["engine"] for report in result.reports.values()} == {"SwiftPipelineEngine"}
-    starts = [event.fields["top"] for event in result.events if event.kind == "newcomer_ready"]
+    starts = [event.fields["boundary"] for event in result.events if event.kind == "replacement_ready"]
     assert starts == [4, 6], "the options of the section are in force"
 
 

@@ -1,4 +1,4 @@
-"""Pipelines over several machines: a worker, or a whole machine with its logs, is lost.
+"""Pipelines over several machines: a worker, or a whole machine with its logs, fails.
 
 Machines share the disk here, but each keeps its logs in a folder of its own, which no other looks into.
 """
@@ -22,7 +22,7 @@ from shared_core.testing.runner import JobResult, check_clean, compare, unconfir
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
 
-#: Of two machines with two stages each; long enough for a machine to be lost by the way.
+#: Of two machines with two stages each; long enough for a machine to fail by the way.
 BASE = ["--stages", "4", "--steps", "40", "--tied", "--clip", "0.5"]
 EVERY = 5
 
@@ -52,7 +52,7 @@ def pipeline(
 
 def lose(cluster: Cluster, *ranks: int) -> None:
     """Kill the machines of these ranks at once, past the second checkpoint."""
-    cluster.until(lambda: cluster.tops(ranks[0]) >= 2 * EVERY + 2)
+    cluster.until(lambda: cluster.boundaries(ranks[0]) >= 2 * EVERY + 2)
     places = [cluster.place_of(rank) for rank in ranks]
     for place in places:
         cluster.machines[place].cut()
@@ -75,31 +75,35 @@ def processes(result: JobResult, rank: int) -> int:
     return len([one for one in result.workers if one["rank"] == rank])
 
 
-def test_a_machine_without_replicas_is_lost(jobs: Jobs, tmp_path: Path) -> None:
-    """Only what crosses between machines is logged; the lost one's ranks start from the checkpoint, on a spare."""
+def test_a_machine_without_replicas_fails(jobs: Jobs, tmp_path: Path) -> None:
+    """Only what crosses between machines is logged; the failed one's ranks start from the checkpoint, on a spare."""
     with pipeline(jobs, tmp_path, 3, options={"log.groups": "machine"}) as cluster:
         lose(cluster, 2)
         result = check(jobs, cluster)
-    assert {rank for rank, _ in starts(result)} == {2, 3} and min(top for _, top in starts(result)) >= 2 * EVERY
+    assert {rank for rank, _ in starts(result)} == {2, 3} and min(
+        boundary for _, boundary in starts(result)
+    ) >= 2 * EVERY
     assert processes(result, 0) == processes(result, 1) == 1, result.tail()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("log_groups", ["machine", "worker"])
-def test_machines_next_to_each_other_are_lost(jobs: Jobs, tmp_path: Path, log_groups: str) -> None:
+def test_machines_next_to_each_other_fail(jobs: Jobs, tmp_path: Path, log_groups: str) -> None:
     """Neither's log, nor what each had published, is left anywhere. Both start from the checkpoint and send each other
     again what was in them."""
     options = {"log.groups": log_groups}
     with pipeline(jobs, tmp_path, 6, options=options, nnodes=4, nproc=1) as cluster:
         lose(cluster, 2, 3)
         result = check(jobs, cluster)
-    assert {rank for rank, _ in starts(result)} == {2, 3} and min(top for _, top in starts(result)) >= 2 * EVERY
+    assert {rank for rank, _ in starts(result)} == {2, 3} and min(
+        boundary for _, boundary in starts(result)
+    ) >= 2 * EVERY
     assert processes(result, 0) == processes(result, 1) == 1, result.tail()
 
 
 @pytest.mark.nightly
-def test_machines_are_lost_one_after_the_other(jobs: Jobs, tmp_path: Path) -> None:
-    """What the second needs of the first is in the log that its newcomer has written again, on another machine."""
+def test_machines_fail_one_after_the_other(jobs: Jobs, tmp_path: Path) -> None:
+    """What the second needs of the first is in the log that its replacement has written again, on another machine."""
     args = ["--stages", "4", "--steps", "60", "--tied", "--clip", "0.5"]
     with pipeline(jobs, tmp_path, 6, args, options={}, nnodes=4, nproc=1) as cluster:
         lose(cluster, 2)
@@ -112,8 +116,8 @@ def test_machines_are_lost_one_after_the_other(jobs: Jobs, tmp_path: Path) -> No
 @pytest.mark.nightly
 def test_a_worker_of_a_machine_starts_again_with_the_others_there(jobs: Jobs, tmp_path: Path) -> None:
     """First on the one machine, then, with the replay behind, on the other."""
-    lost = [Fault(3, 13, "pipe.forward", "SIGKILL", 2), Fault(1, 24, "pipe.backward", "SIGKILL", 2)]
-    with pipeline(jobs, tmp_path, 2, options={"log.groups": "machine"}, faults=lost) as cluster:
+    failed = [Fault(3, 13, "pipe.forward", "SIGKILL", 2), Fault(1, 24, "pipe.backward", "SIGKILL", 2)]
+    with pipeline(jobs, tmp_path, 2, options={"log.groups": "machine"}, faults=failed) as cluster:
         result = check(jobs, cluster)
     assert sorted(starts(result)) == [(0, 20), (1, 20), (2, 10), (3, 10)]
 
@@ -122,8 +126,8 @@ def test_a_worker_of_a_machine_starts_again_with_the_others_there(jobs: Jobs, tm
 @pytest.mark.parametrize("log_groups", ["machine", "worker"])
 def test_a_worker_on_each_machine_at_once(jobs: Jobs, tmp_path: Path, log_groups: str) -> None:
     """By machine, nobody is left who has not to start again."""
-    lost = [Fault(1, 13, "pipe.forward", "SIGKILL", 2), Fault(2, 13, "pipe.forward", "SIGKILL", 1)]
-    with pipeline(jobs, tmp_path, 2, options={"log.groups": log_groups}, faults=lost) as cluster:
+    failed = [Fault(1, 13, "pipe.forward", "SIGKILL", 2), Fault(2, 13, "pipe.forward", "SIGKILL", 1)]
+    with pipeline(jobs, tmp_path, 2, options={"log.groups": log_groups}, faults=failed) as cluster:
         result = check(jobs, cluster, restarts=int(log_groups == "machine"))
     if log_groups == "worker":
         assert sorted(starts(result)) == [(1, 10), (2, 10)]
@@ -131,7 +135,7 @@ def test_a_worker_on_each_machine_at_once(jobs: Jobs, tmp_path: Path, log_groups
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("log_messages", ["auto", "always"])
-def test_a_machine_with_both_replicas_of_a_stage_is_lost(jobs: Jobs, tmp_path: Path, log_messages: str) -> None:
+def test_a_machine_with_both_replicas_of_a_stage_fails(jobs: Jobs, tmp_path: Path, log_messages: str) -> None:
     """Two pipelines of two stages: ranks 2 and 3 are the second stage of both. Without logs all go back."""
     args = ["--stages", "2", "--steps", "40", "--tied", "--clip", "0.5"]
     options = {"log.groups": "machine", "log.messages": log_messages}
@@ -146,7 +150,7 @@ def test_a_machine_with_both_replicas_of_a_stage_is_lost(jobs: Jobs, tmp_path: P
 def test_a_worker_with_a_replica_is_replaced_by_its_machine(jobs: Jobs, tmp_path: Path) -> None:
     """One on each machine, of the two stages: each takes the state of its neighbour there."""
     args = ["--stages", "2", "--steps", "20", "--tied", "--clip", "0.5"]
-    lost = [Fault(1, 13, "pipe.forward", "SIGKILL", 2), Fault(2, 13, "pipe.forward", "SIGKILL", 2)]
-    with pipeline(jobs, tmp_path, 2, args, options={}, faults=lost) as cluster:
+    failed = [Fault(1, 13, "pipe.forward", "SIGKILL", 2), Fault(2, 13, "pipe.forward", "SIGKILL", 2)]
+    with pipeline(jobs, tmp_path, 2, args, options={}, faults=failed) as cluster:
         result = check(jobs, cluster, args)
     assert {rank for rank, _ in starts(result)} == {1, 2} and processes(result, 0) == processes(result, 3) == 1

@@ -62,7 +62,7 @@ def test_one_of_each_stage_at_once(jobs: Jobs, mode: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
-def test_a_newcomer_is_lost_too(jobs: Jobs, mode: str) -> None:
+def test_a_replacement_fails_too(jobs: Jobs, mode: str) -> None:
     faults = [
         Fault(2, 3, "update.during", "SIGKILL", 20),
         Fault(2, 3, "update.during", "SIGKILL", 10, incarnation=1),
@@ -77,5 +77,5 @@ def test_without_a_replica_from_the_checkpoint(jobs: Jobs, tmp_path: Path, mode:
     fault = Fault(1, 5, "update.during", "SIGKILL", 20)
     result = jobs.check("pipe.py", nproc=2, faults=[fault], env=env, args=MODES[mode])
     assert _resolutions(result) == {"replay"}
-    (ready,) = (event for event in result.events if event.kind == "newcomer_ready")
-    assert ready.fields["top"] in (2, 4)
+    (ready,) = (event for event in result.events if event.kind == "replacement_ready")
+    assert ready.fields["boundary"] in (2, 4)

@@ -1,4 +1,4 @@
-"""Survivors compute a part of what a newcomer replays; the result is the same, bit for bit."""
+"""Survivors compute a part of what a replacement replays; the result is the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness import Jobs, most
 from shared_core.config import variable_of
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.pipeline.cost import ReplayCost, shares
-from shared_core.pipeline.lending import lines
+from shared_core.pipeline.replay_helpers import lines
 from shared_core.testing.runner import JobResult, compare, unconfirmed
 from shared_core.worker.recovery.exchange import Replaying
 
@@ -33,7 +33,7 @@ def run(jobs: Jobs, tmp_path: Path, fault: list[Fault], *args: str, **options: s
 
 
 def helped(result: JobResult) -> list[int]:
-    """Steps that were shared, of each newcomer."""
+    """Steps that were shared, of each replacement."""
     return [event.fields["steps"] for event in result.events if event.kind == "help"]
 
 
@@ -41,11 +41,11 @@ def helped(result: JobResult) -> list[int]:
 def test_a_replay_is_shared_and_bitwise_the_same(jobs: Jobs, tmp_path: Path, rank: str) -> None:
     fault = Fault(int(rank), 8, "pipe.forward", "SIGKILL", 2 if rank != "3" else 1)
     result = run(jobs, tmp_path, [fault], "--tied", "--clip", "0.1", "--schedule", "--autocast", "bfloat16")
-    assert helped(result) == [2]  # from the checkpoint at batch top 6 to batch top 8, and no further
+    assert helped(result) == [2]  # from the checkpoint at step boundary 6 to step boundary 8, and no further
 
 
-#: Log groups, and who is lost. The line that replays together is the whole group, or all neighbours that are lost. From
-#: the checkpoint at batch top 4 to batch top 7: by then the first messages since are dropped from memory.
+#: Log groups, and who fails. The line that replays together is the whole group, or all neighbours that fail. From
+#: the checkpoint at step boundary 4 to step boundary 7: by then the first messages since are dropped from memory.
 LINES = {
     "first two stages": ("0-1", [Fault(1, 7, "pipe.forward", "SIGKILL", 2)]),
     "middle two stages": ("1-2", [Fault(2, 7, "pipe.backward", "SIGKILL", 2)]),
@@ -68,7 +68,7 @@ def test_the_replay_of_several_stages_is_shared(jobs: Jobs, tmp_path: Path, line
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("groups", ["worker", "1-2"])
-def test_a_helper_that_is_lost_costs_only_its_share(jobs: Jobs, tmp_path: Path, groups: str) -> None:
+def test_a_helper_that_fails_costs_only_its_share(jobs: Jobs, tmp_path: Path, groups: str) -> None:
     """With its share computed, and nothing of it handed back."""
     faults = [Fault(1, 7, "pipe.forward", "SIGKILL", 2), Fault(3, ANY_STEP, "replay.helped", "SIGKILL")]
     run(jobs, tmp_path, faults, log_groups=groups, checkpoint_every_steps="4")
@@ -76,7 +76,7 @@ def test_a_helper_that_is_lost_costs_only_its_share(jobs: Jobs, tmp_path: Path, 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("rank", [1, 2])
-def test_a_newcomer_of_several_is_lost_again(jobs: Jobs, tmp_path: Path, rank: int) -> None:
+def test_a_replacement_of_several_fails_again(jobs: Jobs, tmp_path: Path, rank: int) -> None:
     """In its first shared step, with all messages of it sent: the other may be in the next step by then."""
     faults = [
         Fault(1, 7, "pipe.forward", "SIGKILL", 2),
@@ -95,7 +95,7 @@ def test_sums_by_worker_are_equal_up_to_rounding(jobs: Jobs, tmp_path: Path) -> 
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_shares_are_even_and_the_newcomer_has_the_fewest() -> None:
+def test_shares_are_even_and_the_replacement_has_the_fewest() -> None:
     for micro_batches in range(1, 20):
         for workers in range(1, micro_batches + 1):
             found = shares(micro_batches, workers)

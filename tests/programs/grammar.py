@@ -26,7 +26,7 @@ class Program:
         swift: the same with it.
         passes: how many training passes it makes.
         batches: of each.
-        tops: step boundaries of each.
+        boundaries: step boundaries of each.
     """
 
     seed: int
@@ -36,7 +36,7 @@ class Program:
     swift: str
     passes: int
     batches: int
-    tops: int
+    boundaries: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def write(seed: int, *, plain: bool = True) -> Program:
         head, setup = writer.ways_in(stock)
         texts[stock] = PRELUDE + dedent(head) + "\n\n" + _set_up(body, dedent(setup))
     parts = (framework, *writer.parts)
-    return Program(seed, framework, parts, texts[True], texts[False], writer.passes, writer.batches, writer.tops)
+    return Program(seed, framework, parts, texts[True], texts[False], writer.passes, writer.batches, writer.boundaries)
 
 
 def _set_up(body: str, setup: str) -> str:
@@ -99,14 +99,14 @@ class _Writer:
         parts: words for what has been drawn.
         passes: how many training passes there are.
         batches: of each.
-        tops: step boundaries of each.
+        boundaries: step boundaries of each.
     """
 
     def __init__(self, draw: random.Random, plain: bool) -> None:
         self.draw, self.plain = draw, plain
         self.parts: list[str] = []
         self.passes = self.epochs = draw.choice([2, 3])
-        self.batches = self.tops = 0
+        self.batches = self.boundaries = 0
         self.size = draw.choice([24, 28, 36])
 
     def has(self, word: str, chance: float) -> bool:
@@ -307,7 +307,7 @@ class Loop(_Writer):
         if self.data == "shuffled" and self.framework == "torch":
             lines.append("sampler.set_epoch(epoch)")
         source, passes = "loader", 1
-        self.tops = self.batches + (self.framework in ("torch", "fabric"))  # the end of a pass is one there
+        self.boundaries = self.batches + (self.framework in ("torch", "fabric"))  # the end of a pass is one there
         if self.data == "made":
             lines += self.made()
             source = "batches"
@@ -316,7 +316,7 @@ class Loop(_Writer):
             counter = "number" if self.plain and self.draw.random() < 0.7 else "kept.number"
             self.parts.append(counter)
             lines.append(f"{counter} = 0")
-            self.tops = self.batches = self.batches - 1
+            self.boundaries = self.batches = self.batches - 1
             loop += [f"{counter} += 1", f"if {counter} == {self.batches}:", "    break"]
         elif self.has("two passes", 0.15):
             passes = 2
@@ -433,7 +433,7 @@ class _Lightning(_Writer):
 
     def write(self) -> str:
         batch = self.draw.choice([3, 4])
-        self.tops = self.batches = -(-self.size // 2 // batch)
+        self.boundaries = self.batches = -(-self.size // 2 // batch)
         attributes = [name for name, kind in KINDS.items() if kind.attribute and (self.plain or kind.registers)]
         names = self.kinds(self.draw.randint(3, 6), attributes)
         self.parts += names

@@ -155,7 +155,7 @@ class Shapes(Loop):
     def _around(self, source: str, body: list[str]) -> list[str]:
         few = self.batches - 1
         steps = f"job.steps({source})"
-        self.tops = self.batches + 1
+        self.boundaries = self.batches + 1
         if self.shape == "while with next":
             head = ["try:", "    i, (x,) = next(steps)", "except StopIteration:", "    break"]
             loop = [f"steps = iter({steps})", "while True:", *inside([*head, *body])]
@@ -167,7 +167,7 @@ class Shapes(Loop):
         elif self.shape == "own iterator":
             loop = [f"for i, (x,) in Drawing({steps}):", *inside(body)]
         elif self.shape == "islice of the loader":
-            self.batches, self.tops = few, few + 1
+            self.batches, self.boundaries = few, few + 1
             loop = [f"for i, (x,) in job.steps(islice({source}, {few})):", *inside(body)]
         elif self.shape == "chain of loaders":
             loop = [f"for i, (x,) in job.steps(chain({source}, second)):", *inside(body)]
@@ -176,7 +176,7 @@ class Shapes(Loop):
                 f"for i, ((x,), (y,)) in job.steps(zip({source}, second)):",
                 *inside(["x = x + 0.01 * y.mean()", *body]),
             ]
-            self.batches, self.tops = 2, 3
+            self.batches, self.boundaries = 2, 3
         elif self.shape == "cycle of the loader":
             more = self.batches + 2
             loop = [f"for i, (x,) in job.steps(islice(cycle({source}), {more})):", *inside(body)]

@@ -1,4 +1,4 @@
-"""What the variables of a random program may be, how a step changes them, and what a loss takes of them."""
+"""What the variables of a random program may be, how a step changes them, and what a failure takes of them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from shared_core.testing.warm import WarmLauncher
 from .grammar import Program, write
 
 SAME, REFUSED, OTHER, HANG = "same", "refused by name", "other", "hang"
-_POINTS = ("batch_top", "collective.before", "collective.after", "forward", "update.before", "update.during")
+_POINTS = ("step_boundary", "collective.before", "collective.after", "forward", "update.before", "update.during")
 _POINTS += ("update.after",)
 #: Longest time of a run, and of a wait that nobody can end, in seconds.
 _RUN_S, _WAIT_S = 60.0, 10.0
@@ -38,16 +38,16 @@ class Kill:
 
     Attributes:
         rank: whose process is killed.
-        tops: step boundaries.
+        boundaries: step boundaries.
         inside: only while the process waits in a collective, or while it does not.
     """
 
     rank: int
-    tops: int
+    boundaries: int
     inside: bool
 
     def __str__(self) -> str:
-        return f"kill {self.rank} from outside at {self.tops} {'in a' if self.inside else 'between'} collective"
+        return f"kill {self.rank} from outside at {self.boundaries} {'in a' if self.inside else 'between'} collective"
 
 
 class _Killer:
@@ -86,9 +86,9 @@ class _Killer:
 
     def _is_there(self, folder: Path) -> bool:
         found = progress_file.read_progress(progress_file.path_of(folder, self._kill.rank))
-        if found is None or found[0] < self._kill.tops:
+        if found is None or found[0] < self._kill.boundaries:
             return False
-        return found[0] > self._kill.tops or bool(found[1]) == self._kill.inside
+        return found[0] > self._kill.boundaries or bool(found[1]) == self._kill.inside
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ def fault_of(program: Program) -> Fault | Kill:
     """The failure of a program: a worker is killed at a point, or at any moment after one, or from outside."""
     draw = random.Random(f"fault {program.seed}")
     if draw.random() < 0.5:
-        tops = draw.randrange(program.passes) * program.tops + draw.randint(1, program.batches)
-        return Kill(draw.randint(0, 1), tops, draw.random() < 0.5)
+        boundaries = draw.randrange(program.passes) * program.boundaries + draw.randint(1, program.batches)
+        return Kill(draw.randint(0, 1), boundaries, draw.random() < 0.5)
     point = draw.choice(_POINTS)
-    nth = 1 if point in ("batch_top", "update.before", "update.after", "forward") else draw.randint(1, 2)
+    nth = 1 if point in ("step_boundary", "update.before", "update.after", "forward") else draw.randint(1, 2)
     return Fault(
         draw.randint(0, 1),
-        draw.randrange(program.passes) * program.tops + draw.randint(1, program.batches),
+        draw.randrange(program.passes) * program.boundaries + draw.randint(1, program.batches),
         point,
         "SIGKILL",
         nth=nth,

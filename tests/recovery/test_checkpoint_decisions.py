@@ -1,4 +1,4 @@
-"""That all ranks learn in time of a checkpoint, agree on which one they go on from, and end after a last one."""
+"""That all ranks learn in time of a checkpoint, agree on which one they continue from, and end after a last one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shared_core.encoding.plain import dumps
 from shared_core.errors import CorruptFile
 from shared_core.launcher import last_checkpoint
 from shared_core.launcher.last_checkpoint import LastCheckpoint
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.keys import ENDING
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import MemoryStore
@@ -44,7 +44,7 @@ def begun(entries: Entries) -> Decisions:
     return decisions
 
 
-def test_all_ranks_find_the_same_batch_top(entries: Any) -> None:
+def test_all_ranks_find_the_same_step_boundary(entries: Any) -> None:
     first, other = begun(entries()), begun(entries())
     found: list[list[int]] = [[], []]
     for version in range(1, 12):
@@ -56,7 +56,7 @@ def test_all_ranks_find_the_same_batch_top(entries: Any) -> None:
     assert found == [[5, 10], [5, 10]]
 
 
-def test_the_first_top_with_as_many_updates_is_meant(entries: Any) -> None:
+def test_the_first_boundary_with_as_many_updates_is_meant(entries: Any) -> None:
     """Several updates a batch, and batches without one."""
     first, other = begun(entries()), begun(entries())
     first.add(4)
@@ -71,7 +71,7 @@ def test_the_last_one_is_sooner_and_known_as_such(entries: Any) -> None:
 
 
 def test_another_rank_may_say_that_it_is_the_last(entries: Any) -> None:
-    """At the batch top at which rank 0 decides, too: neither takes the other's place in the list."""
+    """At the step boundary at which rank 0 decides, too: neither takes the other's place in the list."""
     first, other = begun(entries()), begun(entries())
     first.add(3)
     other.add(3, last=True)
@@ -80,17 +80,18 @@ def test_another_rank_may_say_that_it_is_the_last(entries: Any) -> None:
     assert [other.due(version) for version in (3, 4, 5)] == [(False, False), (True, True), (True, False)]
 
 
-def test_a_newcomer_finds_those_due_again_that_it_passes(entries: Any) -> None:
+def test_a_replacement_finds_those_due_again_that_it_passes(entries: Any) -> None:
     first = begun(entries())
     for version in (2, 6, 9):
         first.add(version)
-    newcomer = Decisions(entries())
-    newcomer.joined(4)  # at the batch top of the first of them
-    assert [version for version in range(5, 14) if newcomer.due(version)[0]] == [8, 11]
-    assert newcomer.pending == 11
+    replacement = Decisions(entries())
+    replacement.joined(4)  # at the step boundary of the first of them
+    assert [version for version in range(5, 14) if replacement.due(version)[0]] == [8, 11]
+    assert replacement.pending == 11
 
 
-# -- what all ranks go on from ----------------------------------------------------------------------------------------
+# -- what all ranks continue from
+# ----------------------------------------------------------------------------------------
 
 
 def environment(folder: Path, rank: int, world_size: int) -> WorkerEnv:
@@ -104,9 +105,11 @@ def snapshot(folder: Path, attempt: int, step: int, rank: int, value: float, wor
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, value)
     replicated = Replicated([model], [])
-    top = Top(index=step, version=step, entry=0, kind="batch", groups={}, received={}, sent={}, members={})
-    top = replace(top, replicas=[])
-    local = {"top": asdict(top), "parts": {"rank": rank}, "ends": {}, "records": []}
+    boundary = StepBoundary(
+        index=step, version=step, entry=0, kind="batch", groups={}, received={}, sent={}, members={}
+    )
+    boundary = replace(boundary, replicas=[])
+    local = {"boundary": asdict(boundary), "parts": {"rank": rank}, "ends": {}, "records": []}
     (spool.folder_of(step) / f"rank{rank}").write_bytes(dumps(local))
     files = [f"rank{rank}"]
     if rank == 0:
@@ -119,7 +122,7 @@ def snapshot(folder: Path, attempt: int, step: int, rank: int, value: float, wor
 
 
 def agree(folder: Path, world_size: int = 2) -> list[recovery_line.Loaded | None | BaseException]:
-    """What each rank goes on from."""
+    """What each rank continues from."""
     store, found = MemoryStore(), [None] * world_size  # type: list[Any], list[Any]
 
     def rank(number: int) -> None:
@@ -138,14 +141,14 @@ def agree(folder: Path, world_size: int = 2) -> list[recovery_line.Loaded | None
 
 
 def steps(found: list[Any]) -> list[int | None]:
-    return [each.top.index if isinstance(each, recovery_line.Loaded) else each for each in found]
+    return [each.boundary.index if isinstance(each, recovery_line.Loaded) else each for each in found]
 
 
 def test_the_newest_that_all_ranks_have(tmp_path: Path) -> None:
     for step in (4, 8):
         for rank in range(2):
             snapshot(tmp_path, 0, step, rank, float(step))
-    snapshot(tmp_path, 0, 12, 0, 12.0)  # rank 1 was lost before it had copied its part
+    snapshot(tmp_path, 0, 12, 0, 12.0)  # rank 1 failed before it had copied its part
     found = agree(tmp_path)
     assert steps(found) == [8, 8]
     for rank, each in enumerate(found):
@@ -177,7 +180,7 @@ def test_nothing(tmp_path: Path) -> None:
     assert steps(agree(tmp_path)) == [None, None]
 
 
-def test_a_newcomer_begins_with_what_the_others_have_begun_with(tmp_path: Path) -> None:
+def test_a_replacement_begins_with_what_the_others_have_begun_with(tmp_path: Path) -> None:
     store = MemoryStore()
     for rank in range(1):
         snapshot(tmp_path, 0, 4, rank, 1.0, world_size=1)
@@ -216,7 +219,7 @@ def test_the_end_waits_until_it_is_committed(tmp_path: Path) -> None:
     end, keys = last(tmp_path)
     assert end.waits([signal.SIGTERM]) and (tmp_path / ENDING).exists() and keys == [ENDING]
     assert end.waits([signal.SIGTERM])
-    end.saved({"top": 7, "done": True})
+    end.saved({"boundary": 7, "done": True})
     assert not end.waits([signal.SIGTERM]) and end.left_s == 0.0 < end.writer_s
 
 

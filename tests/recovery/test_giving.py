@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.recovery import giving
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.giving import Giving, helpers
 from shared_core.worker.spans import Span, bundled, divided
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
-NEWCOMER = 3
-TOP = Top(index=1, version=0, entry=0, kind="batch", groups={})
+REPLACEMENT = 3
+BOUNDARY = StepBoundary(index=1, version=0, entry=0, kind="batch", groups={})
 
 
 class Rank:
@@ -40,7 +40,7 @@ class Rank:
         self.updates.attach(self.replicated)
         env: Any = SimpleNamespace(config=SimpleNamespace(detection=SimpleNamespace(wait_timeout_s=20.0)))
         unused: Any = None
-        copies = Copies(env, unused, unused, self.updates, unused, lambda: ())
+        copies = StateCopies(env, unused, unused, self.updates, unused, lambda: ())
         self.giving = Giving(rank, Donor(env, unused, self.updates, lambda: False), copies)
         for _ in range(steps):
             for parameter in self.net.parameters():
@@ -73,21 +73,21 @@ def inners() -> Iterator[list[InnerGroup]]:
 def moved(inners: list[InnerGroup], steps: list[int]) -> tuple[list[Rank], list[int]]:
     """Workers of which the last has taken the state of rank 0, and the bytes that each of the others has given."""
     ranks = [Rank(rank, seed=1, steps=count) for rank, count in enumerate(steps)]
-    newcomer = Rank(NEWCOMER, seed=9, steps=0)
-    places = [parameter.data_ptr() for parameter in newcomer.net.parameters()]
+    replacement = Rank(REPLACEMENT, seed=9, steps=0)
+    places = [parameter.data_ptr() for parameter in replacement.net.parameters()]
     given = together(
         [
-            lambda: ranks[0].giving.give(inners[0], NEWCOMER, TOP),
-            lambda: ranks[1].giving.help(inners[1], NEWCOMER, TOP),
-            lambda: ranks[2].giving.help(inners[2], NEWCOMER, TOP),
-            lambda: newcomer.giving.take(inners[NEWCOMER], 0, [1, 2]),
+            lambda: ranks[0].giving.give(inners[0], REPLACEMENT, BOUNDARY),
+            lambda: ranks[1].giving.help(inners[1], REPLACEMENT, BOUNDARY),
+            lambda: ranks[2].giving.help(inners[2], REPLACEMENT, BOUNDARY),
+            lambda: replacement.giving.take(inners[REPLACEMENT], 0, [1, 2]),
         ]
     )
-    newcomer.updates.load(0, *given.pop(), owned=True)
-    assert places == [parameter.data_ptr() for parameter in newcomer.net.parameters()]
-    states = zip(newcomer.replicated.summed(), ranks[0].replicated.summed(), strict=True)
+    replacement.updates.load(0, *given.pop(), owned=True)
+    assert places == [parameter.data_ptr() for parameter in replacement.net.parameters()]
+    states = zip(replacement.replicated.summed(), ranks[0].replicated.summed(), strict=True)
     assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in states)
-    for each in (*ranks, newcomer):
+    for each in (*ranks, replacement):
         for handle in each.updates.steps._handles:
             handle.remove()
     return ranks, given

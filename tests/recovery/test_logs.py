@@ -33,11 +33,13 @@ def test_groups_are_remembered_until_their_checkpoint_goes() -> None:
     env: Any = None
     log = DiskLog(env)
     assert log.together == ()
-    for top, ranks in ((0, (1,)), (3, (0, 1)), (6, (1, 2))):
-        log.regroup(ranks, top)
+    for boundary, ranks in ((0, (1,)), (3, (0, 1)), (6, (1, 2))):
+        log.regroup(ranks, boundary)
     assert log.together == (0, 1, 2)
     log.committed(6)
-    assert log.together == (0, 1, 2), "a newcomer may start from the checkpoint before"
-    log.archive = cast("Archive", SimpleNamespace(drop_before=lambda top: None, stats=SimpleNamespace(failed=None)))
+    assert log.together == (0, 1, 2), "a replacement may start from the checkpoint before"
+    log.archive = cast(
+        "Archive", SimpleNamespace(drop_before=lambda boundary: None, stats=SimpleNamespace(failed=None))
+    )
     log.committed(9)
     assert log.together == (1, 2)

@@ -20,13 +20,13 @@ import torch
 from shared_core.encoding.plain import dumps, loads, pieces
 from shared_core.errors import CorruptFile, SwiftError
 from shared_core.loaders.reshard import MARK
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.testing.digest import digest
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.state import input_checksums
 from shared_core.worker.state import publication_slots as slots_module
 from shared_core.worker.state.publication_file import HEADER_BYTES, is_blank
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import from_plain, plain
 
 
@@ -117,38 +117,38 @@ def test_a_type_name_cannot_reach_other_attributes_of_torch(name: str) -> None:
 
 
 def test_every_truncation_and_every_flipped_byte_is_noticed(tmp_path: pathlib.Path) -> None:
-    board = Board(tmp_path / "rank0")
-    board.publish_top(Top(1, 0, 0, "batch", {"w": 3}), {"a": torch.arange(3.0), "b": "text"})
-    path = tmp_path / "rank0" / "top.1"
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
+    publisher.publish_boundary(StepBoundary(1, 0, 0, "batch", {"w": 3}), {"a": torch.arange(3.0), "b": "text"})
+    path = tmp_path / "rank0" / "boundary.1"
     whole = path.read_bytes()
     whole = whole[: HEADER_BYTES + sum(struct.unpack_from("<IQ", whole))]  # there is room behind it
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(CorruptFile):
-            board.read_top(1)
-        assert board.tops() == []
+            publisher.read_boundary(1)
+        assert publisher.boundaries() == []
     for place in range(0, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
-        assert board.tops() == []
+        assert publisher.boundaries() == []
         with pytest.raises(CorruptFile):
-            board.read_top(1)
+            publisher.read_boundary(1)
     path.write_bytes(whole)
-    assert board.tops() == [Top(1, 0, 0, "batch", {"w": 3})]
+    assert publisher.boundaries() == [StepBoundary(1, 0, 0, "batch", {"w": 3})]
 
 
 def test_a_flipped_bit_in_large_tensors_is_noticed(tmp_path: pathlib.Path) -> None:
     """Their checksum is another one: that of sums."""
-    board = Board(tmp_path / "rank0")
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
     state = {"a": torch.arange(50_001.0), "b": torch.arange(70_003, dtype=torch.uint8), "c": torch.arange(3.0)}
-    board.publish_top(Top(1, 0, 0, "batch", {}), state)
-    assert all(torch.equal(each, state[name]) for name, each in board.read_top(1).items())
-    path = tmp_path / "rank0" / "top.1"
+    publisher.publish_boundary(StepBoundary(1, 0, 0, "batch", {}), state)
+    assert all(torch.equal(each, state[name]) for name, each in publisher.read_boundary(1).items())
+    path = tmp_path / "rank0" / "boundary.1"
     whole = path.read_bytes()
     size = HEADER_BYTES + sum(struct.unpack_from("<IQ", whole))
     for place in [*range(0, size, 997), *range(size - 70_003, size, 499), size - 1]:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
         with pytest.raises(CorruptFile):
-            board.read_top(1)
+            publisher.read_boundary(1)
 
 
 class Deadly:
@@ -175,18 +175,19 @@ def state_of(index: int) -> dict[str, Any]:
 
 
 def publish_until_killed(folder: pathlib.Path, first: int, writes: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Publish tops from ``first`` on in a process that dies before its memory is written to for the ``writes``-th time.
-    Returns the last one that was published for sure."""
+    """Publish boundaries from ``first`` on in a process that dies before its memory is written to for the ``writes``-th
+    time. Returns the last one that was published for sure.
+    """
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
         left, room = [writes], slots_module.map_room
         monkeypatch.setattr(slots_module, "map_room", lambda path, size: Deadly(room(path, size), left))
-        board = Board(folder)
+        publisher = SharedMemoryPublisher(folder)
         for index in range(first, first + 100):
-            board.publish_top(Top(index, index, 0, "batch", {}), state_of(index))
-            board.publish_mid(index, 0, state_of(index))
-            board.drop_before(index - 1)
+            publisher.publish_boundary(StepBoundary(index, index, 0, "batch", {}), state_of(index))
+            publisher.publish_mid(index, 0, state_of(index))
+            publisher.drop_before(index - 1)
             os.write(theirs, bytes([index]))
         os._exit(1)
     os.close(theirs)
@@ -198,186 +199,190 @@ def publish_until_killed(folder: pathlib.Path, first: int, writes: int, monkeypa
 def test_a_writer_killed_at_any_moment_leaves_whole_publications(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    board = Board(tmp_path / "rank0")
-    board.publish_top(Top(1, 1, 0, "batch", {}), state_of(1))
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
+    publisher.publish_boundary(StepBoundary(1, 1, 0, "batch", {}), state_of(1))
     seen = set()
     for writes in range(0, 2200, 97):
         folder = tmp_path / f"killed{writes}"
-        shutil.copytree(board.folder, folder)
+        shutil.copytree(publisher.folder, folder)
         done = publish_until_killed(folder, 2, writes, monkeypatch)
-        successor = Board(folder)
-        found = [top.index for top in successor.tops()]
+        successor = SharedMemoryPublisher(folder)
+        found = [boundary.index for boundary in successor.boundaries()]
         assert found[-1] - done in (0, 1) and found == list(range(found[0], found[-1] + 1))
         assert set(range(max(1, done - 1), done + 1)) <= set(found), "what was kept is there"
         for index in found:
-            assert digest(successor.read_top(index)) == digest(state_of(index))
+            assert digest(successor.read_boundary(index)) == digest(state_of(index))
             mid = successor.read_mid(index, 0)
             assert mid is None or digest(mid) == digest(state_of(index))
         newest = found[-1]
-        successor.publish_top(Top(newest, newest, 0, "batch", {}), state_of(newest))  # a newcomer publishes it again
-        successor.publish_top(Top(newest + 1, 0, 0, "batch", {}), state_of(newest + 1))
+        successor.publish_boundary(
+            StepBoundary(newest, newest, 0, "batch", {}), state_of(newest)
+        )  # a replacement publishes it again
+        successor.publish_boundary(StepBoundary(newest + 1, 0, 0, "batch", {}), state_of(newest + 1))
         successor.drop_before(newest)
-        assert [top.index for top in successor.tops()] == [newest, newest + 1]
-        assert digest(successor.read_top(newest)) == digest(state_of(newest))
+        assert [boundary.index for boundary in successor.boundaries()] == [newest, newest + 1]
+        assert digest(successor.read_boundary(newest)) == digest(state_of(newest))
         seen.add((newest - done, len(found)))
     assert len(seen) > 2, "it was killed in different places"
 
 
-def test_old_tops_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
-    board = Board(tmp_path / "rank0")
+def test_old_boundaries_go_and_the_newest_stays(tmp_path: pathlib.Path) -> None:
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
     for index in range(1, 5):
-        board.publish_top(Top(index, 0, 0, "batch", {}), {})
-        board.publish_mid(index, 0, {"n": index})
-    board.drop_before(3)
-    assert [top.index for top in board.tops()] == [3, 4]
-    assert board.read_mid(2, 0) is None and board.read_mid(3, 0) == {"n": 3} and board.read_mid(3, 1) is None
-    board.drop_before(100)
-    assert [top.index for top in board.tops()] == [4]
-    assert Board(board.folder).read_top(4) == {} and board.read_mid(3, 0) is None
-    files = set(board.folder.iterdir())
-    board.publish_top(Top(5, 0, 0, "batch", {}), {"shorter": 1})  # over what a dropped one has left
-    assert len(set(board.folder.iterdir())) == len(files) and board.read_top(5) == {"shorter": 1}
-    successor = Board(board.folder)
-    successor.publish_top(Top(6, 0, 0, "batch", {}), {})
-    assert {path.name for path in board.folder.iterdir()} == {
+        publisher.publish_boundary(StepBoundary(index, 0, 0, "batch", {}), {})
+        publisher.publish_mid(index, 0, {"n": index})
+    publisher.drop_before(3)
+    assert [boundary.index for boundary in publisher.boundaries()] == [3, 4]
+    assert (
+        publisher.read_mid(2, 0) is None and publisher.read_mid(3, 0) == {"n": 3} and publisher.read_mid(3, 1) is None
+    )
+    publisher.drop_before(100)
+    assert [boundary.index for boundary in publisher.boundaries()] == [4]
+    assert SharedMemoryPublisher(publisher.folder).read_boundary(4) == {} and publisher.read_mid(3, 0) is None
+    files = set(publisher.folder.iterdir())
+    publisher.publish_boundary(StepBoundary(5, 0, 0, "batch", {}), {"shorter": 1})  # over what a dropped one has left
+    assert len(set(publisher.folder.iterdir())) == len(files) and publisher.read_boundary(5) == {"shorter": 1}
+    successor = SharedMemoryPublisher(publisher.folder)
+    successor.publish_boundary(StepBoundary(6, 0, 0, "batch", {}), {})
+    assert {path.name for path in publisher.folder.iterdir()} == {
         "checks",
         "sources",
         "mid.4.0",
         "records",
-        "top.4",
-        "top.5",
-        "top.6",
+        "boundary.4",
+        "boundary.5",
+        "boundary.6",
     }
 
 
-def test_what_predecessors_left_goes_when_nothing_refers_to_it(tmp_path: pathlib.Path) -> None:
-    """Every newcomer publishes the order of its pass again; one that it goes on with stays."""
+def test_what_failed_workers_left_goes_when_nothing_refers_to_it(tmp_path: pathlib.Path) -> None:
+    """Every replacement publishes the order of its pass again; one that it continues with stays."""
 
     def state(order: str) -> dict[str, Any]:
         return {"loop": [{MARK: True, "iterations": [{"order": order}]}]}
 
     def files() -> set[str]:
-        found = {path for path in board.folder.iterdir() if not is_blank(path)}
+        found = {path for path in publisher.folder.iterdir() if not is_blank(path)}
         return {path.name for path in found} - {"checks", "records"}
 
-    board = Board(tmp_path / "rank0")
-    dealt = board.orders.write([1, 2, 3])
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
+    dealt = publisher.orders.write([1, 2, 3])
     index = 1
     for _ in range(3):
-        own = board.orders.write([[1, 2], [3]])
+        own = publisher.orders.write([[1, 2], [3]])
         for _ in range(4):
-            board.publish_top(Top(index, 0, 0, "batch", {}), state(own) | {"dealt": state(dealt)})
-            board.publish_mid(index, 0, {"n": index})
-            board.publish_mid(index, 1, {"n": index})
-            board.drop_before(index - 1)
-            assert board.orders.read(own) == [[1, 2], [3]] and board.orders.read(dealt) == [1, 2, 3]
-            assert board.read_mid(index - 1, 1) is None or index > 1
+            publisher.publish_boundary(StepBoundary(index, 0, 0, "batch", {}), state(own) | {"dealt": state(dealt)})
+            publisher.publish_mid(index, 0, {"n": index})
+            publisher.publish_mid(index, 1, {"n": index})
+            publisher.drop_before(index - 1)
+            assert publisher.orders.read(own) == [[1, 2], [3]] and publisher.orders.read(dealt) == [1, 2, 3]
+            assert publisher.read_mid(index - 1, 1) is None or index > 1
             index += 1
         left = {
             f"{kind}.{number}{end}"
             for number in (index - 1, index - 2)
-            for kind, end in (("top", ""), ("mid", ".0"), ("mid", ".1"))
+            for kind, end in (("boundary", ""), ("mid", ".0"), ("mid", ".1"))
         }
         assert files() == left | {own, dealt}
-        (board.folder / "order.0123.tmp").touch()  # it is killed while it writes one
-        board = Board(tmp_path / "rank0")
-        assert board.orders.read(own) == [[1, 2], [3]], "its newcomer may begin there"
-        index -= 1  # it begins at the newest top, and publishes it again
+        (publisher.folder / "order.0123.tmp").touch()  # it is killed while it writes one
+        publisher = SharedMemoryPublisher(tmp_path / "rank0")
+        assert publisher.orders.read(own) == [[1, 2], [3]], "its replacement may begin there"
+        index -= 1  # it begins at the newest boundary, and publishes it again
 
 
 def test_records_are_let_go_of_once_they_are_many(tmp_path: pathlib.Path) -> None:
-    board = Board(tmp_path / "rank0")
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
     for number in range(5):
-        board.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((1 << 20,), float(number))])
-        board.records.forget(lambda key: key.number < 2)
-        kept = [key.number for key, _ in Board(tmp_path / "rank0").records.read()]
+        publisher.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((1 << 20,), float(number))])
+        publisher.records.forget(lambda key: key.number < 2)
+        kept = [key.number for key, _ in SharedMemoryPublisher(tmp_path / "rank0").records.read()]
         assert kept == [*range(0 if number < 3 else 2, number + 1)], "at 16 MiB"
-    board.records.add(RecordKey(0, "w", "broadcast", 7), [torch.ones(2)])
-    assert [float(results[0][0]) for _, results in board.records.read()] == [2.0, 3.0, 4.0, 1.0]
+    publisher.records.add(RecordKey(0, "w", "broadcast", 7), [torch.ones(2)])
+    assert [float(results[0][0]) for _, results in publisher.records.read()] == [2.0, 3.0, 4.0, 1.0]
 
 
 def test_records_survive_a_torn_last_one(tmp_path: pathlib.Path) -> None:
-    board = Board(tmp_path / "rank0")
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
     for number in range(3):
-        board.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((2,), float(number))])
+        publisher.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((2,), float(number))])
     path = tmp_path / "rank0" / "records"
     whole = path.read_bytes()
     for cut in range(1, len(whole) // 3, 5):
         path.write_bytes(whole[:-cut])
-        found = Board(tmp_path / "rank0").records.read()
+        found = SharedMemoryPublisher(tmp_path / "rank0").records.read()
         assert [key.number for key, _ in found] == [0, 1]
         assert found[1][1][0].tolist() == [1.0, 1.0]
     path.write_bytes(whole)
-    assert len(board.records.read()) == 3
+    assert len(publisher.records.read()) == 3
 
 
 def test_a_damaged_record_is_refused(tmp_path: pathlib.Path) -> None:
-    board = Board(tmp_path / "rank0")
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
     for number in range(3):
-        board.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((2,), float(number))])
+        publisher.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((2,), float(number))])
     path = tmp_path / "rank0" / "records"
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2] ^= 1
     path.write_bytes(whole)
     with pytest.raises(CorruptFile, match="checksum"):
-        board.records.read()
+        publisher.records.read()
 
 
 def test_a_successor_takes_off_a_torn_record(tmp_path: pathlib.Path) -> None:
     """What it records behind it is found by the next one."""
-    board = Board(tmp_path / "rank0")
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
     for number in range(2):
-        board.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((2,), float(number))])
+        publisher.records.add(RecordKey(0, "w", "broadcast", number), [torch.full((2,), float(number))])
     path = tmp_path / "rank0" / "records"
     path.write_bytes(path.read_bytes()[:-3])
-    Board(tmp_path / "rank0").records.add(RecordKey(0, "w", "broadcast", 7), [])
-    assert [key.number for key, _ in Board(tmp_path / "rank0").records.read()] == [0, 7]
+    SharedMemoryPublisher(tmp_path / "rank0").records.add(RecordKey(0, "w", "broadcast", 7), [])
+    assert [key.number for key, _ in SharedMemoryPublisher(tmp_path / "rank0").records.read()] == [0, 7]
 
 
 def test_lengths_are_part_of_the_checksum(tmp_path: pathlib.Path) -> None:
-    board = Board(tmp_path / "rank0")
-    board.publish_top(Top(1, 0, 0, "batch", {"w": 3}), {"a": 1})
-    path = tmp_path / "rank0" / "top.1"
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
+    publisher.publish_boundary(StepBoundary(1, 0, 0, "batch", {"w": 3}), {"a": 1})
+    path = tmp_path / "rank0" / "boundary.1"
     whole = path.read_bytes()
     head, payload, crc = struct.unpack_from("<IQI", whole)
     path.write_bytes(struct.pack("<IQI", head - 1, payload + 1, crc) + whole[16:])
-    assert board.tops() == []
+    assert publisher.boundaries() == []
     with pytest.raises(CorruptFile):
-        board.read_top(1)
+        publisher.read_boundary(1)
 
 
 def test_checksums_are_a_ring(tmp_path: pathlib.Path) -> None:
-    board = Board(tmp_path / "rank0")
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
     size = input_checksums._ENTRIES
     for seq in range(size + 10):
-        board.input_checksums.add(7, seq, seq ^ 0xABCD)
-    found = Board(tmp_path / "rank0").input_checksums.read()
+        publisher.input_checksums.add(7, seq, seq ^ 0xABCD)
+    found = SharedMemoryPublisher(tmp_path / "rank0").input_checksums.read()
     assert len(found) == size and (7, 9) not in found
     assert all(found[(7, seq)] == seq ^ 0xABCD for seq in range(10, size + 10))
 
 
 def test_what_is_published_is_private(tmp_path: pathlib.Path) -> None:
-    board = Board(tmp_path / "job" / "rank0")
-    board.publish_top(Top(1, 0, 0, "batch", {}), {})
-    assert board.folder.stat().st_mode & 0o077 == 0
-    assert all(path.stat().st_mode & 0o077 == 0 for path in board.folder.iterdir())
+    publisher = SharedMemoryPublisher(tmp_path / "job" / "rank0")
+    publisher.publish_boundary(StepBoundary(1, 0, 0, "batch", {}), {})
+    assert publisher.folder.stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in publisher.folder.iterdir())
 
 
 def test_ends_of_entries(tmp_path: pathlib.Path) -> None:
-    board = Board(tmp_path / "rank0")
-    board.publish_end(0, [{"loss": 0.5}], {"loop": {"step": 3}})
-    assert Board(tmp_path / "rank0").read_end(0) == ([{"loss": 0.5}], {"loop": {"step": 3}})
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
+    publisher.publish_end(0, [{"loss": 0.5}], {"loop": {"step": 3}})
+    assert SharedMemoryPublisher(tmp_path / "rank0").read_end(0) == ([{"loss": 0.5}], {"loop": {"step": 3}})
 
 
 def test_what_a_checkpoint_has_is_published_once(tmp_path: pathlib.Path) -> None:
-    """A newcomer may have been lost while it did that."""
+    """A replacement may have failed while it did that."""
     records = [(RecordKey(0, "results", str(number), 3), [torch.tensor(float(number))]) for number in range(3)]
-    board = Board(tmp_path / "rank0")
-    board.records.add(*records[0])
-    board.publish_end(0, 1.5, {})
+    publisher = SharedMemoryPublisher(tmp_path / "rank0")
+    publisher.records.add(*records[0])
+    publisher.publish_end(0, 1.5, {})
     for _ in range(2):
-        board.complete(records, {0: (None, {}), 1: (2.5, {"loop": 1})})
-    found = Board(tmp_path / "rank0")
+        publisher.complete(records, {0: (None, {}), 1: (2.5, {"loop": 1})})
+    found = SharedMemoryPublisher(tmp_path / "rank0")
     assert [(key, float(results[0])) for key, results in found.records.read()] == [(k, float(r[0])) for k, r in records]
     assert found.read_end(0) == (1.5, {}) and found.read_end(1) == (2.5, {"loop": 1})
 
@@ -388,5 +393,5 @@ def test_records_of_an_earlier_version_are_read() -> None:
     keys = [RecordKey(0, "w", "broadcast", 2, (1, 3, 0)), RecordKey(*old[1]), RecordKey(*old[2])]
     assert from_plain([(each, []) for each in old]) == [(each, []) for each in keys]
     assert from_plain(plain([(keys[0], [])])) == [(keys[0], [])]
-    with pytest.raises(CorruptFile, match="a record that was kept for newcomers is none"):
+    with pytest.raises(CorruptFile, match="a record that was kept for replacements is none"):
         from_plain([(3, [])])  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""Losses while a recovery runs, silent corruption, the loss of everybody."""
+"""Failures while a recovery runs, silent corruption, the failure of everybody."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CORRUPT = str(Path(__file__).parent / "scripts" / "corrupt.py")
 ALL_DIE = str(Path(__file__).parent / "scripts" / "all_die.py")
 TRAIN = "plain_ddp.py"
 FIRST = Fault(1, 4, "bucket", "SIGKILL")
-#: Who is lost, besides rank 1, at which stage of the recovery of rank 1.
+#: Who fails, besides rank 1, at which stage of the recovery of rank 1.
 STAGES: dict[str, list[Fault]] = {
     "survivor_severed": [Fault(0, ANY_STEP, "recovery.severed", "SIGKILL")],
     "survivor_frontier": [Fault(2, ANY_STEP, "recovery.frontier", "SIGKILL")],
@@ -23,23 +23,23 @@ STAGES: dict[str, list[Fault]] = {
     "donor_exchanged": [Fault(0, 4, "recovery.exchanged", "SIGKILL")],
     "survivor_installed": [Fault(2, 4, "recovery.installed", "SIGKILL")],
     # It comes last, so it decides for all.
-    "newcomer_deciding": [Fault(1, ANY_STEP, "recovery.deciding", "SIGKILL", incarnation=1)],
-    "newcomer_join": [Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
-    "newcomer_startup": [Fault(1, ANY_STEP, "collective.before", "SIGKILL", incarnation=1)],
-    "newcomer_exchanged": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
-    "newcomer_installed": [Fault(1, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
-    "newcomer_replaying": [Fault(1, 4, "bucket", "SIGKILL", incarnation=1)],
+    "replacement_deciding": [Fault(1, ANY_STEP, "recovery.deciding", "SIGKILL", incarnation=1)],
+    "replacement_join": [Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
+    "replacement_startup": [Fault(1, ANY_STEP, "collective.before", "SIGKILL", incarnation=1)],
+    "replacement_exchanged": [Fault(1, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
+    "replacement_installed": [Fault(1, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "replacement_replaying": [Fault(1, 4, "bucket", "SIGKILL", incarnation=1)],
     "both": [
         Fault(0, 4, "recovery.exchanged", "SIGKILL"),
         Fault(1, ANY_STEP, "recovery.connected", "SIGKILL", incarnation=1),
     ],
 }
 #: Of the many, those that are run each time.
-ALWAYS = ("newcomer_deciding", "survivor_connecting", "donor_exchanged", "newcomer_replaying")
+ALWAYS = ("replacement_deciding", "survivor_connecting", "donor_exchanged", "replacement_replaying")
 
 
 @pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.nightly) for n in STAGES])
-def test_a_second_loss_at_each_stage_of_a_recovery(name: str, jobs: Jobs) -> None:
+def test_a_second_failure_at_each_stage_of_a_recovery(name: str, jobs: Jobs) -> None:
     # Some of these points are met when groups are first formed, too: there, a step says which time is meant.
     result = jobs.check(TRAIN, nproc=3, faults=[FIRST, *STAGES[name]], args=["--norm", "--steps", "7"])
     assert "willRetry" not in result.stderr and "connectFullMesh" not in result.stderr, result.tail()
@@ -48,19 +48,19 @@ def test_a_second_loss_at_each_stage_of_a_recovery(name: str, jobs: Jobs) -> Non
 @pytest.mark.parametrize(
     "giver", [2, pytest.param(0, marks=pytest.mark.nightly)], ids=["one_of_several", "the_donor_of_all"]
 )
-def test_a_loss_while_a_large_state_is_given_leaves_nothing_half_installed(giver: int, jobs: Jobs) -> None:
-    """Its parameters are received in place, from two at once: what the other had sent when this one is lost is of no
+def test_a_failure_while_a_large_state_is_given_leaves_nothing_half_installed(giver: int, jobs: Jobs) -> None:
+    """Its parameters are received in place, from two at once: what the other had sent when this one fails is of no
     use."""
     faults = [FIRST, Fault(giver, ANY_STEP, "recovery.giving", "SIGKILL")]
     result = jobs.check(TRAIN, nproc=3, faults=faults, args=["--steps", "6", "--width", "2500", "--bucket-mb", "25"])
-    assert result.kinds("newcomer_ready")[0].fields["bytes_moved"] > 64 << 20, result.tail()
+    assert result.kinds("replacement_ready")[0].fields["bytes_moved"] > 64 << 20, result.tail()
 
 
 def test_the_minority_of_three_is_replaced(jobs: Jobs) -> None:
     result = jobs.run(CORRUPT, nproc=3, faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["2", "40"])
     assert result.status == 0, result.tail()
-    assert [event.rank for event in result.kinds("lost")] == [1, 2], result.tail()
-    assert "differs from its replicas" in str(result.kinds("lost")[1].fields["cause"])
+    assert [event.rank for event in result.kinds("failed")] == [1, 2], result.tail()
+    assert "differs from its replicas" in str(result.kinds("failed")[1].fields["cause"])
     assert len({report["digests"]["all"] for report in result.reports.values()}) == 1, "all agree again"
     assert [report["incarnation"] for _, report in sorted(result.reports.items())] == [0, 1, 1]
 
@@ -75,14 +75,14 @@ def test_of_two_that_differ_nobody_knows_who_is_right(jobs: Jobs) -> None:
 def test_replicas_that_agree_are_left_alone(jobs: Jobs) -> None:
     result = jobs.run(CORRUPT, nproc=2, faults=[Fault(1, 4, "bucket", "SIGKILL")], args=["99", "8"])
     assert result.status == 0, result.tail()
-    assert len(result.kinds("lost")) == 1
+    assert len(result.kinds("failed")) == 1
     check_survivors(result)
 
 
-def test_when_all_are_lost_the_newest_checkpoint_is_where_it_goes_on(jobs: Jobs, tmp_path: Path) -> None:
+def test_when_all_fail_the_newest_checkpoint_is_where_it_continues(jobs: Jobs, tmp_path: Path) -> None:
     args = ["--norm", "--steps", "12"]
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path / "checkpoints"), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "4"}
-    # In the second attempt one is lost, who is replaced as ever.
+    # In the second attempt one fails, who is replaced as ever.
     faults = [Fault(2, 10, "collective.after", "SIGKILL")]
     result = jobs.run(ALL_DIE, nproc=3, faults=faults, env=env, args=args)
     compare(result, jobs.reference(TRAIN, nproc=3, args=args))

@@ -1,4 +1,4 @@
-"""The rest of a pass over the data is dealt out to another number of workers; who goes on with whose state."""
+"""The rest of a pass over the data is dealt out to another number of workers; who continues with whose state."""
 
 from __future__ import annotations
 
@@ -137,12 +137,12 @@ def test_what_is_fetched_ahead_is_not_used(batches_used: int, ahead: int) -> Non
 
 @FIXED
 @given(st.integers(0, 20), st.integers(0, 3), st.integers(0, 3), st.integers(0, 2))
-def test_a_lost_worker_is_as_far_as_the_others(begin: int, steps: int, offset: int, ahead: int) -> None:
-    lost, before, after = (loader(n + ahead, ahead) for n in (begin + offset, begin, begin + steps))
-    assert advance(lost, before, after) == used(lost) + steps == begin + offset + steps
+def test_a_failed_worker_is_as_far_as_the_others(begin: int, steps: int, offset: int, ahead: int) -> None:
+    failed, before, after = (loader(n + ahead, ahead) for n in (begin + offset, begin, begin + steps))
+    assert advance(failed, before, after) == used(failed) + steps == begin + offset + steps
 
 
-def test_a_pass_that_began_while_a_worker_was_lost_is_not_guessed_at() -> None:
+def test_a_pass_that_began_while_a_worker_failed_is_not_guessed_at() -> None:
     with pytest.raises(RecoveryFailed, match="its order is not known"):
         advance(loader(9), loader(9), loader(1, count=2))
     with pytest.raises(RecoveryFailed, match="its order is not known"):
@@ -180,12 +180,13 @@ def test_every_loader_is_found_and_found_again(parts: Any, data: st.DataObject) 
     assert there is None or any(state is there for _, state in found)
 
 
-# -- whose state goes on ----------------------------------------------------------------------------------------------
+# -- whose state continues
+# ----------------------------------------------------------------------------------------------
 
 
 @st.composite
 def changes(draw: st.DrawFn) -> tuple[Resized, set[int], int]:
-    """``(what was handed over, who published the batch top, new number of workers)``."""
+    """``(what was handed over, who published the step boundary, new number of workers)``."""
     world = draw(st.integers(1, 8))
     stay = draw(st.sets(st.integers(0, world - 1), min_size=1))
     published = stay | draw(st.sets(st.integers(0, world - 1)))
@@ -195,7 +196,7 @@ def changes(draw: st.DrawFn) -> tuple[Resized, set[int], int]:
 
 @FIXED
 @given(changes())
-def test_ranks_go_on_in_their_order(change: tuple[Resized, set[int], int]) -> None:
+def test_ranks_continue_in_their_order(change: tuple[Resized, set[int], int]) -> None:
     resized, published, workers = change
     found = sources(resized.stay, published, workers)
     kept = len(resized.stay)

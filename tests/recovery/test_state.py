@@ -78,7 +78,7 @@ def steps(net: nn.Module, optimizer: Optimizer, seeds: range) -> None:
 
 
 def moved(description: dict[str, Any], tensors: list[torch.Tensor]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """As it arrives at a newcomer."""
+    """As it arrives at a replacement."""
     return unpack(pack(json.loads(json.dumps(description)))), [t.clone() for t in tensors]
 
 
@@ -193,7 +193,7 @@ def test_an_update_that_the_state_contains_changes_nothing(
     assert training_digest(net, [optimizer]) == training_digest(donor, [donor_optimizer]), "nothing was changed"
     assert all(p.grad is g for p, g in zip(net.parameters(), kept, strict=True)), "gradients are back"
     assert (updates.version, updates.state_version, updates.exact) == (3, 3, True)
-    # The next one is the newcomer's own.
+    # The next one is the replacement's own.
     gradients(net, 4)
     optimizer.step()
     steps(twin := copy.deepcopy(donor), own := _same_state(twin, donor_optimizer), range(4, 5))
@@ -229,7 +229,7 @@ def test_images_bring_back_what_lay_between_two_updates(updates: Updates) -> Non
     donor, optimizers = build()
     ahead = Updates("auto")
     ahead.attach(Replicated([donor], optimizers))
-    ahead.at_top()
+    ahead.at_boundary()
     seen = []
     try:
         for seed in range(4):

@@ -27,7 +27,7 @@ class Case:
         durations: of F, I, W, B and OPT at each stage.
         own: of workers, as text, that differ from their stage.
         transfer: between stages.
-        apart: the data of a lost first stage come from the last one.
+        apart: the data of a failed first stage come from the last one.
         room: micro-batches that each worker, as text, can hold.
         done: what each worker has run already of an iteration under way.
     """
@@ -107,9 +107,9 @@ def _same(said: float, found: float, what: str) -> None:
 
 def _covers(plan: Mapping[str, Any], rows: Mapping[str, list[Step]], before: Mapping[str, list[Step]]) -> None:
     """Every micro-batch passes every stage at one worker: its own, or the one of the route."""
-    lost = {tuple(map(int, text.split(":"))) for text in plan["lost"]}
-    if any(_place(name) in lost for name in rows):
-        raise Wrong("a lost worker has a row")
+    failed = {tuple(map(int, text.split(":"))) for text in plan["failed"]}
+    if any(_place(name) in failed for name in rows):
+        raise Wrong("a failed worker has a row")
     ran: dict[tuple[int, int, int], list[tuple[str, str]]] = {}
     for part in (before, rows):
         for name, row in part.items():
@@ -125,7 +125,7 @@ def _covers(plan: Mapping[str, Any], rows: Mapping[str, list[Step]], before: Map
     for (d, s, j), those in ran.items():
         if sorted(kind for kind, _ in those) not in (["B", "F"], ["F", "I", "W"]):
             raise Wrong(f"micro-batch {j} of pipeline {d} at stage {s} has {those}")
-        host = f"W{plan['route'][f'{d}:{s}'][j]}_{s}" if (d, s) in lost else f"W{d}_{s}"
+        host = f"W{plan['route'][f'{d}:{s}'][j]}_{s}" if (d, s) in failed else f"W{d}_{s}"
         names = {name for _, name in those}
         if len(names) != 1 or (host not in names and not before):
             raise Wrong(f"micro-batch {j} of pipeline {d} at stage {s} is at {names}, not at {host}")
@@ -157,7 +157,7 @@ def _run(
     case: Case,
     ready: Mapping[int, float],
 ) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
-    """Starts and ends by worker and place in its row: passes over all rows until nothing can go on."""
+    """Starts and ends by worker and place in its row: passes over all rows until nothing can continue."""
     ends_of: dict[tuple[str, int, int, int], float] = {}
     for row in before.values():
         for stage, kind, index, home in row:

@@ -1,4 +1,4 @@
-"""Schedules of three pipelines with four stages and six micro-batches, worker (1, 2) lost, that others have found.
+"""Schedules of three pipelines with four stages and six micro-batches, worker (1, 2) failed, that others have found.
 
 ``golden_3x4x6.json`` holds proven optima: start slots (from 1) and operations, micro-batches numbered through all
 pipelines from 1 and starred where another pipeline's worker computes them. ``DRAWN`` are the orders in ReCycle's
@@ -14,7 +14,7 @@ from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Work
 from shared_core.schedule.timing import Slot
 
 TOPOLOGY = Topology(3, 4, 6)
-LOST = Worker(1, 2)
+FAILED = Worker(1, 2)
 _FILE = Path(__file__).with_name("golden_3x4x6.json")
 
 DRAWN = {

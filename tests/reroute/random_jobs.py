@@ -1,4 +1,4 @@
-"""Losses and durations by chance."""
+"""Failures and durations by chance."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from shared_core.schedule.schedule import Topology, Worker
 from shared_core.schedule.timing import StageTimes, Times
 
 
-def some_lost(topology: Topology, rng: random.Random, number: int) -> list[Worker]:
-    """At most so many losses that can be survived."""
-    lost: list[Worker] = []
+def some_failed(topology: Topology, rng: random.Random, number: int) -> list[Worker]:
+    """At most so many failures that can be survived."""
+    failed: list[Worker] = []
     for worker in rng.sample(topology.workers(), min(number, len(topology.workers()))):
-        if sum(one.stage == worker.stage for one in lost) < topology.pipelines - 1:
-            lost.append(worker)
-    return lost
+        if sum(one.stage == worker.stage for one in failed) < topology.pipelines - 1:
+            failed.append(worker)
+    return failed
 
 
 def some_times(topology: Topology, rng: random.Random) -> Times:

@@ -17,12 +17,12 @@ ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUC
 def kill(
     rank: int, step: int, nth: int = 4, point: str = "reroute.action", incarnation: int = 0, after: int | None = None
 ) -> Fault:
-    """The worker is lost in a step, by default before its fourth action."""
+    """The worker fails in a step, by default before its fourth action."""
     return Fault(rank, step, point, "SIGKILL", nth=nth, incarnation=incarnation, after=after)
 
 
 def alike(result: JobResult, reference: JobResult, faults: Sequence[Fault]) -> None:
-    """Equal by hash, on every rank that reports; the others may end before a newcomer comes."""
+    """Equal by hash, on every rank that reports; the others may end before a replacement comes."""
     away = {fault.rank for fault in faults} - result.reports.keys()
     kept = {rank: report for rank, report in reference.reports.items() if rank not in away}
     compare(result, replace(reference, reports=kept))
@@ -39,7 +39,7 @@ def go(
     return result
 
 
-def go_on(
+def carry_on(
     jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
 ) -> JobResult:
     """As :func:`go`; a fault strikes, if there are any, and nobody goes back to a checkpoint."""
@@ -51,8 +51,8 @@ def go_on(
 def once(
     jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4, env: dict[str, str] | None = None
 ) -> JobResult:
-    """As :func:`go_on`, with no forward repeated by the process that made it."""
-    result = go_on(jobs, faults, args, nproc, env)
+    """As :func:`carry_on`, with no forward repeated by the process that made it."""
+    result = carry_on(jobs, faults, args, nproc, env)
     repeated = {rank: report["extra"]["repeated"] for rank, report in result.reports.items()}
     assert max(repeated.values()) == 1, (repeated, result.tail())
     return result

@@ -17,14 +17,14 @@ TOPOLOGY = Topology(3, 2, 4)
 STAGES = StageTimes(0.101, 0.098, 0.103, 0.31, 0.2), StageTimes(0.05, 0.04, 0.06, 0.1, 0.16)
 MEASURED = Times(STAGES, 0.001, data_apart=True)
 ROOM = (3, 3)
-LOST = frozenset({Worker(1, 1)})
+FAILED = frozenset({Worker(1, 1)})
 
 #: Plans are filled in by a process of their own, which imports everything first.
 pytestmark = pytest.mark.timeout(400)
 
 
-def plans(folder: Path, losses: int = 1) -> Plans:
-    return Plans(TOPOLOGY, Variant.STAGGERED, False, folder, losses)
+def plans(folder: Path, failures: int = 1) -> Plans:
+    return Plans(TOPOLOGY, Variant.STAGGERED, False, folder, failures)
 
 
 def test_all_agree_on_medians_and_the_least_optimizer() -> None:
@@ -48,7 +48,7 @@ def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path
     first, second = plans(tmp_path), plans(tmp_path)
     for each in (first, second):
         each.adopt(TimesInUse(3, MEASURED), ROOM)
-        assert not each.lies_ready(LOST)
+        assert not each.lies_ready(FAILED)
     try:
         first.fill(frozenset())
         second.fill(frozenset())
@@ -57,43 +57,43 @@ def test_what_lies_ready_is_what_was_planned_and_is_found_at_once(tmp_path: Path
         first._filling.wait(300)
     finally:
         first.stop()
-    assert first.lies_ready(LOST) and first.lies_ready(LOST) == second.lies_ready(LOST)
+    assert first.lies_ready(FAILED) and first.lies_ready(FAILED) == second.lies_ready(FAILED)
     for each in (first, second):
-        each.choose(LOST, each.lies_ready(LOST))
-    assert first.plan(LOST, 3) == second.plan(LOST, 3)
-    facts = second.facts(LOST, switched=False)
+        each.choose(FAILED, each.lies_ready(FAILED))
+    assert first.plan(FAILED, 3) == second.plan(FAILED, 3)
+    facts = second.facts(FAILED, switched=False)
     assert facts["ready"]
-    assert facts["period_s"] == pytest.approx(second.seconds(second.plan(LOST, 3).schedule, True))
+    assert facts["period_s"] == pytest.approx(second.seconds(second.plan(FAILED, 3).schedule, True))
 
 
 def test_a_plan_that_is_not_there_everywhere_is_made_by_each(tmp_path: Path) -> None:
-    first, second = plans(tmp_path / "a"), plans(tmp_path / "b", losses=0)
+    first, second = plans(tmp_path / "a"), plans(tmp_path / "b", failures=0)
     for each in (first, second):
         each.adopt(TimesInUse(3, MEASURED), ROOM)
-        each.choose(LOST, [])
-    assert first.plan(LOST, 5) == second.plan(LOST, 5)
+        each.choose(FAILED, [])
+    assert first.plan(FAILED, 5) == second.plan(FAILED, 5)
 
 
 def test_a_plan_that_misses_the_bound_is_improved(tmp_path: Path) -> None:
     """And used by all that have the same one."""
     pytest.importorskip("ortools.sat.python.cp_model")
-    shape, lost = Topology(3, 4, 6), frozenset({Worker(1, 1)})
+    shape, failed = Topology(3, 4, 6), frozenset({Worker(1, 1)})
     first, second, elsewhere = (Plans(shape, Variant.COUPLED, False, tmp_path / name, 1) for name in "aab")
     for each in (first, second, elsewhere):
         each.adopt(TimesInUse(3, Times()), (4, 6, 6, 6))
     store = first._store(first._settings(first.times))
-    greedy = store.make(lost)
+    greedy = store.make(failed)
     assert not greedy.optimal and store.improve(1) >= 1
-    ready = first.lies_ready(lost)
-    assert len(ready) == 2 and second.lies_ready(lost) == ready and not elsewhere.lies_ready(lost)
+    ready = first.lies_ready(failed)
+    assert len(ready) == 2 and second.lies_ready(failed) == ready and not elsewhere.lies_ready(failed)
     for each in (first, second):
-        each.choose(lost, ready)
-        assert each.plan(lost, 3).solver == "cp-sat" and each.plan(lost, 3).slots < greedy.slots
-    assert first.plan(lost, 3) == second.plan(lost, 3) and first.facts(lost, switched=False)["solver"] == "cp-sat"
-    first.choose(lost, [])
-    assert first.plan(lost, 3).solver == "greedy"
+        each.choose(failed, ready)
+        assert each.plan(failed, 3).solver == "cp-sat" and each.plan(failed, 3).slots < greedy.slots
+    assert first.plan(failed, 3) == second.plan(failed, 3) and first.facts(failed, switched=False)["solver"] == "cp-sat"
+    first.choose(failed, [])
+    assert first.plan(failed, 3).solver == "greedy"
     with pytest.raises(ConfigError, match="the others have an exact plan"):
-        elsewhere.choose(lost, ready)
+        elsewhere.choose(failed, ready)
 
 
 def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path) -> None:
@@ -101,21 +101,21 @@ def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path)
     slow = Times(STAGES, 0.001, data_apart=True, own=own)
     made = plans(tmp_path)
     made.adopt(TimesInUse(3, MEASURED), ROOM)
-    made.choose(LOST, [])
-    before = made.plan(LOST, 8)
-    assert made.ready_for(LOST) == -1, "nothing is proposed"
+    made.choose(FAILED, [])
+    before = made.plan(FAILED, 8)
+    assert made.ready_for(FAILED) == -1, "nothing is proposed"
     made.proposal = Proposal(8, slow)
-    assert made.ready_for(LOST) == -1
+    assert made.ready_for(FAILED) == -1
     try:
-        made.fill(LOST)
+        made.fill(FAILED)
         assert made._filling is not None
         made._filling.wait(300)
     finally:
         made.stop()
-    assert made.ready_for(LOST) == 8 and made.plan(LOST, 9) is before and made.lies_ready(LOST)
-    made.adopt(TimesInUse(13, slow, LOST), ROOM)
-    assert made.proposal is None and made.plan(LOST, 12) is before
-    assert Worker(0, 1) not in made.plan(LOST, 13).route.values()
-    facts = made.facts(LOST, switched=True)
+    assert made.ready_for(FAILED) == 8 and made.plan(FAILED, 9) is before and made.lies_ready(FAILED)
+    made.adopt(TimesInUse(13, slow, FAILED), ROOM)
+    assert made.proposal is None and made.plan(FAILED, 12) is before
+    assert Worker(0, 1) not in made.plan(FAILED, 13).route.values()
+    facts = made.facts(FAILED, switched=True)
     assert facts["ready"] and facts["period_s"] < facts["period_before_s"]
     assert {tuple(each[:3]) for each in facts["drifted"]} == {(0, 1, kind) for kind in "FIW"}

@@ -1,4 +1,4 @@
-"""Both ends of a pipeline are lost, which alone draw its data: the same bits as without, and nobody starts again."""
+"""Both ends of a pipeline fail, which alone draw its data: the same bits as without, and nobody starts again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 from harness import Jobs, most
-from random_jobs import some_lost
-from rerouted import ORDERED, SCRIPT, go, go_on, kill
+from random_jobs import some_failed
+from rerouted import ORDERED, SCRIPT, carry_on, go, kill
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.schedule.problem import Variant
@@ -19,8 +19,8 @@ pytest.importorskip("deepspeed")
 
 
 def check(jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = (), nproc: int = 4) -> JobResult:
-    """As :func:`go_on`; all faults strike."""
-    result = go_on(jobs, faults, args, nproc)
+    """As :func:`carry_on`; all faults strike."""
+    result = carry_on(jobs, faults, args, nproc)
     assert len(result.struck) == len(faults), result.tail()
     return result
 
@@ -32,23 +32,23 @@ CASES = {
     "sum": [kill(0, 3, 1, "reroute.reduce"), kill(2, 3, 9)],
     "one_after_the_other": [kill(1, 2, 5), kill(3, 3, 3)],
     "the_last_stage_first": [kill(2, 2, 5), kill(0, 3, 3)],
-    "between_steps": [kill(0, 3, 1, "batch_top"), kill(2, 3, 1, "batch_top")],
-    "one_between_steps": [kill(3, 3, 8), kill(1, 4, 1, "batch_top")],
+    "between_steps": [kill(0, 3, 1, "step_boundary"), kill(2, 3, 1, "step_boundary")],
+    "one_between_steps": [kill(3, 3, 8), kill(1, 4, 1, "step_boundary")],
     "before_any_data": [kill(0, 3, 1), kill(2, 3, 1)],
 }
 
 
 @pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"backward", "one_after_the_other"})))
-def test_both_ends_of_a_pipeline_are_lost(jobs: Jobs, name: str) -> None:
+def test_both_ends_of_a_pipeline_fail(jobs: Jobs, name: str) -> None:
     check(jobs, CASES[name], ("--clip", "1.0"))
 
 
-#: Both ends are lost, and the newcomer of the last one waits until that of the first is in; who is lost besides.
+#: Both ends fail, and the replacement of the last one waits until that of the first is in; who fails besides.
 HELD: dict[str, list[Fault]] = {
     "nobody": [],
-    "the_newcomer_while_let_in": [Fault(0, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
-    "the_newcomer_when_let_in": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
-    "the_newcomer_in_a_step": [kill(0, 6, 3, incarnation=1)],
+    "the_replacement_while_admitted": [Fault(0, ANY_STEP, "recovery.exchanged", "SIGKILL", incarnation=1)],
+    "the_replacement_when_admitted": [Fault(0, ANY_STEP, "recovery.installed", "SIGKILL", incarnation=1)],
+    "the_replacement_in_a_step": [kill(0, 6, 3, incarnation=1)],
 }
 
 
@@ -56,30 +56,32 @@ HELD: dict[str, list[Fault]] = {
 def test_the_first_end_that_is_back_is_enough(jobs: Jobs, name: str) -> None:
     args = ("--clip", "1.0", "--steps", "12", "--sum-after", "11", "--hold", "2")
     result = check(jobs, [kill(0, 3, 2), kill(2, 3, 2), *HELD[name]], args)
-    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
-    assert tops.keys() == {0, 2} and tops[0] != tops[2], result.tail()
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("admitted")}
+    assert boundaries.keys() == {0, 2} and boundaries[0] != boundaries[2], result.tail()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["nobody", "a_survivor", "the_donor"])
-def test_a_newcomer_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
+def test_a_replacement_does_not_wait_for_another(jobs: Jobs, name: str) -> None:
     """Of two workers of three pipelines; the others train on while the second is still starting."""
     faults = {
-        "a_survivor": [Fault(3, ANY_STEP, "lane.let_in", "SIGKILL")],
+        "a_survivor": [Fault(3, ANY_STEP, "survivor_group.admit", "SIGKILL")],
         "the_donor": [Fault(1, ANY_STEP, "recovery.connected", "SIGKILL")],
     }.get(name, [])
     args = ("--steps", "40", "--copies", "5:2:1", "--sum-after", "40", "--hold", "5")
     result = check(jobs, [kill(0, 3, 2), kill(5, 3, 4), *faults], args, nproc=6)
-    tops = {event.rank: event.fields["top"] for event in result.kinds("let_in")}
-    assert tops.keys() == {0, 5, *(fault.rank for fault in faults)} and tops[0] != tops[5], result.tail()
+    boundaries = {event.rank: event.fields["boundary"] for event in result.kinds("admitted")}
+    assert boundaries.keys() == {0, 5, *(fault.rank for fault in faults)} and boundaries[0] != boundaries[5], (
+        result.tail()
+    )
 
 
 def sums(rank: int) -> Fault:
-    """It is lost before its stage has its sum of gradients, when the first of the faults has struck."""
+    """It fails before its stage has its sum of gradients, when the first of the faults has struck."""
     return kill(rank, 4, 1, "reroute.reduce", after=0)
 
 
-#: Neighbors in a pipeline are lost when the stage of the first fault has made its update and that of the others has no
+#: Neighbors in a pipeline fail when the stage of the first fault has made its update and that of the others has no
 #: sum: arguments, number of workers, faults. In step 4, because at the end of step 3 all wait for all.
 NEIGHBORS: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
     "the_last_stage_is_ahead": ((), 4, [kill(2, 5, 1), sums(0)]),
@@ -92,15 +94,15 @@ NEIGHBORS: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
     "the_middle_stage_is_behind": (("--stages", "3"), 6, [kill(0, 5, 3), sums(2), kill(4, 5, 1, after=0)]),
     # Of four pipelines: both ends of one, and all but one of those that have its inputs besides.
     "one_peer_is_left": ((), 8, [kill(4, 5, 1), sums(0), sums(1), sums(2)]),
-    # Rank 4 makes again what ranks 0 and 3 had passed to each other, until it is lost too.
-    "who_makes_it_again_is_lost": ((), 6, [kill(3, 5, 1), sums(0), kill(4, 5, 3, "reroute.forward")]),
+    # Rank 4 makes again what ranks 0 and 3 had passed to each other, until it fails too.
+    "who_makes_it_again_fails": ((), 6, [kill(3, 5, 1), sums(0), kill(4, 5, 3, "reroute.forward")]),
 }
 
 
 @pytest.mark.parametrize(
     "name", most(NEIGHBORS, *(NEIGHBORS.keys() - {"the_last_stage_is_ahead", "the_first_stage_is_in_the_next_step"}))
 )
-def test_neighbors_are_lost_while_one_stage_has_no_sum(jobs: Jobs, name: str) -> None:
+def test_neighbors_fail_while_one_stage_has_no_sum(jobs: Jobs, name: str) -> None:
     """A stage that has made its update makes again what the other one needs, with the parameters of before."""
     args, nproc, faults = NEIGHBORS[name]
     result = check(jobs, faults, args, nproc)
@@ -114,12 +116,12 @@ def test_neighbors_are_lost_while_one_stage_has_no_sum(jobs: Jobs, name: str) ->
 @pytest.mark.parametrize("model", ["--clip=1.0", "--bf16 --zero=1"])
 @pytest.mark.parametrize("plan", list(Variant))
 @pytest.mark.parametrize(("first", "second"), [(2, 0), (0, 2)])
-def test_neighbors_are_lost_anywhere_at_the_end_of_a_step(
+def test_neighbors_fail_anywhere_at_the_end_of_a_step(
     jobs: Jobs, first: int, second: int, plan: Variant, model: str
 ) -> None:
     """One right before its update, the other before each message of its sum of gradients."""
     for nth in range(1, 8):
-        point, later = ("lane.send", 8 + nth) if nth % 2 else ("lane.wait", 6 + nth)
+        point, later = ("survivor_group.send", 8 + nth) if nth % 2 else ("survivor_group.wait", 6 + nth)
         faults = [kill(first, 3, 1, "reroute.step"), kill(second, 3, later, point)]
         result = go(jobs, faults, model.split(), env={"SWIFT_RECOVERY_REROUTE_PLAN": plan.value})
         assert not result.kinds("restart"), result.tail()
@@ -132,43 +134,43 @@ EVALUATIONS = {
     "first_stage": [kill(0, 4, 2, "reroute.evaluate")],
     "last_stage_at_the_end": [kill(3, 4, 1, "reroute.evaluated")],
     "both_ends": [kill(0, 4, 3, "reroute.evaluate"), kill(2, 4, 2, "reroute.evaluate")],
-    "both_ends_before_any_data": [kill(1, 4, 1, "batch_top"), kill(3, 4, 1, "batch_top")],
+    "both_ends_before_any_data": [kill(1, 4, 1, "step_boundary"), kill(3, 4, 1, "step_boundary")],
     "one_in_the_step_before": [kill(0, 3, 5), kill(2, 5, 2, "reroute.evaluate")],
     "one_after_the_other": [kill(3, 4, 2, "reroute.evaluate"), kill(1, 6, 3, "reroute.evaluate")],
 }
 
 
 @pytest.mark.parametrize("name", most(EVALUATIONS, *(EVALUATIONS.keys() - {"both_ends"})))
-def test_workers_are_lost_in_an_evaluation(jobs: Jobs, name: str) -> None:
+def test_workers_fail_in_an_evaluation(jobs: Jobs, name: str) -> None:
     check(jobs, EVALUATIONS[name], EVALUATED)
 
 
 @pytest.mark.nightly
-def test_an_evaluation_without_a_loss_is_deepspeed_s(jobs: Jobs) -> None:
+def test_an_evaluation_without_a_failure_is_deepspeed_s(jobs: Jobs) -> None:
     args = ("--dropout", "0", *EVALUATED)
     compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), jobs.reference(SCRIPT, nproc=4, args=args))
 
 
 @pytest.mark.nightly
 def test_an_evaluation_and_a_collective_after_it(jobs: Jobs) -> None:
-    """The newcomers begin at the top of the evaluation, and pass it by."""
+    """The replacements begin at the step boundary of the evaluation, and pass it by."""
     check(jobs, EVALUATIONS["both_ends"], ("--evaluate-after", "3", "--sum-evaluated", "--steps", "5"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(12))
-def test_any_losses_that_leave_each_stage_a_replica(jobs: Jobs, seed: int) -> None:
+def test_any_failures_that_leave_each_stage_a_replica(jobs: Jobs, seed: int) -> None:
     """Two or three pipelines of two or three stages, as the seed says."""
     draw = random.Random(seed)
     topology = Topology(draw.choice((2, 3)), draw.choice((2, 3)), 4)
-    lost = some_lost(topology, draw, draw.choice((2, 3, 4)))
+    failed = some_failed(topology, draw, draw.choice((2, 3, 4)))
     if draw.random() < 0.7:  # both ends of a pipeline among them
         d = draw.randrange(topology.pipelines)
-        lost = [Worker(d, 0), Worker(d, topology.stages - 1)]
+        failed = [Worker(d, 0), Worker(d, topology.stages - 1)]
     faults = []
-    for worker in lost:
+    for worker in failed:
         step = 2 + draw.choice((0, 0, 1))
-        point, nth = draw.choice((("reroute.action", draw.randint(1, 8)), ("batch_top", 1), ("reroute.reduce", 1)))
+        point, nth = draw.choice((("reroute.action", draw.randint(1, 8)), ("step_boundary", 1), ("reroute.reduce", 1)))
         faults.append(kill(worker.stage * topology.pipelines + worker.pipeline, step, nth, point))
     print(f"seed {seed}: {topology}, {faults}")
     args = ("--stages", str(topology.stages), "--clip", "1.0", "--steps", "6")

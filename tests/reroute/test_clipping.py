@@ -39,13 +39,13 @@ def test_updates_that_were_too_early_are_taken_back(jobs: Jobs) -> None:
 
 
 def test_a_checkpoint_has_no_update_that_is_taken_back(jobs: Jobs, tmp_path: Path) -> None:
-    """Both workers of a stage are lost after the checkpoint that follows such an update."""
+    """Both workers of a stage fail after the checkpoint that follows such an update."""
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "3"}
     faults = [kill(rank, 8) for rank in (2, 3)]
     result = check(jobs, CLIPPED, faults, env)
     taken = {event.fields["step"] for event in result.kinds("update_taken_back")}
-    tops = [event.fields["top"] for event in result.kinds("checkpoint")]
-    assert result.kinds("restart") and 5 in taken and 6 in tops, result.tail()
+    boundaries = [event.fields["boundary"] for event in result.kinds("checkpoint")]
+    assert result.kinds("restart") and 5 in taken and 6 in boundaries, result.tail()
 
 
 @pytest.mark.nightly
@@ -69,12 +69,14 @@ def test_gradients_that_are_not_finite(jobs: Jobs, value: str) -> None:
         ("update.after", 1),
         ("update.before", 2),
         ("update.after", 2),
-        ("lane.wait", 9),
-        ("lane.wait", 11),
-        ("lane.wait", 13),
+        ("survivor_group.wait", 9),
+        ("survivor_group.wait", 11),
+        ("survivor_group.wait", 13),
     ],
 )
-def test_a_loss_around_an_update_that_is_taken_back(jobs: Jobs, point: str, nth: int, step: int, stages: int) -> None:
+def test_a_failure_around_an_update_that_is_taken_back(
+    jobs: Jobs, point: str, nth: int, step: int, stages: int
+) -> None:
     """One step before it, in it, and in the next; each rank of one pipeline."""
     for rank in range(0, 2 * stages, 2):
         faults = [kill(rank, step, nth, point)]

@@ -1,4 +1,4 @@
-"""Data-parallel steps over a network of threads that loses some of them at any message, and lets newcomers in."""
+"""Data-parallel steps over a network of threads that loses some of them at any message, and admits replacements."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from shared_core.errors import LaneBroken, Unsupported
+from shared_core.errors import SurvivorGroupBroken, Unsupported
 from shared_core.loaders.shards import Shards
 from shared_core.reroute.data_parallel import DataParallelSteps, Outcome, hosts
 
-WORLD, STEPS, PATIENCE_S = 3, 6, 30.0
+WORLD, STEPS, MAX_WAIT_S = 3, 6, 30.0
 
 
-class Lost(BaseException):
+class Failed(BaseException):
     """This thread is killed."""
 
 
 class Network:
-    """Workers as threads. A loss begins a new generation; newcomers wait until all others let them in.
+    """Workers as threads. A failure begins a new generation; replacements wait until all others admit them.
 
     Args:
-        kills: for each incarnation of a rank, before which of its operations it is lost.
+        kills: for each incarnation of a rank, before which of its operations it fails.
     """
 
     def __init__(self, kills: dict[tuple[int, int], int]) -> None:
@@ -37,16 +37,16 @@ class Network:
         self.absent: set[int] = set()
         self.finished: set[int] = set()
         self.incarnations = dict.fromkeys(range(WORLD), 0)
-        self.knocks: set[int] = set()
+        self.asks_to_join: set[int] = set()
         self.arrived: dict[Any, set[int]] = defaultdict(set)
-        self.lanes: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self.survivor_groups: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self.letting: dict[Any, dict[int, Any]] = defaultdict(dict)
         self.copies: dict[int, Any] = {}
         self.mail: dict[Any, list[Tensor]] = defaultdict(list)
         self.values: dict[Any, dict[int, Any]] = defaultdict(dict)
         self.results: dict[int, Any] = {}
         self.errors: list[BaseException] = []
-        self.losses = self.let_in = self.some_let_in = 0
+        self.losses = self.admit = self.some_admitted = 0
         self.threads: list[threading.Thread] = []
 
     def start(self, rank: int) -> None:
@@ -57,12 +57,12 @@ class Network:
     def _main(self, rank: int, incarnation: int) -> None:
         try:
             Worker(self, rank, incarnation).main()
-        except Lost:
+        except Failed:
             with self.changed:
                 self.generation += 1
                 self.losses += 1
                 self.absent.add(rank)
-                self.knocks.discard(rank)
+                self.asks_to_join.discard(rank)
                 self.incarnations[rank] += 1
                 self.start(rank)
                 self.changed.notify_all()
@@ -73,7 +73,7 @@ class Network:
 
     def wait(self, ready: Callable[[], Any]) -> None:
         """With the lock held."""
-        done = self.changed.wait_for(lambda: ready() or self.errors, PATIENCE_S)
+        done = self.changed.wait_for(lambda: ready() or self.errors, MAX_WAIT_S)
         if self.errors or not done:
             raise TimeoutError("nobody answers")
 
@@ -83,19 +83,19 @@ class Network:
 
 
 class Work:
-    def __init__(self, lane: ThreadLane, tensor: Tensor, key: Any) -> None:
-        self.lane, self.tensor, self.key = lane, tensor, key
+    def __init__(self, survivor_group: ThreadGroup, tensor: Tensor, key: Any) -> None:
+        self.survivor_group, self.tensor, self.key = survivor_group, tensor, key
 
     def wait(self) -> None:
-        network = self.lane.worker.tick()
+        network = self.survivor_group.worker.tick()
         with network.changed:
-            network.wait(lambda: network.mail[self.key] or self.lane.broken())
-            if self.lane.broken():
-                raise LaneBroken
+            network.wait(lambda: network.mail[self.key] or self.survivor_group.broken())
+            if self.survivor_group.broken():
+                raise SurvivorGroupBroken
             self.tensor.copy_(network.mail[self.key].pop(0))
 
 
-class ThreadLane:
+class ThreadGroup:
     def __init__(
         self, worker: Worker, meeting: Any, generation: int, ranks: tuple[int, ...], finished: tuple[int, ...]
     ) -> None:
@@ -123,7 +123,7 @@ class ThreadLane:
             network.changed.notify_all()
             network.wait(lambda: len(values) == len(self.ranks) or self.broken())
             if len(values) < len(self.ranks):
-                raise LaneBroken  # who was quicker may have got the answer
+                raise SurvivorGroupBroken  # who was quicker may have got the answer
         self.worker.tick()
         return dict(values)
 
@@ -134,7 +134,7 @@ class Worker:
     def __init__(self, network: Network, rank: int, incarnation: int) -> None:
         self.network, self.rank, self.incarnation = network, rank, incarnation
         self.operations = 0
-        self.here: ThreadLane | None = None
+        self.here: ThreadGroup | None = None
         self.parameter = nn.Parameter(torch.ones(5))
         self.outcomes: list[Outcome] = []
         self.step = 0
@@ -145,7 +145,7 @@ class Worker:
         with network.changed:
             due = network.kills.get((self.rank, self.incarnation)) == self.operations
             if due and len(set(network.present) - network.finished) > 1:
-                raise Lost
+                raise Failed
         return network
 
     def compute(self, rank: int, step: int) -> Outcome:
@@ -154,14 +154,14 @@ class Worker:
         loss.backward()
         return Outcome(float(loss.detach()), b"x" * ((rank + step) % 3))  # notes differ in length
 
-    def connect(self) -> ThreadLane:
+    def connect(self) -> ThreadGroup:
         network = self.tick()
         with network.changed:
             while self.here is None or self.here.meeting != (network.generation, network.present):
                 self.here = self.meet(network, network.generation, network.present)
             return self.here
 
-    def meet(self, network: Network, generation: int, present: tuple[int, ...]) -> ThreadLane | None:
+    def meet(self, network: Network, generation: int, present: tuple[int, ...]) -> ThreadGroup | None:
         meeting = (generation, present)
         arrived = network.arrived[meeting]
         arrived.add(self.rank)
@@ -169,18 +169,18 @@ class Worker:
         network.wait(lambda: set(present) <= arrived | network.finished or network.generation > generation)
         if network.generation > generation:
             return None
-        shape = network.lanes.setdefault(meeting, (tuple(sorted(arrived)), tuple(set(present) - arrived)))
-        return ThreadLane(self, meeting, generation, *shape)
+        shape = network.survivor_groups.setdefault(meeting, (tuple(sorted(arrived)), tuple(set(present) - arrived)))
+        return ThreadGroup(self, meeting, generation, *shape)
 
-    def knocking(self, wait: bool) -> Sequence[int]:
+    def joining_ranks(self, wait: bool) -> Sequence[int]:
         network = self.tick()
         with network.changed:
             generation = network.generation
             if wait:
-                network.wait(lambda: network.absent <= network.knocks or network.generation > generation)
-            return sorted(network.absent & network.knocks) if network.generation == generation else []
+                network.wait(lambda: network.absent <= network.asks_to_join or network.generation > generation)
+            return sorted(network.absent & network.asks_to_join) if network.generation == generation else []
 
-    def let_in(self, ranks: Sequence[int]) -> None:
+    def admit(self, ranks: Sequence[int]) -> None:
         assert self.here is not None
         network, generation = self.tick(), self.here.generation
         with network.changed:
@@ -192,9 +192,9 @@ class Worker:
                 assert all(step == states[0][2] for *_, step in states)
                 network.copies.update(dict.fromkeys(ranks, states[0]))
                 network.absent -= set(ranks)
-                network.knocks -= set(ranks)
-                network.let_in += 1
-                network.some_let_in += bool(network.absent)
+                network.asks_to_join -= set(ranks)
+                network.admit += 1
+                network.some_admitted += bool(network.absent)
                 network.changed.notify_all()
             network.wait(lambda: network.absent.isdisjoint(ranks) or network.generation > generation)
 
@@ -206,14 +206,14 @@ class Worker:
             [self.parameter],
             self.compute,
             self.connect,
-            self.knocking,
-            self.let_in,
+            self.joining_ranks,
+            self.admit,
             ordered=True,
         )
         if self.incarnation:
             self.tick()
             with network.changed:
-                network.knocks.add(self.rank)
+                network.asks_to_join.add(self.rank)
                 network.changed.notify_all()
                 network.wait(lambda: self.rank not in network.absent or network.finished >= set(network.present))
                 if self.rank in network.absent:
@@ -240,30 +240,30 @@ def simulate(kills: dict[tuple[int, int], int]) -> Network:
     with network.changed:
         for rank in range(WORLD):
             network.start(rank)
-    for thread in network.threads:  # newcomers are appended while it is walked
-        thread.join(2 * PATIENCE_S)
+    for thread in network.threads:  # replacements are appended while it is walked
+        thread.join(2 * MAX_WAIT_S)
     if network.errors:
         raise AssertionError(f"kills {kills}") from network.errors[0]
     return network
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1500), marks=pytest.mark.nightly)], ids=str)
-def test_any_losses_change_no_bit(seeds: range) -> None:
+def test_any_failures_change_no_bit(seeds: range) -> None:
     value, outcomes = simulate({}).results[0]
-    lost = let_in = some_let_in = 0
+    failed = admit = some_admitted = 0
     for seed in seeds:
         draw = random.Random(seed)
         kills = {(draw.randrange(WORLD), 0): draw.randint(1, 90) for _ in range(draw.randint(1, WORLD))}
         kills |= {(rank, 1): draw.randint(1, 60) for rank, _ in list(kills) if draw.random() < 0.4}
         network = simulate(kills)
-        lost, let_in = lost + network.losses, let_in + network.let_in
-        some_let_in += network.some_let_in
-        if not network.results:  # all were lost before a newcomer had the state: a job starts again
+        failed, admit = failed + network.losses, admit + network.admit
+        some_admitted += network.some_admitted
+        if not network.results:  # all failed before a replacement had the state: a job starts again
             assert {rank for rank, number in kills if not number} == {*range(WORLD)}, f"kills {kills}"
             continue
         for rank, (found, seen) in network.results.items():
             assert torch.equal(found, value) and seen == outcomes, f"rank {rank}, kills {kills}"
-    assert lost > len(seeds) // 2 and let_in > len(seeds) // 4 and some_let_in > 0
+    assert failed > len(seeds) // 2 and admit > len(seeds) // 4 and some_admitted > 0
 
 
 def test_hosts_share_the_load() -> None:

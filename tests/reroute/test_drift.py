@@ -106,13 +106,13 @@ def test_the_times_of_a_step_are_those_agreed_for_it(tmp_path: Path) -> None:
     for each in (one, other):
         each.adopt(TimesInUse(3, USED), ROOM)
     one.adopt(TimesInUse(9, slow, frozenset()), ROOM)
-    lost = frozenset({Worker(0, 0)})
-    assert one.plan(lost, 8) == other.plan(lost, 8) != one.plan(lost, 9)
-    assert Worker(1, 0) not in one.plan(lost, 9).route.values()
+    failed = frozenset({Worker(0, 0)})
+    assert one.plan(failed, 8) == other.plan(failed, 8) != one.plan(failed, 9)
+    assert Worker(1, 0) not in one.plan(failed, 9).route.values()
     other.learn([other.view(), one.view()])
     one.learn([other.view(), one.view()])
     assert (one.since, one.times) == (other.since, other.times) == (9, slow)
-    assert one.plan(lost, 9) == other.plan(lost, 9)
+    assert one.plan(failed, 9) == other.plan(failed, 9)
 
 
 @dataclass
@@ -134,8 +134,8 @@ class SimulatedJob:
     """Workers of a job that report, decide and hear by the real rules, with messages that come late, and losses.
 
     A step's losses reach each worker some time after they were told, in any order. Nobody begins the next step without
-    them, so workers are at most one step apart. A loss of anybody keeps what is under way from coming, and comes before
-    or after the others have heard. Plans for new times take some time.
+    them, so workers are at most one step apart. A failure of anybody keeps what is under way from coming, and comes
+    before or after the others have heard. Plans for new times take some time.
     """
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
@@ -150,7 +150,7 @@ class SimulatedJob:
         return Plans(TOPOLOGY, Variant.STAGGERED, False, self.folder, 0)
 
     def turn(self) -> None:
-        """Somebody is lost and another one comes, or a worker hears the losses of its step and begins the next."""
+        """Somebody fails and another one comes, or a worker hears the losses of its step and begins the next."""
         if self.rng.random() < 0.02:
             self.lose(self.rng.choice(WORKERS))
             return

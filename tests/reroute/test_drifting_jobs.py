@@ -21,7 +21,7 @@ STRAGGLER = ("--work-ms", "5", "--straggler", "1", "5", "15")
 #: Nothing is planned in the background, whose processes may starve on a busy machine: workers plan when they switch.
 AT_ONCE = {"SWIFT_RECOVERY_REROUTE_AHEAD": "0"}
 STAYS_AWAY = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}
-LOSSES = {
+FAILURES = {
     "before": kill(0, 4, 3),
     "when it is proposed": Fault(3, ANY_STEP, "reroute.proposed", "SIGKILL"),
     "before anybody is told": Fault(2, ANY_STEP, "reroute.switching", "SIGKILL"),
@@ -30,7 +30,7 @@ LOSSES = {
     "who decides, when all are told": Fault(2, ANY_STEP, "reroute.switched", "SIGKILL"),
 }
 
-#: Where the survivors have switched before the loss, or have the time to do so after it. Elsewhere the fault itself,
+#: Where the survivors have switched before the failure, or have the time to do so after it. Elsewhere the fault itself,
 #: which struck, shows that times had drifted and were agreed upon.
 TOLD = ("before", "who is told first", "who decides, when all are told")
 
@@ -59,16 +59,16 @@ def run(
     return result
 
 
-@pytest.mark.parametrize("when", most(LOSSES, *(LOSSES.keys() - {"when one is told"})))
-def test_a_worker_is_lost_around_a_switch(jobs: Jobs, when: str) -> None:
-    result = run(jobs, [LOSSES[when]])
+@pytest.mark.parametrize("when", most(FAILURES, *(FAILURES.keys() - {"when one is told"})))
+def test_a_worker_fails_around_a_switch(jobs: Jobs, when: str) -> None:
+    result = run(jobs, [FAILURES[when]])
     if when in TOLD:
         drifts = [tuple(drift) for switch in switches(result) for drift in switch["drifted"]]
         assert any(drift[:3] == (*SLOW, "F") and drift[4] > drift[3] for drift in drifts), (drifts, result.tail())
 
 
 @pytest.mark.nightly
-def test_a_slow_peer_gets_none_of_the_lost_workers_micro_batches(jobs: Jobs) -> None:
+def test_a_slow_peer_gets_none_of_the_failed_workers_micro_batches(jobs: Jobs) -> None:
     """It would be its turn. Its times are known from the first steps."""
     slow = ("--work-ms", "5", "--straggler", "1", "0", "30")
     result = run(jobs, [kill(0, 9, 3)], 6, STAYS_AWAY, slow)

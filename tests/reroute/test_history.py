@@ -1,4 +1,4 @@
-"""What all survivors agree on after a loss, without processes."""
+"""What all survivors agree on after a failure, without processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.standing import Standing, text_of
+from shared_core.reroute.step_progress import StepProgress, text_of
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Action, Kind, Topology, Worker
 
@@ -26,7 +26,7 @@ def history(folder: Path) -> PlanHistory:
 def change(
     past: PlanHistory,
     number: int,
-    lost: Collection[Worker],
+    failed: Collection[Worker],
     at: Mapping[Worker, tuple[int, int]],
     sums: Collection[tuple[int, Worker]] = (),
     behind: Mapping[Worker, int] | None = None,
@@ -36,7 +36,7 @@ def change(
     Args:
         past: to be changed.
         number: of the change.
-        lost: all that are.
+        failed: all that are.
         at: step and place of the others.
         sums: steps and workers that have the sum.
         behind: what workers in step 1 have run of their rows of step 0.
@@ -45,16 +45,16 @@ def change(
     past.change(
         {
             "number": number,
-            "lost": [list(worker) for worker in lost],
+            "failed": [list(worker) for worker in failed],
             "ready": [],
             "until": None,
-            "at": {text_of(w): Standing(*place, begun.get(w, {})).to_plain() for w, place in at.items()},
+            "at": {text_of(w): StepProgress(*place, begun.get(w, {})).to_plain() for w, place in at.items()},
             "summed": sorted({(step, worker.stage) for step, worker in sums if worker in at}),
         }
     )
 
 
-def test_who_had_the_sum_is_lost_after_the_one_whose_gradients_are_in_it(tmp_path: Path) -> None:
+def test_who_had_the_sum_fails_after_the_one_whose_gradients_are_in_it(tmp_path: Path) -> None:
     past, workers = history(tmp_path), TOPOLOGY.workers()
     change(past, 0, (), dict.fromkeys(workers, (0, 0)))
     rows = past.begin(0).plan.schedule.rows
@@ -132,7 +132,7 @@ class Walk:
         return any(self._there(action._replace(stage=stage + 1, kind=kind), number) for kind in (Kind.I, Kind.B))
 
     def _there(self, action: Action, number: int) -> bool:
-        """Whether a worker that is there has made what another needs: of the lost, it is gone."""
+        """Whether a worker that is there has made what another needs: of the failed, it is gone."""
         return any(action in done for worker, done in self.done(number).items() if worker in self.at)
 
     def advance(self, worker: Worker) -> None:
@@ -163,7 +163,7 @@ class Walk:
         assert counts == {(d, j): 7 for d in range(self.topology.pipelines) for j in range(self.topology.micro_batches)}
 
     def lose(self, number: int, *workers: Worker) -> None:
-        """Workers are lost at once; the others go on. Who has the sum gives it to its peers."""
+        """Workers fail at once; the others continue. Who has the sum gives it to its peers."""
         for worker in workers:
             del self.at[worker]
             self.behind.pop(worker, None)
@@ -180,8 +180,8 @@ class Walk:
         self.at = {each: (step, 0 if step in fresh else place) for each, (step, place) in self.at.items()}
 
 
-def goes_on_and_loses(walk: Walk, choice: random.Random, most: int, number: int) -> None:
-    """Workers advance, fewer than ``most`` times in all; then one is lost whose stage keeps another."""
+def continues_and_loses(walk: Walk, choice: random.Random, most: int, number: int) -> None:
+    """Workers advance, fewer than ``most`` times in all; then one fails whose stage keeps another."""
     for _ in range(choice.randrange(most)):
         if able := walk.able():
             walk.advance(choice.choice(able))
@@ -192,22 +192,20 @@ def goes_on_and_loses(walk: Walk, choice: random.Random, most: int, number: int)
 @pytest.mark.parametrize("topology", [TOPOLOGY, Topology(2, 4, 5), Topology(4, 3, 2)])
 @pytest.mark.parametrize("variant", list(Variant))
 @pytest.mark.parametrize("seed", range(8))
-def test_losses_one_after_the_other_anywhere(seed: int, variant: Variant, topology: Topology, tmp_path: Path) -> None:
+def test_failures_one_after_the_other_anywhere(seed: int, variant: Variant, topology: Topology, tmp_path: Path) -> None:
     """In whatever order workers got to where they are, a rest of the steps is found that can be run to its end."""
     choice = random.Random(seed)
     walk = Walk(PlanHistory(Plans(topology, variant, choice.random() < 0.5, tmp_path, 0)), topology)
     change(walk.past, 0, (), walk.at)
     for number in range(1, 4):
-        goes_on_and_loses(walk, choice, 60, number)
+        continues_and_loses(walk, choice, 60, number)
     ends(walk, choice)
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2, 4), Topology(3, 3, 2), Topology(2, 4, 3)])
 @pytest.mark.parametrize("variant", list(Variant))
-def test_neighbors_are_lost_while_only_one_stage_has_its_sum(
-    variant: Variant, topology: Topology, tmp_path: Path
-) -> None:
-    """That stage makes again what the other one needs; then somebody else is lost, where each stage has another."""
+def test_neighbors_fail_while_only_one_stage_has_its_sum(variant: Variant, topology: Topology, tmp_path: Path) -> None:
+    """That stage makes again what the other one needs; then somebody else fails, where each stage has another."""
     again = 0
     for seed in range(12):
         choice = random.Random(seed)
@@ -223,14 +221,14 @@ def test_neighbors_are_lost_while_only_one_stage_has_its_sum(
                 walk.advance(choice.choice(able))
         walk.lose(1, Worker(d, first), Worker(d, first + 1))
         for number in (2, 3):
-            goes_on_and_loses(walk, choice, 12, number)
+            continues_and_loses(walk, choice, 12, number)
         ends(walk, choice)
         again += walk.again
     assert again
 
 
 def survivable(walk: Walk) -> list[Worker]:
-    """Who can be lost: each stage keeps a worker."""
+    """Who can fail: each stage keeps a worker."""
     peers = Counter(worker.stage for worker in walk.at)
     return [worker for worker in walk.at if peers[worker.stage] > 1]
 

@@ -19,16 +19,16 @@ def test_all_peers_that_are_there_keep_the_data(pipelines: int) -> None:
     topology = Topology(pipelines, 3, 2)
     places = [Worker(d, 0) for d in range(pipelines)]
     for number in range(pipelines):
-        for lost in itertools.combinations(places, number):
-            there = {place for place in places if place not in lost and place.pipeline != 1}
-            found = keepers(topology, lost, 1, 0)
-            assert len(found) == len(there) and set(found) == there, lost
+        for failed in itertools.combinations(places, number):
+            there = {place for place in places if place not in failed and place.pipeline != 1}
+            found = keepers(topology, failed, 1, 0)
+            assert len(found) == len(there) and set(found) == there, failed
 
 
 def test_a_pipeline_with_one_end_draws_its_data() -> None:
     topology = Topology(3, 3, 2)
-    for lost in ([], ENDS[:1], ENDS[1:], [Worker(0, 0), Worker(1, 2)]):
-        assert first_without_data(topology, lost, {}, 4) is None
+    for failed in ([], ENDS[:1], ENDS[1:], [Worker(0, 0), Worker(1, 2)]):
+        assert first_without_data(topology, failed, {}, 4) is None
 
 
 def test_without_both_ends_kept_data_last_to_the_end_of_their_step() -> None:

@@ -1,4 +1,4 @@
-"""Losses of one stage: a survivor of another stage computes there, and all bits stay those of the run without."""
+"""Failures of one stage: a survivor of another stage computes there, and all bits stay those of the run without."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 from harness import Jobs, most
-from rerouted import go, go_on, kill
+from rerouted import carry_on, go, kill
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import JobResult
 
 pytest.importorskip("deepspeed")
 
-#: Newcomers are withheld.
+#: Replacements are withheld.
 WITHHELD = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}
 LONG = ("--steps", "14", "--work-ms", "10")
 
@@ -22,8 +22,8 @@ LONG = ("--steps", "14", "--work-ms", "10")
 def check(
     jobs: Jobs, faults: Sequence[Fault], args: Sequence[str] = LONG, nproc: int = 6, env: dict[str, str] | None = None
 ) -> JobResult:
-    """As ``go_on``, by default with three pipelines and without newcomers."""
-    return go_on(jobs, faults, args, nproc, WITHHELD if env is None else env)
+    """As ``carry_on``, by default with three pipelines and without replacements."""
+    return carry_on(jobs, faults, args, nproc, WITHHELD if env is None else env)
 
 
 def moves(result: JobResult) -> list[list[list[list[int]]]]:
@@ -32,7 +32,7 @@ def moves(result: JobResult) -> list[list[list[list[int]]]]:
 
 
 #: More of the script's arguments, and what moves: one worker, or two where the other stage has half the work. Of those
-#: rank 0 has drawn the labels of a pipeline whose last stage is lost, and computes in the last stage of another.
+#: rank 0 has drawn the labels of a pipeline whose last stage fails, and computes in the last stage of another.
 TWO_AT_ONCE = {
     "one_moves": (("--decay", "0.01"), [[[2, 0], [0, 1]]]),
     "two_move": (("--several", "--dropout", "0"), [[[2, 0], [0, 1]], [[0, 0], [1, 1]]]),
@@ -48,11 +48,11 @@ def test_a_stage_loses_two_at_once(jobs: Jobs, name: str) -> None:
     assert {rank for (rank, _), _ in moved} <= result.reports.keys(), result.tail()  # of the first stage
 
 
-def test_losses_one_after_the_other_and_all_are_home_when_newcomers_come(jobs: Jobs) -> None:
+def test_failures_one_after_the_other_and_all_are_home_when_replacements_come(jobs: Jobs) -> None:
     """A sum over all workers waits for them."""
     env = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "3"}
     result = check(jobs, [kill(3, 3), kill(4, 5)], (*LONG, "--sum-after", "13"), env=env)
-    assert len(moves(result)) == 1 and len(result.kinds("let_in")) == 2, result.tail()
+    assert len(moves(result)) == 1 and len(result.kinds("admitted")) == 2, result.tail()
 
 
 @pytest.mark.nightly
@@ -100,8 +100,8 @@ def test_who_has_moved_gets_slow(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_the_last_worker_that_belongs_to_the_stage_is_lost(jobs: Jobs) -> None:
-    """Who has moved there could go on, and give its state to no newcomer: all go back to the beginning."""
+def test_the_last_worker_that_belongs_to_the_stage_fails(jobs: Jobs) -> None:
+    """Who has moved there could continue, and give its state to no replacement: all go back to the beginning."""
     result = go(jobs, [kill(3, 4), kill(4, 4, 6), kill(5, 12)], LONG, 6, WITHHELD)
     assert len(moves(result)) >= 1 and result.kinds("restart"), result.tail()
 
@@ -115,7 +115,7 @@ MIDDLE = [kill(3, 4), kill(4, 4, 6)]
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("nth", [1, 2], ids=("before", "with-the-state"))
 @pytest.mark.parametrize("rank", [1, 2])
-def test_a_loss_while_workers_move(jobs: Jobs, rank: int, nth: int) -> None:
+def test_a_failure_while_workers_move(jobs: Jobs, rank: int, nth: int) -> None:
     """Rank 2 is the one that moves."""
     again = Fault(rank, ANY_STEP, "reroute.move", "SIGKILL", nth=nth)
     result = check(jobs, [*MIDDLE, again], THREE, 9)
@@ -124,7 +124,7 @@ def test_a_loss_while_workers_move(jobs: Jobs, rank: int, nth: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
-def test_who_gives_the_state_is_lost(jobs: Jobs) -> None:
+def test_who_gives_the_state_fails(jobs: Jobs) -> None:
     """It is the only one that has it."""
     result = go(jobs, [*MIDDLE, Fault(5, ANY_STEP, "reroute.give", "SIGKILL")], THREE, 9, WITHHELD)
     assert result.kinds("restart"), result.tail()
@@ -141,7 +141,7 @@ def test_who_has_moved_moves_on(jobs: Jobs) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", [0, 1, 2, 6, 7, 8])
-def test_another_loss_at_any_time(jobs: Jobs, rank: int) -> None:
+def test_another_failure_at_any_time(jobs: Jobs, rank: int) -> None:
     """Before or after somebody has moved; rank 2 is the one that moves first."""
     seed = random.randrange(1 << 30)
     draw = random.Random(seed)

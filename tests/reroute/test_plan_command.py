@@ -54,7 +54,7 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     picture = tmp_path / "plan.txt"
     assert swiftctl.main([*EXAMPLE, "--failed", "1:2", "--draw", str(picture)]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "staggered, lost: W1_2; 29 slots, period 30 (period optimal for this route; greedy)"
+    assert out[0] == "staggered, failed: W1_2; 29 slots, period 30 (period optimal for this route; greedy)"
     assert out[2:] == picture.read_text().splitlines() and len(out) == 13
 
 
@@ -93,7 +93,7 @@ def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {(row["case"], row["metric"]): row for row in json.loads((tmp_path / "rows.json").read_text())}
     missed = [name for name, row in rows.items() if row["holds"] is False and row["unit"] not in ("s", "ms")]
     assert not missed, "times depend on what else the machine does, and these do not"
-    assert rows["3x4x6 lost 1:3 coupled", "best plan (target: closed form)"]["value"] == 36
+    assert rows["3x4x6 failed 1:3 coupled", "best plan (target: closed form)"]["value"] == 36
     assert rows["all 6 instances", "greedy / best, worst"]["value"] <= 1.05
     held = {case: row["value"] for (case, metric), row in rows.items() if metric == "micro-batches held, most"}
-    assert held["3x4x6 lost 1:2 staggered, no limit"] > held["3x4x6 lost 1:2 staggered, what 1F1B holds"] == 4
+    assert held["3x4x6 failed 1:2 staggered, no limit"] > held["3x4x6 failed 1:2 staggered, what 1F1B holds"] == 4

@@ -28,19 +28,19 @@ def places(*numbers: tuple[int, int]) -> list[Worker]:
     return [Worker(*one) for one in numbers]
 
 
-def test_losses_are_spread() -> None:
+def test_failures_are_spread() -> None:
     found = normalise(TOPOLOGY, places((0, 2), (1, 2)))
     assert (found.before, found.cost, found.moving) == (57, 30, 0)
     (move,) = found.moves
     assert move.target.stage == 2 and move.source.stage != 2
-    assert plan(TOPOLOGY, found.lost).period == 30
+    assert plan(TOPOLOGY, found.failed).period == 30
     # Without staggering early stages are the cheap ones.
     late = normalise(TOPOLOGY, places((1, 3)), variant=Variant.COUPLED)
     assert late.cost == 27 and late.moves == (Move(Worker(0, 0), Worker(1, 3)),)
     assert normalise(TOPOLOGY, places((1, 3))).moves == (), "staggered, all stages cost the same"
 
 
-def test_losses_are_spread_by_the_times_of_stages() -> None:
+def test_failures_are_spread_by_the_times_of_stages() -> None:
     """Whoever is a straggler."""
     for worker in TOPOLOGY.workers():
         times = Times(own=((worker, StageTimes(9, 9, 9, 9)),))
@@ -50,34 +50,36 @@ def test_losses_are_spread_by_the_times_of_stages() -> None:
 
 
 def test_moves_cost_time() -> None:
-    lost = places((0, 2), (1, 2))
-    assert normalise(TOPOLOGY, lost, moving=[100], iterations=3).moves == ()
-    assert normalise(TOPOLOGY, lost, moving=[100], iterations=4).moving == 100
+    failed = places((0, 2), (1, 2))
+    assert normalise(TOPOLOGY, failed, moving=[100], iterations=3).moves == ()
+    assert normalise(TOPOLOGY, failed, moving=[100], iterations=4).moving == 100
     with pytest.raises(ConfigError, match="moving needs 1 value or one for each of 4 stages, got 2"):
-        normalise(TOPOLOGY, lost, moving=[1, 2])
-    with pytest.raises(ConfigError, match="all 3 workers of stage 1 are lost"):
+        normalise(TOPOLOGY, failed, moving=[1, 2])
+    with pytest.raises(ConfigError, match="all 3 workers of stage 1 failed"):
         normalise(TOPOLOGY, places((0, 1), (1, 1), (2, 1)))
 
 
 @pytest.mark.parametrize("variant", Variant)
-@pytest.mark.parametrize("lost", [[(0, 1), (1, 1)], [(0, 0), (1, 2), (2, 2)], [(0, 1), (2, 1), (0, 2), (1, 2), (2, 3)]])
-def test_normalisation_is_the_best_choice(variant: Variant, lost: list[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    "failed", [[(0, 1), (1, 1)], [(0, 0), (1, 2), (2, 2)], [(0, 1), (2, 1), (0, 2), (1, 2), (2, 3)]]
+)
+def test_normalisation_is_the_best_choice(variant: Variant, failed: list[tuple[int, int]]) -> None:
     stages = tuple(StageTimes(1 + s / 10, 1, 1, 3) for s in range(4))
     times, moving = Times(stages), [1.0, 2.0, 3.0, 4.0]
-    have = [sum(s == stage for _, stage in lost) for s in range(4)]
+    have = [sum(s == stage for _, stage in failed) for s in range(4)]
     best = min(
         10 * max(stage_cost(TOPOLOGY, times, variant, s, k) for s, k in enumerate(counts))
         + sum(max(0, have[s] - k) * moving[s] for s, k in enumerate(counts))
         for counts in itertools.product(range(3), repeat=4)
-        if sum(counts) == len(lost)
+        if sum(counts) == len(failed)
     )
-    found = normalise(TOPOLOGY, places(*lost), times=times, variant=variant, moving=moving, iterations=10)
+    found = normalise(TOPOLOGY, places(*failed), times=times, variant=variant, moving=moving, iterations=10)
     assert 10 * found.cost + found.moving == pytest.approx(best)
-    after = set(places(*lost))
+    after = set(places(*failed))
     for move in found.moves:
         assert move.target in after and move.source not in after
         after ^= {move.target, move.source}
-    assert sorted(after) == list(found.lost)
+    assert sorted(after) == list(found.failed)
 
 
 def test_who_computes_elsewhere_makes_two_updates() -> None:
@@ -95,7 +97,7 @@ def test_pipelines_are_renamed() -> None:
     assert patterns(Topology(2, 2, 1), 3) == [], "a stage would have nobody left"
     first = plan(TOPOLOGY, pattern)
     back = rename(first, {new: old for old, new in names.items()})
-    assert back.lost == (Worker(2, 1),) and set(back.schedule.rows) == set(TOPOLOGY.workers()) - {Worker(2, 1)}
+    assert back.failed == (Worker(2, 1),) and set(back.schedule.rows) == set(TOPOLOGY.workers()) - {Worker(2, 1)}
     assert simulate(back.schedule, Times(), staggered=True).period == first.period
     assert rename(back, names) == first
 
@@ -117,10 +119,10 @@ def test_a_store_plans_by_the_times_of_each_worker(tmp_path: Path) -> None:
     assert store.fill(1) == 9 and store.folder != PlanStore(tmp_path, Settings(TOPOLOGY)).folder
     for worker in TOPOLOGY.workers():
         found = PlanStore(tmp_path, settings).look_up([worker])
-        assert found is not None and found.lost == (worker,)
+        assert found is not None and found.failed == (worker,)
         assert simulate(found.schedule, settings.times, staggered=True).period == pytest.approx(found.period)
         if worker.stage == 2 and worker.pipeline:
-            assert Worker(0, 2) not in found.route.values(), "the slow one gets none of the lost worker's"
+            assert Worker(0, 2) not in found.route.values(), "the slow one gets none of the failed worker's"
     blind = plan(TOPOLOGY, places((1, 2)))
     found = store.look_up(places((1, 2)))
     assert found is not None and found.period < simulate(blind.schedule, settings.times, staggered=True).period
@@ -141,12 +143,12 @@ def test_plans_are_stored(tmp_path: Path) -> None:
     fresh = PlanStore(tmp_path, settings)
     for worker in TOPOLOGY.workers():
         found = fresh.look_up([worker])
-        assert found is not None and found.lost == (worker,) and found.topology == TOPOLOGY
+        assert found is not None and found.failed == (worker,) and found.topology == TOPOLOGY
     assert fresh.look_up([]) is not None and fresh.look_up(places((1, 2), (0, 2))) is None
     assert PlanStore(tmp_path, Settings(TOPOLOGY)).look_up([]) is None, "other settings, other plans"
     made = fresh.make(places((1, 2), (0, 2)))
-    assert made.lost == (Worker(0, 2), Worker(1, 2)) == fresh.make(places((0, 2), (1, 2))).lost
-    assert len(list(fresh.folder.glob("lost-*.json"))) == 6
+    assert made.failed == (Worker(0, 2), Worker(1, 2)) == fresh.make(places((0, 2), (1, 2))).failed
+    assert len(list(fresh.folder.glob("failed-*.json"))) == 6
     with pytest.raises(ConfigError, match="these are not a planner's settings: KeyError"):
         Settings.from_dict({})
 
@@ -154,13 +156,13 @@ def test_plans_are_stored(tmp_path: Path) -> None:
 def test_a_changed_plan_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = PlanStore(tmp_path, Settings(TOPOLOGY))
     made = store.make(places((1, 2)))
-    (path,) = store.folder.glob("lost-*.json")
+    (path,) = store.folder.glob("failed-*.json")
     whole = path.read_bytes()
     names = whole[: whole.rindex(b"}")].replace(b'"ordered": false', b'"ordered": true')
-    other = store.folder / "lost-0.0.json"
+    other = store.folder / "failed-0.0.json"
     for damaged in (names + whole[whole.rindex(b"}") :], whole[:-30], b"\xff" + whole, b""):
         path.write_bytes(damaged)
-        other.write_bytes(whole)  # whole, but for other losses
+        other.write_bytes(whole)  # whole, but for other failures
         fresh = PlanStore(tmp_path, store.settings)
         assert fresh.look_up(places((1, 2))) is None and fresh.look_up(places((0, 0))) is None
         assert f"the plan {path} is damaged and will be made again" in capsys.readouterr().err
@@ -170,7 +172,7 @@ def test_a_changed_plan_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_nobody_wants_the_plans(tmp_path: Path) -> None:
     """What the process in the background does when the one that started it is gone."""
     store = PlanStore(tmp_path, Settings(TOPOLOGY))
-    assert store.fill(2, wanted=lambda: len(list(store.folder.glob("lost-*"))) < 2) == 2
+    assert store.fill(2, wanted=lambda: len(list(store.folder.glob("failed-*"))) < 2) == 2
 
 
 def test_a_look_up_is_quick(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_drawn_as_text() -> None:
 def test_drawn_as_a_picture(tmp_path: Path) -> None:
     timeline = simulate(plan(TOPOLOGY, places((1, 2))).schedule, Times(), staggered=True)
     for name, start in (("a.svg", b"<?xml"), ("a.png", b"\x89PNG")):
-        draw_file(timeline, tmp_path / name, "one loss")
+        draw_file(timeline, tmp_path / name, "one failure")
         assert (tmp_path / name).read_bytes().startswith(start)
     draw_file(timeline, tmp_path / "a.txt")
     assert (tmp_path / "a.txt").read_text() == draw_text(timeline) + "\n"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import golden
 import pytest
-from random_jobs import some_lost
+from random_jobs import some_failed
 from timelines import check_times
 
 from shared_core.errors import ConfigError, InvalidSchedule
@@ -21,7 +21,7 @@ from shared_core.schedule.schedule import Kind, Topology, Worker, one_f_one_b
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
 COUPLED, DECOUPLED, STAGGERED = Variant
-#: Closed forms for a loss at each stage of 3 x 4 x 6: slots coupled, slots decoupled, period staggered.
+#: Closed forms for a failure at each stage of 3 x 4 x 6: slots coupled, slots decoupled, period staggered.
 SINGLE = {0: (29, 27, 30), 1: (30, 28, 30), 2: (33, 29, 30), 3: (36, 30, 30)}
 DOUBLE = {
     ((1, 2), (0, 1)): (33, 29, 30),
@@ -43,33 +43,35 @@ def verified(found: IterationPlan, times: Times | None = None, memory: Memory | 
     check_times(timeline.rows, times.communication)
     assert (timeline.slots, timeline.period) == pytest.approx((found.slots, found.period))
     for worker, row in found.schedule.rows.items():
-        assert row[-1].kind is Kind.OPT and worker not in found.lost
+        assert row[-1].kind is Kind.OPT and worker not in found.failed
         for action in row[:-1]:
             assert found.host(action.pipeline, action.stage, action.micro_batch) == worker
     return found.period if found.variant is STAGGERED else found.slots
 
 
 def closed_forms() -> list[tuple[tuple[Worker, ...], Variant, int]]:
-    losses = {((d, s),): forms for s, forms in SINGLE.items() for d in range(3)} | DOUBLE
+    failures = {((d, s),): forms for s, forms in SINGLE.items() for d in range(3)} | DOUBLE
     return [
-        (workers(*lost), variant, forms[at]) for lost, forms in losses.items() for at, variant in enumerate(Variant)
+        (workers(*failed), variant, forms[at])
+        for failed, forms in failures.items()
+        for at, variant in enumerate(Variant)
     ]
 
 
 def test_the_greedy_reaches_the_closed_forms() -> None:
     exact = 0
-    for lost, variant, slots in closed_forms():
-        cost = verified(plan(golden.TOPOLOGY, lost, variant=variant))
-        assert slots <= cost <= 1.05 * slots, (lost, variant)
+    for failed, variant, slots in closed_forms():
+        cost = verified(plan(golden.TOPOLOGY, failed, variant=variant))
+        assert slots <= cost <= 1.05 * slots, (failed, variant)
         exact += cost == slots
     assert exact >= len(closed_forms()) - 3
 
 
-@pytest.mark.parametrize("lost", [*[workers((1, s)) for s in SINGLE], *[workers(*lost) for lost in DOUBLE]])
-def test_exact_plans_reach_the_closed_forms(lost: tuple[Worker, ...]) -> None:
+@pytest.mark.parametrize("failed", [*[workers((1, s)) for s in SINGLE], *[workers(*failed) for failed in DOUBLE]])
+def test_exact_plans_reach_the_closed_forms(failed: tuple[Worker, ...]) -> None:
     for of, variant, slots in closed_forms():
-        if of == lost:
-            found = plan(golden.TOPOLOGY, lost, variant=variant, time_limit=30)
+        if of == failed:
+            found = plan(golden.TOPOLOGY, failed, variant=variant, time_limit=30)
             assert verified(found) == slots and found.optimal
 
 
@@ -103,12 +105,12 @@ def test_no_plan_beats_the_bound() -> None:
     rng, reached = random.Random(1), 0
     for _ in range(60):
         topology = Topology(rng.randint(2, 3), rng.randint(1, 4), rng.randint(1, 4))
-        lost = some_lost(topology, rng, rng.randint(0, 2))
+        failed = some_failed(topology, rng, rng.randint(0, 2))
         stages = tuple(whole_times(rng) for _ in range(topology.stages))
         own = ((rng.choice(topology.workers()), whole_times(rng)),) if rng.random() < 0.4 else ()
         times = Times(stages, rng.choice([0, 0.5, 1]), data_apart=rng.random() < 0.3, own=own)
-        route = deal(topology, lost, times=times)
-        problem = Problem(topology, times, rng.choice(list(Variant)), frozenset(lost), route)
+        route = deal(topology, failed, times=times)
+        problem = Problem(topology, times, rng.choice(list(Variant)), frozenset(failed), route)
         found = greedy(problem, 20_000)
         best = improve(replace(found, bound=0.0), 2.0)
         assert found.bound * (1 - 1e-9) <= best.cost <= found.cost and best.bound <= best.cost * (1 + 1e-9)
@@ -117,20 +119,22 @@ def test_no_plan_beats_the_bound() -> None:
 
 
 def test_data_that_come_late_are_used_late() -> None:
-    """Only the last stage of a pipeline has the data of its lost first stage: others go first, and nothing is lost."""
-    apart, topology, lost = Times(data_apart=True), Topology(3, 2, 4), workers((1, 1), (0, 0))
-    careless, careful = (plan(topology, lost, times=times) for times in (Times(), apart))
+    """Only the last stage of a pipeline has the data of its failed first stage: others go first,
+    and nothing is lost.
+    """
+    apart, topology, failed = Times(data_apart=True), Topology(3, 2, 4), workers((1, 1), (0, 0))
+    careless, careful = (plan(topology, failed, times=times) for times in (Times(), apart))
     assert (simulate(careless.schedule, apart, staggered=True).period, careless.period) == (22, 21)
     assert verified(careful, apart) == 21
-    for lost in (workers((0, 0)), workers((0, 0), (1, 0))):
-        assert verified(plan(golden.TOPOLOGY, lost, times=apart), apart) == plan(golden.TOPOLOGY, lost).period
+    for failed in (workers((0, 0)), workers((0, 0), (1, 0))):
+        assert verified(plan(golden.TOPOLOGY, failed, times=apart), apart) == plan(golden.TOPOLOGY, failed).period
 
 
-def test_no_loss_is_1f1b() -> None:
+def test_no_failure_is_1f1b() -> None:
     for variant in Variant:
         found = plan(golden.TOPOLOGY, variant=variant)
         assert found.schedule == one_f_one_b(golden.TOPOLOGY) and found.solver == "1f1b"
-        assert (found.slots, found.period, found.lost, dict(found.route)) == (27, 30, (), {})
+        assert (found.slots, found.period, found.failed, dict(found.route)) == (27, 30, (), {})
     tight = plan(golden.TOPOLOGY, memory=Memory(2))
     assert verified(tight, memory=Memory(2)) > 30 and tight.solver == "greedy"
 
@@ -150,7 +154,7 @@ def test_who_computes_what() -> None:
     topology = Topology(4, 2, 5)
     route = deal(topology, workers((1, 0), (3, 0)))
     assert [route[1, 0, j].pipeline for j in range(5)] == [0, 2, 0, 2, 0]
-    assert [route[3, 0, j].pipeline for j in range(5)] == [2, 0, 2, 0, 2], "the turn goes on"
+    assert [route[3, 0, j].pipeline for j in range(5)] == [2, 0, 2, 0, 2], "the turn continues"
     one = deal(topology, workers((1, 0), (3, 0)), ordered=True)
     assert {one[1, 0, j] for j in range(5)} == {Worker(2, 0)} and {one[3, 0, j] for j in range(5)} == {Worker(0, 0)}
     slow = Times(own=((Worker(2, 0), StageTimes(2, 2, 2)),))
@@ -160,9 +164,9 @@ def test_who_computes_what() -> None:
     assert {route[0, 1, j] for j in range(4)} == {Worker(1, 1)}
     one = deal(topology, workers((1, 0), (3, 0)), times=slow, ordered=True)
     assert set(one.values()) == {Worker(0, 0)}, "15 micro-batches there take less than 10 at the slow one"
-    with pytest.raises(ConfigError, match="all 2 workers of stage 1 are lost: nobody holds its parameters"):
+    with pytest.raises(ConfigError, match="all 2 workers of stage 1 failed: nobody holds its parameters"):
         plan(Topology(2, 2, 2), workers((0, 1), (1, 1)))
-    with pytest.raises(ConfigError, match="lost worker 5:0 does not exist: there are 2 pipelines of 2 stages"):
+    with pytest.raises(ConfigError, match="failed worker 5:0 does not exist: there are 2 pipelines of 2 stages"):
         plan(Topology(2, 2, 2), workers((5, 0)))
     assert parse_worker("1:2") == Worker(1, 2)
     with pytest.raises(ConfigError, match="PIPELINE:STAGE, for example 1:2, got '1-2'"):
@@ -232,12 +236,14 @@ def test_the_greedy_is_close_to_the_best_known() -> None:
     rng = random.Random(5)
     for _ in range(24):
         topology = Topology(rng.randint(2, 4), rng.randint(2, 5), rng.randint(3, 8))
-        lost = some_lost(topology, rng, rng.randint(1, 2))
+        failed = some_failed(topology, rng, rng.randint(1, 2))
         stages = tuple(StageTimes(1, rng.uniform(0.8, 1.2), rng.uniform(0.6, 1.1), 2.5) for _ in range(topology.stages))
         times, memory = Times(stages, rng.choice([0, 0.1, 0.3])), Memory(rng.choice([None, 4, 6]))
         variant, ordered = rng.choice(list(Variant)), rng.random() < 0.3
         costs = []
         for limit in (0.0, 10.0):
-            found = plan(topology, lost, times=times, variant=variant, memory=memory, ordered=ordered, time_limit=limit)
+            found = plan(
+                topology, failed, times=times, variant=variant, memory=memory, ordered=ordered, time_limit=limit
+            )
             costs.append(verified(found, times, memory))
         assert costs[0] <= 1.05 * costs[1]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from examiner import Case, Wrong, examine
-from random_jobs import some_lost, some_times
+from random_jobs import some_failed, some_times
 
 from shared_core.errors import InvalidSchedule
 from shared_core.reroute.room import room_of
@@ -37,13 +37,13 @@ def test_random_plans(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(40):
         topology = Topology(rng.randint(2, 4), rng.randint(1, 5), rng.randint(1, 7))
-        lost, times = some_lost(topology, rng, rng.randint(0, 4)), some_times(topology, rng)
+        failed, times = some_failed(topology, rng, rng.randint(0, 4)), some_times(topology, rng)
         memory, variant = (
             rng.choice([Memory(), Memory(1), Memory(5), one_f_one_bs(topology)]),
             rng.choice(list(Variant)),
         )
         ordered = rng.random() < 0.5
-        found = plan(topology, lost, times=times, variant=variant, memory=memory, ordered=ordered, effort=1500)
+        found = plan(topology, failed, times=times, variant=variant, memory=memory, ordered=ordered, effort=1500)
         examine(json.loads(found.to_json()), case_of(topology, times, memory))
         check(found.schedule, topology, memory=memory, ordered=ordered)
         assert IterationPlan.from_json(found.to_json()) == found
@@ -59,8 +59,8 @@ def test_random_remainders(seed: int) -> None:
         timeline = simulate(first.schedule, times)
         when = rng.uniform(0, timeline.slots)
         progress = {w: sum(slot.end <= when for slot in row[:-1]) for w, row in timeline.rows.items()}
-        lost, memory = some_lost(topology, rng, rng.randint(1, 3)), rng.choice([Memory(), one_f_one_bs(topology)])
-        rest = replan(first, progress, lost, times=times, memory=memory, effort=500)
+        failed, memory = some_failed(topology, rng, rng.randint(1, 3)), rng.choice([Memory(), one_f_one_bs(topology)])
+        rest = replan(first, progress, failed, times=times, memory=memory, effort=500)
         done = {str(worker): [one.text(worker) for one in row] for worker, row in rest.done.items()}
         examine(json.loads(rest.plan.to_json()), replace(case_of(topology, times, memory), done=done))
 

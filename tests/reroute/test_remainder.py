@@ -33,12 +33,12 @@ def verified(rest: Remainder) -> None:
     hosts: dict[tuple[int, int, int], Worker] = {}
     for rows in (rest.done, rest.plan.schedule.rows):
         for worker, row in rows.items():
-            assert worker not in rest.plan.lost or rows is rest.done
+            assert worker not in rest.plan.failed or rows is rest.done
             for action in row:
                 if action.kind is not Kind.OPT:
                     key = (action.pipeline, action.stage, action.micro_batch)
                     assert hosts.setdefault(key, worker) == worker
-                    assert rest.plan.host(*key) == worker or worker in rest.plan.lost
+                    assert rest.plan.host(*key) == worker or worker in rest.plan.failed
     done = [action for actions in rest.done.values() for action in actions]
     assert simulate(rest.plan.schedule, Times(), done=done).slots == pytest.approx(rest.plan.slots)
 
@@ -51,21 +51,23 @@ def verified(rest: Remainder) -> None:
     before=st.integers(0, 1),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_loss_at_any_time(
+def test_a_failure_at_any_time(
     shape: tuple[int, int, int], seed: int, variant: Variant, ordered: bool, before: int
 ) -> None:
     topology, rng = Topology(*shape), random.Random(seed)
     first = plan(topology, rng.sample(topology.workers(), before), variant=variant, ordered=ordered, effort=500)
     timeline = simulate(first.schedule, Times())
     progress = at_time(timeline, rng.uniform(0, timeline.slots))
-    lost = rng.choice([one for one in timeline.rows if sum(other.stage == one.stage for other in timeline.rows) > 1])
-    rest = replan(first, progress, [lost], effort=500)
+    failed = rng.choice([one for one in timeline.rows if sum(other.stage == one.stage for other in timeline.rows) > 1])
+    rest = replan(first, progress, [failed], effort=500)
     verified(rest)
     kept = sum(len(actions) for actions in rest.done.values())
-    assert kept == sum(count for worker, count in progress.items() if worker != lost), "no survivor's work is repeated"
+    assert kept == sum(count for worker, count in progress.items() if worker != failed), (
+        "no survivor's work is repeated"
+    )
     if ordered:
         check(rest.plan.schedule, topology, done=rest.done, ordered=True)
-    # Another loss before the rest is through.
+    # Another failure before the rest is through.
     done = [action for actions in rest.done.values() for action in actions]
     second = simulate(rest.plan.schedule, Times(), done=done)
     progress = at_time(second, rng.uniform(0, second.slots))
@@ -77,7 +79,7 @@ def test_a_loss_at_any_time(
 
 
 def test_the_extra_time() -> None:
-    """At the very beginning a loss costs what it costs every iteration; at the end all of the lost work."""
+    """At the very beginning a failure costs what it costs every iteration; at the end all of the lost work."""
     healthy = plan(TOPOLOGY, variant=Variant.DECOUPLED)
     timeline = simulate(healthy.schedule, Times())
     start = replan(healthy, at_time(timeline, 0), [Worker(1, 2)], effort=100_000)
@@ -92,7 +94,7 @@ def stepped(timeline: Timeline, stage: int, time: float) -> Mapping[Worker, int]
     return progress | {worker: len(timeline.rows[worker]) for worker in timeline.rows if worker.stage == stage}
 
 
-def test_a_loss_after_its_stage_has_stepped() -> None:
+def test_a_failure_after_its_stage_has_stepped() -> None:
     first = plan(TOPOLOGY, [Worker(0, 1)], variant=Variant.STAGGERED)
     timeline = simulate(first.schedule, Times(), staggered=True)
     end = max(row[-2].end for row in timeline.rows.values())
@@ -112,5 +114,5 @@ def test_a_loss_after_its_stage_has_stepped() -> None:
 
 def test_nobody_left() -> None:
     first = plan(Topology(2, 2, 2), [Worker(0, 1)])
-    with pytest.raises(ConfigError, match="all 2 workers of stage 1 are lost"):
+    with pytest.raises(ConfigError, match="all 2 workers of stage 1 failed"):
         replan(first, {}, [Worker(1, 1)])

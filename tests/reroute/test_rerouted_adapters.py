@@ -1,4 +1,6 @@
-"""Pipelines of Lightning's and Accelerate's go on without a lost worker, and let a newcomer in where all are needed."""
+"""Pipelines of Lightning's and Accelerate's continue without a failed worker, and admit a replacement
+where all are needed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ CASES: dict[str, tuple[list[str], list[Fault]]] = {
         [],
         [Fault(1, 2, "reroute.action", "SIGKILL", nth=3), Fault(3, 6, "reroute.action", "SIGKILL", nth=4)],
     ),
-    # The step before a validation hears that the newcomer waits; the validation lets it in, after that step.
+    # The step before a validation hears that the replacement waits; the validation admits it, after that step.
     "waits_at_the_validation": (
         ["--wait"],
         [Fault(1, 2, "reroute.action", "SIGKILL", nth=3), Fault(3, 5, "reroute.action", "SIGKILL", nth=4)],
@@ -57,7 +59,7 @@ def run(
     result = jobs.run(script, nproc=4, args=args, faults=faults, env=ORDERED)
     compare(result, reference, parts)
     assert not result.kinds("restart") and len(result.struck) == len(faults), result.tail()
-    assert len(result.kinds("let_in")) == len(faults) and result.kinds("rerouted"), result.tail()
+    assert len(result.kinds("admitted")) == len(faults) and result.kinds("rerouted"), result.tail()
     return result
 
 
@@ -66,7 +68,7 @@ NOT_HOOKS = ("all", "callbacks", "loops", "steps", "generators", "checkpoints", 
 
 
 @pytest.mark.parametrize("name", most(CASES, *(CASES.keys() - {"waits_at_the_validation", "both"})))
-def test_a_stage_is_lost_under_lightning(name: str, jobs: Jobs) -> None:
+def test_a_stage_fails_under_lightning(name: str, jobs: Jobs) -> None:
     args, faults = CASES[name]
     run(jobs, LIGHTNING, faults, ["--no-dropout", *args], NOT_HOOKS if name == "bf16" else None)
 
@@ -99,12 +101,12 @@ LOOPS: dict[str, tuple[list[str], list[Fault]]] = {
         [Fault(0, 2, "update.during", "SIGKILL"), Fault(1, 5, "reroute.action", "SIGKILL", nth=3)],
     ),
 }
-#: Not the generators: a newcomer has those of the peer that it is a copy of.
+#: Not the generators: a replacement has those of the peer that it is a copy of.
 COMPARED = ("parameters", "buffers", "optimizers", "schedulers", "losses", "trained")
 
 
 @pytest.mark.parametrize("name", most(LOOPS, *(LOOPS.keys() - {"first_and_last_stage"})))
-def test_a_stage_is_lost_under_accelerate(name: str, jobs: Jobs) -> None:
+def test_a_stage_fails_under_accelerate(name: str, jobs: Jobs) -> None:
     args, faults = LOOPS[name]
     run(jobs, ACCELERATE, faults, ["--no-dropout", *args], COMPARED)
 

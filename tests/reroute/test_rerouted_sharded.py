@@ -1,4 +1,6 @@
-"""Pipelines in bf16 and with ZeRO-1 go on without a lost worker: its shard of the optimizer is stepped by its peers."""
+"""Pipelines in bf16 and with ZeRO-1 continue without a failed worker: its shard of the optimizer is
+stepped by its peers.
+"""
 
 from __future__ import annotations
 
@@ -40,25 +42,25 @@ USUAL = (("bf16", "tied"), ("zero", "clipped"), ("both", "several"))
         for model in MODELS
     ],
 )
-def test_without_a_loss_it_is_deepspeed(jobs: Jobs, mode: str, model: str) -> None:
+def test_without_a_failure_it_is_deepspeed(jobs: Jobs, mode: str, model: str) -> None:
     args = ("--dropout", "0", *MODES[mode], *MODELS[model])
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
     compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), theirs)
 
 
-#: How often a worker has been where in the step when it is lost.
+#: How often a worker has been where in the step when it fails.
 PLACES = {
-    "before": (1, "batch_top"),
+    "before": (1, "step_boundary"),
     "forward": (2, "reroute.forward"),
     "backward": (2, "reroute.backward"),
     "reduction": (1, "reroute.reduce"),
-    "sum is being sent": (11, "lane.wait"),
+    "sum is being sent": (11, "survivor_group.wait"),
     "step": (1, "reroute.step"),
     "update begins": (1, "update.before"),
     "in the update": (1, "update.during"),
     "after the update": (1, "update.after"),
 }
-#: Both clip, and decay the learning rate: a newcomer has the scheduler's.
+#: Both clip, and decay the learning rate: a replacement has the scheduler's.
 CLIPPED = ("--clip", "0.05", "--decay", "0.1")
 
 
@@ -66,22 +68,22 @@ CLIPPED = ("--clip", "0.05", "--decay", "0.1")
     ("mode", "rank", "place"),
     [("bf16", 2, "in the update"), ("zero", 1, "reduction")],
 )
-def test_a_worker_is_lost(jobs: Jobs, mode: str, rank: int, place: str) -> None:
+def test_a_worker_fails(jobs: Jobs, mode: str, rank: int, place: str) -> None:
     nth, point = PLACES[place]
     once(jobs, [kill(rank, 3, nth, point)], (*MODES[mode], *CLIPPED))
 
 
 @pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"both"})))
-def test_newcomers_are_let_in(jobs: Jobs, mode: str) -> None:
-    """Whose peers are then lost: what the newcomers have of the optimizer is all that there is."""
+def test_replacements_are_admitted(jobs: Jobs, mode: str) -> None:
+    """Whose peers then fail: what the replacements have of the optimizer is all that there is."""
     faults = [kill(1, 2, 1, "reroute.backward"), kill(0, 4, 1, "update.during"), kill(3, 4, 1, "reroute.forward")]
     result = once(jobs, faults, (*MODES[mode], *CLIPPED, "--sum-after", "2", "3", "5"))
-    assert [event.rank for event in result.kinds("let_in")][0] == 1, result.tail()
-    assert {event.rank for event in result.kinds("let_in")} == {0, 1, 3}, result.tail()
+    assert [event.rank for event in result.kinds("admitted")][0] == 1, result.tail()
+    assert {event.rank for event in result.kinds("admitted")} == {0, 1, 3}, result.tail()
 
 
 @pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"zero"})))
-def test_two_of_three_replicas_are_lost(jobs: Jobs, mode: str) -> None:
+def test_two_of_three_replicas_fail(jobs: Jobs, mode: str) -> None:
     """The one that is left has the shards of all three."""
     faults = [kill(3, 3, 1, "reroute.backward"), kill(4, 4, 1, "update.during")]
     once(jobs, faults, (*MODES[mode], *CLIPPED), nproc=6)
@@ -93,23 +95,23 @@ ODD = ("--odd", "9", "--odd-value", "nan", "--decay", "0.1", "--dropout", "0")
 
 @pytest.mark.parametrize("mode", most(MODES, *(MODES.keys() - {"both"})))
 def test_an_update_is_left_out(jobs: Jobs, mode: str) -> None:
-    """In the step in which a worker is lost, and which its newcomer passes by."""
+    """In the step in which a worker fails, and which its replacement passes by."""
     args = (*MODES[mode], *ODD, "--sum-after", "3")
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
     result = jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED, faults=[kill(2, 2, 1, "reroute.reduce")])
     compare(result, theirs)
-    assert result.struck and not result.kinds("restart") and len(result.kinds("let_in")) == 1, result.tail()
+    assert result.struck and not result.kinds("restart") and len(result.kinds("admitted")) == 1, result.tail()
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
-def test_the_last_worker_of_a_stage_is_lost(jobs: Jobs, tmp_path: Path, mode: str) -> None:
+def test_the_last_worker_of_a_stage_fails(jobs: Jobs, tmp_path: Path, mode: str) -> None:
     """Then all go back to the checkpoint, which has all shards."""
     env = {"SWIFT_RECOVERY_CHECKPOINT_DIR": str(tmp_path), "SWIFT_RECOVERY_CHECKPOINT_EVERY_STEPS": "2"}
     faults = [kill(rank, 5, 1, "reroute.forward") for rank in (2, 3)]
     result = go(jobs, faults, (*MODES[mode], *CLIPPED), env=env)
     assert len(result.kinds("restart")) == 1, result.tail()
-    assert {4} <= {event.fields["top"] for event in result.kinds("checkpoint")}, result.tail()
+    assert {4} <= {event.fields["boundary"] for event in result.kinds("checkpoint")}, result.tail()
 
 
 @pytest.mark.nightly
@@ -123,8 +125,8 @@ def test_every_place(jobs: Jobs, mode: str, rank: int, place: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
-def test_losses_at_random_places(jobs: Jobs, mode: str) -> None:
-    """Two of three pipelines and two stages, a newcomer again among them; but no pipeline loses both ends."""
+def test_failures_at_random_places(jobs: Jobs, mode: str) -> None:
+    """Two of three pipelines and two stages, a replacement again among them; but no pipeline loses both ends."""
     for seed in range(4):
         draw = random.Random(f"{mode} {seed}")
         first, second = draw.sample((0, 1, 3), 2) if seed % 2 else draw.sample((1, 2, 4, 3), 2)
@@ -145,7 +147,7 @@ def test_four_stages(jobs: Jobs, mode: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", MODES)
-def test_a_newcomer_is_lost_again(jobs: Jobs, mode: str) -> None:
+def test_a_replacement_fails_again(jobs: Jobs, mode: str) -> None:
     long = ("--steps", "16", "--work-ms", "30", "--micro-batches", "2")
     again = Fault(3, ANY_STEP, "update.during", "SIGKILL", incarnation=1)
     result = once(jobs, [kill(3, 2, 1, "reroute.backward"), again], (*MODES[mode], *CLIPPED, *long))

@@ -1,4 +1,6 @@
-"""Pipelines that go on without a lost worker: its peers compute its micro-batches, and a newcomer is let in later."""
+"""Pipelines that continue without a failed worker: its peers compute its micro-batches, and a
+replacement is admitted later.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from harness import Jobs, most
-from rerouted import ORDERED, SCRIPT, go, go_on
+from rerouted import ORDERED, SCRIPT, carry_on, go
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.testing.runner import compare
@@ -27,7 +29,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", most(MODELS, *(MODELS.keys() - {"several", "checkpointing"})))
-def test_without_a_loss_it_is_deepspeed(jobs: Jobs, model: str) -> None:
+def test_without_a_failure_it_is_deepspeed(jobs: Jobs, model: str) -> None:
     args = ("--dropout", "0", *MODELS[model])
     theirs = jobs.reference(SCRIPT, nproc=4, args=args)
     compare(jobs.run(SCRIPT, nproc=4, args=args, env=ORDERED), theirs)
@@ -35,7 +37,7 @@ def test_without_a_loss_it_is_deepspeed(jobs: Jobs, model: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("pipelines", [3, 4])
-def test_more_pipelines_are_deepspeed_with_a_loss_too(jobs: Jobs, pipelines: int) -> None:
+def test_more_pipelines_are_deepspeed_with_a_failure_too(jobs: Jobs, pipelines: int) -> None:
     """From three ranks on, gloo does not add gradients in rank order."""
     args, nproc = ("--dropout", "0", "--clip", "0.5", "--evaluate-after", "4"), 2 * pipelines
     theirs = jobs.reference(SCRIPT, nproc=nproc, args=args)
@@ -47,20 +49,20 @@ def test_more_pipelines_are_deepspeed_with_a_loss_too(jobs: Jobs, pipelines: int
 
 
 @pytest.mark.parametrize("rank", most("0123", "0", "2", "3"))
-def test_a_worker_is_lost_inside_a_step(jobs: Jobs, rank: str) -> None:
-    result = go_on(jobs, [Fault(int(rank), 3, "reroute.action", "SIGKILL", nth=5)], ["--autocast"])
+def test_a_worker_fails_inside_a_step(jobs: Jobs, rank: str) -> None:
+    result = carry_on(jobs, [Fault(int(rank), 3, "reroute.action", "SIGKILL", nth=5)], ["--autocast"])
     assert result.kinds("rerouted"), result.tail()
 
 
 @pytest.mark.parametrize("rank", most("0123", "1", "2"))
-def test_a_newcomer_is_let_in(jobs: Jobs, rank: str) -> None:
-    result = go_on(
+def test_a_replacement_is_admitted(jobs: Jobs, rank: str) -> None:
+    result = carry_on(
         jobs, [Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3)], ["--evaluate-after", "4", "--sum-evaluated"]
     )
-    assert [event.rank for event in result.kinds("let_in")] == [int(rank)], result.tail()
+    assert [event.rank for event in result.kinds("admitted")] == [int(rank)], result.tail()
 
 
-#: Losses around a copy of the state, the options, and steps that wait for losses and their copies.
+#: Failures around a copy of the state, the options, and steps that wait for failures and their copies.
 COPIES: dict[str, tuple[list[Fault], tuple[str, ...], str]] = {
     "clipped": ([Fault(3, 2, "reroute.action", "SIGKILL", nth=3)], ("--clip", "0.5", "--decay", "0.01"), "5:1"),
     "tied": ([Fault(0, 2, "reroute.action", "SIGKILL", nth=3)], TIED, "5:1"),
@@ -69,7 +71,7 @@ COPIES: dict[str, tuple[list[Fault], tuple[str, ...], str]] = {
         (),
         "5:1",
     ),
-    "the_newcomer": (
+    "the_replacement": (
         [
             Fault(3, 2, "reroute.action", "SIGKILL", nth=3),
             Fault(3, ANY_STEP, "copy.take", "SIGKILL", incarnation=1),
@@ -86,25 +88,25 @@ COPIES: dict[str, tuple[list[Fault], tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", most(COPIES, *COPIES.keys() - {"clipped"}))
-def test_newcomers_copy_the_state_while_the_others_train(jobs: Jobs, name: str) -> None:
+def test_replacements_copy_the_state_while_the_others_train(jobs: Jobs, name: str) -> None:
     faults, args, copies = COPIES[name]
-    run = go if name == "the_donor" else go_on  # who has lost both workers of a stage goes back to the checkpoint
+    run = go if name == "the_donor" else carry_on  # who has lost both workers of a stage goes back to the checkpoint
     result = run(jobs, faults, ["--steps", "40", "--copies", copies, *args])
     if name != "the_donor":
-        assert {event.rank for event in result.kinds("let_in")} == {fault.rank for fault in faults}, result.tail()
+        assert {event.rank for event in result.kinds("admitted")} == {fault.rank for fault in faults}, result.tail()
         copied = [event.rank for event in result.kinds("copied") if not event.fields["why"]]
         assert {*copied} == {fault.rank for fault in faults}, result.tail()
 
 
 @pytest.mark.parametrize("rank", most("0123", "0", "1", "2"))
 def test_a_collective_waits_for_all(jobs: Jobs, rank: str) -> None:
-    """One newcomer passes by the step in which its predecessor was lost, the other several."""
+    """One replacement passes by the step in which the failed worker failed, the other several."""
     faults = [
         Fault(int(rank), 2, "reroute.action", "SIGKILL", nth=3),
         Fault(int(rank) ^ 2, 4, "reroute.step", "SIGKILL"),
     ]
-    result = go_on(jobs, faults, ["--sum-after", "2", "4"])
-    assert [event.rank for event in result.kinds("let_in")] == [int(rank), int(rank) ^ 2], result.tail()
+    result = carry_on(jobs, faults, ["--sum-after", "2", "4"])
+    assert [event.rank for event in result.kinds("admitted")] == [int(rank), int(rank) ^ 2], result.tail()
 
 
 REFUSED = {"--counts": "the forward pass changes the buffer", "--grow": "on_failure='reroute' has planned for 4"}
@@ -117,10 +119,10 @@ def test_what_no_plan_allows_is_refused(jobs: Jobs, option: str) -> None:
 
 
 def test_plans_go_by_measured_times(jobs: Jobs) -> None:
-    withheld = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}  # a newcomer that is quick has plans made again
-    result = go_on(jobs, [Fault(3, 5, "reroute.action", "SIGKILL", nth=5)], env=withheld)
+    withheld = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}  # a replacement that is quick has plans made again
+    result = carry_on(jobs, [Fault(3, 5, "reroute.action", "SIGKILL", nth=5)], env=withheld)
     before, after = [event.fields for event in result.kinds("planned")]
-    assert before["lost"] == [] and after["lost"] == [[1, 1]], result.tail()
+    assert before["failed"] == [] and after["failed"] == [[1, 1]], result.tail()
     assert before["times"] == after["times"] and len(before["times"]["stages"]) == 2
     assert before["room"] == after["room"] and len(set(before["room"])) == 1, "more than 1F1B holds: it all fits"
     (planned,) = {tuple(event.fields["rest_s"]) for event in result.kinds("rerouted")}

@@ -1,4 +1,6 @@
-"""Both ends of a pipeline are lost, whose data any worker can read: nobody waits for a newcomer, and no bit differs."""
+"""Both ends of a pipeline fail, whose data any worker can read: nobody waits for a replacement,
+and no bit differs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from shared_core.faults import Fault
 
 pytest.importorskip("deepspeed")
 
-#: Newcomers are withheld.
+#: Replacements are withheld.
 WITHHELD = {"SWIFT_RECOVERY_REROUTE_REJOIN_AFTER_S": "600"}
 
 
@@ -28,11 +30,11 @@ def kill(rank: int, step: int, nth: int = 1, point: str = "reroute.action", afte
 CASES: dict[str, tuple[Sequence[str], int, list[Fault]]] = {
     "in_a_step": (("--clip", "1.0"), 4, [kill(0, 3, 2), kill(2, 3, 2)]),
     "before_any_data": ((), 4, [kill(0, 3), kill(2, 3)]),
-    "between_steps": ((), 4, [kill(1, 3, 1, "batch_top"), kill(3, 3, 1, "batch_top")]),
+    "between_steps": ((), 4, [kill(1, 3, 1, "step_boundary"), kill(3, 3, 1, "step_boundary")]),
     "one_after_the_other": ((), 4, [kill(1, 2, 5), kill(3, 4, 3)]),
     "at_the_sum": ((), 4, [kill(0, 4, 1, "reroute.reduce"), kill(2, 4, 9)]),
     "one_stage_is_ahead": ((), 4, [kill(2, 5), kill(0, 4, 1, "reroute.reduce", after=0)]),
-    "who_reads_is_lost": ((), 6, [kill(0, 3, 2), kill(3, 3, 2), kill(1, 5, 3)]),
+    "who_reads_fails": ((), 6, [kill(0, 3, 2), kill(3, 3, 2), kill(1, 5, 3)]),
     "three_stages": (("--stages", "3"), 6, [kill(0, 3, 2), kill(4, 3, 3)]),
     "before_an_evaluation": (("--evaluate-after", "4"), 4, [kill(0, 3, 2), kill(2, 3, 2)]),
     "in_an_evaluation": (
@@ -49,13 +51,13 @@ def test_nobody_waits_for_the_ends_of_a_pipeline(jobs: Jobs, name: str) -> None:
     args, nproc, faults = CASES[name]
     result = go(jobs, faults, ("--shared", *args), nproc, WITHHELD)
     assert len(result.struck) == len(faults) and result.reports.keys().isdisjoint(f.rank for f in faults), result.tail()
-    assert not result.kinds("restart") and not result.kinds("let_in"), result.tail()
+    assert not result.kinds("restart") and not result.kinds("admitted"), result.tail()
 
 
-def test_newcomers_of_the_ends_come_later(jobs: Jobs) -> None:
+def test_replacements_of_the_ends_come_later(jobs: Jobs) -> None:
     args = ("--shared", "--steps", "12", "--sum-after", "11")
     result = go(jobs, [kill(0, 3, 2), kill(2, 3, 2)], args)
-    assert {event.rank for event in result.kinds("let_in")} == {0, 2} and len(result.reports) == 4, result.tail()
+    assert {event.rank for event in result.kinds("admitted")} == {0, 2} and len(result.reports) == 4, result.tail()
 
 
 def test_each_pipeline_gets_what_the_others_read_for_it() -> None:

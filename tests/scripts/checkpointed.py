@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def strike(step: int, rank: int, began: int) -> None:
-    """A run that does not go on from a checkpoint has committed one before, so that the next start can go on."""
+    """A run that does not continue from a checkpoint has committed one before, so that the next start can continue."""
     for name, number in (("DIE", signal.SIGKILL), ("END", signal.SIGTERM)):
         if step == int(os.environ.get(name, -1)):
             if number == signal.SIGTERM and rank != int(os.environ.get("END_RANK", rank)):

@@ -108,7 +108,7 @@ def main() -> None:
         job.register("loop", lambda: dict(loop), loop.update)
     while loop["step"] < args.steps:
         if job is not None:
-            job.batch_top()
+            job.step_boundary()
         step = int(loop["step"])
         report.count(f"batch {step}")
         optimizer.zero_grad()

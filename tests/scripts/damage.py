@@ -13,7 +13,8 @@ def do(kind: str) -> None:
     """Damage files of this rank, in the first worker of the first attempt only.
 
     Args:
-        kind: ``no room``, or one of the tables below; for a checkpoint with its batch top, as ``"flip checkpoint 3"``.
+        kind: ``no room``, or one of the tables below; for a checkpoint with its step boundary, as ``"flip checkpoint
+            3"``.
     """
     if os.environ.get("SWIFT_RECOVERY_INCARNATION") != "0" or os.environ.get("SWIFT_RECOVERY_RESTART", "0") != "0":
         return
@@ -22,12 +23,12 @@ def do(kind: str) -> None:
 
     job = current_job()
     assert job is not None
-    name, _, top = kind.rpartition(" ")
-    if top.isdecimal():
+    name, _, boundary = kind.rpartition(" ")
+    if boundary.isdecimal():
         assert job.config.checkpoint.dir is not None
         for spool in Spool(job.env.job_dir / FOLDER).all_attempts():
-            spool.drop(int(top))  # that in memory would do as well
-        (folder,) = Path(job.config.checkpoint.dir).glob(f"*/step-{int(top):010d}")
+            spool.drop(int(boundary))  # that in memory would do as well
+        (folder,) = Path(job.config.checkpoint.dir).glob(f"*/step-{int(boundary):010d}")
         _CHECKPOINTS[name](folder)
         return
     archive = job.runtime.disk.archive

@@ -1,4 +1,4 @@
-"""Each rank notes the digest of a stop-the-world copy at each batch top, for comparison with the checkpoint."""
+"""Each rank notes the digest of a stop-the-world copy at each step boundary, for comparison with the checkpoint."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def main() -> None:
         job.register("loop", lambda: dict(loop), loop.update)
     while loop["step"] < args.steps:
         if job is not None:
-            # The whole state, copied while nothing else runs: what the checkpoint of this batch top must hold.
+            # The whole state, copied while nothing else runs: what the checkpoint of this step boundary must hold.
             replicated = job.updates.replicated
             assert replicated is not None
             noted = {
@@ -108,9 +108,9 @@ def main() -> None:
                 "torch": digest(torch.get_rng_state()),
                 "loop": digest(dict(loop)),
             }
-            job.batch_top()
-            with Path(os.environ["SWIFT_TEST_OUT"], f"tops{rank}.jsonl").open("a") as file:
-                print(json.dumps({"top": job.position.tops, **noted}), file=file)
+            job.step_boundary()
+            with Path(os.environ["SWIFT_TEST_OUT"], f"boundaries{rank}.jsonl").open("a") as file:
+                print(json.dumps({"boundary": job.position.boundaries, **noted}), file=file)
         report.count(f"batch {loop['step']}")
         x = torch.randn(8, 16) + 0.1 * random.random() + 0.1 * float(np.random.rand())
         loss = (ddp(x) - x[:, :4].sin()).pow(2).mean()
@@ -121,7 +121,7 @@ def main() -> None:
             optimizer.step()
         loop["step"] += 1
         if job is not None and args.late and job.checkpoints.due:
-            assert job._worker.start.checkpoints._spool.wait_committed(job.position.tops, 20.0)
+            assert job._worker.start.checkpoints._spool.wait_committed(job.position.boundaries, 20.0)
     report.finish(training_digest(net, optimizers, [], {}) | {"generators": generators_digest()})
     group = end_group()
     del ddp, group

@@ -274,7 +274,7 @@ def _fit_test_fit(
     tested = trainer.test(module, loader(48, shuffle=False, first=1200), verbose=False)
     trainer.fit_loop.max_epochs = 4
     trainer.fit(module, **data)
-    extra["first"] = first  # compared on survivors only: a newcomer in a later entry passes by finished ones
+    extra["first"] = first  # compared on survivors only: a replacement in a later entry passes by finished ones
     return digests(trainer, module) | {"tested": repr(tested)}
 
 

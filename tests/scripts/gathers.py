@@ -1,4 +1,4 @@
-"""Evaluates a sharded model often between two batch tops, and reports by how much its memory grows."""
+"""Evaluates a sharded model often between two step boundaries, and reports by how much its memory grows."""
 
 from __future__ import annotations
 

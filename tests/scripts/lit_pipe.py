@@ -25,7 +25,7 @@ from lightning_swift import SwiftCheckpoint, SwiftPipelineStrategy
 from shared_core.testing.digest import digest, training_digest
 from shared_core.testing.jobs.common import Counting, final_digests, without_folder, without_ours
 from shared_core.testing.report import Report
-from shared_core.worker.recovery.lanes import Patience
+from shared_core.worker.recovery.survivor_groups import WaitFor
 
 warnings.filterwarnings("ignore")
 #: Where the run leaves its files; two starts of one run may share a folder.
@@ -95,7 +95,7 @@ class Losses(pl.Callback):
     """Keeps the loss of each step, and sees it on every rank.
 
     Args:
-        waits: before an epoch's last step, stand still until those who are away wait to be let in.
+        waits: before an epoch's last step, stand still until those who are away wait to be admitted.
     """
 
     def __init__(self, waits: bool = False) -> None:
@@ -105,8 +105,8 @@ class Losses(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         stand_still(trainer.global_step)
         job = shared_core.current_job()
-        if self.waits and trainer.is_last_batch and job is not None and job.lanes.absent:
-            job.lanes.knocking(wait=Patience.FOR_ALL)
+        if self.waits and trainer.is_last_batch and job is not None and job.survivor_groups.absent:
+            job.survivor_groups.joining_ranks(wait=WaitFor.FOR_ALL)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not outputs["loss"].isnan():
@@ -126,7 +126,7 @@ class Lossless(Layers):
     loss = None  # type: ignore[assignment]
 
 
-class Outside(Layers):
+class ExternalMutation(Layers):
     def __init__(self) -> None:
         super().__init__()
         self.extra = nn.Linear(2, 2)
@@ -136,7 +136,7 @@ class Outside(Layers):
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Layers]]] = {
     "training_step": ({}, {}, Stepping),
     "loss": ({}, {}, Lossless),
-    "outside": ({}, {}, Outside),
+    "outside": ({}, {}, ExternalMutation),
     "value": ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, {}, Layers),
     "clip": ({"gradient_clip_val": 0.5}, {"config": {"gradient_clipping": 1.0}}, Layers),
     "accumulate": ({"accumulate_grad_batches": 3}, {"micro_batches": 4}, Layers),
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--autocast", action="store_true", help="DeepSpeed's torch_autocast, to bf16")
     parser.add_argument("--change-gradients", action="store_true", help="in a hook")
     parser.add_argument("--reroute", action="store_true", help="said by the script alone")
-    parser.add_argument("--wait", action="store_true", help="for newcomers, before an epoch's last step")
+    parser.add_argument("--wait", action="store_true", help="for replacements, before an epoch's last step")
     parser.add_argument("--rows", type=int, default=48)
     parser.add_argument("--refuse", choices=sorted(REFUSED))
     parser.add_argument("--by-hand", action="store_true")

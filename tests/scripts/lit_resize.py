@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--until", type=int, default=0)
     parser.add_argument("--devices", type=int, default=int(os.environ["WORLD_SIZE"]))
-    parser.add_argument("--lost-after", type=int, default=-1, help="a rank that is lost when the fit is over")
+    parser.add_argument("--failed-after", type=int, default=-1, help="a rank that fails when the fit is over")
     args = parser.parse_args()
     report = Report()
     pl.seed_everything(3)
@@ -89,9 +89,9 @@ def main() -> None:
     )
     data = Numbered()
     trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=SAMPLES // 4))
-    if args.lost_after >= 0:
+    if args.failed_after >= 0:
         dist.barrier()  # all have finished the call
-    if args.lost_after == dist.get_rank() and report.who["incarnation"] == 0:
+    if args.failed_after == dist.get_rank() and report.who["incarnation"] == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()  # nobody says goodbye before
     seen = {name: getattr(module, name) for name in ("losses", "exact", "worlds", "validations", "batches")}

@@ -84,7 +84,7 @@ def files() -> dict[str, str]:
 
 
 def train(trainer: pl.Trainer, module: pl.LightningModule, data: dict[str, Any], what: str) -> dict[str, Any]:
-    """Returns digests of the end, and of earlier ends, which newcomers in later calls do not have."""
+    """Returns digests of the end, and of earlier ends, which replacements in later calls do not have."""
     trainer.fit(module, **data)
     if what == "fit":
         return {"digests": digests(trainer, module)}

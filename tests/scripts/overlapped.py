@@ -108,7 +108,7 @@ def main() -> None:
 
     while loop["step"] < args.steps:
         if job is not None:
-            job.batch_top()
+            job.step_boundary()
         report.count(f"batch {loop['step']}")
         optimizer.zero_grad(set_to_none=args.way != "zeroed")
         if args.way == "closure":

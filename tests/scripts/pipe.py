@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--schedule", action="store_true", help="a learning-rate schedule of DeepSpeed's")
     parser.add_argument("--rows", type=int, default=4, help="of a micro-batch")
     parser.add_argument(
-        "--slow", type=float, default=0.0, help="seconds a newcomer's script takes before its first batch"
+        "--slow", type=float, default=0.0, help="seconds a replacement's script takes before its first batch"
     )
     parser.add_argument(
         "--uneven", type=float, default=0.0, help="seconds of a forward pass at the first or, by turns, the third rank"

@@ -87,7 +87,7 @@ def main() -> None:
         job.register("loop", lambda: dict(loop), loop.update)
     while loop["step"] < args.steps:
         if job is not None:
-            job.batch_top()
+            job.step_boundary()
         report.count(f"batch {loop['step']}")
         generator = torch.Generator().manual_seed(int(1000 * loop["step"] + rank))
         x = torch.randn(8, 16, generator=generator) + 0.1 * torch.randn(8, 16)

@@ -132,7 +132,7 @@ def main() -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["dqn", "ppo"])
     parser.add_argument("--buffer", choices=["list", "deque", "named"], default="named")
-    parser.add_argument("--late", action="store_true", help="draw items one by one, while training goes on")
+    parser.add_argument("--late", action="store_true", help="draw items one by one, while training continues")
     args = parser.parse_args()
     report = Report()
     agent = Agent(args, report)

@@ -149,8 +149,10 @@ def main() -> None:
     parser.add_argument("--sum-after", type=int, nargs="*", default=(), help="steps; a sum over all workers")
     parser.add_argument("--shared", action="store_true", help="data that any worker can read; 10 batches an epoch")
     parser.add_argument("--sum-evaluated", action="store_true", help="a sum over all workers after the evaluation")
-    parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two losses and the copies")
-    parser.add_argument("--hold", type=int, default=-1, help="a rank: its newcomers wait for another one to be let in")
+    parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two failures and the copies")
+    parser.add_argument(
+        "--hold", type=int, default=-1, help="a rank: its replacements wait for another one to be admitted"
+    )
     parser.add_argument("--decay", type=float, default=0.0, help="of the learning rate, in each step")
     parser.add_argument("--hook", choices=["optimizer", "layers"], help="it keeps parameters, or outputs, small")
     parser.add_argument("--odd", type=int, nargs="*", default=(), help="micro-batches that have an odd label")

@@ -31,9 +31,11 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--evaluate", action="store_true", help="at the start of each epoch, and at the end")
-    parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two losses and the copies")
-    parser.add_argument("--hold", type=int, default=-1, help="a rank: its newcomers wait for another one to be let in")
-    parser.add_argument("--damage", action="store_true", help="memory of the first newcomer is faulty")
+    parser.add_argument("--copies", default="", help="10:1,12:2: step 12 waits for two failures and the copies")
+    parser.add_argument(
+        "--hold", type=int, default=-1, help="a rank: its replacements wait for another one to be admitted"
+    )
+    parser.add_argument("--damage", action="store_true", help="memory of the first replacement is faulty")
     parser.add_argument("--mistake", default="", help="ddp, own, norm, gather, sampler, buffer, late, twice")
     args = parser.parse_args()
     copies = Copies(args.copies)
@@ -55,7 +57,7 @@ def main() -> None:
     wrapped = nn.parallel.DistributedDataParallel(net) if args.mistake == "ddp" else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
-    seed_random(11)  # a newcomer gets a copy of a peer's
+    seed_random(11)  # a replacement gets a copy of a peer's
     job = shared_core.attach(wrapped, optimizer, scheduler)
     seen = job.register(loss=0.0, worst=0.0)
 

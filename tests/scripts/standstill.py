@@ -22,6 +22,6 @@ def stand_still(batch: int) -> None:
 
 
 def noted(job: Any) -> list[tuple[int, float]]:
-    """Losses that the policy of checkpoints has heard of in rank 0 and not fitted yet, with their batch tops."""
+    """Losses that the policy of checkpoints has heard of in rank 0 and not fitted yet, with their step boundaries."""
     pricing = None if job is None else job._worker.start.checkpoints.pricing
-    return [] if pricing is None else [(top, float(loss)) for top, loss in pricing._losses]
+    return [] if pricing is None else [(boundary, float(loss)) for boundary, loss in pricing._losses]

@@ -1,4 +1,6 @@
-"""Ranks that wait: for a late peer, for a newcomer that starts slowly, hangs, or does something else than its peers."""
+"""Ranks that wait: for a late peer, for a replacement that starts slowly, hangs, or does something
+else than its peers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from shared_core.testing.report import Report
 HOW, TIMEOUT_S = sys.argv[1], float(sys.argv[2])
 
 
-def newcomer() -> bool:
+def replacement() -> bool:
     """Asked each time: a variable would be given the failed worker's value."""
     return os.environ["SWIFT_RECOVERY_INCARNATION"] != "0"
 
@@ -55,9 +57,9 @@ def main() -> None:
     report = Report()
     job = shared_core.install()
     assert job is not None
-    if newcomer() and HOW == "slow":
+    if replacement() and HOW == "slow":
         pass_gate("start")
-    if newcomer() and HOW == "hangs":
+    if replacement() and HOW == "hangs":
         threading.Event().wait()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     side = dist.new_group([0, 1])
@@ -66,10 +68,10 @@ def main() -> None:
     loop = {"step": 0}
     job.register("loop", lambda: dict(loop), loop.update)
     while loop["step"] < 5:
-        job.batch_top()
+        job.step_boundary()
         report.count(f"batch {loop['step']}")
         value = torch.full((4, 3), float(loop["step"]))
-        elsewhere = loop["step"] == 4 and RANK == 1 and (newcomer() or HOW == "mistake")
+        elsewhere = loop["step"] == 4 and RANK == 1 and (replacement() or HOW == "mistake")
         if loop["step"] == 1 and RANK == 0 and HOW in ("slow", "late"):
             if HOW == "slow":
                 pass_gate("late")

@@ -1,4 +1,6 @@
-"""Sharded models under Accelerate lose workers and end, on every rank, with the bits of the run that lost none."""
+"""Sharded models under Accelerate lose workers and end, on every rank, with the bits of the run in
+which nobody failed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ CASES: dict[str, tuple[int, list[str], list[Fault]]] = {
 
 
 @pytest.mark.parametrize("name", few(CASES, "the_update_of_rank_0", "as_the_plugin_says"))
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     nproc, args, faults = CASES[name]
     jobs.check("acc_sharded.py", nproc=nproc, args=args, faults=faults)
 
@@ -74,7 +76,7 @@ def test_the_script_of_the_page(jobs: Jobs, tmp_path: Path) -> None:
     script = tmp_path / "train_accelerate_sharded.py"
     script.write_text(code)
     faults = [Fault(1, 20, "update.during", "SIGKILL", nth=5), Fault(0, 40, "forward", "SIGKILL")]
-    lost, plain = jobs.run(str(script), faults=faults), jobs.reference(str(script))
-    assert lost.status == plain.status == 0 and not unconfirmed(lost), lost.tail()
-    losses = [sorted(re.findall(r"rank \d: mean loss [\d.]+", each.stdout)) for each in (lost, plain)]
-    assert losses[0] == losses[1] and len(losses[0]) == 2, lost.tail()
+    failed, plain = jobs.run(str(script), faults=faults), jobs.reference(str(script))
+    assert failed.status == plain.status == 0 and not unconfirmed(failed), failed.tail()
+    losses = [sorted(re.findall(r"rank \d: mean loss [\d.]+", each.stdout)) for each in (failed, plain)]
+    assert losses[0] == losses[1] and len(losses[0]) == 2, failed.tail()

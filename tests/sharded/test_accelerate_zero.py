@@ -1,17 +1,19 @@
-"""Accelerate with DeepSpeed's ZeRO loses workers and ends, on every rank, with the bits of the run that lost none."""
+"""Accelerate with DeepSpeed's ZeRO loses workers and ends, on every rank, with the bits of the run in which nobody
+failed.
+"""
 
 from __future__ import annotations
 
 import pytest
 from harness import Jobs, few
-from shard_losses import EVERYWHERE
+from shard_failures import EVERYWHERE
 
 from shared_core.faults import Fault
 
 pytest.importorskip("deepspeed")
 
 STAGES = ["1", "2", "3"]
-#: Two epochs have six batches and seven tops each. An update has an operation for each part that a rank keeps.
+#: Two epochs have six batches and seven boundaries each. An update has an operation for each part that a rank keeps.
 LOSSES: dict[str, tuple[int, list[Fault]]] = {
     **EVERYWHERE,
     "in_the_update": (4, [Fault(1, 5, "update.during", "SIGKILL", nth=3)]),
@@ -29,7 +31,7 @@ WAYS: dict[str, tuple[list[str], bool]] = {
 
 
 @pytest.mark.parametrize("case", few(CASES, "2-a_reduction", "3-in_the_update"))
-def test_a_loss_changes_no_bit(case: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(case: str, jobs: Jobs) -> None:
     stage, name = CASES[case]
     nproc, faults = LOSSES[name]
     result = jobs.check("acc_zero.py", nproc=nproc, args=["--stage", stage], faults=faults)

@@ -1,17 +1,18 @@
-"""Sharded models lose workers and end, on every rank, with the bits of the run that lost none: all shards of the
-parameters and of the optimizer's state, counters, generators."""
+"""Sharded models lose workers and end, on every rank, with the bits of the run in which nobody failed: all shards of
+the parameters and of the optimizer's state, counters, generators.
+"""
 
 from __future__ import annotations
 
 import pytest
 from harness import Jobs, few
-from shard_losses import EVERYWHERE
+from shard_failures import EVERYWHERE
 
 from shared_core.faults import Fault
 from shared_core.testing.runner import compare
 
 #: Four groups of parameters: in each batch a forward gathers four times, a backward gathers three times and reduces
-#: four times, and clipping sums once. Two epochs have six batches and seven tops each, the last one for the end.
+#: four times, and clipping sums once. Two epochs have six batches and seven boundaries each, the last one for the end.
 FSDP: dict[str, tuple[int, list[Fault]]] = {
     **EVERYWHERE,
     "a_gather_in_forward": (2, [Fault(1, 4, "collective.before", "SIGKILL", nth=3)]),
@@ -20,21 +21,21 @@ FSDP: dict[str, tuple[int, list[Fault]]] = {
     "while_it_sums_the_norm": (4, [Fault(3, 5, "collective.before", "SIGKILL", nth=12)]),
     "in_the_first_batch": (2, [Fault(0, 1, "collective.after", "SIGKILL", nth=6)]),
     "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=9), Fault(3, 4, "forward", "SIGKILL")]),
-    "the_newcomer_in_the_same_batch": (
+    "the_replacement_in_the_same_batch": (
         2,
         [
             Fault(1, 5, "update.during", "SIGKILL", nth=9),
             Fault(1, 5, "collective.after", "SIGKILL", nth=9, incarnation=1),
         ],
     ),
-    "at_any_moment": (4, [Fault(1, 3, "batch_top", "SIGKILL", delay_s=0.01)]),
+    "at_any_moment": (4, [Fault(1, 3, "step_boundary", "SIGKILL", delay_s=0.01)]),
 }
 #: Two replicas of two shards: ranks 0 and 2 hold the same.
 HSDP: dict[str, list[Fault]] = {
     "a_reduction_in_backward": [Fault(1, 4, "collective.before", "SIGKILL", nth=9)],
     "in_the_update": [Fault(0, 9, "update.during", "SIGKILL", nth=12)],
     "both_replicas_of_a_shard": [Fault(0, 5, "collective.after", "SIGKILL", nth=9), Fault(2, 5, "forward", "SIGKILL")],
-    "at_a_batch_top": [Fault(3, 8, "batch_top", "SIGKILL")],
+    "at_a_step_boundary": [Fault(3, 8, "step_boundary", "SIGKILL")],
 }
 WAYS: dict[str, list[str]] = {
     "bf16": ["--mixed"],
@@ -55,15 +56,15 @@ AFTER_EVALUATIONS = [
 
 @pytest.mark.parametrize(
     "name",
-    few(FSDP, "a_gather_in_forward", "a_reduction_in_backward", "in_the_update", "at_a_batch_top"),
+    few(FSDP, "a_gather_in_forward", "a_reduction_in_backward", "in_the_update", "at_a_step_boundary"),
 )
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     nproc, faults = FSDP[name]
     jobs.check("sharded.py", nproc=nproc, faults=faults)
 
 
 @pytest.mark.parametrize("name", few(HSDP, "in_the_update", "both_replicas_of_a_shard"))
-def test_a_loss_among_replicas_of_shards_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_among_replicas_of_shards_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("sharded.py", nproc=4, args=["--replicas", "2"], faults=HSDP[name])
 
 
@@ -85,8 +86,8 @@ def test_evaluations_before_and_between(root: str, jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("replicas", ["1", "2"])
-def test_without_a_loss_nothing_differs(replicas: str, jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(replicas: str, jobs: Jobs) -> None:
     args = ["--replicas", replicas]
     result = jobs.run("sharded.py", nproc=4, args=args)
     compare(result, jobs.reference("sharded.py", nproc=4, args=args))
-    assert not result.kinds("lost")
+    assert not result.kinds("failed")

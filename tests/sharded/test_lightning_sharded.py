@@ -1,5 +1,5 @@
 """Lightning trains models that ``configure_model`` shards, loses workers and ends, on every rank, with the bits of the
-stock ``ModelParallelStrategy`` that lost none: shards, statistics, logged values, loops, generators, files."""
+stock ``ModelParallelStrategy`` that failed none: shards, statistics, logged values, loops, generators, files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FIT: dict[str, tuple[int, list[Fault]]] = {
     "before_it_clips": (2, [Fault(0, 8, "clip", "SIGKILL")]),
     "in_the_update": (2, [Fault(0, 9, "update.during", "SIGKILL", nth=20)]),
     "after_the_update": (2, [Fault(1, 6, "update.after", "SIGKILL")]),
-    "rank_0_at_a_batch_top": (4, [Fault(0, 7, "batch_top", "SIGKILL")]),
+    "rank_0_at_a_step_boundary": (4, [Fault(0, 7, "step_boundary", "SIGKILL")]),
     "in_a_validation": (2, [Fault(1, 3, "validation", "SIGKILL", nth=2)]),
     "rank_0_in_the_last_validation": (2, [Fault(0, 12, "validation", "SIGKILL")]),
     "in_the_first_batch": (2, [Fault(0, 1, "collective.after", "SIGKILL", nth=6)]),
     "before_the_first_batch": (2, [Fault(1, 0, "startup", "SIGKILL")]),
     "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=9), Fault(3, 4, "forward", "SIGKILL")]),
-    "the_newcomer": (
+    "the_replacement": (
         2,
         [Fault(1, 4, "update.before", "SIGKILL"), Fault(1, ANY_STEP, "join", "SIGKILL", incarnation=1)],
     ),
@@ -59,17 +59,17 @@ WAYS: dict[str, list[str]] = {
         "a_gather_in_forward",
         "a_reduction_in_backward",
         "in_the_update",
-        "rank_0_at_a_batch_top",
+        "rank_0_at_a_step_boundary",
         "in_a_validation",
     ),
 )
-def test_a_loss_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(name: str, jobs: Jobs) -> None:
     nproc, faults = FIT[name]
     jobs.check("lit_sharded.py", nproc=nproc, faults=faults)
 
 
 @pytest.mark.parametrize("name", few(HSDP, "both_replicas_of_a_shard"))
-def test_a_loss_among_replicas_of_shards_changes_no_bit(name: str, jobs: Jobs) -> None:
+def test_a_failure_among_replicas_of_shards_changes_no_bit(name: str, jobs: Jobs) -> None:
     jobs.check("lit_sharded.py", nproc=4, args=["--replicas", "2"], faults=HSDP[name])
 
 
@@ -90,7 +90,7 @@ def test_whole_files_of_lightning(jobs: Jobs) -> None:
 
 
 def check_with_earlier_ends(jobs: Jobs, args: list[str], faults: list[Fault]) -> None:
-    """A newcomer in a later call returns from finished ones at once: their ends are those of survivors."""
+    """A replacement in a later call returns from finished ones at once: their ends are those of survivors."""
     result = jobs.check("lit_sharded.py", args=args, faults=faults)
     reference = jobs.reference("lit_sharded.py", args=args)
     for rank in reference.reports.keys() - result.struck_ranks():
@@ -109,9 +109,9 @@ def test_ways_of_training(way: str, jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_without_a_loss_nothing_differs(jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(jobs: Jobs) -> None:
     result = jobs.check("lit_sharded.py", faults=[])
-    assert not result.kinds("lost")
+    assert not result.kinds("failed")
 
 
 def test_a_model_that_is_not_sharded_is_refused(jobs: Jobs) -> None:
@@ -121,7 +121,7 @@ def test_a_model_that_is_not_sharded_is_refused(jobs: Jobs) -> None:
 
 
 @pytest.mark.nightly
-def test_other_answers_to_a_loss_are_refused(jobs: Jobs) -> None:
+def test_other_answers_to_a_failure_are_refused(jobs: Jobs) -> None:
     result = jobs.run("lit_sharded.py", env={"SWIFT_RECOVERY_ON_FAILURE": "reroute"})
     assert result.status == 1
     assert "on_failure='reroute' does not work with sharded models" in result.stderr, result.tail()

@@ -22,7 +22,7 @@ def test_a_run_is_a_function_of_its_seed_and_number() -> None:
     }
     faults = [fault for plan in plans for fault in plan.faults]
     assert {fault.rank for fault in faults} == set(range(4)) and {fault.kind for fault in faults} == set(KINDS)
-    # In gathers, reductions and updates, both replicas of a shard in one run, and newcomers.
+    # In gathers, reductions and updates, both replicas of a shard in one run, and replacements.
     assert {"collective.before", "collective.after", "update.during", "join"} <= {fault.point for fault in faults}
     assert any({0, 2} <= {f.rank for f in plan.faults} for plan in plans if plan.model == "hsdp")
     assert any(fault.incarnation for fault in faults)

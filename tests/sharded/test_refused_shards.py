@@ -36,7 +36,7 @@ def test_the_page_quotes_the_lines() -> None:
     assert not [words for name, words in SAYS.items() if name != "nothing" and words not in PAGE]
 
 
-def test_a_job_that_may_not_go_on_says_so(jobs: Jobs) -> None:
+def test_a_job_that_may_not_continue_says_so(jobs: Jobs) -> None:
     result = jobs.run("sharded.py", env={"SWIFT_RECOVERY_ON_FAILURE": "shrink"})
     assert result.status == 1
     assert SAYS["shrink"] in result.stderr, result.tail()

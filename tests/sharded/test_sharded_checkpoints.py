@@ -1,5 +1,6 @@
-"""Sharded jobs of which nobody is left go on from their checkpoints: with the bits of the run that lost nobody, or with
-another number of workers."""
+"""Sharded jobs of which nobody is left continue from their checkpoints: with the bits of the run in which nobody
+failed, or with another number of workers.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed import committed, finished, options, running, saved, went_on_from
+from checkpointed import committed, continued_from, finished, options, running, saved
 from harness import Jobs, few, most
 
 from shared_core.encoding.plain import loads
@@ -27,7 +28,7 @@ JOBS: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("kind", few(JOBS, "fsdp2"))
-def test_killed_as_a_whole_it_goes_on_where_it_was(kind: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_killed_as_a_whole_it_continues_where_it_was(kind: str, jobs: Jobs, tmp_path: Path) -> None:
     script, args = JOBS[kind]
     args, env = [*args, "--epochs", "8"], options(tmp_path, every=5)
     with running(jobs, script, args, env=env, launcher_args=RESTART, nproc=4) as job:
@@ -38,7 +39,7 @@ def test_killed_as_a_whole_it_goes_on_where_it_was(kind: str, jobs: Jobs, tmp_pa
     with running(jobs, script, args, env=env, launcher_args=RESTART, nproc=4) as job:
         result = finished(job)
     compare(result, jobs.reference(script, nproc=4, args=args))
-    assert went_on_from(result) == {newest}, result.tail()
+    assert continued_from(result) == {newest}, result.tail()
 
 
 #: Those with more workers than two, and loops that are the frameworks' own.
@@ -60,7 +61,7 @@ def test_on_failure_restart_all_go_back_to_it(kind: str, jobs: Jobs, tmp_path: P
     result = jobs.run(script, nproc=nproc, args=args, faults=[Fault(1, 9, "forward", "SIGKILL")], env=env)
     assert result.status == 0, result.tail()
     compare(result, jobs.reference(script, nproc=nproc, args=args))
-    assert went_on_from(result) == {8}, result.tail()
+    assert continued_from(result) == {8}, result.tail()
 
 
 #: Workers before and after, and replicas of each shard.
@@ -74,7 +75,7 @@ CHANGES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 
 
 @pytest.mark.parametrize("change", most(CHANGES, *(name for name in CHANGES if name != "4 to 3")))
-def test_another_number_of_workers_goes_on(change: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_another_number_of_workers_continues(change: str, jobs: Jobs, tmp_path: Path) -> None:
     """Each sample is used once an epoch, and the second run begins with the parameters and moments of the first."""
     workers, replicas = CHANGES[change]
     env, at = options(tmp_path, every=9), 9
@@ -89,7 +90,7 @@ def test_another_number_of_workers_goes_on(change: str, jobs: Jobs, tmp_path: Pa
     env |= {"SWIFT_RECOVERY_CHECKPOINT_RESUME_FROM": str(tmp_path)} if before != after else {}
     with running(jobs, "resize.py", after, env=env, launcher_args=RESTART, nproc=workers[1]) as job:
         result = finished(job)
-    assert went_on_from(result) == {at} or before != after, result.tail()
+    assert continued_from(result) == {at} or before != after, result.tail()
     assert sorted(result.reports) == list(range(workers[1])), result.tail()
     for report in result.reports.values():
         extra = report["extra"]
@@ -124,7 +125,7 @@ ZERO: dict[str, tuple[tuple[int, int], list[str]]] = {
 
 
 @pytest.mark.parametrize("change", few(ZERO, "stage 3, 3 to 2, two micro-batches to three"))
-def test_another_number_of_workers_goes_on_with_zero(change: str, jobs: Jobs, tmp_path: Path) -> None:
+def test_another_number_of_workers_continues_with_zero(change: str, jobs: Jobs, tmp_path: Path) -> None:
     (before, after), args = ZERO[change]
     env, at = options(tmp_path / "checkpoints", every=9), 9
     hold = env | {"HOLD_AT": str(at + 1)}
@@ -134,7 +135,7 @@ def test_another_number_of_workers_goes_on_with_zero(change: str, jobs: Jobs, tm
         kept = (job.end().out / f"state{at - 1}").read_text()
     with running(jobs, "zero_resize.py", args, env=env, launcher_args=RESTART, nproc=after) as job:
         result = finished(job)
-    assert went_on_from(result) == {at}, result.tail()
+    assert continued_from(result) == {at}, result.tail()
     assert sorted(result.reports) == list(range(after)), result.tail()
     for report in result.reports.values():
         extra = report["extra"]

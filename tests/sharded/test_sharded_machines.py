@@ -1,4 +1,4 @@
-"""A machine with shards is lost: a spare one takes its place with the copies that another machine has of them."""
+"""A machine with shards fails: a spare one takes its place with the copies that another machine has of them."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ def lose_a_machine(kind: str, jobs: Jobs, at: int = 20) -> None:
     with machines(3) as made, contextlib.ExitStack() as at_end:
         cluster = Cluster(jobs.warm, made, jobs.folder("machines"), SCRIPTS / script, args=args)
         at_end.callback(cluster.stop)
-        cluster.until(lambda: cluster.tops(2) >= at, 60.0)
-        assert 0 < len(cluster.kept(0)) < 6, "what no newcomer can ask for is let go of"
-        lost = cluster.place_of(2)
-        made[lost].kill()
+        cluster.until(lambda: cluster.boundaries(2) >= at, 60.0)
+        assert 0 < len(cluster.kept(0)) < 6, "what no replacement can ask for is let go of"
+        failed = cluster.place_of(2)
+        made[failed].kill()
         result, statuses = cluster.finish(120.0)
-    assert sorted(statuses) == [-9, 0, 0] and statuses[lost] == -9, result.tail()
+    assert sorted(statuses) == [-9, 0, 0] and statuses[failed] == -9, result.tail()
     compare(result, reference)
     check_clean(result)
-    assert {event.rank for event in result.kinds("lost")} == {2, 3}, result.tail()
+    assert {event.rank for event in result.kinds("failed")} == {2, 3}, result.tail()
     assert "continues from the checkpoint" not in result.stderr
 
 
 @pytest.mark.parametrize("kind", most(JOBS, "hsdp", "zero_1", "zero_3"))
-def test_a_machine_is_lost(kind: str, jobs: Jobs) -> None:
+def test_a_machine_fails(kind: str, jobs: Jobs) -> None:
     lose_a_machine(kind, jobs)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", JOBS)
 @pytest.mark.parametrize("at", [1, 7, 8, 33, 60])
-def test_a_machine_is_lost_again(kind: str, at: int, jobs: Jobs) -> None:
+def test_a_machine_fails_again(kind: str, at: int, jobs: Jobs) -> None:
     """In the first batch, at the end of an epoch, and wherever it is then."""
     lose_a_machine(kind, jobs, at)

@@ -24,7 +24,7 @@ def test_the_scripts_of_the_page(which: str, jobs: Jobs, tmp_path: Path) -> None
     script = tmp_path / "train_sharded.py"
     script.write_text(CODES[which])
     faults = [Fault(1, 20, "update.during", "SIGKILL", nth=5), Fault(0, 40, "collective.before", "SIGKILL", nth=4)]
-    lost, plain = jobs.run(str(script), faults=faults), jobs.reference(str(script))
-    assert lost.status == plain.status == 0 and not unconfirmed(lost), lost.tail()
-    losses = [sorted(re.findall(r"rank \d: mean loss [\d.]+", each.stdout)) for each in (lost, plain)]
-    assert losses[0] == losses[1] and len(losses[0]) == 2, lost.tail()
+    failed, plain = jobs.run(str(script), faults=faults), jobs.reference(str(script))
+    assert failed.status == plain.status == 0 and not unconfirmed(failed), failed.tail()
+    losses = [sorted(re.findall(r"rank \d: mean loss [\d.]+", each.stdout)) for each in (failed, plain)]
+    assert losses[0] == losses[1] and len(losses[0]) == 2, failed.tail()

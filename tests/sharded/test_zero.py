@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from harness import Jobs, few
-from shard_losses import EVERYWHERE
+from shard_failures import EVERYWHERE
 
 from shared_core.faults import Fault
 from shared_core.testing.runner import compare
@@ -13,8 +13,8 @@ from shared_core.testing.runner import compare
 pytest.importorskip("deepspeed")
 
 STAGES = ["0", "1", "2", "3"]
-#: Two epochs have six batches and seven tops each, the last one for the end. With stages 1 and 2 a step reduces six
-#: times, sums the norm, and gathers; with stage 3 it gathers more than ten times before its first reduction.
+#: Two epochs have six batches and seven boundaries each, the last one for the end. With stages 1 and 2 a step reduces
+#: six times, sums the norm, and gathers; with stage 3 it gathers more than ten times before its first reduction.
 LOSSES: dict[str, tuple[int, list[Fault]]] = {
     **EVERYWHERE,
     "in_the_forward": (2, [Fault(1, 4, "forward", "SIGKILL")]),
@@ -24,7 +24,7 @@ LOSSES: dict[str, tuple[int, list[Fault]]] = {
     "before_the_update": (2, [Fault(0, 3, "update.before", "SIGKILL")]),
     "in_the_first_batch": (2, [Fault(1, 1, "collective.after", "SIGKILL", nth=6)]),
     "two_at_once": (4, [Fault(0, 4, "collective.before", "SIGKILL", nth=5), Fault(3, 4, "forward", "SIGKILL")]),
-    "the_newcomer_in_the_same_batch": (
+    "the_replacement_in_the_same_batch": (
         2,
         [
             Fault(1, 5, "update.during", "SIGKILL", nth=9),
@@ -74,7 +74,7 @@ CASES = {f"{stage}-{name}": (stage, name) for stage in STAGES for name in LOSSES
 
 
 @pytest.mark.parametrize("case", few(CASES, *(f"{stage}-{name}" for stage, name in USUAL)))
-def test_a_loss_changes_no_bit(case: str, jobs: Jobs) -> None:
+def test_a_failure_changes_no_bit(case: str, jobs: Jobs) -> None:
     stage, name = CASES[case]
     nproc, faults = LOSSES[name]
     result = jobs.check("zero.py", nproc=nproc, args=["--stage", stage], faults=faults)
@@ -97,7 +97,7 @@ def test_ways_of_training(way: str, jobs: Jobs) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
-def test_without_a_loss_nothing_differs(stage: str, jobs: Jobs) -> None:
+def test_without_a_failure_nothing_differs(stage: str, jobs: Jobs) -> None:
     result = jobs.run("zero.py", nproc=4, args=["--stage", stage])
     compare(result, jobs.reference("zero.py", nproc=4, args=["--stage", stage]))
-    assert not result.kinds("lost")
+    assert not result.kinds("failed")

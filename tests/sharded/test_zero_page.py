@@ -39,10 +39,10 @@ def test_the_scripts_of_the_page(number: int, jobs: Jobs, tmp_path: Path) -> Non
     script = tmp_path / "train_zero.py"
     script.write_text(WITHOUT_COMPILER + code)
     faults = [Fault(1, 20, "update.during", "SIGKILL", nth=5), Fault(0, 40, "forward", "SIGKILL")]
-    lost, plain = jobs.run(str(script), faults=faults), jobs.reference(str(script))
-    assert lost.status == plain.status == 0 and not unconfirmed(lost), lost.tail()
-    losses = [sorted(re.findall(r"rank \d: mean loss [\d.]+", each.stdout)) for each in (lost, plain)]
-    assert losses[0] == losses[1] and len(losses[0]) == 2, lost.tail()
+    failed, plain = jobs.run(str(script), faults=faults), jobs.reference(str(script))
+    assert failed.status == plain.status == 0 and not unconfirmed(failed), failed.tail()
+    losses = [sorted(re.findall(r"rank \d: mean loss [\d.]+", each.stdout)) for each in (failed, plain)]
+    assert losses[0] == losses[1] and len(losses[0]) == 2, failed.tail()
 
 
 def test_each_is_refused_with_a_line(jobs: Jobs) -> None:

@@ -15,7 +15,7 @@ from shared_core.simulate.generators import exponential, parse, periodic, racks,
 
 
 def live(trace: Trace) -> list[tuple[float, int]]:
-    """When how many workers are live; checks that only live workers are lost and only vacant places filled."""
+    """When how many workers are live; checks that only live workers fail and only vacant places filled."""
     vacant: set[int] = set()
     found = [(0.0, trace.workers)]
     for event in trace.events:
@@ -39,7 +39,7 @@ def test_the_published_trace() -> None:
     steps = [number for _, number in live(trace)]
     changes = [b - a for a, b in itertools.pairwise(steps)]
     assert (trace.workers, trace.duration_s, trace.resolution_s) == (24, 159 * 144, 144)
-    assert (len(changes), sum(change < 0 for change in changes), trace.losses) == (37, 19, 27)
+    assert (len(changes), sum(change < 0 for change in changes), trace.failures) == (37, 19, 27)
     assert (steps[0], min(steps), steps[-1]) == (24, 15, 24)
     assert steps[:9] == [24, 23, 22, 23, 24, 22, 21, 22, 21]
     assert mean_live(trace) == pytest.approx(21.7, abs=0.05)
@@ -93,22 +93,22 @@ def test_generators_draw_from_the_seed() -> None:
 
 
 def test_rates() -> None:
-    """Means of many losses, within four standard deviations."""
-    number = exponential(1000, 10_000.0, 2.0, repair_h=1e-6).losses
+    """Means of many failures, within four standard deviations."""
+    number = exponential(1000, 10_000.0, 2.0, repair_h=1e-6).failures
     assert abs(number - 5000) < 4 * math.sqrt(5000)
     shape = 0.7
     spread = math.sqrt(math.gamma(1 + 2 / shape) / math.gamma(1 + 1 / shape) ** 2 - 1)
-    number = weibull(1000, 10_000.0, 2.0, shape, repair_h=1e-6).losses
+    number = weibull(1000, 10_000.0, 2.0, shape, repair_h=1e-6).failures
     assert abs(number - 5000) < 4 * spread * math.sqrt(5000)
 
 
-def test_regular_losses() -> None:
+def test_regular_failures() -> None:
     trace = periodic(10, 10.0, 2.0, repair_h=0.5)
     assert [event.time_s / 3600 for event in trace.events if event.lost] == [2, 4, 6, 8]
     assert [event.time_s / 3600 for event in trace.events if event.joined] == [2.5, 4.5, 6.5, 8.5]
 
 
-def test_racks_are_lost_together() -> None:
+def test_racks_fail_together() -> None:
     trace = racks(30, 1000.0, 1.0, size=8, repair_h=3.0)
     lost = [event.lost for event in trace.events if event.lost]
     assert {places[0] for places in lost} == {0, 8, 16, 24}
@@ -128,7 +128,7 @@ def test_spares_take_over_at_once_while_they_last() -> None:
     assert filled[1] == TraceEvent(2.0, (5,), ()), "none is left"
     assert filled[2] == TraceEvent(3.0, (), (5,)), "the repaired worker goes where one is missing"
     assert filled[3] == TraceEvent(5.0, (3,), (3,)), "by the one repaired at 4.0"
-    assert trace.with_spares(0).losses == 3
+    assert trace.with_spares(0).failures == 3
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from shared_core.simulate import (
     Bamboo,
     CheckpointInterval,
     CheckpointRestart,
+    FailureCost,
     FaultScaled,
     Layout,
-    LossCost,
     MeasuredStalls,
     Oobleck,
     Pattern,
@@ -50,7 +50,7 @@ def missing(layout: Layout, number: int) -> Pattern:
 
 
 def test_slots_of_recycles_example() -> None:
-    """3 x 4 x 6, one loss in each stage; the optimizer's 3 slots are part of the period."""
+    """3 x 4 x 6, one failure in each stage; the optimizer's 3 slots are part of the period."""
     assert EXAMPLE.slots == 30
     one = [[int(stage == lost) for stage in range(4)] for lost in range(4)]
     assert [period(EXAMPLE, lost, "coupled") - 3 for lost in one] == [29, 30, 33, 36]
@@ -81,31 +81,31 @@ def test_state_is_gone_when_a_stage_loses_all_at_once() -> None:
 
 @dataclass(frozen=True)
 class Fixed:
-    """A system whose every loss costs the same and whose throughput never changes."""
+    """A system whose every failure costs the same and whose throughput never changes."""
 
     layout: Layout
-    cost: LossCost
+    cost: FailureCost
     name: str = "fixed"
 
     def throughput(self, pattern: Pattern) -> float:
         return 1.0
 
-    def loss(self, before: Pattern, after: Pattern, event: TraceEvent) -> LossCost:
+    def failure(self, before: Pattern, after: Pattern, event: TraceEvent) -> FailureCost:
         return self.cost
 
-    def join(self, before: Pattern, after: Pattern) -> LossCost:
-        return LossCost()
+    def join(self, before: Pattern, after: Pattern) -> FailureCost:
+        return FailureCost()
 
 
-def test_regular_losses_of_fixed_cost() -> None:
-    """100 h, a loss every 2 h but at the very end: 49 stalls."""
+def test_regular_failures_of_fixed_cost() -> None:
+    """100 h, a failure every 2 h but at the very end: 49 stalls."""
     trace = periodic(8, 100.0, 2.0)
-    result = simulate(trace, Fixed(Layout(8), LossCost(90.0)))
-    assert result.losses == 49 and result.stalled_s == pytest.approx(49 * 90)
+    result = simulate(trace, Fixed(Layout(8), FailureCost(90.0)))
+    assert result.failures == 49 and result.stalled_s == pytest.approx(49 * 90)
     assert result.work == pytest.approx(360_000 - 49 * 90) and result.useful == result.work / 360_000
-    lost = simulate(trace, Fixed(Layout(8), LossCost(0.0, back_to=1000.0)))
+    lost = simulate(trace, Fixed(Layout(8), FailureCost(0.0, back_to=1000.0)))
     assert lost.work == 49 * 7000 + 7200 and lost.lost == 49 * 200, "of 7200 s the last 200 are not saved"
-    again = simulate(trace, Fixed(Layout(8), LossCost(10.0, back_to=7000.0, replay=0.5)))
+    again = simulate(trace, Fixed(Layout(8), FailureCost(10.0, back_to=7000.0, replay=0.5)))
     since: list[float] = []
     work = 0.0
     for _ in range(49):
@@ -114,9 +114,9 @@ def test_regular_losses_of_fixed_cost() -> None:
     assert again.lost == 0 and again.stalled_s == pytest.approx(sum(since)), "replayed at twice the speed"
 
 
-def test_a_loss_during_a_stall_starts_it_again() -> None:
+def test_a_failure_during_a_stall_starts_it_again() -> None:
     trace = Trace(8, 100.0, (TraceEvent(10.0, lost=(1,)), TraceEvent(14.0, lost=(2,))))
-    result = simulate(trace, Fixed(Layout(8), LossCost(6.0)))
+    result = simulate(trace, Fixed(Layout(8), FailureCost(6.0)))
     assert (result.stalled_s, result.work) == (10.0, 90.0)
     assert [(one.start_s, one.end_s, one.live) for one in result.segments] == [
         (0.0, 10.0, 8),
@@ -128,7 +128,7 @@ def test_a_loss_during_a_stall_starts_it_again() -> None:
 
 def test_a_join_that_costs_nothing_ends_no_stall() -> None:
     trace = Trace(8, 100.0, (TraceEvent(10.0, lost=(1,)), TraceEvent(12.0, joined=(1,))))
-    assert simulate(trace, Fixed(Layout(8), LossCost(6.0))).stalled_s == 6.0
+    assert simulate(trace, Fixed(Layout(8), FailureCost(6.0))).stalled_s == 6.0
 
 
 def test_accounts_add_up() -> None:
@@ -142,7 +142,7 @@ def test_accounts_add_up() -> None:
         made = sum((one.end_s - one.start_s) * one.rate for one in result.segments)
         assert result.work == pytest.approx(made - result.lost)
         assert sum(work for _, work in result.by_live.values()) == pytest.approx(result.work)
-        assert 0 < result.useful <= 1 and result.losses == trace.losses
+        assert 0 < result.useful <= 1 and result.failures == trace.failures
         assert simulate(trace, system) == result
         assert merge([result, result]).useful == pytest.approx(result.useful)
 
@@ -170,7 +170,7 @@ def test_youngs_interval_is_near_the_best() -> None:
     assert young(20.0, 7200.0) == pytest.approx(best, rel=0.05)
 
 
-def test_who_waits_and_who_goes_on() -> None:
+def test_who_waits_and_who_continues() -> None:
     layout = Layout(4, 2)
     one = missing(layout, 1)
     assert CheckpointRestart(layout, 90.0, 10.0, 60.0).throughput(one) == 0
@@ -183,20 +183,20 @@ def test_who_waits_and_who_goes_on() -> None:
 # -- this system ------------------------------------------------------------------------------------------------------
 
 
-def test_cost_of_a_replacement_and_of_a_rerouted_loss() -> None:
+def test_cost_of_a_replacement_and_of_a_rerouted_failure() -> None:
     """Half of a worker's 36 slots of the step again; re-routed, shared by the five peers."""
     measured = MeasuredStalls(overhead=1.0, replace_s=0.2, reroute_s=0.3, admit_s=0.4, copy_s=5.0)
     filled, vacant = TraceEvent(0.0, (7,), (7,)), TraceEvent(0.0, (7,))
     whole, one = Pattern(GCP), Pattern(GCP, frozenset({7}))
     replace_ = ThisSystem(GCP, "replace", measured)
-    assert replace_.loss(whole, whole, filled).stall_s == pytest.approx(5.2 + 18 * GCP.slot_s)
-    assert replace_.loss(whole, one, vacant) == LossCost() and replace_.join(one, whole).stall_s > 5.2
+    assert replace_.failure(whole, whole, filled).stall_s == pytest.approx(5.2 + 18 * GCP.slot_s)
+    assert replace_.failure(whole, one, vacant) == FailureCost() and replace_.join(one, whole).stall_s > 5.2
     reroute = ThisSystem(GCP, "reroute", measured)
-    assert reroute.loss(whole, one, vacant).stall_s == pytest.approx(0.3 + 18 * GCP.slot_s / 5)
-    assert reroute.join(one, whole) == LossCost(0.4)
+    assert reroute.failure(whole, one, vacant).stall_s == pytest.approx(0.3 + 18 * GCP.slot_s / 5)
+    assert reroute.join(one, whole) == FailureCost(0.4)
 
 
-def test_lost_ends_are_waited_for_unless_others_can_read_the_data() -> None:
+def test_failed_ends_are_waited_for_unless_others_can_read_the_data() -> None:
     """6 x 4: a pipeline without both ends has no data."""
     now, then = (ThisSystem(GCP, measured=MeasuredStalls(overhead=1.0), ends=ends) for ends in (False, True))
     assert "SharedData" in then.name and "SharedData" not in now.name
@@ -204,30 +204,30 @@ def test_lost_ends_are_waited_for_unless_others_can_read_the_data() -> None:
     assert now.throughput(ends) == 0 and then.throughput(ends) == 1
     assert now.throughput(Pattern(GCP, frozenset({4, 11}))) == 1, "the ends of two pipelines"
     one, other = Pattern(GCP, frozenset({4})), TraceEvent(0.0, (7,))
-    assert now.loss(one, ends, other) == then.loss(one, ends, other) != now.checkpoints.cost
+    assert now.failure(one, ends, other) == then.failure(one, ends, other) != now.checkpoints.cost
     all_of_stage_1 = TraceEvent(0.0, tuple(range(1, 24, 4)))
-    assert now.loss(Pattern(GCP), Pattern(GCP), all_of_stage_1) == now.checkpoints.cost
+    assert now.failure(Pattern(GCP), Pattern(GCP), all_of_stage_1) == now.checkpoints.cost
     assert ThisSystem(Layout(3)).throughput(Pattern(Layout(3), frozenset({0}))) > 0, "data parallel: no ends"
 
 
 def test_survivors_move() -> None:
-    """6 x 4: two losses of a stage cost nothing once they are spread, and the moves as much again until then."""
+    """6 x 4: two failures of a stage cost nothing once they are spread, and the moves as much again until then."""
     measured = MeasuredStalls(overhead=1.0, reroute_s=0.0, copy_s=7.0)
     system = ThisSystem(GCP, measured=measured)
     one, two = Pattern(GCP, frozenset({1})), Pattern(GCP, frozenset({1, 5}))
     assert system.throughput(one) == system.throughput(two) == 1
     again_s = 18 * GCP.slot_s / 5
     stay_s = (3 * 18 + 3) * GCP.slot_s
-    assert system.loss(one, two, TraceEvent(0.0, (5,))).stall_s == pytest.approx(again_s + 2 * (7 + stay_s))
+    assert system.failure(one, two, TraceEvent(0.0, (5,))).stall_s == pytest.approx(again_s + 2 * (7 + stay_s))
     elsewhere = Pattern(GCP, frozenset({1, 6}))
-    assert system.loss(one, elsewhere, TraceEvent(0.0, (6,))).stall_s == pytest.approx(again_s)
+    assert system.failure(one, elsewhere, TraceEvent(0.0, (6,))).stall_s == pytest.approx(again_s)
     all_but_one = Pattern(GCP, frozenset(range(1, 21, 4)))
     assert system.throughput(all_but_one) == pytest.approx(rerouted(GCP, 19))
     last = TraceEvent(0.0, (21,))
-    assert system.loss(all_but_one, all_but_one.after((21,), ()), last) == system.checkpoints.cost
+    assert system.failure(all_but_one, all_but_one.after((21,), ()), last) == system.checkpoints.cost
 
 
-def test_newcomers_are_let_in_one_by_one() -> None:
+def test_replacements_are_admitted_one_by_one() -> None:
     """Each counts from when it comes, and ends a wait for the data of its pipeline."""
     layout = Layout(2, 2)
     events = [(1, (0,), ()), (2, (1,), ()), (3, (), (0,)), (5, (), (1,))]
@@ -309,7 +309,7 @@ def test_bamboo_keeps_whole_pipelines() -> None:
     rates = [system.throughput(missing(GCP, number)) for number in (0, 1, 4, 5, 8)]
     assert rates == [1.0, 5 / 6, 5 / 6, 4 / 6, 4 / 6]
     assert (
-        system.join(missing(GCP, 2), missing(GCP, 1)) == LossCost()
+        system.join(missing(GCP, 2), missing(GCP, 1)) == FailureCost()
         and system.join(missing(GCP, 1), Pattern(GCP)).stall_s == 30
     )
     large = Layout(100, 4, 12)

@@ -30,14 +30,14 @@ def test_deviation_from_the_published_averages() -> None:
 
 def test_large_jobs() -> None:
     rows = {row.case: row.value or 0.0 for row in traces.scale_rows(100_000, 1)}
-    at = "100000 workers, single losses: "
+    at = "100000 workers, single failures: "
     assert rows[at + "ReCycle, ideal"] >= rows[at + f"this, reroute{ENDS}, no overhead"]
     assert rows[at + f"this, reroute{ENDS}, no overhead"] > rows[at + "Oobleck"]
     assert rows[at + "Oobleck"] > rows[at + "checkpoint restart, 1 % spare"] > rows[at + "checkpoint restart"]
 
 
 def test_racks_are_whole_pipelines() -> None:
-    """Waits for lost ends are most of the difference there, and a job that has none its own row."""
+    """Waits for failed ends are most of the difference there, and a job that has none its own row."""
     rows = {
         row.case.partition(": ")[2]: row.value or 0.0 for row in traces.scale_rows(10_000, 1) if "racks" in row.case
     }
@@ -48,7 +48,7 @@ def test_racks_are_whole_pipelines() -> None:
 def test_published_tables_without_their_numbers() -> None:
     rows = {row.case: row.value or 0.0 for row in [*traces.frequency_rows(1), *traces.large_rows(20)]}
     for hours in ("6", "2", "0.5"):
-        at = f"3.35B, a loss every {hours} h, back after 2 h (assumed): "
+        at = f"3.35B, a failure every {hours} h, back after 2 h (assumed): "
         assert rows[at + "ReCycle, ideal"] >= rows[at + "this, reroute"] > 0
     assert rows["145.6B, 19 of 192 workers gone, layout assumed: ReCycle, ideal"] > 0.8
     assert all("assumed" in case for case in rows)
@@ -65,7 +65,7 @@ def test_total_time_of_a_training() -> None:
     ours = by_system["this, replace"]
     for other in ("CheckFreq", "Elastic Horovod", "torchrun, checkpoints"):
         assert all(a < b for a, b in zip(ours, by_system[other], strict=True))
-    # 30 s of start-up, half a step and 0.18 s a loss, 1 % of them while another stalls
+    # 30 s of start-up, half a step and 0.18 s a failure, 1 % of them while another stalls
     assert ours[0] / 1.003 == pytest.approx(1 + (30 + 0.18 + 0.8) / 3600, rel=0.001)
 
 
@@ -85,7 +85,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         printed.append(capsys.readouterr().out)
     found = json.loads(printed[0])
     assert printed[0] == printed[1] and [one["system"] for one in found][1] == "torchft"
-    assert all(one["losses"] > 50 and 0 < one["useful"] < 1 and one["seconds"] == 720_000 for one in found)
+    assert all(one["failures"] > 50 and 0 < one["useful"] < 1 and one["seconds"] == 720_000 for one in found)
 
 
 def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """One worker of :mod:`tests.suites.torch_backends`: runs tests of torch's suite for backends, one after the other.
 
-A test that fails in some ranks only leaves them at different places. So the job ends with it, and the next job goes on
-with the tests after it.
+A test that fails in some ranks only leaves them at different places. So the job ends with it, and the next job
+continues with the tests after it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 FOLDER, NAMES = Path(os.environ["TEMP_DIR"]), json.loads(Path(sys.argv[1]).read_text())
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 #: How long the others may take to say how a test has ended, in seconds.
-_PATIENCE_S = 60.0
+_MAX_WAIT_S = 60.0
 
 
 def _outcome(name: str) -> tuple[str, str]:
@@ -30,7 +30,7 @@ def _outcome(name: str) -> tuple[str, str]:
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
         def _barrier(self, *args: object, **kwargs: object) -> None:
-            super()._barrier(*args, **(kwargs | {"timeout": _PATIENCE_S}))  # 10 s is little on a busy machine
+            super()._barrier(*args, **(kwargs | {"timeout": _MAX_WAIT_S}))  # 10 s is little on a busy machine
 
     test = Suite(name)
     test.rank, test.file_name = RANK, str(FOLDER / "file")
@@ -57,7 +57,7 @@ def _say(number: int, outcome: str, why: str) -> None:
 def _heard(number: int) -> set[str]:
     """How the test has ended in the ranks; more than one outcome where one of them does not say it."""
     paths = [FOLDER / f"said.{number}.{rank}" for rank in range(SIZE)]
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + _MAX_WAIT_S
     while not all(path.exists() for path in paths):
         if time.monotonic() > end:
             return {"failed", "hangs"}

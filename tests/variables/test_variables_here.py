@@ -398,12 +398,12 @@ def _primed() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("made", "change", "was"),
     [
-        (hashlib.sha256, lambda it, _: it.update(b"a"), "HASH that has gone on"),
+        (hashlib.sha256, lambda it, _: it.update(b"a"), "HASH that has continued"),
         (lambda: iter(dict.fromkeys(range(20), 0)), lambda it, _: next(it), "dict_keyiterator that has"),
         (lambda: csv.reader(["a", "b"] * 20), lambda it, _: next(it), "does not show what it holds"),
         (lambda: itertools.chain([1], csv.reader(["a"] * 20)), lambda it, _: next(it), "does not show what it holds"),
         (zlib.compressobj, lambda it, step: it.compress(bytes([step])), "does not show what it holds"),
-        (lambda: iter(_primed()), lambda it, step: step == 1 and next(it), "generator that has gone on"),
+        (lambda: iter(_primed()), lambda it, step: step == 1 and next(it), "generator that has continued"),
     ],
     ids=["hash", "keys", "csv", "nested", "zlib", "generator"],
 )

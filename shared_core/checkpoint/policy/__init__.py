@@ -1,4 +1,4 @@
-"""When to make checkpoints: pure functions of what is known at a batch top. See ``docs/checkpoints.md``."""
+"""When to make checkpoints: pure functions of what is known at a step boundary. See ``docs/checkpoints.md``."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Coci:
         reference = young(cost.seconds, now.hazard)
         if fit is None or fit.decay >= 0:
             why = "coci, no descending fit, Young's rule"
-            rule = "Young's rule (coci needs a fit of a loss that descends)"
+            rule = "Young's rule (coci needs a fit of a failure that descends)"
             return replace(self.guards.by_interval(now, cost, reference, why), rule=rule)
         wanted = corrected_step(fit.loss(0), fit.decay / now.step_s, cost.seconds, now.hazard)
         fallen = fit.loss(now.saved_step) - fit.loss(now.step)

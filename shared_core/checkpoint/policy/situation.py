@@ -1,4 +1,4 @@
-"""What a policy is told at a batch top, and what it answers."""
+"""What a policy is told at a step boundary, and what it answers."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Exponential:
 
 @dataclass(frozen=True)
 class Situation:
-    """A batch top.
+    """A step boundary.
 
     "Useful" seconds are those of training that count: neither stalls nor work that was done again.
 
     Attributes:
-        step: batch tops passed.
+        step: step boundaries passed.
         useful_s: useful seconds since the job began.
-        saved_step: batch top of the newest checkpoint that was begun and has not failed; 0 for the start.
+        saved_step: step boundary of the newest checkpoint that was begun and has not failed; 0 for the start.
         saved_s: useful seconds then.
         step_s: useful seconds that a step takes at present.
         hazard: faults a second, with the present number of workers, that roll back to such a checkpoint.
@@ -106,7 +106,7 @@ class Decision:
     """The answer.
 
     Attributes:
-        due: whether to make a checkpoint at this batch top.
+        due: whether to make a checkpoint at this step boundary.
         reason: why, or why not, in words.
         rule: what the policy follows at present, and why, where it may follow another rule than its name says; empty
             where nothing was decided by a rule.
@@ -128,7 +128,7 @@ class Policy(Protocol):
         """As it is chosen by."""
 
     def due(self, now: Situation) -> Decision:
-        """Whether to make one now. Cheap enough for every batch top."""
+        """Whether to make one now. Cheap enough for every step boundary."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,6 @@ class Guards:
     def by_interval(self, now: Situation, cost: Cost, interval_s: float, name: str) -> Decision:
         """Whether the last one is older than an interval, within the bounds."""
         within = max(min(interval_s, self.longest * young(cost.seconds, now.hazard)), self.shortest_s(now, cost))
-        # Half a step early is nearer than half a step late: decisions fall on batch tops only.
+        # Half a step early is nearer than half a step late: decisions fall on step boundaries only.
         due = now.age_s + now.step_s / 2 >= within
         return Decision(due, f"{name}: {now.age_s:.1f} of {within:.1f} s")

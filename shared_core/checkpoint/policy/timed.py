@@ -15,7 +15,7 @@ class Fixed:
     """Every so many steps, whatever it costs; Lightning's default is once an epoch.
 
     Attributes:
-        every_steps: batch tops between two checkpoints.
+        every_steps: step boundaries between two checkpoints.
     """
 
     every_steps: int

@@ -69,7 +69,8 @@ class Value:
         short = now.age_s + now.step_s / 2 < shortest_s
         # An accumulator that lags behind a risen hazard must not put the next checkpoint off without bound.
         old = now.age_s >= self.guards.longest * young(cost_s + price_s, now.hazard)
-        # At the next batch top more is at risk, about as the square of the age: half a step early is nearer than late.
+        # At the next step boundary more is at risk, about as the square of the age: half a step early is nearer than
+        # late.
         ahead_s = at_risk_s * now.step_s / max(now.age_s, now.step_s)
         due = not short and (old or at_risk_s + ahead_s >= cost_s + price_s)
         bound = f", not before {shortest_s:.3g} s" if short else ""

@@ -61,7 +61,7 @@ class Averages:
         self.equal = AveragedModel(net)
         self.modules: list[nn.Module] = [self.ema, self.equal]
 
-    def top(self, step: int) -> None:
+    def boundary(self, step: int) -> None:
         """Before a batch."""
 
     def between(self, step: int, x: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class ByHand:
             module.requires_grad_(False)
         self.modules: list[nn.Module] = [self.target, self.book]
 
-    def top(self, step: int) -> None:
+    def boundary(self, step: int) -> None:
         """Before a batch: the target network follows, layers thaw, the optimizer gets another group and rate."""
         if step % 3 == 1:
             for mine, theirs in zip(self.target.parameters(), self.net.parameters(), strict=True):
@@ -147,7 +147,7 @@ class Weights:
         self.net = net
         self.modules: list[nn.Module] = []
 
-    def top(self, step: int) -> None:
+    def boundary(self, step: int) -> None:
         """Before a batch."""
 
     def between(self, step: int, x: torch.Tensor) -> None:
@@ -206,7 +206,7 @@ def main() -> Any:
         for _, (both,) in job.steps(loader):
             step = job.total_steps
             report.count(f"batch {step}")
-            call(own.top, step)
+            call(own.boundary, step)
             optimizer.zero_grad()
             for number, x in enumerate(both.chunk(2)):
                 ddp.require_backward_grad_sync = number == 1

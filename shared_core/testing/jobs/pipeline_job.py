@@ -121,7 +121,7 @@ def main() -> None:
             losses.append(float(engine.eval_batch(data)))
             Layer.call += 1
     parts = training_digest(net, [engine.optimizer], [engine.lr_scheduler], {"losses": losses})
-    own = {} if args.rerouted else {"generators": generators_digest()}  # a newcomer has those of its peer
+    own = {} if args.rerouted else {"generators": generators_digest()}  # a replacement has those of its peer
     report.finish(parts | own, losses=losses)
 
 

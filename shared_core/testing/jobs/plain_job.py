@@ -47,7 +47,7 @@ def main() -> None:
         job.register("loop", lambda: dict(loop), loop.update)
     while loop["step"] < STEPS:
         if job is not None:
-            job.batch_top()
+            job.step_boundary()
         report.count(f"batch {loop['step']}")
         x = torch.randn(8, 16).to(device())
         optimizer.zero_grad()

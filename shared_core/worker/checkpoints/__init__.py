@@ -1,1 +1,1 @@
-"""Checkpoints that the training process makes, and the one from which it goes on."""
+"""Checkpoints that the training process makes, and the one from which it continues."""

@@ -1,6 +1,6 @@
-"""Checkpoints at batch tops, so that a job whose workers are all gone starts again where it was (``restart``).
+"""Checkpoints at step boundaries, so that a job whose workers are all gone starts again where it was (``restart``).
 
-At a batch top each rank hands a snapshot to :mod:`shared_core.checkpoint`: rank-local state at once, parameters and
+At a step boundary each rank hands a snapshot to :mod:`shared_core.checkpoint`: rank-local state at once, parameters and
 optimizer state while forward and backward run, which change nothing of them; the next update waits at the fence until
 they are copied. A process of the machine writes them to storage, and notes what is committed.
 """
@@ -28,7 +28,7 @@ from shared_core.faults import inject
 from shared_core.kinds import whole_of_environment
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.protocol import progress_file
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.keys import ENDING, SAVED
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import Wait
@@ -41,10 +41,10 @@ from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
 from shared_core.worker.checkpoints.run_identity import RunIdentity
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.endings import Endings
+from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.signals import leave_signals_to_the_agent
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import plain
 from shared_core.worker.state.replicated import VALUE, Replicated
 from shared_core.worker.state.updates import Updates
@@ -58,8 +58,8 @@ class Checkpoints:
     replicas their state.
 
     Attributes:
-        newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
-        due_top: the newest batch top at which a checkpoint was due, whether or not it came to be.
+        newest_boundary: step boundary of the newest checkpoint that this rank knows to be committed; 0 for none.
+        due_boundary: the newest step boundary at which a checkpoint was due, whether or not it came to be.
         own: those that this attempt has made.
         pricing: what rank 0 has measured and decides by; None elsewhere, and where nothing is decided.
     """
@@ -69,17 +69,17 @@ class Checkpoints:
         env: WorkerEnv,
         runtime: Runtime,
         store: JobStore,
-        endings: Endings,
+        fatal_actions: FatalActions,
         events: EventLog,
         updates: Updates,
         presses: Callable[[], bool],
     ) -> None:
-        self._env, self._runtime, self._job_store, self._endings = env, runtime, store, endings
+        self._env, self._runtime, self._job_store, self._fatal_actions = env, runtime, store, fatal_actions
         self._events, self._updates, self._presses = events, updates, presses
         config = env.config
         self._dir = config.checkpoint.dir
         self._every = config.checkpoint.every_steps if config.checkpoint.chosen_policy == "fixed" else 0
-        self.newest_top = self.due_top = 0
+        self.newest_boundary = self.due_boundary = 0
         self._fixed = ""
         self._spool = Spool(env.job_dir / FOLDER, env.restart)
         self._snapshots: Snapshots | None = None
@@ -87,9 +87,9 @@ class Checkpoints:
         self.pricing: Pricing | None = None
         self._beginning = ""
         self._level = 0
-        self._identity = RunIdentity(env, self._store, endings)
+        self._identity = RunIdentity(env, self._store, fatal_actions)
         self.own = OwnLines(env, self._spool, self._identity)
-        self.look_at_predecessor()
+        self.look_at_failed_worker()
         self._origins: Origins | None = None
         if self._dir is None:
             return
@@ -110,16 +110,16 @@ class Checkpoints:
     def _store(self) -> Any:
         return self._job_store.below()
 
-    def look_at_predecessor(self) -> None:
-        """A newcomer passes batch tops again: only beyond its predecessor's it may decide again."""
+    def look_at_failed_worker(self) -> None:
+        """A replacement passes step boundaries again: only beyond the failed worker's it may decide again."""
         env = self._env
         progress = progress_file.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
 
     # -- writing -----------------------------------------------------------------------------------
 
-    def at_top(self, top: Top, parts: dict[str, Any], board: Board) -> None:
-        """A batch top was published at which a checkpoint may be made; make one if it is due.
+    def at_boundary(self, boundary: StepBoundary, parts: dict[str, Any], publisher: SharedMemoryPublisher) -> None:
+        """A step boundary was published at which a checkpoint may be made; make one if it is due.
 
         Where the job is about to end it is the last one, and this does not return if the whole job ends.
         """
@@ -128,18 +128,18 @@ class Checkpoints:
             return
         self._look()
         if self._env.rank == 0:
-            self._decide(top)
-        due, last = self._decisions.due(top.version)
-        due = due or (self._every > 0 and top.index % self._every == 0)
+            self._decide(boundary)
+        due, last = self._decisions.due(boundary.version)
+        due = due or (self._every > 0 and boundary.index % self._every == 0)
         if not due:
             return
-        self.due_top = top.index
-        if not self.own.predecessor_made(top.index):
-            taken = self._take(top, parts, board)
+        self.due_boundary = boundary.index
+        if not self.own.failed_worker_made(boundary.index):
+            taken = self._take(boundary, parts, publisher)
             if last or not self._env.config.checkpoint.background:
-                self._await(top, taken)
+                self._await(boundary, taken)
         if last:
-            self._part_with(top)
+            self._part_with(boundary)
 
     def fence(self) -> None:
         """Return when what is being copied for a checkpoint may be changed."""
@@ -147,45 +147,47 @@ class Checkpoints:
             self._snapshots.fence()
 
     def near(self, index: int) -> bool:
-        """In rank 0: whether a checkpoint may be made at this batch top, which is the next one, or soon after it."""
+        """In rank 0: whether a checkpoint may be made at this step boundary, which is the next one,
+        or soon after it.
+        """
         if self._decisions is None:
             return False
         return (self._every > 0 and index % self._every == 0) or self._decisions.pending >= self._updates.version
 
-    def joined(self, top: Top, *, saved: bool) -> None:
-        """This worker begins at a batch top.
+    def joined(self, boundary: StepBoundary, *, saved: bool) -> None:
+        """This worker begins at a step boundary.
 
         Args:
-            top: the batch top.
+            boundary: the step boundary.
             saved: there is a checkpoint of it.
         """
-        self.due_top = top.index if saved else 0
+        self.due_boundary = boundary.index if saved else 0
         if self._dir is not None and self._env.incarnation:
             self._identity.hear()
         if self._decisions is not None:
-            self._decisions.joined(top.version)
+            self._decisions.joined(boundary.version)
 
     def rolled_back(self) -> None:
-        """A loss has sent workers back to a checkpoint."""
+        """A failure has sent workers back to a checkpoint."""
         if self.pricing is not None:
             self.pricing.rolled_back()
 
-    def _decide(self, top: Top) -> None:
+    def _decide(self, boundary: StepBoundary) -> None:
         """Rank 0: say whether one is due soon."""
         assert self._decisions is not None and self._snapshots is not None
-        if top.index <= self._level:
+        if boundary.index <= self._level:
             return
         if self._is_ending():
-            self._decisions.add(top.version, last=True)
+            self._decisions.add(boundary.version, last=True)
             return
         if self.pricing is not None:
             self.pricing.name = self._identity.run
             trained = self._updates.replicated
             optimizers = trained.optimizers if trained is not None else ()
-            self.pricing.step(top.index, self._snapshots.waited_s, top.version, optimizers)
-        if self._decisions.pending > top.version:
+            self.pricing.step(boundary.index, self._snapshots.waited_s, boundary.version, optimizers)
+        if self._decisions.pending > boundary.version:
             return
-        due = self.pricing is not None and self.pricing.due(top.index)
+        due = self.pricing is not None and self.pricing.due(boundary.index)
         if not due and self._presses():
             due = True
             console_once(
@@ -194,7 +196,7 @@ class Checkpoints:
                 "checkpoint.policy asks for, to make room for logged messages",
             )
         if due:
-            self._decisions.add(top.version)
+            self._decisions.add(boundary.version)
 
     def _is_ending(self) -> bool:
         """Whether the agent of any machine was told to end; said once."""
@@ -207,40 +209,40 @@ class Checkpoints:
             self._level = 1 << 62  # nothing more is decided
         return told
 
-    def _take(self, top: Top, parts: dict[str, Any], board: Board) -> bool:
+    def _take(self, boundary: StepBoundary, parts: dict[str, Any], publisher: SharedMemoryPublisher) -> bool:
         assert self._snapshots is not None
         inject.point("checkpoint.write")
         started = time.perf_counter()
-        if not top.replicas:
-            _note_orders(parts, board)
+        if not boundary.replicas:
+            _note_orders(parts, publisher)
         rank = self._env.rank
         taken = False
         try:
             local = {
-                "top": asdict(top),
+                "boundary": asdict(boundary),
                 "parts": parts,
-                "ends": ends_before(board, top.entry),
-                "records": plain(board.records.read()),
+                "ends": ends_before(publisher, boundary.entry),
+                "records": plain(publisher.records.read()),
                 resharding.FIXED: self._fixed,
             }
             images = {}
-            if rank == min(top.replicas, default=0):
-                with self._updates.given.frozen(top.version, 60.0, top.index) as (description, tensors):
-                    if not self._updates.exact or description.get("version", top.version) != top.version:
-                        return False  # a newcomer that is still behind: the parameters of this top are gone
+            if rank == min(boundary.replicas, default=0):
+                with self._updates.given.frozen(boundary.version, 60.0, boundary.index) as (description, tensors):
+                    if not self._updates.exact or description.get("version", boundary.version) != boundary.version:
+                        return False  # a replacement that is still behind: the parameters of this boundary are gone
                 for place in self._updates.outside.local:  # the script may change them while they are being read
                     tensors[place] = tensors[place].clone()
-                images[recovery_line.replicated_part(top)] = named(self._updates.replicated, description, tensors)
+                images[recovery_line.replicated_part(boundary)] = named(self._updates.replicated, description, tensors)
             self._snapshots.into(self._identity.folder)
             taken = self._snapshots.take(
-                top.index, {recovery_line.local_part(rank): dumps(local)}, images, self._identity.meta(top)
+                boundary.index, {recovery_line.local_part(rank): dumps(local)}, images, self._identity.meta(boundary)
             )
         except (SwiftError, OSError) as error:
             generation = self._runtime.generation
-            console(f"rank {rank}: no checkpoint at batch top {top.index}: {error}")
+            console(f"rank {rank}: no checkpoint at step boundary {boundary.index}: {error}")
             self._events.emit("warning", rank=rank, generation=generation, message=str(error))
         if self.pricing is not None:
-            self.pricing.begun(top.index, time.perf_counter() - started, taken)
+            self.pricing.begun(boundary.index, time.perf_counter() - started, taken)
         return taken
 
     # -- what the writer says ----------------------------------------------------------------------
@@ -252,39 +254,39 @@ class Checkpoints:
             return
         committed = status.committed
         if committed.get("session") == self._identity.session:
-            self.newest_top = max(self.newest_top, int(committed["step"]))
+            self.newest_boundary = max(self.newest_boundary, int(committed["step"]))
         if self.pricing is not None:
-            self.pricing.heed(self.newest_top, status.failed)
+            self.pricing.heed(self.newest_boundary, status.failed)
 
-    def _await(self, top: Top, taken: bool) -> bool:
-        """Wait until the checkpoint of a batch top is committed; whether it is.
+    def _await(self, boundary: StepBoundary, taken: bool) -> bool:
+        """Wait until the checkpoint of a step boundary is committed; whether it is.
 
-        A loss ends the wait: the lost rank's part may never come.
+        A failure ends the wait: the failed rank's part may never come.
         """
         if not taken or self._snapshots is None:
             return False
         self._snapshots.fence()
         runtime = self._runtime
         generation, limit_s, done = runtime.generation, min(self._env.config.detection.wait_timeout_s, _AWAIT_S), False
-        what, ends = f"the checkpoint at batch top {top.index} to be committed", "it continues without it"
+        what, ends = f"the checkpoint at step boundary {boundary.index} to be committed", "it continues without it"
         speaks = lambda: self._env.rank == 0  # noqa: E731 (all ranks wait for the same)
         wait = Wait("rank 0", what, limit_s, bound="detection.wait_timeout_s, at most 60 s", ends=ends, speaks=speaks)
         with suppress(WaitTimeout):
             while not done and runtime.latest == generation:
                 wait.look()
-                done = self._spool.wait_committed(top.index, 0.05)
-                if not done and self._spool.status().failed >= top.index:
+                done = self._spool.wait_committed(boundary.index, 0.05)
+                if not done and self._spool.status().failed >= boundary.index:
                     break
         self._look()
         return done
 
-    def _part_with(self, top: Top) -> None:
-        """The last checkpoint is made, or cannot be. On several machines the others may go on."""
+    def _part_with(self, boundary: StepBoundary) -> None:
+        """The last checkpoint is made, or cannot be. On several machines the others may continue."""
         if self._env.rank == 0:
-            done = self.newest_top >= top.index
+            done = self.newest_boundary >= boundary.index
             if done and self.pricing is not None:
                 self.pricing.ended("stopped")
-            self._job_store.tell(SAVED, {"top": top.index, "done": done})
+            self._job_store.tell(SAVED, {"boundary": boundary.index, "done": done})
         if len(self._env.machines) < 2:
             while True:
                 threading.Event().wait()
@@ -301,12 +303,12 @@ class Checkpoints:
         """The program has ended well: a later start of it starts from scratch."""
         if self.pricing is not None:
             self.pricing.ended("completed")
-        if not self.due_top and not self._identity.goes_on:
+        if not self.due_boundary and not self._identity.continues:
             return
         try:
-            lineage.mark_ended(self._identity.folder, self.newest_top)
+            lineage.mark_ended(self._identity.folder, self.newest_boundary)
         except (OSError, SwiftError) as error:
-            if not self.newest_top:
+            if not self.newest_boundary:
                 return  # nothing was ever written
             console(f"the end of this run cannot be noted in {self._dir}: {error}")
 
@@ -317,18 +319,18 @@ class Checkpoints:
         that did not end well, or what it was told to begin with, that all ranks can read; None for none.
 
         Raises:
-            Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from; if
+            Unsupported: if there are some, all of other numbers of workers, that this number cannot continue from; if
                 there is nothing of what it was told to begin with.
         """
         if self._origins is None:
             return None
         runtime = self._runtime
-        # At the start nobody was lost: a script comes here when it does, as without this product.
+        # At the start nobody failed: a script comes here when it does, as without this product.
         limit_s = runtime.groups.longest_s(runtime.world) if runtime.world is not None else None
         try:
             loaded = self._origins.choose(limit_s)
         except (WaitTimeout, DamagedRecord) as error:
-            self._endings.give_up(error)
+            self._fatal_actions.give_up(error)
         if loaded is None:
             self.start_from_scratch()
             return None
@@ -377,18 +379,18 @@ def named(
     }
 
 
-def _note_orders(parts: dict[str, Any], board: Board) -> None:
-    """Add to the states of loaders what of the board they need, which will be gone."""
+def _note_orders(parts: dict[str, Any], publisher: SharedMemoryPublisher) -> None:
+    """Add to the states of loaders what of the publications they need, which will be gone."""
     for _, state in loader_states(parts):
-        if not state["live"] or REST in state:  # it has not gone on since it was restored
+        if not state["live"] or REST in state:  # it has not continued since it was restored
             continue
         last = state["iterations"][-1]
         if last["dealt"]:
             if "indices" not in state:
-                state["indices"] = board.orders.read(order_name(state))
+                state["indices"] = publisher.orders.read(order_name(state))
             state[REST] = rest_of(pack_indices(state["indices"]), used(state))
         elif last["order"] and used(state):
-            state[REST] = rest_of(board.orders.read_packed(order_name(state)), used(state))
+            state[REST] = rest_of(publisher.orders.read_packed(order_name(state)), used(state))
 
 
 def _snapshots(env: WorkerEnv, spool: Spool, where: str) -> Snapshots:

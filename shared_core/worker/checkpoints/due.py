@@ -1,10 +1,10 @@
-"""At which batch tops checkpoints are due, where a policy decides: rank 0 decides, and all others know in time.
+"""At which step boundaries checkpoints are due, where a policy decides: rank 0 decides, and all others know in time.
 
-At a batch top with ``v`` updates rank 0 writes down "at the first batch top with at least ``v + 2`` updates", before it
-contributes to any collective of that batch. Nobody gets there without an update that needed rank 0 after that, so
-whoever looks at such a top finds the entry. No collective is added, nobody waits, and no clock but rank 0's decides.
-Where every update needs every rank (data parallel), any rank may so say that the next checkpoint is the last.
-Entries are kept, so that a newcomer that passes tops again finds the same ones due.
+At a step boundary with ``v`` updates rank 0 writes down "at the first step boundary with at least ``v + 2`` updates",
+before it contributes to any collective of that batch. Nobody gets there without an update that needed rank 0 after
+that, so whoever looks at such a boundary finds the entry. No collective is added, nobody waits, and no clock but rank
+0's decides. Where every update needs every rank (data parallel), any rank may so say that the next checkpoint is the
+last. Entries are kept, so that a replacement that passes boundaries again finds the same ones due.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StoreEntries:
         """See :class:`Entries`."""
         store, said = self._store(), str(number)
         while bytes(store.compare_set(self._key(self._count), "", said)) != said.encode():
-            self._count += 1  # a predecessor's, or another rank's
+            self._count += 1  # a failed worker's, or another rank's
 
     def after(self, count: int) -> list[int]:
         """See :class:`Entries`."""
@@ -82,7 +82,7 @@ class StoreEntries:
             try:
                 found.append(decode(store.get(key), Count, key))
             except DamagedRecord as error:
-                console(f"{error}. The checkpoint that it asked for is not made; training goes on")
+                console(f"{error}. The checkpoint that it asked for is not made; training continues")
                 found.append(_NEVER)
             count += 1
         return found
@@ -105,14 +105,14 @@ class Decisions:
         self.pending = -1
 
     def joined(self, version: int) -> None:
-        """This rank begins at a batch top with so many updates: what was due there or before is not its matter."""
+        """This rank begins at a step boundary with so many updates: what was due there or before is not its matter."""
         self._version = version
 
     def add(self, version: int, *, last: bool = False) -> None:
-        """At a batch top with ``version`` updates, before any collective of that batch: a checkpoint is due soon.
+        """At a step boundary with ``version`` updates, before any collective of that batch: a checkpoint is due soon.
 
         Args:
-            version: updates at this top.
+            version: updates at this boundary.
             last: the job ends with it.
         """
         target = version + (AHEAD_LAST if last else AHEAD)
@@ -120,7 +120,9 @@ class Decisions:
         self.pending = max(self.pending, target)
 
     def due(self, version: int) -> tuple[bool, bool]:
-        """At a batch top with ``version`` updates: is a checkpoint due here, and is it the last one? Ask once a top."""
+        """At a step boundary with ``version`` updates: is a checkpoint due here, and is it the last one? Ask once a
+        boundary.
+        """
         for number in self._entries.after(len(self._known)):
             self._known.append((number // 2, bool(number % 2)))
             self.pending = max(self.pending, number // 2)

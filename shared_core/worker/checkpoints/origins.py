@@ -49,10 +49,10 @@ class Origins:
 
         Raises:
             WaitTimeout: if a rank does not come.
-            Unsupported: if there are some, all of other numbers of workers, that this number cannot go on from; if
+            Unsupported: if there are some, all of other numbers of workers, that this number cannot continue from; if
                 there is nothing of what it was told to begin with.
             NoUsableCheckpoint: if there are some of its own, and none can be used.
-            RunInUse: if another job goes on with its newest run.
+            RunInUse: if another job continues with its newest run.
         """
         found, there = self._own()
         stored = [each for each in found if each.tier == recovery_line.STORAGE]
@@ -72,13 +72,15 @@ class Origins:
             lineage.tell_passed((*there.doubts(key), *passed), taken)
         if loaded is None and self.told:
             raise Unsupported(f"checkpoint.resume_from: no checkpoint at {self.told} can be read on every rank")
-        lost = sum(each.tier == recovery_line.STORAGE for each in found) + sum(bool(each.run) for each in passed)
-        if loaded is None and lost and not self._env.incarnation:  # later there is what this attempt has made itself
-            raise lineage.none_usable(self._where, lost, f"rank {self._env.rank}: ")
+        unusable = sum(each.tier == recovery_line.STORAGE for each in found) + sum(bool(each.run) for each in passed)
+        if (
+            loaded is None and unusable and not self._env.incarnation
+        ):  # later there is what this attempt has made itself
+            raise lineage.none_usable(self._where, unusable, f"rank {self._env.rank}: ")
         return loaded
 
     def adopted(self, line: Line) -> str:
-        """What is said of a checkpoint that was adopted; empty in all ranks but the first, and for newcomers."""
+        """What is said of a checkpoint that was adopted; empty in all ranks but the first, and for replacements."""
         if not line.adopts or self._env.rank or self._env.incarnation:
             return ""
         return f"begins with step {line.step} at {line.adopts}, of '{lineage.command_of(line.meta).short}'"
@@ -92,10 +94,10 @@ class Origins:
         if env.rank or env.incarnation or not first:
             return ""
         how, again = ("--resume-from", "--resume") if not env.handed_over else (BY_OPTION, "checkpoint.resume='always'")
-        return lineage.left_behind(self._where, env.command.key, how, goes_on=env.config.continues, again=again)
+        return lineage.left_behind(self._where, env.command.key, how, continues=env.config.continues, again=again)
 
     def _hold(self, run: str) -> None:
-        """Keep other jobs from going on with a run; nothing in all ranks but the first, and in newcomers.
+        """Keep other jobs from continuing with a run; nothing in all ranks but the first, and in replacements.
 
         Raises:
             RunInUse: another job holds it.
@@ -116,7 +118,9 @@ class Origins:
             self._held[run] = lock
 
     def _own(self) -> tuple[list[Line], lineage.Contents]:
-        """What it may go on from, and what the storage holds; nothing where it does not go on with earlier starts."""
+        """What it may continue from, and what the storage holds; nothing where it does not continue with earlier
+        starts.
+        """
         env = self._env
         found: list[Line] = []
         if env.machines:
@@ -136,4 +140,4 @@ class Origins:
             return False
         if meta.get("job") == env.job:
             return True
-        return env.config.continues and there.goes_on(line.run, env.command.key)
+        return env.config.continues and there.continues(line.run, env.command.key)

@@ -1,4 +1,4 @@
-"""Checkpoints that the present attempt has made: recovery lines of its newcomers."""
+"""Checkpoints that the present attempt has made: recovery lines of its replacements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared_core.checkpoint import lineage
 from shared_core.checkpoint.spool import Spool
 from shared_core.errors import CorruptFile
 from shared_core.events import console
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.recovery_line import Line
@@ -25,22 +25,22 @@ class OwnLines:
 
     def __init__(self, env: WorkerEnv, spool: Spool, identity: RunIdentity) -> None:
         self._env, self._spool, self._identity = env, spool, identity
-        self._of_predecessor: set[int] | None = None
+        self._of_failed_worker: set[int] | None = None
 
-    def tops(self) -> list[Top]:
-        """Batch tops at which this rank's state can be read, oldest first."""
-        found: dict[int, Top] = {}
+    def boundaries(self) -> list[StepBoundary]:
+        """Step boundaries at which this rank's state can be read, oldest first."""
+        found: dict[int, StepBoundary] = {}
         for line in self._all():
             if line.step in found:
                 continue
             try:
-                found[line.step] = replace(recovery_line.load(line, self._env.rank).top, saved=True)
+                found[line.step] = replace(recovery_line.load(line, self._env.rank).boundary, saved=True)
             except CorruptFile as error:
                 console(f"rank {self._env.rank}: a checkpoint is passed over: {error}")
-        return [top for _, top in sorted(found.items())]
+        return [boundary for _, boundary in sorted(found.items())]
 
     def at(self, index: int) -> Restored:
-        """The checkpoint at a batch top.
+        """The checkpoint at a step boundary.
 
         Raises:
             CorruptFile: if it cannot be read, or is gone.
@@ -49,15 +49,15 @@ class OwnLines:
             if line.step == index:
                 return restored(recovery_line.load(line, self._env.rank))
         where = self._env.config.checkpoint.dir
-        raise CorruptFile(f"rank {self._env.rank}: the checkpoint at batch top {index} is gone from {where}")
+        raise CorruptFile(f"rank {self._env.rank}: the checkpoint at step boundary {index} is gone from {where}")
 
-    def predecessor_made(self, step: int) -> bool:
-        """Whether a predecessor of this worker has made the checkpoint at a batch top."""
+    def failed_worker_made(self, step: int) -> bool:
+        """Whether a failed worker of this worker has made the checkpoint at a step boundary."""
         if not self._env.incarnation:
             return False
-        if self._of_predecessor is None:
-            self._of_predecessor = {each.step for each in self._all()}
-        return step in self._of_predecessor
+        if self._of_failed_worker is None:
+            self._of_failed_worker = {each.step for each in self._all()}
+        return step in self._of_failed_worker
 
     def _all(self) -> list[Line]:
         # Operations are counted from the start of an attempt: logs go with its own checkpoints.

@@ -30,11 +30,11 @@ INTERRUPTED = 10.0
 
 
 class Pricing:
-    """Takes times and losses at each batch top of rank 0, and answers whether a checkpoint is due.
+    """Takes times and losses at each step boundary of rank 0, and answers whether a checkpoint is due.
 
     Attributes:
         name: of the run, in the job-history file.
-        went_back: this attempt begins with a checkpoint, because the one before was lost.
+        went_back: this attempt begins with a checkpoint, because the one before failed.
 
     Args:
         world_size: ranks of the job.
@@ -53,14 +53,14 @@ class Pricing:
         self._meter = CostMeter()
         self._fitter, self._pieces = CurveFitter(), Pieces()
         self._losses: list[tuple[int, torch.Tensor | float]] = []
-        self._fit, self._fitted = Fit(why="no loss is known"), 0.0
+        self._fit, self._fitted = Fit(why="no failure is known"), 0.0
         self._ending: Ending | None = None
         self._before = Hazard()
         self._begun: dict[int, float] = {}
         self._last = self._waited = self._said = 0.0
         self._unwritten = False
         self._rule, self._rule_said = "", -SAY_S
-        self._top = self._saved_top = 0
+        self._boundary = self._saved_boundary = 0
         self._useful_s = self._saved_s = self._rework_s = self._worker_s = 0.0
         self._undone: tuple[int, float, float] = (0, 0.0, 0.0)
         self._rolled_back = 0
@@ -76,19 +76,19 @@ class Pricing:
 
     # -- what happens ------------------------------------------------------------------------------
 
-    def step(self, top: int, waited_s: float, version: int, optimizers: Iterable[Optimizer]) -> None:
-        """A batch top is passed.
+    def step(self, boundary: int, waited_s: float, version: int, optimizers: Iterable[Optimizer]) -> None:
+        """A step boundary is passed.
 
         Args:
-            top: its number.
+            boundary: its number.
             waited_s: seconds that updates have waited for checkpoints, in all.
             version: updates made.
             optimizers: which make them.
         """
         if self._wants_curve:
             rates = [float(group.get("lr", 0.0)) for optimizer in optimizers for group in optimizer.param_groups]
-            if why := self._pieces.at_top(top, version, rates):
-                self._fitter.restart(top + 1, why)
+            if why := self._pieces.at_boundary(boundary, version, rates):
+                self._fitter.restart(boundary + 1, why)
         now = time.monotonic()
         if self._last:
             stall = waited_s - self._waited
@@ -99,48 +99,48 @@ class Pricing:
             self._rework_s = grown(self._rework_s, self._hazard(), self._useful_s - self._saved_s, useful)
             self._useful_s += useful
             self._worker_s += seconds * self._world_size
-        self._last, self._waited, self._top = now, waited_s, top
+        self._last, self._waited, self._boundary = now, waited_s, boundary
 
-    def begun(self, top: int, stall_s: float, taken: bool) -> None:
-        """A checkpoint was begun at this batch top, or could not be; training stood still for so long."""
+    def begun(self, boundary: int, stall_s: float, taken: bool) -> None:
+        """A checkpoint was begun at this step boundary, or could not be; training stood still for so long."""
         self._last += stall_s
-        self._undone = (self._saved_top, self._saved_s, self._rework_s)
+        self._undone = (self._saved_boundary, self._saved_s, self._rework_s)
         # One that could not be is not tried again at once.
-        self._saved_top, self._saved_s, self._rework_s = top, self._useful_s, 0.0
+        self._saved_boundary, self._saved_s, self._rework_s = boundary, self._useful_s, 0.0
         if taken:
-            self._begun[top] = time.monotonic()
-            self._meter.begun(top, stall_s)
+            self._begun[boundary] = time.monotonic()
+            self._meter.begun(boundary, stall_s)
 
     def heed(self, committed: int, failed: int) -> None:
-        """What the writer says: the newest batch top that is committed, and one that failed (-1 for none)."""
+        """What the writer says: the newest step boundary that is committed, and one that failed (-1 for none)."""
         now = time.monotonic()
-        for top in [top for top in self._begun if top <= committed]:
-            begun = self._begun.pop(top)
-            if top == committed:
-                self._meter.durable(top, now - begun)
+        for boundary in [boundary for boundary in self._begun if boundary <= committed]:
+            begun = self._begun.pop(boundary)
+            if boundary == committed:
+                self._meter.durable(boundary, now - begun)
             else:
-                self._meter.failed(top)  # a newer one took its place
+                self._meter.failed(boundary)  # a newer one took its place
         if failed in self._begun:
             del self._begun[failed]
             self._meter.failed(failed)
-            if failed == self._saved_top:
-                top, saved_s, rework_s = self._undone
-                self._saved_top, self._saved_s, self._rework_s = top, saved_s, max(rework_s, self._rework_s)
+            if failed == self._saved_boundary:
+                boundary, saved_s, rework_s = self._undone
+                self._saved_boundary, self._saved_s, self._rework_s = boundary, saved_s, max(rework_s, self._rework_s)
 
-    def loss(self, top: int, value: torch.Tensor | float) -> None:
+    def loss(self, boundary: int, value: torch.Tensor | float) -> None:
         """The loss of a batch; a tensor is not read before many have gathered."""
         if self._wants_curve:
-            self._losses.append((top, value.detach() if isinstance(value, torch.Tensor) else value))
+            self._losses.append((boundary, value.detach() if isinstance(value, torch.Tensor) else value))
             if len(self._losses) >= LOSSES:
                 self._feed()
 
     def rolled_back(self) -> None:
-        """A loss has sent workers back to a checkpoint."""
+        """A failure has sent workers back to a checkpoint."""
         self._rolled_back += 1
 
     # -- the decision ------------------------------------------------------------------------------
 
-    def due(self, top: int) -> bool:
+    def due(self, boundary: int) -> bool:
         """Whether a checkpoint should be made now."""
         if not self._meter.step_s:
             return False
@@ -150,7 +150,7 @@ class Pricing:
             self._feed()
             self._fit = self._fitter.fit()
         self._tell(now)
-        decision = self._policy.due(self._situation(top))
+        decision = self._policy.due(self._situation(boundary))
         self._say_rule(decision.rule, now)
         return decision.due
 
@@ -160,11 +160,11 @@ class Pricing:
             self._rule, self._rule_said = rule, now
             console(f"checkpoints follow {rule}")
 
-    def _situation(self, top: int) -> Situation:
+    def _situation(self, boundary: int) -> Situation:
         return Situation(
-            step=top,
+            step=boundary,
             useful_s=self._useful_s,
-            saved_step=self._saved_top,
+            saved_step=self._saved_boundary,
             saved_s=self._saved_s,
             step_s=self._meter.step_s,
             hazard=self._hazard(),
@@ -182,7 +182,7 @@ class Pricing:
         return self._before.seen(self._rolled_back, self._worker_s).mean(self._world_size)
 
     def _feed(self) -> None:
-        self._fitter.feed([top for top, _ in self._losses], [float(value) for _, value in self._losses])
+        self._fitter.feed([boundary for boundary, _ in self._losses], [float(value) for _, value in self._losses])
         self._losses.clear()
 
     # -- earlier runs ------------------------------------------------------------------------------
@@ -217,14 +217,14 @@ class Pricing:
         """The run has ended: ``completed``, or ``stopped`` early with its state saved."""
         self._tell(time.monotonic(), end)
 
-    # -- for newcomers and restarts ----------------------------------------------------------------
+    # -- for replacements and restarts ----------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """Plain data for a newcomer."""
+        """Plain data for a replacement."""
         return {
-            "top": self._top,
+            "boundary": self._boundary,
             "useful_s": self._useful_s,
-            "saved": [self._saved_top, self._saved_s, self._rework_s],
+            "saved": [self._saved_boundary, self._saved_s, self._rework_s],
             "worker_s": self._worker_s,
             "rolled_back": self._rolled_back,
             "workers": self._world_size,
@@ -232,10 +232,10 @@ class Pricing:
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Inverse of :meth:`capture`."""
-        self._top, self._useful_s = values["top"], values["useful_s"]
-        self._saved_top, self._saved_s, self._rework_s = values["saved"]
+        self._boundary, self._useful_s = values["boundary"], values["useful_s"]
+        self._saved_boundary, self._saved_s, self._rework_s = values["saved"]
         self._worker_s, self._rolled_back = values["worker_s"], values["rolled_back"] + int(self.went_back)
         self.went_back = False
         self._last = 0.0
         if values.get("workers", self._world_size) != self._world_size:
-            self._fitter.restart(self._top + 1, f"{self._world_size} workers instead of {values['workers']}")
+            self._fitter.restart(self._boundary + 1, f"{self._world_size} workers instead of {values['workers']}")

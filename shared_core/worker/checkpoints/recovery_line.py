@@ -1,4 +1,4 @@
-"""Which checkpoint all ranks go on from: the newest one, in memory or in storage, that every rank can read.
+"""Which checkpoint all ranks continue from: the newest one, in memory or in storage, that every rank can read.
 
 Each rank says what there is for it; what is common to all is tried from the newest on, and counts once every rank has
 loaded its part of it. All of it goes through the agents' store, before the first group of the job exists.
@@ -20,7 +20,7 @@ from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.protocol.codec import decode, text
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.members import members_text
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Store
@@ -42,9 +42,9 @@ def local_part(rank: int) -> str:
     return f"rank{rank}"
 
 
-def replicated_part(top: Top) -> str:
+def replicated_part(boundary: StepBoundary) -> str:
     """Name of the part that holds the parameters and optimizer state of a rank."""
-    return f"replicated{min(top.replicas, default=0)}.safetensors"
+    return f"replicated{min(boundary.replicas, default=0)}.safetensors"
 
 
 def parameter_names(replicated: Replicated) -> list[str]:
@@ -68,10 +68,10 @@ def _unique(names: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Line:
-    """A checkpoint that this rank could go on from.
+    """A checkpoint that this rank could continue from.
 
     Attributes:
-        step: batch tops passed.
+        step: step boundaries passed.
         session: the attempt that made it; two that differ in it are never mixed.
         tier: where it is.
         meta: of the checkpoint.
@@ -113,18 +113,18 @@ class Loaded:
     """This rank's part of a checkpoint.
 
     Attributes:
-        top: the batch top.
+        boundary: the step boundary.
         local: rank-local state, ends and records.
         description: of the replicated state.
         tensors: of the replicated state, in its order.
         line: where it comes from.
         resized: it is of another number of workers.
-        added: this rank had no predecessor; ``local`` is another's.
+        added: this rank took the place of nobody; ``local`` is another's.
         collect: gives description and tensors instead, where this rank trains another part of the model than any old
             one.
     """
 
-    top: Top
+    boundary: StepBoundary
     local: dict[str, Any]
     description: dict[str, Any]
     tensors: list[torch.Tensor]
@@ -149,7 +149,7 @@ def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
 
 def at_neighbours(machines: Iterable[str | None], rank: int, world_size: int, secret: bytes) -> list[Line]:
     """Snapshots that hold this rank's part, with all that belongs to it in the memory of any machine; the oldest first.
-    Ranks whose own machine has theirs list them too: all must go on from the same.
+    Ranks whose own machine has theirs list them too: all must continue from the same.
     """
     found = find_in_memory(machines, rank, world_size, secret) if any(machines) else []
     return [Line(step, str(meta.get("session")), NEIGHBOUR, meta, read) for step, meta, read in found]
@@ -216,18 +216,18 @@ def load(line: Line, rank: int) -> Loaded:
         CorruptFile: if it cannot be read as it was written.
     """
     local = load_local(line, rank)
-    top = top_of(local)
-    return Loaded(top, local, *load_replicated(line, top), line)
+    boundary = boundary_of(local)
+    return Loaded(boundary, local, *load_replicated(line, boundary), line)
 
 
-def top_of(local: Mapping[str, Any]) -> Top:
-    """The batch top that a rank's part is of."""
-    top = Top(**local["top"])
+def boundary_of(local: Mapping[str, Any]) -> StepBoundary:
+    """The step boundary that a rank's part is of."""
+    boundary = StepBoundary(**local["boundary"])
     # Older checkpoints list the members.
     texts = {
-        name: ranks if isinstance(ranks, str) else members_text(ranks) for name, ranks in dict(top.members).items()
+        name: ranks if isinstance(ranks, str) else members_text(ranks) for name, ranks in dict(boundary.members).items()
     }
-    return replace(top, members=texts)
+    return replace(boundary, members=texts)
 
 
 def load_local(line: Line, rank: int) -> dict[str, Any]:
@@ -239,37 +239,37 @@ def load_local(line: Line, rank: int) -> dict[str, Any]:
     try:
         source = line.open(local_part(rank))
         local: dict[str, Any] = loads(source.read_bytes() if isinstance(source, Path) else source)
-        top_of(local)
+        boundary_of(local)
         return local
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise _unreadable(line, error) from error
 
 
-def load_replicated(line: Line, top: Top) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def load_replicated(line: Line, boundary: StepBoundary) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Read the replicated state of a rank: its description, and the tensors in its order.
 
     Raises:
         CorruptFile: if it cannot be read as it was written.
     """
-    description, by_name = load_named(line, top)
+    description, by_name = load_named(line, boundary)
     return description, list(by_name.values())
 
 
-def load_named(line: Line, top: Top) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def load_named(line: Line, boundary: StepBoundary) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """As :func:`load_replicated`, the tensors by name.
 
     Raises:
         CorruptFile: if it cannot be read as it was written.
     """
     try:
-        by_name, metadata = image.load(line.open(replicated_part(top)))
+        by_name, metadata = image.load(line.open(replicated_part(boundary)))
         return json.loads(metadata[DESCRIPTION]), {name: by_name[name] for name in json.loads(metadata[NAMES])}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise _unreadable(line, error) from error
 
 
 def _unreadable(line: Line, error: Exception) -> CorruptFile:
-    return CorruptFile(f"the checkpoint at batch top {line.step} ({line.tier}) cannot be read: {error}")
+    return CorruptFile(f"the checkpoint at step boundary {line.step} ({line.tier}) cannot be read: {error}")
 
 
 def agree(
@@ -281,19 +281,19 @@ def agree(
 ) -> Loaded | None:
     """The newest checkpoint that all ranks have and can read; None if there is none.
 
-    All ranks of the attempt call this; a newcomer that comes later gets the same answer.
+    All ranks of the attempt call this; a replacement that comes later gets the same answer.
 
     Args:
         env: of this worker.
         client: of the agents' store, below the attempt's prefix.
-        mine: what this rank may go on from.
+        mine: what this rank may continue from.
         read: reads this rank's part of one; :func:`load` unless given.
         limit_s: longest wait for all ranks to start; ``wait_timeout_s`` if None.
 
     Raises:
         CorruptFile: if the others have begun with one that this rank, which came later, cannot read.
         DamagedRecord: if what a rank says is nothing of that.
-        Unsupported: if there is one, but none that so many workers can go on from.
+        Unsupported: if there is one, but none that so many workers can continue from.
         WaitTimeout: if a rank does not come.
     """
     read = read or (lambda line: load(line, env.rank))
@@ -329,7 +329,7 @@ def agree(
         if rank == env.rank:
             saved = offers[key].saved
             where = f" in {saved.checkpoint.path.parent}" if saved is not None else ""
-            console(f"rank {rank}: the checkpoint at batch top {offers[key].step}{where} is passed over: {why}")
+            console(f"rank {rank}: the checkpoint at step boundary {offers[key].step}{where} is passed over: {why}")
     if refusal is not None:
         raise refusal
     client.set(_CHOSEN, _NOTHING)

@@ -1,4 +1,4 @@
-"""A checkpoint of another number of workers: what each new worker goes on with.
+"""A checkpoint of another number of workers: what each new worker continues with.
 
 All parts of all old ranks are in storage. Where all ranks trained the same, the replicated state is the one image, each
 new rank takes the rank-local state of one old rank, and what all of them had left of the pass over the data is dealt
@@ -26,7 +26,7 @@ from shared_core.loaders.reshard import (
     used,
 )
 from shared_core.loaders.seeded import place_seed
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.recovery_line import Collect, Line, Loaded
@@ -40,7 +40,7 @@ FIXED = "fixed"
 
 
 def load(line: Line, env: WorkerEnv) -> Loaded:
-    """Read what this rank goes on with from a checkpoint of any number of workers.
+    """Read what this rank continues with from a checkpoint of any number of workers.
 
     Raises:
         CorruptFile: if it cannot be read as it was written.
@@ -50,19 +50,23 @@ def load(line: Line, env: WorkerEnv) -> Loaded:
     if count == env.world_size:
         return recovery_line.load(line, env.rank)
     locals_ = [recovery_line.load_local(line, rank) for rank in range(count)]
-    top = recovery_line.top_of(locals_[0])
+    boundary = recovery_line.boundary_of(locals_[0])
     collect: Collect | None = None
     try:
         _check(locals_)
-        if top.replicas:
+        if boundary.replicas:
             source = stage_source(env.rank, count, env.world_size)
         else:
             source = sources(range(count), {0}, env.world_size)[env.rank]
         mine = locals_[count - 1 if source is None else source]
-        if top.replicas:
-            tops = [recovery_line.top_of(each) for each in (mine, *(each for each in locals_ if each is not mine))]
-            mine["records"] = [each for each in mine["records"] if each[0][1] not in top.members]  # of other groups
-            collect = partial(collect_stage, line, tops)
+        if boundary.replicas:
+            boundaries = [
+                recovery_line.boundary_of(each) for each in (mine, *(each for each in locals_ if each is not mine))
+            ]
+            mine["records"] = [
+                each for each in mine["records"] if each[0][1] not in boundary.members
+            ]  # of other groups
+            collect = partial(collect_stage, line, boundaries)
         else:
             shards = [each["parts"].get(SHARD) for each in locals_]
             deal_out(mine["parts"], [each["parts"] for each in locals_], env)
@@ -70,31 +74,35 @@ def load(line: Line, env: WorkerEnv) -> Loaded:
                 mine["parts"][SHARD] = {OLD_RANKS: shards}
     except Unsupported as error:
         raise Unsupported(
-            f"the checkpoint at batch top {line.step} was made by {count} workers and cannot be used by "
+            f"the checkpoint at step boundary {line.step} was made by {count} workers and cannot be used by "
             f"{env.world_size}: {error}. Start {count} workers, or start from scratch with checkpoint.resume='never'"
         ) from error
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise CorruptFile(f"the checkpoint at batch top {line.step} ({line.tier}) cannot be read: {error}") from error
+        raise CorruptFile(
+            f"the checkpoint at step boundary {line.step} ({line.tier}) cannot be read: {error}"
+        ) from error
     if source is None:
-        mine["parts"][RANDOM] = random_state(count, top.index, env.rank)
+        mine["parts"][RANDOM] = random_state(count, boundary.index, env.rank)
     if collect is None:
-        return Loaded(top, mine, *recovery_line.load_replicated(line, top), line, resized=True, added=source is None)
-    for each in tops:
+        return Loaded(
+            boundary, mine, *recovery_line.load_replicated(line, boundary), line, resized=True, added=source is None
+        )
+    for each in boundaries:
         recovery_line.load_replicated(
             line, each
         )  # only to know that it can be done: it is not kept in memory until then
-    return Loaded(top, mine, {}, [], line, resized=True, added=source is None, collect=collect)
+    return Loaded(boundary, mine, {}, [], line, resized=True, added=source is None, collect=collect)
 
 
 def sources(stay: Collection[int], published: Collection[int], world_size: int) -> list[int | None]:
     """For each new rank the old one whose rank-local state it takes over; None for one that is added.
 
-    Rank 0 goes on as rank 0, even if its worker is lost, as long as it published the batch top: loggers and
+    Rank 0 continues as rank 0, even if its worker fails, as long as it published the step boundary: loggers and
     files are its own.
 
     Args:
-        stay: old ranks that go on.
-        published: old ranks of which the state at the batch top is known.
+        stay: old ranks that continue.
+        published: old ranks of which the state at the step boundary is known.
         world_size: number of new ranks.
     """
     found: list[int | None] = [*sorted(stay)]
@@ -113,12 +121,14 @@ def stage_source(stage: int, old: int, new: int) -> int | None:
     return stage if stage < old - 1 else None
 
 
-def collect_stage(line: Line, tops: Sequence[Top], replicated: Replicated) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def collect_stage(
+    line: Line, boundaries: Sequence[StepBoundary], replicated: Replicated
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Description and tensors of a stage, from the images of all stages of a checkpoint.
 
     Args:
         line: the checkpoint.
-        tops: of each old stage. Where copies of a tied layer differ (with gradient clipping), the first counts.
+        boundaries: of each old stage. Where copies of a tied layer differ (with gradient clipping), the first counts.
         replicated: what the new stage trains.
 
     Raises:
@@ -130,8 +140,8 @@ def collect_stage(line: Line, tops: Sequence[Top], replicated: Replicated) -> tu
     found: dict[str, torch.Tensor] = {}
     states: dict[tuple[int, str], list[tuple[str, str, Any]]] = {}
     description: dict[str, Any] = {}
-    for top in tops:
-        description, by_name = recovery_line.load_named(line, top)
+    for boundary in boundaries:
+        description, by_name = recovery_line.load_named(line, boundary)
         tensors, theirs = list(by_name.values()), list(by_name)[: description["parameters"]]
         taken = {name for name in theirs if name in places and name not in found}  # a tied layer is in several
         found |= {name: tensor for name, tensor in zip(theirs, tensors, strict=False) if name in taken}
@@ -143,7 +153,8 @@ def collect_stage(line: Line, tops: Sequence[Top], replicated: Replicated) -> tu
     missing = [name for name in names if name not in found]
     if missing:
         raise Unsupported(
-            f"the checkpoint at batch top {line.step} holds no parameter {missing[0]}: it is of another model, or of "
+            f"the checkpoint at step boundary {line.step} holds no parameter {missing[0]}: it is of another model, "
+            "or of "
             "one whose layers have other numbers"
         )
     mine = [found[name] for name in names]
@@ -176,7 +187,7 @@ def random_state(*place: int) -> dict[str, Any]:
 
 
 def deal_out(mine: dict[str, Any], old: Sequence[Mapping[str, Any]], env: WorkerEnv) -> None:
-    """Have the loaders in ``mine`` go on with this rank's share of what all old ranks had left of the pass.
+    """Have the loaders in ``mine`` continue with this rank's share of what all old ranks had left of the pass.
 
     Args:
         mine: published parts that this rank takes over; changed.
@@ -219,13 +230,13 @@ def _changes(
 
 
 def _check(old: Sequence[Mapping[str, Any]]) -> None:
-    """Whether another number of workers can go on exactly.
+    """Whether another number of workers can continue exactly.
 
     Raises:
         Unsupported: if not.
     """
     for each in old:
-        replicas = each["top"]["replicas"]
+        replicas = each["boundary"]["replicas"]
         if reason := each.get(FIXED):
             raise Unsupported(str(reason))
         if each["parts"].get(GRADIENTS):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shared_core.errors import CorruptFile
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.checkpoints.recovery_line import Collect, Loaded
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import Records, from_plain
 
 
@@ -19,7 +19,7 @@ class Restored:
     """The state that one rank starts from: a checkpoint, or what the workers handed on when their number changed.
 
     Attributes:
-        top: the batch top.
+        boundary: the step boundary.
         parts: rank-local state there.
         ends: results and state of finished entry calls.
         records: results of start-up operations, and of DDP's agreement on buckets.
@@ -27,14 +27,14 @@ class Restored:
         tensors: of the replicated state.
         owned: nobody else uses the tensors.
         resized: it was another number of workers.
-        added: this rank had no predecessor; ``parts`` are another's.
+        added: this rank took the place of nobody; ``parts`` are another's.
         main: what rank 0 had published last, where another takes its place.
         tier: where a checkpoint lay.
         workers: of the job that made it.
         collect: see :class:`~shared_core.worker.checkpoints.recovery_line.Loaded`.
     """
 
-    top: Top
+    boundary: StepBoundary
     parts: dict[str, Any]
     ends: dict[int, tuple[Any, dict[str, Any]]]
     records: Records
@@ -53,7 +53,7 @@ def restored(loaded: Loaded) -> Restored:
     """What a checkpoint holds."""
     local = loaded.local
     return Restored(
-        loaded.top,
+        loaded.boundary,
         local["parts"],
         local["ends"],
         from_plain(local["records"]),
@@ -67,12 +67,12 @@ def restored(loaded: Loaded) -> Restored:
     )
 
 
-def ends_before(board: Board, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
+def ends_before(publisher: SharedMemoryPublisher, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
     """Results and state of the entry calls that were finished before ``entry``."""
     ends: dict[int, tuple[Any, dict[str, Any]]] = {}
     for number in range(entry):
         try:
-            ends[number] = board.read_end(number)
+            ends[number] = publisher.read_end(number)
         except (FileNotFoundError, CorruptFile):
             continue
     return ends

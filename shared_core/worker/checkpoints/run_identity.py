@@ -9,13 +9,13 @@ from typing import Any
 from shared_core.checkpoint import lineage
 from shared_core.errors import DamagedRecord
 from shared_core.protocol.codec import Name, decode, text
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Store
 from shared_core.worker.checkpoints.recovery_line import Line
-from shared_core.worker.endings import Endings
+from shared_core.worker.fatal_actions import FatalActions
 
-#: Key in the store: the run of this attempt and what it had adopted, for newcomers that do not read its checkpoint.
+#: Key in the store: the run of this attempt and what it had adopted, for replacements that do not read its checkpoint.
 _RUN = "run"
 
 
@@ -24,11 +24,11 @@ class RunIdentity:
 
     Args:
         store: makes a client of the agents' store, below the attempt's prefix.
-        endings: where a damaged record in the store ends the worker.
+        fatal_actions: where a damaged record in the store ends the worker.
     """
 
-    def __init__(self, env: WorkerEnv, store: Callable[[], Store], endings: Endings) -> None:
-        self._env, self._store, self._endings = env, store, endings
+    def __init__(self, env: WorkerEnv, store: Callable[[], Store], fatal_actions: FatalActions) -> None:
+        self._env, self._store, self._fatal_actions = env, store, fatal_actions
         self._session = self._run = self._adopted = ""
 
     @property
@@ -40,7 +40,7 @@ class RunIdentity:
             try:
                 self._session = text(self._store().compare_set("session", "", mine), "session", Name) or mine
             except DamagedRecord as error:
-                self._endings.give_up(error)
+                self._fatal_actions.give_up(error)
         return self._session
 
     @property
@@ -49,7 +49,7 @@ class RunIdentity:
         return self._run or self.session
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether this attempt began with a checkpoint."""
         return bool(self._run)
 
@@ -61,7 +61,7 @@ class RunIdentity:
         return lineage.folder_of(where, self._env.command, self.run)
 
     def take_up(self, line: Line, told: str) -> None:
-        """This attempt begins with a checkpoint; say so to newcomers.
+        """This attempt begins with a checkpoint; say so to replacements.
 
         Args:
             line: the checkpoint.
@@ -73,20 +73,20 @@ class RunIdentity:
         self._store().set(_RUN, json.dumps([self._run, self._adopted]))
 
     def hear(self) -> None:
-        """In a newcomer: what :meth:`take_up` has said, if this attempt began with a checkpoint."""
+        """In a replacement: what :meth:`take_up` has said, if this attempt began with a checkpoint."""
         if self._run or not self._store().check([_RUN]):
             return
         try:
             self._run, self._adopted = decode(self._store().get(_RUN), tuple[Name, str], _RUN)
         except DamagedRecord as error:
-            self._endings.give_up(error)
+            self._fatal_actions.give_up(error)
 
-    def meta(self, top: Top) -> dict[str, Any]:
-        """What a checkpoint at a batch top says of itself."""
+    def meta(self, boundary: StepBoundary) -> dict[str, Any]:
+        """What a checkpoint at a step boundary says of itself."""
         env = self._env
         return lineage.meta_of(
-            top.index,
-            top.version,
+            boundary.index,
+            boundary.version,
             session=self.session,
             run=self.run,
             command=env.command,

@@ -1,4 +1,4 @@
-"""The ``torch.distributed`` backend ``swift``: gloo that survives the loss of ranks."""
+"""The ``torch.distributed`` backend ``swift``: gloo that survives failures of ranks."""
 
 from shared_core.worker.comm.backend import install
 from shared_core.worker.comm.compat import group_name, group_named, groups_made, skip_groups

@@ -75,7 +75,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     (f"{_DDP}._comm_hooks", "with their states, some of which cannot be recovered"),
     (f"{_DDP}._join_config", "whether inputs may be uneven, which cannot be recovered"),
     (f"{_DDP}._pre_forward(self, *inputs, **kwargs)", "in it DDP broadcasts the order of its buckets"),
-    ("torch.nn.parallel.distributed:DistributedDataParallel.reducer", "a newcomer's buckets are rebuilt"),
+    ("torch.nn.parallel.distributed:DistributedDataParallel.reducer", "a replacement's buckets are rebuilt"),
     ("torch._C._distributed_c10d:Reducer._push_all_rebuilt_params", "the same"),
     ("torch._C._distributed_c10d:Reducer._rebuild_buckets", "the same"),
     ("torch._C._distributed_c10d:Reducer._get_local_used_map", "what a replacement's DDP knows of a static graph"),

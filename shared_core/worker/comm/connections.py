@@ -15,8 +15,8 @@ from shared_core.worker.comm.state import SharedState
 MAX_ATTEMPTS = 8
 #: Gloo now and then waits for its whole time-out before it repeats an attempt, so the first time-outs are short.
 _FIRST_S = 0.5
-#: Longest that an operation of a side group may take, unless something else is said: a loss ends it at once, and there
-#: may be none as long as a step lasts.
+#: Longest that an operation of a side group may take, unless something else is said: a failure ends it at once, and
+#: there may be none as long as a step lasts.
 _FOREVER = timedelta(days=10)
 
 

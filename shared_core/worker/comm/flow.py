@@ -15,7 +15,7 @@ from shared_core.system import threads
 from shared_core.waiting import Wait
 from shared_core.worker.comm.gloo import STUCK_S, InnerGroup
 
-#: Gloo's own time-out of a message; ours ends it before, and a loss at once.
+#: Gloo's own time-out of a message; ours ends it before, and a failure at once.
 _FOREVER = timedelta(days=10)
 #: Messages under way: while one is copied, both ends agree on the next.
 _DEPTH = 4

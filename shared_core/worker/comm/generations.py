@@ -1,6 +1,6 @@
 """What happens to the groups when a generation ends and when the next one begins.
 
-When a rank is lost the inner groups are cut; what was in flight stays pending, and is served or issued again in the
+When a rank fails the inner groups are cut; what was in flight stays pending, and is served or issued again in the
 next generation.
 """
 
@@ -50,9 +50,9 @@ class Generations:
             first = self._groups.world is None
             self._groups.add(group)
             self._compare_places(group)
-            top, logged = state.listener.made_again(group.name)
-            if top is not None:
-                group.start_from(top)
+            boundary, logged = state.listener.made_again(group.name)
+            if boundary is not None:
+                group.start_from(boundary)
             group.replay.update(logged)
             # Decided under the lock: a recovery that ends now either finds the group, or leaves it to this thread.
             live, generation = not state.starting and not state.broken, state.generation
@@ -71,7 +71,7 @@ class Generations:
 
     @contextmanager
     def in_the_background(self) -> Iterator[None]:
-        """Groups that are made in here are connected while the program goes on."""
+        """Groups that are made in here are connected while the program continues."""
         self._background = True
         try:
             yield
@@ -111,13 +111,13 @@ class Generations:
         self._state.changed.notify_all()
 
     def break_off(self) -> None:
-        """A rank is lost: cut every connection, and wait until gloo has given everything back. A group of this rank
-        alone goes on while others are absent.
+        """A rank fails: cut every connection, and wait until gloo has given everything back. A group of this rank
+        alone continues while others are absent.
         """
         state = self._state
         with state.lock:
             state.broken = True
-            self._others.at_loss()
+            self._others.at_failure()
             self._connections.cut_sides()
             cut = [group for group in self._groups.all() if not state.absent or group.size > 1]
             inners = [group.inner for group in cut if group.inner is not None]
@@ -188,7 +188,7 @@ class Generations:
     def _connect_own(self) -> None:
         for group in [each for each in self._groups.all() if each.size == 1]:
             while group.inner is None:
-                with suppress(GenerationAbandoned):  # by a loss, which has nothing to do with it
+                with suppress(GenerationAbandoned):  # by a failure, which has nothing to do with it
                     self._connect(group, self._state.latest)
 
     def _connect_later(self, group: GroupState, generation: int) -> None:

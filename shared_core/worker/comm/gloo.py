@@ -37,7 +37,7 @@ _device_lock = threading.Lock()
 _UNKNOWN = "unknown"
 _Hex = Annotated[str, Form(r"([0-9a-f]{2})*", "bytes in hexadecimal")]
 #: How long gloo may take to give operations back once their sockets are shut down. It takes 2 ms, or it never does:
-#: that is so in one loss of eight, and then all of this is added to the stall.
+#: that is so in one failure of eight, and then all of this is added to the stall.
 STUCK_S = 0.05
 
 
@@ -59,7 +59,7 @@ def finish(work: Any, abandoned: Callable[[], bool], what: str, wait: Wait | Non
     future.value()
 
 
-class _Meeting(_Store):  # type: ignore[misc]
+class _RendezvousStore(_Store):  # type: ignore[misc]
     """The store given to gloo, which writes there how each member can be reached, and reads that of all others.
 
     Reading them one by one would cost each member two requests for each other one. So the last to write puts all
@@ -100,7 +100,7 @@ class _Meeting(_Store):  # type: ignore[misc]
         self._values: dict[str, bytes] = {}
         self.places: frozenset[str] = frozenset()
 
-    def clone(self) -> _Meeting:
+    def clone(self) -> _RendezvousStore:
         return self
 
     def set(self, key: str, value: bytes) -> None:
@@ -220,7 +220,7 @@ class InnerGroup:
             new = [place for link, place in _listening().items() if link not in before]
         place = new[0] if new else _UNKNOWN
         own = list(members).index(rank)
-        met = _Meeting(store, place, own, members, abandoned, wait_timeout_s, what, silent=silent)
+        met = _RendezvousStore(store, place, own, members, abandoned, wait_timeout_s, what, silent=silent)
         options = gloo_options(device, timedelta(seconds=connect_timeout_s))
         try:
             with quiet():

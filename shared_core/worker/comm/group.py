@@ -54,7 +54,7 @@ def _reduce_detail(opts: Any) -> int:
 
 
 class SwiftProcessGroup(GroupIdentity):
-    """A process group whose communicator is replaced when a rank is lost, while every user keeps this object."""
+    """A process group whose communicator is replaced when a rank fails, while every user keeps this object."""
 
     # -- helpers -----------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ class SwiftProcessGroup(GroupIdentity):
         self._runtime.operations.submit(self._state, op, tensors)
         if bucket:
             self._runtime.listener.bucket_handed_over(op)
-        return SwiftWork(op, self._runtime.turn)
+        return SwiftWork(op, self._runtime.compute_lock)
 
     def check(self, device: torch.device, operation: str) -> None:
         """Refuse tensors of a device, where nobody has allowed them.
@@ -200,8 +200,8 @@ class SwiftProcessGroup(GroupIdentity):
         )
         ddp = agreeing_on_buckets()
         if ddp is not None:
-            # DDP agrees on the order of its buckets once, after the first backward; a newcomer needs this whenever it
-            # joins.
+            # DDP agrees on the order of its buckets once, after the first backward; a replacement needs this whenever
+            # it joins.
             self._runtime.listener.bucket_order(ddp, op)
         return self._run(op, tensors if root else ())
 
@@ -433,7 +433,7 @@ class _Together(SwiftWork):
     """Several works as one."""
 
     def __init__(self, works: list[SwiftWork], value: Any) -> None:
-        super().__init__(works[-1]._op, works[-1]._turn)
+        super().__init__(works[-1]._op, works[-1]._compute_lock)
         self._works, self._value = works, value
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 from shared_core.errors import ConfigError
-from shared_core.protocol.frontier import Done, Top
+from shared_core.protocol.frontier import Done, StepBoundary
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.membership import Membership
 from shared_core.worker.comm.op import Op
@@ -28,7 +28,7 @@ class GroupState(Membership):
         done: finished collectives.
         pending: issued and not finished, by sequence number.
         replay: results to serve instead of running, by sequence number.
-        destroyed_at: batch top before the program destroyed it; -1 while it has not.
+        destroyed_at: step boundary before the program destroyed it; -1 while it has not.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class GroupState(Membership):
         """Whether the program has destroyed it and waits for nothing in it. Others may still need its log."""
         return self.destroyed_at >= 0 and not self.pending and not self.channels.awaited()
 
-    def destroy(self, top: int) -> None:
+    def destroy(self, boundary: int) -> None:
         """The program has destroyed it, after this step boundary."""
-        self.destroyed_at = top
+        self.destroyed_at = boundary
 
-    def start_from(self, top: Top) -> None:
+    def start_from(self, boundary: StepBoundary) -> None:
         """Stand where the failed worker stood at its step boundary."""
-        self.next = top.groups.get(self.name, 0)
+        self.next = boundary.groups.get(self.name, 0)
         self.done.upto = self.next
-        self.channels.start_from(top.received.get(self.name, {}), top.sent.get(self.name, {}))
+        self.channels.start_from(boundary.received.get(self.name, {}), boundary.sent.get(self.name, {}))
 
 
 class Groups(dict[str, GroupState]):
@@ -116,7 +116,7 @@ class Groups(dict[str, GroupState]):
         return "the default group" if group is self.world else f"group {group.name!r} of {ranks_text(group.ranks)}"
 
     def longest_s(self, group: GroupState) -> float:
-        """How long a member that was never lost is waited for, in seconds: as long as torch does, at least."""
+        """How long a member that never failed is waited for, in seconds: as long as torch does, at least."""
         return max(self._state.wait_timeout_s, group.timeout.total_seconds())
 
     def log_bytes(self) -> int:

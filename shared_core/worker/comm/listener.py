@@ -9,24 +9,24 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import SwiftError
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.transport.store import Store
 from shared_core.worker.comm.op import Op
 from shared_core.worker.messages.group_log import Logged
 
-#: A part of the program that newcomers run again: a phase of the script, by loops over epochs; in an epoch also its
+#: A part of the program that replacements run again: a phase of the script, by loops over epochs; in an epoch also its
 #: number, and how many passes of it there were. Empty for all else.
 Part = tuple[int, ...]
 
 
 class RecordKey(NamedTuple):
-    """Under what a result is kept for newcomers.
+    """Under what a result is kept for replacements.
 
     Attributes:
         entry: number of the entry call.
         kind: the group, for the result of an operation; else what it is.
         name: of the operation; else which of its kind.
-        number: which of these; else the batch top.
+        number: which of these; else the step boundary.
         part: of the program.
     """
 
@@ -55,24 +55,26 @@ class Listener(Protocol):
         """The launcher's store, below a prefix."""
 
     def first_group(self) -> None:
-        """The default process group is made: form the first generation, or see that a newcomer joins later."""
+        """The default process group is made: form the first generation, or see that a replacement joins later."""
 
-    def made_again(self, group: str) -> tuple[Top | None, Mapping[int, Logged]]:
+    def made_again(self, group: str) -> tuple[StepBoundary | None, Mapping[int, Logged]]:
         """For a group that the program makes: the step boundary where a replacement begins in it (None in all others),
         and what was logged for it, by sequence number.
         """
 
     def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
-        """Keep what a start-up operation gave, for newcomers of this rank; nothing if it was too large."""
+        """Keep what a start-up operation gave, for replacements of this rank; nothing if it was too large."""
 
     def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
-        """Keep the checksum of an operation's input, for a newcomer of this rank."""
+        """Keep the checksum of an operation's input, for a replacement of this rank."""
 
     def publish_source(self, group: int, number: int, source: int) -> None:
         """Keep the sender of a message that was received from any source, for a replacement of this rank."""
 
     def exact(self) -> bool:
-        """False while a newcomer computes with newer parameters than its predecessor did: its inputs differ then."""
+        """False while a replacement computes with newer parameters than the failed worker did: its
+        inputs differ then.
+        """
 
     def before_bucket(self) -> None:
         """DDP hands over a gradient bucket, or a collective is called in a backward pass."""
@@ -101,10 +103,10 @@ class Listener(Protocol):
         """An operation was called that needs absent ranks. Does not return."""
 
     def unrepeatable(self, why: str) -> None:
-        """What a newcomer would have to take part in it does not do again."""
+        """What a replacement would have to take part in it does not do again."""
 
     def unreadable(self, error: SwiftError) -> None:
-        """What a newcomer needs of the log on disk cannot be read."""
+        """What a replacement needs of the log on disk cannot be read."""
 
     def failed(self, error: SwiftError) -> None:
-        """The job cannot go on."""
+        """The job cannot continue."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shared_core.encoding.raw_memory import memory_of
 from shared_core.errors import WaitTimeout
-from shared_core.worker.comm.compute_turn import Turn
+from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.messages.group_log import Signature
 
 Start = Callable[[Any], Any]  # inner gloo group -> inner work
@@ -67,7 +67,7 @@ class Op:
         "seq",
         "signature",
         "start",
-        "top",
+        "boundary",
         "value",
     )
 
@@ -89,7 +89,7 @@ class Op:
         checksum: int = 0,
     ) -> None:
         self.seq = -1
-        self.top = 0
+        self.boundary = 0
         self.place = b""
         self.attempt = 0
         self.awaited = False
@@ -130,15 +130,15 @@ class Op:
 class SwiftWork(dist.Work):
     """The ``Work`` of a collective; it survives failures of other ranks without an exception."""
 
-    def __init__(self, op: Op, turn: Turn) -> None:
+    def __init__(self, op: Op, compute_lock: ComputeLock) -> None:
         super().__init__()
-        self._op, self._turn = op, turn
+        self._op, self._compute_lock = op, compute_lock
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the result is in the caller's tensors.
 
         Raises:
-            RuntimeError: what gloo reported, when no rank was lost (a mismatch between ranks, say).
+            RuntimeError: what gloo reported, when no rank failed (a mismatch between ranks, say).
             WaitTimeout: after ``timeout``, if one is given.
         """
         future = self._op.future
@@ -153,7 +153,7 @@ class SwiftWork(dist.Work):
                     "wait() was given: another rank does not make this call, or is slow (swiftctl status says where "
                     "each rank is)"
                 )
-        with self._turn.passed_on():
+        with self._compute_lock.passed_on():
             future.wait()
         if self._op.lazy:
             self._op.put()

@@ -71,7 +71,7 @@ class Operations:
         """Issue, serve or queue an operation. Returns at once.
 
         Raises:
-            ReplayDivergence: if a newcomer's operation is not the one its predecessor ran.
+            ReplayDivergence: if a replacement's operation is not the one the failed worker ran.
             PlaceMismatch: if it is served with what others have called from another place of the program.
             RuntimeError: if gloo refuses the arguments.
         """
@@ -126,7 +126,7 @@ class Operations:
     def _number(self, group: GroupState, op: Op) -> None:
         """Give the operation the group's next number. Callers hold the lock."""
         state = self._state
-        op.seq, op.top, op.place = group.next, state.top, state.place.packed()
+        op.seq, op.boundary, op.place = group.next, state.boundary, state.place.packed()
         group.next += 1
         if group.places is not None:
             group.places.called(op.seq, op.place)
@@ -178,7 +178,7 @@ class Operations:
         with state.lock:
             state.note_waiting(-1)
         try:
-            # before the caller can go on: "after the second collective of step 3" is then always in step 3
+            # before the caller can continue: "after the second collective of step 3" is then always in step 3
             inject.point("collective.after", operation=op.signature[0])
         except inject.FaultInjected as fault:
             op.future.set_exception(fault)
@@ -223,8 +223,9 @@ class Operations:
         if not same_call(called, op.signature):
             raise state.end(
                 ReplayDivergence(
-                    f"rank {state.rank} takes over from a lost worker and calls {describe(op.signature)} as operation "
-                    f"{op.seq} of group {group.name!r} from {state.place.now}, but its predecessor had called "
+                    f"rank {state.rank} takes over from a failed worker and calls {describe(op.signature)} as "
+                    "operation "
+                    f"{op.seq} of group {group.name!r} from {state.place.now}, but the failed worker had called "
                     f"{describe(called)} there. The training code must do the same when it is run again: seed every "
                     "random number, and do not branch on time or on files the run itself writes."
                 )
@@ -233,7 +234,7 @@ class Operations:
         with state.lock:
             self.served += 1
             entry = self._results.keep(group, op)
-            group.replay.pop(op.seq, None)  # not earlier: after another loss, nobody else may have it
+            group.replay.pop(op.seq, None)  # not earlier: after another failure, nobody else may have it
             state.changed.notify_all()
         self._results.archive(group, op.seq, entry, op.results)
         inject.point("collective.after", operation=op.signature[0])
@@ -244,9 +245,9 @@ class Operations:
         if expected is not None and expected != op.checksum and state.listener.exact():
             raise state.end(
                 ReplayDivergence(
-                    f"rank {state.rank} takes over from a lost worker, and its input to operation {op.seq} of group "
+                    f"rank {state.rank} takes over from a failed worker, and its input to operation {op.seq} of group "
                     f"{group.name!r} ({describe(op.signature)}, from {state.place.now}) has checksum "
-                    f"{op.checksum:08x}, its predecessor's had {expected:08x}. The training code computed something "
+                    f"{op.checksum:08x}, the failed worker's had {expected:08x}. The training code computed something "
                     "else when it was run again: an unseeded or unregistered random number, or state that was not "
                     "registered (job.register)."
                 )

@@ -1,8 +1,8 @@
 """Collectives and receives that another thread than the program's calls, as ``async_save`` of
 ``torch.distributed.checkpoint`` does.
 
-A newcomer begins at a batch top, and what a thread of its predecessor was doing there nobody does again. So when a
-worker is lost while such a call reaches across a batch top, the others would wait for ever.
+A replacement begins at a step boundary, and what a thread of the failed worker was doing there nobody does again. So
+when a worker fails while such a call reaches across a step boundary, the others would wait for ever.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class _Call:
 
 
 class OtherThreads:
-    """Finds calls that no newcomer can take part in. Callers hold the lock."""
+    """Finds calls that no replacement can take part in. Callers hold the lock."""
 
     def __init__(self, state: SharedState) -> None:
         self._state = state
         self._program: threading.Thread = threading.main_thread()
         self._open: list[_Call] = []
         self._callers: set[threading.Thread] = set()
-        self._busy_at_top: frozenset[threading.Thread] = frozenset()
-        self._at_loss: frozenset[threading.Thread] = frozenset()
+        self._busy_at_boundary: frozenset[threading.Thread] = frozenset()
+        self._at_failure: frozenset[threading.Thread] = frozenset()
 
     def called(self, what: Callable[[], str], done: Callable[[], bool]) -> None:
         """A thread calls a collective, or a receive.
@@ -52,7 +52,7 @@ class OtherThreads:
             return
         self._callers.add(thread)
         self._open = [call for call in self._open if not call.done()]
-        self._open.append(_Call(thread, what(), done, thread in self._busy_at_top))
+        self._open.append(_Call(thread, what(), done, thread in self._busy_at_boundary))
         self._check()
 
     @property
@@ -60,33 +60,35 @@ class OtherThreads:
         """Whether threads that are alive have called some."""
         return any(thread.is_alive() for thread in self._callers)
 
-    def at_top(self) -> None:
-        """The program has published a batch top."""
+    def at_boundary(self) -> None:
+        """The program has published a step boundary."""
         self._program = threading.current_thread()
         alive = frozenset(threading.enumerate())
-        self._at_loss &= alive
+        self._at_failure &= alive
         self._callers &= alive
-        self._busy_at_top = alive - {each for each in self._callers if _is_idle(each)}
+        self._busy_at_boundary = alive - {each for each in self._callers if _is_idle(each)}
         for call in self._open:
             call.across = True
         self._check()
 
-    def at_loss(self) -> None:
-        """A worker is lost: calls from before are not made again by its newcomer."""
-        self._at_loss = frozenset(threading.enumerate())
+    def at_failure(self) -> None:
+        """A worker fails: calls from before are not made again by its replacement."""
+        self._at_failure = frozenset(threading.enumerate())
 
     def recovered(self) -> None:
-        """What others had finished is served; the newcomer takes part in the rest."""
+        """What others had finished is served; the replacement takes part in the rest."""
         self._check()
 
     def _check(self) -> None:
         state = self._state
         for call in self._open:
-            if call.across and call.thread in self._at_loss and not call.done():
+            if call.across and call.thread in self._at_failure and not call.done():
                 state.listener.unrepeatable(
                     f"rank {state.rank}: thread {call.thread.name!r} of the script is in {call.what}, and what it does "
-                    "began before the last batch top. A worker was lost meanwhile, and its newcomer, which begins at "
-                    "a batch top, does not do this again. Wait for such work in the batch in which it begins "
+                    "began before the last step boundary. A worker failed meanwhile, and its replacement, which "
+                    "begins "
+                    "at "
+                    "a step boundary, does not do this again. Wait for such work in the batch in which it begins "
                     "(async_save(...).result()), or have checkpoints made by checkpoint.dir"
                 )
 

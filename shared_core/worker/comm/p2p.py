@@ -51,7 +51,7 @@ class P2PWork(dist.Work):
 
         Raises:
             PlaceMismatch: if it was sent from another place of the program.
-            RuntimeError: what gloo reported, when no rank was lost.
+            RuntimeError: what gloo reported, when no rank failed.
         """
         self.channels.wait(self)
         return True
@@ -93,7 +93,7 @@ class Channels:
 
     Args:
         group: this rank's place in it.
-        suspect: told of errors that a loss may explain.
+        suspect: told of errors that a failure may explain.
         others: told of receives.
     """
 
@@ -132,19 +132,19 @@ class Channels:
             self._sent[channel] = index + 1
             if self._group.places is not None:
                 self._group.places.sent(channel, index, self._state.place.packed())
-            self._log.setdefault(channel, deque()).append((index, self._state.top, copy))
+            self._log.setdefault(channel, deque()).append((index, self._state.boundary, copy))
             self.nbytes += copy.numel() * copy.element_size()
             # The copy is ours, so the caller need not wait: a send is done when it is posted.
             work = self._finished(P2PWork(self, channel, index, copy))
             live = self._group.inner is not None and channel not in self._streams
             if live and index >= self._has.get(channel_key(channel), 0):
                 self._post_send(copy, channel)
-        self._archive(channel, index, self._state.top, copy)
+        self._archive(channel, index, self._state.boundary, copy)
         return work
 
-    def _archive(self, channel: Channel, index: int, top: int, copy: torch.Tensor) -> None:
+    def _archive(self, channel: Channel, index: int, boundary: int, copy: torch.Tensor) -> None:
         if self._disk.archive is not None:
-            self._disk.put_message(self._group.ranks[channel[1]], self._name(channel), index, top, copy)
+            self._disk.put_message(self._group.ranks[channel[1]], self._name(channel), index, boundary, copy)
 
     def _name(self, channel: Channel) -> str:
         return f"{self._group.name}|{channel_key(channel)}"
@@ -152,14 +152,14 @@ class Channels:
     def archive_all(self) -> None:
         """Put everything that is kept into the archive, which has just been opened."""
         for channel, log in self._log.items():
-            for index, top, copy in log:
-                self._archive(channel, index, top, copy)
+            for index, boundary, copy in log:
+                self._archive(channel, index, boundary, copy)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
         """Receive into ``tensor``.
 
         Raises:
-            Unsupported: in a newcomer, if its predecessor's message was too large to be kept.
+            Unsupported: in a replacement, if the failed worker's message was too large to be kept.
         """
         channel = (src, self._group.rank, tag)
         with self._state.lock:
@@ -171,7 +171,7 @@ class Channels:
                 return self._finished(work)
             self._check_present("recv")
             self._others.called(lambda: f"recv of group {self._group.name!r}", work.is_completed)
-            # The sender does not send it again to a newcomer, which begins at a later place.
+            # The sender does not send it again to a replacement, which begins at a later place.
             work.keep = self._startup.keeper(key, [tensor]) if key is not None else None
             self._posted[channel] = work.index + 1
             work.place = self._state.place.packed()
@@ -237,7 +237,7 @@ class Channels:
     def wait(self, work: P2PWork) -> None:
         """Wait for ``work``, across failures."""
         work.awaited = threading.current_thread() is threading.main_thread()
-        with self._state.turn.passed_on():
+        with self._state.compute_lock.passed_on():
             self._wait(work)
 
     def _wait(self, work: P2PWork) -> None:
@@ -312,7 +312,7 @@ class Channels:
         return first if on_disk is None else on_disk
 
     def start_from(self, received: dict[str, int], sent: dict[str, int]) -> None:
-        """Take over a predecessor's counts at its batch top."""
+        """Take over a failed worker's counts at its step boundary."""
         for key, count in received.items():
             channel = _channel(key)
             self._received[channel] = Done(count)
@@ -381,16 +381,18 @@ class Channels:
                 work.inner_work = None
 
     def fail(self, error: Exception) -> None:
-        """No loss explains why operations failed: whoever waits for such a message is told. Callers hold the lock."""
+        """No failure explains why operations failed: whoever waits for such a message is told.
+        Callers hold the lock.
+        """
         for works in self._works.values():
             for work in works:
                 if work.inner_work is None:
                     work.error = error
 
-    def drop_before(self, top: int) -> None:
-        """Forget messages sent before batch top ``top``."""
+    def drop_before(self, boundary: int) -> None:
+        """Forget messages sent before step boundary ``boundary``."""
         for log in self._log.values():
-            while log and log[0][1] < top:
+            while log and log[0][1] < boundary:
                 tensor = log.popleft()[2]
                 self.nbytes -= tensor.numel() * tensor.element_size()
 

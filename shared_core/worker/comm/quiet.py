@@ -1,6 +1,6 @@
-"""Keeps off the console what gloo's C++ writes there when a peer is lost while a group connects.
+"""Keeps off the console what gloo's C++ writes there when a peer fails while a group connects.
 
-Such a loss is an ordinary event: the next generation is formed, and where that cannot be, an exception says why. But
+Such a failure is an ordinary event: the next generation is formed, and where that cannot be, an exception says why. But
 gloo writes a line for each attempt straight to descriptor 2, whatever its log level. So while a group connects,
 descriptor 2 is a pipe, and a thread passes on all other lines.
 """

@@ -1,4 +1,4 @@
-"""What operations gave, kept until no newcomer and no survivor that is behind can need it."""
+"""What operations gave, kept until no replacement and no survivor that is behind can need it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from datetime import timedelta
 
 import torch
 
+from shared_core.worker.comm.boundary_marks import BoundaryMarks
 from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.kept_inputs import KeptInputs
 from shared_core.worker.comm.op import Op
 from shared_core.worker.comm.state import SharedState
-from shared_core.worker.comm.top_marks import TopMarks
 from shared_core.worker.messages.disk_log import DiskLog
-from shared_core.worker.messages.group_log import BufferPool, Entry, Logged
+from shared_core.worker.messages.group_log import BufferPool, LogEntry, Logged
 from shared_core.worker.messages.spilling import Spilling
 
 #: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
 _REPLAY = timedelta(days=1)
 #: Before gradients are copied for ranks that are late, these are waited for: so long, or while so much is copied.
-_PATIENCE_S, _COPIED_PER_S = 0.05, 2e9
+_MAX_WAIT_S, _COPIED_PER_S = 0.05, 2e9
 _POLL_S = 1e-4
 
 
@@ -35,7 +35,7 @@ class Results:
         peak_bytes: what a group's log took of memory at most.
         inputs: of operations that can run again.
         sharded: parameters are divided over the ranks, and gathered: their shards are kept, not what they gave.
-        padded: inputs of reduce-scatter have places that nobody has written, so no newcomer has the same there.
+        padded: inputs of reduce-scatter have places that nobody has written, so no replacement has the same there.
         lent: in here nobody overwrites the inputs of operations.
     """
 
@@ -46,7 +46,7 @@ class Results:
         disk: DiskLog,
         pool: BufferPool,
         max_bytes: int,
-        marks: TopMarks | None = None,
+        marks: BoundaryMarks | None = None,
     ) -> None:
         self._state, self._groups, self._disk, self.pool, self.max_bytes = state, groups, disk, pool, max_bytes
         self._marks = marks
@@ -74,8 +74,8 @@ class Results:
             self.lent = False
 
     @property
-    def knows_tops(self) -> bool:
-        """Whether this rank sees which batch tops the others have published."""
+    def knows_boundaries(self) -> bool:
+        """Whether this rank sees which step boundaries the others have published."""
         return self._marks is not None
 
     def limit(self, max_bytes: int) -> None:
@@ -91,24 +91,24 @@ class Results:
         """A copy in a pooled buffer."""
         return self.buffer(tensor).copy_(tensor)
 
-    def keep(self, group: GroupState, op: Op) -> Entry:
+    def keep(self, group: GroupState, op: Op) -> LogEntry:
         """Log a finished operation. Callers hold the lock, and call :meth:`archive` without it."""
         group.done.add(op.seq)
         if op.redo is not None:
-            entry = Entry(op.signature, op.top, [], redo=op.redo, kept=op.kept, pooled=op.kept_pooled)
+            entry = LogEntry(op.signature, op.boundary, [], redo=op.redo, kept=op.kept, pooled=op.kept_pooled)
         elif op.copy_results:
-            entry = Entry(op.signature, op.top, [t.detach().clone() for t in op.results])
+            entry = LogEntry(op.signature, op.boundary, [t.detach().clone() for t in op.results])
         else:
-            entry = Entry(op.signature, op.top, op.results, pooled=not op.borrowed, borrowed=op.borrowed)
+            entry = LogEntry(op.signature, op.boundary, op.results, pooled=not op.borrowed, borrowed=op.borrowed)
         group.log.put(op.seq, entry)
-        if op.full and op.top > self._state.stable:
+        if op.full and op.boundary > self._state.stable:
             if group.size == self._state.world_size:
-                # Every rank has contributed, so every rank has published this top: nothing older can be asked for.
-                self.settle(op.top)
+                # Every rank has contributed, so every rank has published this boundary: nothing older can be asked for.
+                self.settle(op.boundary)
             elif self.sharded:
                 self.settle_marked()
         if self._forgets:
-            group.log.drop_before(op.top + 1)
+            group.log.drop_before(op.boundary + 1)
         if group.log.nbytes > self.max_bytes:
             self.spilled_bytes += self._spilling.spill(group.log, self.max_bytes)
         self.peak_bytes = max(self.peak_bytes, group.log.nbytes)
@@ -132,8 +132,8 @@ class Results:
     def release(self) -> None:
         """DDP is about to overwrite its buckets. What somebody may still ask for is copied.
 
-        Mostly all ranks have published a batch top since, and nothing is. Ranks that have not are waited for, for about
-        as long as a copy takes: the first reduction of this backward waits for them anyway.
+        Mostly all ranks have published a step boundary since, and nothing is. Ranks that have not are waited for, for
+        about as long as a copy takes: the first reduction of this backward waits for them anyway.
         """
         if self._marks is None:
             return
@@ -144,47 +144,47 @@ class Results:
                 for _, entry in group.log.borrowed():
                     group.log.own(entry)
 
-    def _await_marks(self, marks: TopMarks) -> None:
+    def _await_marks(self, marks: BoundaryMarks) -> None:
         state = self._state
         with state.lock:
             kept = [entry for group in self._groups.all() for _, entry in group.log.borrowed()]
-            newest = max((entry.top for entry in kept), default=state.top)
+            newest = max((entry.boundary for entry in kept), default=state.boundary)
             size = sum(result.nbytes for entry in kept for result in entry.results or ())
-        if newest == state.top:
+        if newest == state.boundary:
             return  # nothing is there, or this rank itself has published nothing since
-        end, pause_s = time.monotonic() + max(_PATIENCE_S, size / _COPIED_PER_S), _POLL_S
+        end, pause_s = time.monotonic() + max(_MAX_WAIT_S, size / _COPIED_PER_S), _POLL_S
         while not state.broken and marks.lowest() <= newest and time.monotonic() < end:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 10 * _POLL_S)
 
-    def mark(self, top: int) -> None:
-        """This rank has published a batch top, or starts from it."""
+    def mark(self, boundary: int) -> None:
+        """This rank has published a step boundary, or starts from it."""
         if self._marks is not None:
-            self._marks.put(top)
+            self._marks.put(boundary)
 
     def settle_marked(self) -> int:
-        """Let go of what is older than the newest batch top that every rank has published, and return that one."""
+        """Let go of what is older than the newest step boundary that every rank has published, and return that one."""
         with self._state.lock:
             lowest = self._marks.lowest() if self._marks is not None and not self._state.broken else 0
             if lowest > self._state.stable:
                 self.settle(lowest)
             return self._state.stable
 
-    def archive(self, group: GroupState, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
+    def archive(self, group: GroupState, seq: int, entry: LogEntry, results: Sequence[torch.Tensor]) -> None:
         """Log to disk as well, where that is done."""
         if entry.redo is None and group.size > 1:  # what nobody else takes part in nobody else can hand back
             self._disk.put_result(group.name, seq, entry, results)
 
-    def settle(self, top: int) -> None:
-        """Nothing from before batch top ``top`` can be asked for any more."""
+    def settle(self, boundary: int) -> None:
+        """Nothing from before step boundary ``boundary`` can be asked for any more."""
         with self._state.lock:
-            self._state.stable = top
+            self._state.stable = boundary
             for group in self._groups.all():
-                group.log.drop_before(top)
-                group.channels.drop_before(top - 1)
-                if group.over and group.destroyed_at < top - 1 and self._disk.archive is None:
+                group.log.drop_before(boundary)
+                group.channels.drop_before(boundary - 1)
+                if group.over and group.destroyed_at < boundary - 1 and self._disk.archive is None:
                     self._groups.drop(group)
-            self.pool.next_top()
+            self.pool.next_boundary()
 
     def logged(self, group: GroupState, seq: int) -> Logged:
         """What was called as operation ``seq`` and what it gave.
@@ -201,7 +201,7 @@ class Results:
 
     def log_to_disk(self) -> None:
         """Log to disk from now on, with all that is in memory."""
-        if not self._disk.open(self._state.top):
+        if not self._disk.open(self._state.boundary):
             return
         with self._state.lock:
             groups = self._groups.all()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.worker.comm.boundary_marks import BoundaryMarks
 from shared_core.worker.comm.connections import Connections
 from shared_core.worker.comm.generations import Generations
 from shared_core.worker.comm.groups import Groups, GroupState
@@ -16,7 +17,6 @@ from shared_core.worker.comm.places import GroupPlaces
 from shared_core.worker.comm.results import Results
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.comm.suspicion import Suspicion
-from shared_core.worker.comm.top_marks import TopMarks
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import BufferPool
 
@@ -29,7 +29,7 @@ class Runtime(SharedState):
 
     Args:
         listener: what is told, and asked, the rest of the worker.
-        marks: which batch tops the ranks have published; None where they are on several machines.
+        marks: which step boundaries the ranks have published; None where they are on several machines.
 
     Attributes:
         groups: of the program.
@@ -42,7 +42,7 @@ class Runtime(SharedState):
         generations: what ends and begins with each.
     """
 
-    def __init__(self, env: WorkerEnv, listener: Listener, disk: DiskLog, marks: TopMarks | None) -> None:
+    def __init__(self, env: WorkerEnv, listener: Listener, disk: DiskLog, marks: BoundaryMarks | None) -> None:
         super().__init__(env, listener)
         groups = self.groups = Groups(self)
         self.disk = disk
@@ -57,11 +57,11 @@ class Runtime(SharedState):
             self, groups, self.connections, self.operations, self.others, self.compare_places
         )
 
-    def passed_top(self, top: int) -> None:
-        """This rank has published a batch top."""
+    def passed_boundary(self, boundary: int) -> None:
+        """This rank has published a step boundary."""
         with self.lock:
-            self.others.at_top()
-            super().passed_top(top)
+            self.others.at_boundary()
+            super().passed_boundary(boundary)
 
     def compare_places(self, group: GroupState) -> None:
         """From now on members of this group on this machine see from where the others call its operations.
@@ -82,7 +82,7 @@ class Runtime(SharedState):
         """The program has destroyed a group. The default one is there as long as the worker."""
         with self.lock:
             if group is not self.world:
-                group.destroy(self.top)
+                group.destroy(self.boundary)
 
     def new_group(self, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta) -> GroupState:
         """A group that is not known to others yet; see :meth:`Generations.add_group`."""

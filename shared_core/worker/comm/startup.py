@@ -1,4 +1,6 @@
-"""Operations and messages of a start-up: recorded for later newcomers, which are given what their predecessor got."""
+"""Operations and messages of a start-up: recorded for later replacements, which are given what
+the failed worker got.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from shared_core.worker.comm.state import SharedState
 _SMALL_BYTES = 64 * 1024
 #: What the script itself asks for is recorded up to so many bytes.
 _MOST_BYTES = 256 << 20
-#: Of what newcomers may never ask for, so many bytes are held.
+#: Of what replacements may never ask for, so many bytes are held.
 _MOST_HELD_BYTES = 64 << 20
-#: Modules that hand out parameters, which a newcomer gets at its join.
+#: Modules that hand out parameters, which a replacement gets at its join.
 _HAND_OUT = (
     "deepspeed.",
     "torch.distributed._state_dict_utils",
@@ -38,23 +40,25 @@ class StartUp:
         self._ordinals: dict[tuple[int, str, str, Part], int] = {}
 
     def answer(self, group: str, op: Op, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """What a newcomer's operation gives before its join: what the predecessor got, else something neutral, because
-        real state is loaded at the join. None where the operation is to run. Callers hold the lock.
+        """What a replacement's operation gives before its join: what the failed worker got, else something neutral,
+        because real state is loaded at the join. None where the operation is to run. Callers hold the lock.
 
         Raises:
-            Unsupported: in a newcomer, if the result was too large to be recorded.
+            Unsupported: in a replacement, if the result was too large to be recorded.
         """
         state = self._state
         key = self.place(group, op.signature[0])
         if not state.starting:
-            if key is not None and not (state.part and compat.in_backward()):  # of a batch whose top was no such point
+            if key is not None and not (
+                state.part and compat.in_backward()
+            ):  # of a batch whose boundary was no such point
                 self._record(key, op)
             return None
         recorded = self.recorded(key, op.results)
         return neutral(op, inputs) if recorded is None else recorded
 
     def recorded(self, key: RecordKey | None, results: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """What the predecessor got; None if it had got nothing like these there.
+        """What the failed worker got; None if it had got nothing like these there.
 
         Raises:
             Unsupported: if it was too large to be recorded.
@@ -63,7 +67,7 @@ class StartUp:
         if found == [] and results:
             assert key is not None
             raise Unsupported(
-                f"rank {self._state.rank}: a newcomer needs the result of {key.name} that its predecessor got "
+                f"rank {self._state.rank}: a replacement needs the result of {key.name} that the failed worker got "
                 f"({sum(each.nbytes for each in results)} bytes), which was too large to be kept. Outside the "
                 f"training passes exchange at most {_MOST_BYTES >> 20} MiB at once, or have each rank read or compute "
                 "the data itself"

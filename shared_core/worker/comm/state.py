@@ -12,14 +12,14 @@ import torch
 
 from shared_core.errors import SwiftError
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.comm.compute_turn import Turn
+from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.comm.listener import Listener, Part, RecordKey
 from shared_core.worker.comm.places import ProgramPlace
 
 
 @dataclass
 class Held:
-    """Results that newcomers may never ask for.
+    """Results that replacements may never ask for.
 
     Attributes:
         entries: keys and results.
@@ -35,29 +35,29 @@ class SharedState:
 
     Attributes:
         lock: guards everything here and in the groups; ``changed`` is its condition.
-        turn: whose turn it is to compute.
+        compute_lock: whose turn it is to compute.
         generation: the one that is installed; -1 before the first.
         latest: the newest that was announced.
-        broken: a loss is known and the next generation is not yet live.
-        absent: ranks that were lost and without which the others go on (``on_failure="reroute"``).
-        ended: why the job cannot go on; None while it can.
-        starting: a newcomer before its join: operations are answered from its predecessor's records.
-        in_startup: results are recorded for later newcomers, which start as this worker does.
+        broken: a failure is known and the next generation is not yet live.
+        absent: ranks that failed and without which the others continue (``on_failure="reroute"``).
+        ended: why the job cannot continue; None while it can.
+        starting: a replacement before its join: operations are answered from the failed worker's records.
+        in_startup: results are recorded for later replacements, which start as this worker does.
         entry: number of the entry call; -1 before the first, and -2 - e between call e and the next.
-        part: which part of the program, that newcomers run again, starts up; empty for the first.
+        part: which part of the program, that replacements run again, starts up; empty for the first.
         keeps_small: only small results are recorded: the part repeats itself.
-        held: what is recorded in this part, which newcomers may never ask for; None where it is kept at once.
-        records: what a predecessor has recorded.
-        expected: checksums of the predecessor's inputs, by group and sequence number.
+        held: what is recorded in this part, which replacements may never ask for; None where it is kept at once.
+        records: what a failed worker has recorded.
+        expected: checksums of the failed worker's inputs, by group and sequence number.
         sources: from whom a failed worker has received its messages from any source, by group and number.
-        top: index of the last published batch top.
+        boundary: index of the last published step boundary.
         place: where the program is.
-        stable: newest batch top that every rank is known to have published.
+        stable: newest step boundary that every rank is known to have published.
         operates: whether the program's operations are run here, and not by torch's own groups of a device.
         checksums: whether inputs are summed and published.
         bucket_checksums: whether DDP's buckets are: with unused parameters they hold leftovers that mean nothing.
         stages: operations on tensors of devices run over host memory.
-        restarts: all workers start again when one is lost.
+        restarts: all workers start again when one fails.
         beside: what the program's thread waits for outside of the program's groups: since when, of whom, what.
     """
 
@@ -65,12 +65,12 @@ class SharedState:
         self.rank, self.world_size, self.listener = env.rank, env.world_size, listener
         detection = env.config.detection
         self.connect_timeout_s, self.wait_timeout_s = detection.connect_timeout_s, detection.wait_timeout_s
-        self.stages, self.restarts = env.config.device.experimental, env.config.on_failure == "restart"
+        self.stages, self.restarts = env.config.device.experimental, env.config.restarts
         self.operates = True
         self.checksums = self.bucket_checksums = env.config.state.verify_checksums
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.turn = Turn()
+        self.compute_lock = ComputeLock()
         self.generation = self.latest = self.entry = -1
         self.broken = self.starting = False
         self.in_startup, self.keeps_small = True, False
@@ -81,7 +81,7 @@ class SharedState:
         self.records: dict[RecordKey, list[torch.Tensor]] = {}
         self.expected: dict[tuple[int, int], int] = {}
         self.sources: dict[tuple[int, int], int] = {}
-        self.top = self.stable = 0
+        self.boundary = self.stable = 0
         self.place = ProgramPlace()
         self.beside: tuple[float, tuple[int, ...], str] | None = None
         self._waiting = 0
@@ -91,7 +91,7 @@ class SharedState:
         self.operates = False
 
     def end(self, error: SwiftError) -> SwiftError:
-        """Remember that the job cannot go on, wake everybody, and return ``error``."""
+        """Remember that the job cannot continue, wake everybody, and return ``error``."""
         with self.lock:
             self.ended = error
             self.changed.notify_all()
@@ -120,7 +120,7 @@ class SharedState:
             ranks: who is waited for.
             what: what they are to do, for the line that a long wait prints.
         """
-        with self.turn.passed_on():
+        with self.compute_lock.passed_on():
             with self.lock:
                 self.note_waiting(+1)
                 self.beside = time.monotonic(), tuple(ranks), what
@@ -134,17 +134,17 @@ class SharedState:
     # -- where the program is ----------------------------------------------------------------------
 
     def enter_call(self, entry: int) -> None:
-        """The program begins or leaves an entry call: up to the next batch top it starts up."""
+        """The program begins or leaves an entry call: up to the next step boundary it starts up."""
         with self.lock:
             self.entry, self.in_startup = entry, True
             self.place.enter_call(entry)
 
     def start_up_again(self, part: Part = (), *, hold: bool = False) -> None:
-        """What the program does up to the next batch top a newcomer does again.
+        """What the program does up to the next step boundary a replacement does again.
 
         Args:
-            part: what begins here; empty to go on with the same part.
-            hold: a newcomer does it again only if another batch top follows before the next part: see
+            part: what begins here; empty to continue with the same part.
+            hold: a replacement does it again only if another step boundary follows before the next part: see
                 :meth:`keep_held`.
         """
         with self.lock:
@@ -152,19 +152,19 @@ class SharedState:
             self.held = Held() if hold else None
 
     def keep_held(self) -> None:
-        """Another batch top follows in this part: newcomers need what it has recorded."""
+        """Another step boundary follows in this part: replacements need what it has recorded."""
         with self.lock:
             held, self.held = self.held, None
         for key, results in held.entries if held is not None else ():
             self.listener.record(key, results)
 
-    def passed_top(self, top: int) -> None:
-        """This rank has published a batch top."""
+    def passed_boundary(self, boundary: int) -> None:
+        """This rank has published a step boundary."""
         with self.lock:
-            self.top, self.in_startup = top, False
+            self.boundary, self.in_startup = boundary, False
 
     def answer_from(self, records: dict[RecordKey, list[torch.Tensor]]) -> None:
-        """From now on operations are answered from what a predecessor has recorded."""
+        """From now on operations are answered from what a failed worker has recorded."""
         with self.lock:
             self.starting, self.records = True, records
 
@@ -176,7 +176,9 @@ class SharedState:
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Inputs of operations in here are not compared with the predecessor's: they rest on the clock or on files."""
+        """Inputs of operations in here are not compared with the failed worker's: they rest on the
+        clock or on files.
+        """
         before, self.checksums = self.checksums, False
         try:
             yield

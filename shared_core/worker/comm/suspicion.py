@@ -1,4 +1,4 @@
-"""Operations that failed: because a rank was lost, which is announced soon, or by the program's own mistake."""
+"""Operations that failed: because a rank failed, which is announced soon, or by the program's own mistake."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.op import describe
 from shared_core.worker.comm.state import SharedState
 
-#: How long an operation may have failed before the loss that explains it is announced.
+#: How long an operation may have failed before the failure that explains it is announced.
 SUSPECT_S = 15.0
 
 
 class Suspicion:
-    """Waits for the loss that explains a failure, and reports the failure if there is none."""
+    """Waits for the failure that explains a failure, and reports the failure if there is none."""
 
     def __init__(self, state: SharedState, groups: Groups) -> None:
         self._state, self._groups = state, groups
@@ -51,7 +51,7 @@ class Suspicion:
             op.future.set_exception(why)
 
     def overdue(self, error: Exception, group: GroupState, call: str) -> Exception:
-        """What to raise for an operation that failed although nobody was lost; more is said of one that ran out of
+        """What to raise for an operation that failed although nobody failed; more is said of one that ran out of
         time.
         """
         if not re.search("(?i)timed out", str(error)):

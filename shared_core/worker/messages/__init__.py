@@ -1,1 +1,1 @@
-"""The log of messages: in memory and on disk, for newcomers."""
+"""The log of messages: in memory and on disk, for replacements."""

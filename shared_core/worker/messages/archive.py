@@ -46,10 +46,10 @@ class Archive:
     :meth:`restart` begins again.
 
     A job that goes back to a checkpoint with *all* its ranks removes its archives and makes new ones: its numbering
-    starts again. A single newcomer goes on with its predecessor's: new records go to a new segment, and what is already
-    there is not written again. Closed segments are taken by their index, their contents checked when they are read; the
-    one that was open is read through. Damaged records are left out, missing segments are gaps, and a record the file
-    ends in counts as never put.
+    starts again. A single replacement continues with the failed worker's: new records go to a new segment, and what is
+    already there is not written again. Closed segments are taken by their index, their contents checked when they are
+    read; the one that was open is read through. Damaged records are left out, missing segments are gaps, and a record
+    the file ends in counts as never put.
 
     Thread-safe. ``put`` may block for as long as ``stall_s``: do not hold a lock that others need.
 
@@ -124,13 +124,13 @@ class Archive:
                 return
             self._writer.add(record)
 
-    def drop_before(self, top: int) -> None:
-        """Remove what waits from before batch top ``top``, and the segments in which every record is older. The files
-        are deleted in the background.
+    def drop_before(self, boundary: int) -> None:
+        """Remove what waits from before step boundary ``boundary``, and the segments in which every record is older.
+        The files are deleted in the background.
         """
         with self._changed:
-            self._writer.drop_before(top)
-            for segment in [one for one in self._index.segments if one.top < top]:
+            self._writer.drop_before(boundary)
+            for segment in [one for one in self._index.segments if one.boundary < boundary]:
                 self._index.drop(segment)
             self._changed.notify_all()
 
@@ -269,7 +269,7 @@ class Archive:
             what_to_do = f"to have the log again, {see} or choose another folder"
         console(
             f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but if a "
-            "worker is lost whose state no other one holds, all workers start again. "
+            "worker fails whose state no other one holds, all workers start again. "
             f"{what_to_do[0].upper()}{what_to_do[1:]}"
         )
 

@@ -116,9 +116,9 @@ class Writer:
         self._stats.bytes_waiting = 0
         self._changed.notify_all()
 
-    def drop_before(self, top: int) -> None:
-        """Give up what waits from before batch top ``top``."""
-        while self._ring and self._ring[0].key.top < top:
+    def drop_before(self, boundary: int) -> None:
+        """Give up what waits from before step boundary ``boundary``."""
+        while self._ring and self._ring[0].key.boundary < boundary:
             record = self._ring.popleft()
             del self._index.waiting[(record.key.channel, record.key.index)]
             self._stats.bytes_waiting -= record.size
@@ -225,11 +225,13 @@ class Writer:
                 segment = None
         with self._changed:
             if segment is not None and not segment.gone:
-                segment.top = max(segment.top, record.key.top)  # from here on it is not dropped for being older
+                segment.boundary = max(
+                    segment.boundary, record.key.boundary
+                )  # from here on it is not dropped for being older
                 return segment
         make_folder(self._folder)
         number, self._next_number = self._next_number, self._next_number + 1
-        segment = Segment(self._folder / f"{number:08d}{segments.SUFFIX}", number, top=record.key.top)
+        segment = Segment(self._folder / f"{number:08d}{segments.SUFFIX}", number, boundary=record.key.boundary)
         segment.fd = os.open(segment.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with self._changed:
             self._open = segment

@@ -1,6 +1,6 @@
 """The log on disk of one rank, for peers that are rebuilt from a checkpoint (Swift, TPDS 2024, section 3).
 
-Where a rank's parameters have no replica, its newcomer starts from the newest checkpoint and runs on from there with
+Where a rank's parameters have no replica, its replacement starts from the newest checkpoint and runs on from there with
 the messages and results that the others have logged since. Logs are dropped in two phases: a checkpoint is committed,
 every rank is told so by a collective that each batch has anyway, and what lies before the checkpoint *before* it goes.
 """
@@ -21,7 +21,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system.jobdir import log_folder, own
 from shared_core.worker.messages import log_budget
 from shared_core.worker.messages.archive import Archive, Key
-from shared_core.worker.messages.group_log import Entry, Logged, read_signature
+from shared_core.worker.messages.group_log import LogEntry, Logged, read_signature
 
 
 def together(groups: str, rank: int, world_size: int, local_world_size: int) -> tuple[int, ...]:
@@ -66,10 +66,11 @@ class DiskLog:
         self._note: dict[str, Any] = {}
         self._commits = [0, 0]
         self._put_before = 0
-        self._groups: list[tuple[int, frozenset[int]]] = []  # from a batch top on: who starts again together
+        self._groups: list[tuple[int, frozenset[int]]] = []  # from a step boundary on: who starts again together
 
-    def open(self, top: int) -> bool:
-        """Log to disk from batch top ``top`` on. A newcomer goes on with what its predecessor has left on this machine.
+    def open(self, boundary: int) -> bool:
+        """Log to disk from step boundary ``boundary`` on. A replacement continues with what the failed worker has left
+        on this machine.
 
         Returns:
             False if the log was open already.
@@ -78,7 +79,7 @@ class DiskLog:
             return False
         env = self._env
         nproc = whole_of_environment("LOCAL_WORLD_SIZE", 1)
-        self.regroup(together(env.config.log.groups, env.rank, env.world_size, nproc), top)
+        self.regroup(together(env.config.log.groups, env.rank, env.world_size, nproc), boundary)
         mine = log_folder(env.config.log.dir, env.job_dir) / f"rank{env.rank}"
         with suppress(OSError):  # a folder that cannot be made: the archive says so
             own(mine.parent)
@@ -93,7 +94,7 @@ class DiskLog:
         size = log_budget.segment_bytes(config.log.segment_bytes, budget, env.world_size)
         archive = Archive(folder, ring_bytes=config.log.ring_bytes, segment_bytes=size, owner=owner, again=again)
         if budget:
-            # Files of earlier attempts may still be there, and who was lost may have had less than an equal part.
+            # Files of earlier attempts may still be there, and who failed may have had less than an equal part.
             first = not env.restart and not env.incarnation
             archive.lease(budget // env.world_size if first else archive.stats.bytes_on_disk)
         if again:
@@ -105,16 +106,16 @@ class DiskLog:
 
     @property
     def together(self) -> tuple[int, ...]:
-        """Ranks that have been in one group with this one since the checkpoint from which a newcomer may start: of
+        """Ranks that have been in one group with this one since the checkpoint from which a replacement may start: of
         what was sent to them not everything is logged. Without a log none.
         """
         return tuple(sorted(frozenset[int]().union(*(ranks for _, ranks in self._groups))))
 
-    def regroup(self, ranks: Iterable[int], top: int) -> None:
-        """From batch top ``top`` on these ranks, this one among them, start again together: messages between them are
-        not logged.
+    def regroup(self, ranks: Iterable[int], boundary: int) -> None:
+        """From step boundary ``boundary`` on these ranks, this one among them, start again together: messages between
+        them are not logged.
         """
-        self._groups.append((top, frozenset(ranks)))
+        self._groups.append((boundary, frozenset(ranks)))
 
     # -- within the budget -------------------------------------------------------------------------
 
@@ -142,24 +143,24 @@ class DiskLog:
         """What the log says of the messages sent from now on; plain data."""
         self._note = note
 
-    def put_message(self, destination: int, channel: str, index: int, top: int, tensor: torch.Tensor) -> None:
+    def put_message(self, destination: int, channel: str, index: int, boundary: int, tensor: torch.Tensor) -> None:
         """Log a message, unless its receiver starts again together with this rank.
 
         Args:
             destination: global rank of the receiver.
             channel: as it is named in the log.
             index: number in the channel.
-            top: the batch top before it.
+            boundary: the step boundary before it.
             tensor: which must not change any more.
         """
         if self.archive is not None and destination not in self._groups[-1][1]:
-            self.archive.put(Key(channel, index, top, self._note), [tensor])
+            self.archive.put(Key(channel, index, boundary, self._note), [tensor])
 
-    def put_result(self, group: str, seq: int, entry: Entry, results: Sequence[torch.Tensor]) -> None:
+    def put_result(self, group: str, seq: int, entry: LogEntry, results: Sequence[torch.Tensor]) -> None:
         """Log what a collective gave."""
         if self.archive is not None:
             note = {"signature": entry.signature}
-            self.archive.put(Key(group, seq, entry.top, note), [t.detach().clone() for t in results])
+            self.archive.put(Key(group, seq, entry.boundary, note), [t.detach().clone() for t in results])
 
     def result(self, group: str, seq: int) -> Logged:
         """What was called as operation ``seq`` of a group and what it gave.
@@ -171,13 +172,13 @@ class DiskLog:
         key, results = self.archive.read(group, seq)
         return read_signature(key.note["signature"]), results
 
-    def committed(self, top: int) -> None:
-        """All ranks know that the checkpoint at this batch top is committed: drop what lies before the one before it,
-        and log again if logging had stopped.
+    def committed(self, boundary: int) -> None:
+        """All ranks know that the checkpoint at this step boundary is committed: drop what lies before the one before
+        it, and log again if logging had stopped.
         """
-        if top <= self._commits[1]:
+        if boundary <= self._commits[1]:
             return
-        self._commits = [self._commits[1], top]
+        self._commits = [self._commits[1], boundary]
         if self.archive is None:
             return
         self.archive.drop_before(self._commits[0])

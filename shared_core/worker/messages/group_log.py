@@ -1,4 +1,4 @@
-"""The log of one group: results and inputs a newcomer or a survivor that is behind may still need."""
+"""The log of one group: results and inputs a replacement or a survivor that is behind may still need."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def same_call(one: Signature, two: Signature) -> bool:
 
 
 @dataclass
-class Entry:
+class LogEntry:
     """One logged collective.
 
     Attributes:
         signature: what was called.
-        top: index of the batch top before it.
+        boundary: index of the step boundary before it.
         results: the result, the same on every member; None while spilled and for rank-specific operations.
         redo: for rank-specific operations: starts the operation again on an inner group, from inputs kept here,
             into scratch outputs.
         pooled: whether ``results``, or else ``kept``, came from the buffer pool.
         borrowed: ``results`` are the program's memory, which it overwrites later; see :meth:`GroupLog.own`.
-        spilled: place of the results in the spill file of its batch top.
+        spilled: place of the results in the spill file of its step boundary.
     """
 
     signature: Signature
-    top: int
+    boundary: int
     results: list[torch.Tensor] | None
     redo: Callable[[Any], Any] | None = None
     kept: list[torch.Tensor] = field(default_factory=list)
@@ -69,13 +69,13 @@ class BufferPool:
     no longer asked for are let go.
     """
 
-    #: Sizes not asked for during so many batch tops are let go.
-    KEEP_TOPS = 1
+    #: Sizes not asked for during so many step boundaries are let go.
+    KEEP_BOUNDARIES = 1
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._asked: dict[tuple[int, torch.dtype], int] = {}
-        self._tops = 0
+        self._boundaries = 0
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """A buffer with the shape, layout and dtype of ``like``, contents undefined.
@@ -83,7 +83,7 @@ class BufferPool:
         The layout counts: which rank's part gloo adds first depends on an element's place in memory.
         """
         key = (like.numel(), like.dtype)
-        self._asked[key] = self._tops
+        self._asked[key] = self._boundaries
         free = self._free.get(key)
         if free:
             flat = free.pop()
@@ -98,34 +98,34 @@ class BufferPool:
         for tensor in tensors:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor.as_strided((tensor.numel(),), (1,)))
 
-    def next_top(self) -> None:
-        """A batch top is behind: let go of sizes that are no longer asked for."""
-        self._tops += 1
-        for key in [key for key in self._free if self._tops - self._asked.get(key, 0) > self.KEEP_TOPS]:
+    def next_boundary(self) -> None:
+        """A step boundary is behind: let go of sizes that are no longer asked for."""
+        self._boundaries += 1
+        for key in [key for key in self._free if self._boundaries - self._asked.get(key, 0) > self.KEEP_BOUNDARIES]:
             del self._free[key]
 
 
 class GroupLog:
-    """Entries by sequence number, dropped by batch top, spilled to disk above a limit.
+    """Entries by sequence number, dropped by step boundary, spilled to disk above a limit.
 
-    What is spilled lies in one file for each batch top, which goes with its last entry: the disk never holds more than
-    what can still be asked for.
+    What is spilled lies in one file for each step boundary, which goes with its last entry: the disk never holds more
+    than what can still be asked for.
 
     Not thread-safe: callers hold the runtime's lock.
     """
 
     def __init__(self, pool: BufferPool) -> None:
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, LogEntry] = {}
         self.nbytes = 0
         self._pool = pool
         self._spill_files: dict[int, Any] = {}
 
-    def put(self, seq: int, entry: Entry) -> None:
+    def put(self, seq: int, entry: LogEntry) -> None:
         """Add an entry."""
         self.entries[seq] = entry
         self.nbytes += entry.nbytes
 
-    def own(self, entry: Entry) -> None:
+    def own(self, entry: LogEntry) -> None:
         """Copy results that are the program's memory, if they are."""
         if entry.borrowed and entry.results is not None:
             buffers = [self._pool.take(t) for t in entry.results]
@@ -134,7 +134,7 @@ class GroupLog:
             entry.results, entry.borrowed, entry.pooled = buffers, False, True
             self.nbytes += entry.nbytes
 
-    def borrowed(self) -> Iterator[tuple[int, Entry]]:
+    def borrowed(self) -> Iterator[tuple[int, LogEntry]]:
         """Entries whose results are the program's memory."""
         return ((seq, entry) for seq, entry in self.entries.items() if entry.borrowed)
 
@@ -145,18 +145,20 @@ class GroupLog:
         if entry.pooled and entry.results is not None:
             self._pool.give(entry.results or entry.kept)
 
-    def drop_before(self, top: int) -> None:
-        """Drop what was issued before batch top ``top``. Entries are in order, so this touches only what goes."""
+    def drop_before(self, boundary: int) -> None:
+        """Drop what was issued before step boundary ``boundary``. Entries are in order, so this
+        touches only what goes.
+        """
         gone = []
         for seq, entry in self.entries.items():
-            if entry.top >= top:
+            if entry.boundary >= boundary:
                 break
             gone.append(seq)
         for seq in gone:
             self.drop(seq)
-        for spilled in [each for each in self._spill_files if each < top]:
-            # An operation that finished late stays behind entries of the next batch top for a while.
-            if all(entry.top != spilled for entry in self.entries.values()):
+        for spilled in [each for each in self._spill_files if each < boundary]:
+            # An operation that finished late stays behind entries of the next step boundary for a while.
+            if all(entry.boundary != spilled for entry in self.entries.values()):
                 self._spill_files.pop(spilled).close()
 
     def spill(self, keep_bytes: int) -> int:
@@ -173,11 +175,11 @@ class GroupLog:
             if not entry.results or entry.redo is not None or entry.borrowed:
                 continue
             inject.point("spill")
-            if entry.top not in self._spill_files:
+            if entry.boundary not in self._spill_files:
                 # Unbuffered: what a full disk has refused must not be written, and refused, again by a later call.
                 file = tempfile.TemporaryFile(prefix="swift-log-", dir=self.folder, buffering=0)
-                self._spill_files[entry.top] = file
-            file = self._spill_files[entry.top]
+                self._spill_files[entry.boundary] = file
+            file = self._spill_files[entry.boundary]
             spilled = []
             size = entry.nbytes
             for tensor in entry.results:
@@ -212,7 +214,7 @@ class GroupLog:
         for offset, shape, dtype in entry.spilled or ():
             flat = torch.empty(shape, dtype=dtype)
             if flat.numel():
-                file = self._spill_files[entry.top]
+                file = self._spill_files[entry.boundary]
                 file.seek(offset)
                 view = flat.view(-1).view(torch.uint8)
                 _read_all(file, view.numpy().data, self.folder)

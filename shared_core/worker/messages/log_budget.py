@@ -1,8 +1,8 @@
 """``log.budget_bytes``: how the ranks share what their logs may take on disk, and when that calls for a checkpoint.
 
-Each rank holds a lease, and its files never take more. At each batch top every rank keeps a part of its lease, tells
-the others how much, and gives the rest back; what all have given back is then dealt out in equal parts. So the leases
-never exceed the budget, whichever rank is ahead of another, and the room goes to those that log most.
+Each rank holds a lease, and its files never take more. At each step boundary every rank keeps a part of its lease,
+tells the others how much, and gives the rest back; what all have given back is then dealt out in equal parts. So the
+leases never exceed the budget, whichever rank is ahead of another, and the room goes to those that log most.
 
 A checkpoint frees what lies before the one before it, and not before it is written. So a third of the budget is meant
 for each of the two intervals that are kept, and a third for what is logged while a checkpoint is written.

@@ -57,13 +57,13 @@ class Key:
     Attributes:
         channel: group and channel of a message, as ``"default|0,2,0"``; a group's name for its collectives.
         index: number of the message in its channel, or sequence number of the collective.
-        top: index of the batch top before it.
+        boundary: index of the step boundary before it.
         note: plain data that JSON can hold; tuples come back as lists.
     """
 
     channel: str
     index: int
-    top: int
+    boundary: int
     note: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -76,25 +76,25 @@ class Segment:
         number: names it and is part of its checksums.
         size: bytes of whole records in it, its header included.
         taken: bytes that are counted for it: also those that are being written.
-        top: newest batch top of its records; -1 without any.
+        boundary: newest step boundary of its records; -1 without any.
         fd: open for writing, else -1.
         gone: its records are dropped and the file is deleted soon, or is already.
-        entries: ``[channel, index, top, offset, bytes of header, bytes of payload]`` of each record.
+        entries: ``[channel, index, boundary, offset, bytes of header, bytes of payload]`` of each record.
     """
 
     path: Path
     number: int
     size: int = START
     taken: int = 0
-    top: int = -1
+    boundary: int = -1
     fd: int = -1
     gone: bool = False
     entries: list[tuple[str, int, int, int, int, int]] = field(default_factory=list)
 
     def add(self, key: Key, offset: int, header: int, payload: int) -> None:
         """Note a record."""
-        self.entries.append((key.channel, key.index, key.top, offset, header, payload))
-        self.top = max(self.top, key.top)
+        self.entries.append((key.channel, key.index, key.boundary, offset, header, payload))
+        self.boundary = max(self.boundary, key.boundary)
 
     def close(self) -> None:
         """Write no more."""
@@ -159,7 +159,7 @@ def encode(key: Key, tensors: Sequence[torch.Tensor]) -> bytes:
         ValueError: the header would be longer than :data:`HEADER_LIMIT`.
     """
     kinds = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-    text = json.dumps([key.channel, key.index, key.top, dict(key.note), kinds], separators=(",", ":")).encode()
+    text = json.dumps([key.channel, key.index, key.boundary, dict(key.note), kinds], separators=(",", ":")).encode()
     if len(text) > HEADER_LIMIT:
         raise ValueError(f"the description of message {key.index} of {key.channel} has {len(text)} bytes, too many")
     return text
@@ -193,17 +193,17 @@ def decode(header: bytes, payload: int) -> tuple[Key, list[torch.Tensor]]:
 def _parsed(header: bytes) -> tuple[Key, list[Any]]:
     """What a header says: the key, and dtype and shape of each tensor, which are not looked at."""
     try:
-        channel, index, top, note, kinds = parse(header)
-        good = _is_place(channel, index, top) and isinstance(note, dict) and isinstance(kinds, list)
+        channel, index, boundary, note, kinds = parse(header)
+        good = _is_place(channel, index, boundary) and isinstance(note, dict) and isinstance(kinds, list)
     except TypeError as error:
         raise ValueError(f"not a record's header: {error}") from error
     if not good:
         raise ValueError("not a record's header: its parts are of other types")
-    return Key(channel, index, top, note), kinds
+    return Key(channel, index, boundary, note), kinds
 
 
-def _is_place(channel: Any, index: Any, top: Any) -> bool:
-    return isinstance(channel, str) and type(index) is int and type(top) is int
+def _is_place(channel: Any, index: Any, boundary: Any) -> bool:
+    return isinstance(channel, str) and type(index) is int and type(boundary) is int
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -319,8 +319,8 @@ def _load_index(file: BinaryIO, seed: int, segment: Segment) -> bool:
     if found is None or offset + FIXED + len(found.header) + _INDEX_TAIL.size != segment.size:
         return False
     entries = _index_entries(found.header, offset)
-    for channel, index, top, at, header, payload in entries or ():
-        segment.add(Key(channel, index, top), at, header, payload)
+    for channel, index, boundary, at, header, payload in entries or ():
+        segment.add(Key(channel, index, boundary), at, header, payload)
     return entries is not None
 
 
@@ -352,7 +352,7 @@ def _scan(file: BinaryIO, seed: int, segment: Segment) -> list[Key]:
         if _payload_crc(file, start, found.payload) == found.payload_crc:
             segment.add(key, at, len(found.header), found.payload)
         else:
-            segment.top = max(segment.top, key.top)
+            segment.boundary = max(segment.boundary, key.boundary)
             damaged.append(key)
         at = start + found.payload
     return damaged

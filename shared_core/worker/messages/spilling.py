@@ -16,7 +16,7 @@ RETRY_S = 10.0
 class Spilling:
     """The log of one rank. Not thread-safe: callers hold the runtime's lock.
 
-    What the disk refuses stays in memory: two batch tops' worth at most, and nothing is lost.
+    What the disk refuses stays in memory: two step boundaries' worth at most, and nothing is lost.
 
     Args:
         rank: logical rank, for the line.

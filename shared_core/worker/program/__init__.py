@@ -1,1 +1,1 @@
-"""What the program of a worker calls: attach, batch tops, entry calls, notes for newcomers."""
+"""What the program of a worker calls: attach, step boundaries, entry calls, notes for replacements."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from shared_core.protocol.frontier import Top
-from shared_core.worker.recovery.start import Start
+from shared_core.protocol.frontier import StepBoundary
+from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.state.local_state import Position
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Checkpointing:
@@ -19,19 +19,19 @@ class Checkpointing:
         start: has the checkpoints of this rank.
     """
 
-    def __init__(self, start: Start, position: Position, board: Board) -> None:
-        self._start, self._position, self._board = start, position, board
+    def __init__(self, start: WorkerStart, position: Position, publisher: SharedMemoryPublisher) -> None:
+        self._start, self._position, self._publisher = start, position, publisher
         self._reachable = True
 
     @property
     def near(self) -> bool:
-        """In rank 0: whether a checkpoint may be made at the next batch top. What it counts as written must be."""
-        return self._start.checkpoints.near(self._position.tops + 1)
+        """In rank 0: whether a checkpoint may be made at the next step boundary. What it counts as written must be."""
+        return self._start.checkpoints.near(self._position.boundaries + 1)
 
     @property
     def due(self) -> bool:
-        """Whether a checkpoint was due at the present batch top; all ranks agree on it."""
-        return self._position.tops > 0 and self._start.checkpoints.due_top == self._position.tops
+        """Whether a checkpoint was due at the present step boundary; all ranks agree on it."""
+        return self._position.boundaries > 0 and self._start.checkpoints.due_boundary == self._position.boundaries
 
     def keep_number(self, reason: str) -> None:
         """Checkpoints that are made from now on serve no other number of workers.
@@ -48,9 +48,9 @@ class Checkpointing:
     def note_loss(self, loss: torch.Tensor | float) -> None:
         """See :meth:`Job.note_loss`."""
         if (pricing := self._start.checkpoints.pricing) is not None:
-            pricing.loss(self._position.tops, loss)
+            pricing.loss(self._position.boundaries, loss)
 
-    def at_top(self, top: Top, parts: dict[str, Any]) -> None:
-        """A batch top was published; make a checkpoint there if one is due."""
+    def at_boundary(self, boundary: StepBoundary, parts: dict[str, Any]) -> None:
+        """A step boundary was published; make a checkpoint there if one is due."""
         if self._reachable:
-            self._start.checkpoints.at_top(top, parts, self._board)
+            self._start.checkpoints.at_boundary(boundary, parts, self._publisher)

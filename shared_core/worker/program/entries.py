@@ -1,4 +1,4 @@
-"""Entry calls of the program (fit, validate, test, predict): numbered, and skipped by newcomers where finished."""
+"""Entry calls of the program (fit, validate, test, predict): numbered, and skipped by replacements where finished."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime, groups_made, skip_groups
 from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.program.batch_tops import BatchTops
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
-from shared_core.worker.recovery.reporting import News
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.program.step_boundaries import StepBoundaries
+from shared_core.worker.recovery.reporting import RecoveryReporter
+from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.state.local_state import Parts, Position
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 #: Numbers in a part of the program that lies in an epoch.
 _OF_AN_EPOCH = 3
@@ -32,7 +32,7 @@ class EntryDecision:
     """What to do with an entry call (fit, validate, test, predict).
 
     Attributes:
-        skip: the predecessor had finished it: return ``result`` at once.
+        skip: the failed worker had finished it: return ``result`` at once.
         result: what it returned.
     """
 
@@ -44,27 +44,27 @@ class Entries:
     """The entry calls of one worker's program.
 
     Args:
-        start: knows which the predecessor had finished.
-        board: takes their results.
-        news: told to those that listen.
+        start: knows which the failed worker had finished.
+        publisher: takes their results.
+        reporter: told to those that listen.
         publishing: publishes the ends of calls.
-        joining: takes the predecessor's place.
+        joining: takes the failed worker's place.
     """
 
     def __init__(
         self,
-        start: Start,
+        start: WorkerStart,
         position: Position,
         runtime: Runtime,
-        board: Board,
+        publisher: SharedMemoryPublisher,
         parts: Parts,
-        news: News,
-        tops: BatchTops,
+        reporter: RecoveryReporter,
+        boundaries: StepBoundaries,
         publishing: Publishing,
         joining: Joining,
     ) -> None:
-        self._start, self._position, self._runtime, self._board = start, position, runtime, board
-        self._parts, self._news, self._tops = parts, news, tops
+        self._start, self._position, self._runtime, self._publisher = start, position, runtime, publisher
+        self._parts, self._reporter, self._boundaries = parts, reporter, boundaries
         self._publishing, self._joining = publishing, joining
         self._groups = 0
 
@@ -72,15 +72,15 @@ class Entries:
         """Call at the start of each entry call.
 
         Returns:
-            Whether the predecessor had finished it, and its result. Then the registered parts are restored to what
+            Whether the failed worker had finished it, and its result. Then the registered parts are restored to what
             they were at its end, except those of what is attached, which may be from another call.
         """
         inject.point("entry")
-        beginning = self._start.beginning
-        beginning.prepare()
+        start_point = self._start.start_point
+        start_point.prepare()
         self._position.entry += 1
         self._runtime.enter_call(self._position.entry)
-        finished = beginning.finished(self._position.entry)
+        finished = start_point.finished(self._position.entry)
         if finished is None:
             return EntryDecision(False)
         result, parts = finished
@@ -89,8 +89,8 @@ class Entries:
         return EntryDecision(True, result)
 
     def skipped(self) -> None:
-        """Call after a skipped entry call, when all that it makes has been made: a newcomer joins here whose
-        predecessor was between this call and the next.
+        """Call after a skipped entry call, when all that it makes has been made: a replacement joins here whose
+        failed worker was between this call and the next.
         """
         skip_groups(self._groups)  # hooks of the call may have made some that are not made here
         self._joining.at("end")
@@ -98,26 +98,26 @@ class Entries:
 
     def done(self, result: Any) -> None:
         """Call at the end of each entry call. What is registered must hold everything that the script finds after it,
-        what is trained too: peers go on, and could not give it later.
+        what is trained too: peers continue, and could not give it later.
 
         Args:
-            result: plain data; what a newcomer that finds the entry finished returns for it.
+            result: plain data; what a replacement that finds the entry finished returns for it.
         """
         if self._joining.pending:
             return
-        self._news.deliver()
-        self._position.tops += 1
+        self._reporter.deliver()
+        self._position.boundaries += 1
         parts = self._parts.capture() | {_GROUPS: groups_made()}
-        self._board.publish_end(self._position.entry, result, parts)
-        self._publishing.at_top("end")
+        self._publisher.publish_end(self._position.entry, result, parts)
+        self._publishing.at_boundary("end")
         self._leave()
 
-    def evaluation_top(self) -> bool:
-        """As :meth:`Job.batch_top`, at the start of a stand-alone evaluation."""
-        return self._tops.evaluation()
+    def evaluation_boundary(self) -> bool:
+        """As :meth:`Job.step_boundary`, at the start of a stand-alone evaluation."""
+        return self._boundaries.evaluation()
 
     def between(self, phase: int = 0, epoch: int | None = None, pass_: int = 0) -> None:
-        """What the script does from here to the next batch top a newcomer does again, whose place is further on.
+        """What the script does from here to the next step boundary a replacement does again, whose place is further on.
         Results of collectives are kept for it.
 
         Args:
@@ -132,9 +132,9 @@ class Entries:
         part = (phase,) if epoch is None else (phase, epoch, pass_)
         self._runtime.start_up_again(part if phase else (), hold=pass_ > 0)
         if epoch is not None and not self._joining.pending:
-            self._board.records.forget(lambda key: _is_earlier(key, phase, epoch - 1))
+            self._publisher.records.forget(lambda key: _is_earlier(key, phase, epoch - 1))
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         """Another pass of the same epoch, or phase, begins."""
         self._runtime.place.begin_pass()
         self._runtime.keep_held()

@@ -1,4 +1,4 @@
-"""A newcomer takes its predecessor's place, at the batch top where that was."""
+"""A replacement takes the failed worker's place, at the step boundary where that was."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shared_core.worker.comm.places import ProgramPlace
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.replay import Replays
-from shared_core.worker.recovery.reporting import News
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.recovery.reporting import RecoveryReporter
+from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.local_state import Parts, Position
 from shared_core.worker.state.updates import Updates
@@ -27,13 +27,13 @@ class Joining:
         place: where the program is.
         made_groups: groups that the program has made.
         progress: what the launcher sees of this worker.
-        news: says that it has joined.
+        reporter: says that it has joined.
         publishing: publishes it, there.
     """
 
     def __init__(
         self,
-        start: Start,
+        start: WorkerStart,
         position: Position,
         place: ProgramPlace,
         made_groups: MadeGroups,
@@ -43,22 +43,22 @@ class Joining:
         updates: Updates,
         progress: progress_file.ProgressFile,
         replays: Replays,
-        news: News,
+        reporter: RecoveryReporter,
         publishing: Publishing,
     ) -> None:
         self._start, self._position, self._place, self._parts, self._trained = start, position, place, parts, trained
         self._made_groups = made_groups
         self._buckets, self._updates, self._progress = buckets, updates, progress
-        self._replays, self._news, self._publishing = replays, news, publishing
+        self._replays, self._reporter, self._publishing = replays, reporter, publishing
 
     @property
     def pending(self) -> bool:
         """Whether there is a place to reach, and it is not reached yet."""
-        return self._start.beginning.joining
+        return self._start.start_point.joining
 
     def at(self, kind: str) -> bool:
-        """The program is at a batch top of this kind; whether that was the place, which is taken now."""
-        if not self._start.beginning.is_here(kind, self._position.entry):
+        """The program is at a step boundary of this kind; whether that was the place, which is taken now."""
+        if not self._start.start_point.is_here(kind, self._position.entry):
             return False
         self._join()
         return True
@@ -66,31 +66,31 @@ class Joining:
     def _join(self) -> None:
         inject.point("join")
         started = time.time()
-        beginning = self._start.beginning
-        place, received = beginning.reach(self._position.entry, self._trained.replicas)
-        let_in = received is not None and place.added
+        start_point = self._start.start_point
+        place, received = start_point.reach(self._position.entry, self._trained.replicas)
+        admitted = received is not None and place.added
         if received is not None:
             self._replays.begin(received.replaying)
-        self._updates.load(place.top.version, place.description, place.tensors, owned=place.owned)
-        self._buckets.settle(place.records, place.top)
+        self._updates.load(place.boundary.version, place.description, place.tensors, owned=place.owned)
+        self._buckets.settle(place.records, place.boundary)
         with self._position.restoring(resized=place.resized, added=place.added):
             self._take_place(place)
-        self._position.note_rejoined(let_in)
-        self._news.began(place.top.index, beginning.reached(place))
-        self._news.passed()
-        if let_in or received is None:
+        self._position.note_rejoined(admitted)
+        self._reporter.began(place.boundary.index, start_point.reached(place))
+        self._reporter.passed()
+        if admitted or received is None:
             # Where a checkpoint is there already, or others make none, none is made.
-            self._publishing.publish(place.top.kind, save=not (let_in or place.tier))
+            self._publishing.publish(place.boundary.kind, save=not (admitted or place.tier))
         if received is not None:
-            self._news.joined(received, **({} if let_in else {"joined_s": time.time() - started}))
+            self._reporter.joined(received, **({} if admitted else {"joined_s": time.time() - started}))
 
     def _take_place(self, place: Restored) -> None:
         parts = place.parts | self._parts.of_main(place.main)
-        self._position.tops = place.top.index
+        self._position.boundaries = place.boundary.index
         if "swift.place" in parts:  # not in checkpoints of earlier versions
             self._place.restore(parts["swift.place"])
-        self._start.checkpoints.joined(place.top, saved=bool(place.tier))
-        self._start.beginning.joined()
+        self._start.checkpoints.joined(place.boundary, saved=bool(place.tier))
+        self._start.start_point.joined()
         if "swift.groups_made" in parts:  # before variables, which may name groups
             self._made_groups.restore(parts["swift.groups_made"], missing=not (place.resized or place.added))
         self._parts.restore(parts)
@@ -98,6 +98,6 @@ class Joining:
         self._buckets.eligible = parts.get("swift.eligible", 0)
         images, outside = parts.get("swift.images", False), parts.get("swift.outside", False)
         again = bool(place.tier) or place.resized
-        self._updates.resume(self._position.tops, images=images, outside=outside, again=again)
-        inject.set_step(self._position.tops)
-        self._progress.top(self._position.tops)
+        self._updates.resume(self._position.boundaries, images=images, outside=outside, again=again)
+        inject.set_step(self._position.boundaries)
+        self._progress.boundary(self._position.boundaries)

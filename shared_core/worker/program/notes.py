@@ -1,36 +1,36 @@
-"""Plain data and numbers that are kept for newcomers of this rank, beside what batch tops publish."""
+"""Plain data and numbers that are kept for replacements of this rank, beside what step boundaries publish."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.state.local_state import Position
-from shared_core.worker.state.publications import Board, Tally
+from shared_core.worker.state.publications import SharedMemoryPublisher, Tally
 
 
 class Notes:
-    """What is kept for newcomers of this rank, for the whole job.
+    """What is kept for replacements of this rank, for the whole job.
 
     Args:
-        start: has what predecessors have kept.
+        start: has what failed workers have kept.
     """
 
-    def __init__(self, board: Board, position: Position, start: Start) -> None:
-        self._board, self._position, self._start = board, position, start
+    def __init__(self, publisher: SharedMemoryPublisher, position: Position, start: WorkerStart) -> None:
+        self._publisher, self._position, self._start = publisher, position, start
 
     def keep(self, kind: str, name: str, value: Any) -> None:
         """Keep plain data under a kind and a name; see :meth:`kept`."""
-        self._start.beginning.settle()
-        self._board.records.add(RecordKey(self._position.entry, kind, name, self._position.tops), value)
+        self._start.start_point.settle()
+        self._publisher.records.add(RecordKey(self._position.entry, kind, name, self._position.boundaries), value)
 
     def kept(self, kind: str) -> dict[str, Any]:
-        """What predecessors have kept under ``kind``, by name; the newest of each."""
-        return self._start.beginning.remembered(kind)
+        """What failed workers have kept under ``kind``, by name; the newest of each."""
+        return self._start.start_point.remembered(kind)
 
     def tally(self, name: str) -> Tally:
-        """A number that a newcomer finds as its predecessor left it: how often something was done that must not be
+        """A number that a replacement finds as the failed worker left it: how often something was done that must not be
         done twice.
         """
-        return self._board.tally(name)
+        return self._publisher.tally(name)

@@ -12,7 +12,7 @@ from shared_core.handover import NOT_TOLD
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime
 from shared_core.worker.link import wish
-from shared_core.worker.recovery.start import Start
+from shared_core.worker.recovery.start import WorkerStart
 
 
 class Options:
@@ -25,7 +25,7 @@ class Options:
         env: what the launcher told this worker, with the options that hold.
     """
 
-    def __init__(self, env: WorkerEnv, runtime: Runtime, start: Start) -> None:
+    def __init__(self, env: WorkerEnv, runtime: Runtime, start: WorkerStart) -> None:
         self.env, self._runtime, self._start = env, runtime, start
         self._told = env.config.changed
 
@@ -60,7 +60,7 @@ class Options:
         config = self.env.config.merged(wanted, self._told)
         if config == self.env.config:
             return
-        if self._runtime.world is not None or self._start.checkpoints.newest_top:
+        if self._runtime.world is not None or self._start.checkpoints.newest_boundary:
             raise ConfigError(
                 f"rank {self.env.rank}: checkpoint options came after the process group was created: give them "
                 "to the first Trainer or Accelerator (transformers: before TrainingArguments), or to swiftrun"

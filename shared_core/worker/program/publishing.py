@@ -1,32 +1,32 @@
-"""Publishes this worker at its batch tops."""
+"""Publishes this worker at its step boundaries."""
 
 from __future__ import annotations
 
 import torch
 
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.lanes import Lanes
 from shared_core.worker.recovery.replicas import Replicas
+from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.state.ddp_buckets import Buckets
-from shared_core.worker.state.forward_pass import Passes
+from shared_core.worker.state.forward_pass import ForwardRecorder
 from shared_core.worker.state.local_state import Parts, Position
-from shared_core.worker.state.publications import LOOSE, Board
+from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
 
 class Publishing:
-    """What happens with each batch top that is a recovery point.
+    """What happens with each step boundary that is a recovery point.
 
     Args:
         made_groups: groups that the program has made.
-        board: takes the publications.
-        donor: gives newcomers what is published.
-        lanes: of the ranks that are present.
+        publisher: takes the publications.
+        donor: gives replacements what is published.
+        survivor_groups: of the ranks that are present.
         replicas: are compared.
         checkpoints: are made of what is published.
     """
@@ -38,35 +38,45 @@ class Publishing:
         made_groups: MadeGroups,
         trained: Trained,
         buckets: Buckets,
-        passes: Passes,
+        forward_recorder: ForwardRecorder,
         updates: Updates,
         runtime: Runtime,
-        board: Board,
+        publisher: SharedMemoryPublisher,
         donor: Donor,
-        lanes: Lanes,
+        survivor_groups: SurvivorGroups,
         replicas: Replicas,
         checkpoints: Checkpointing,
     ) -> None:
         self._position, self._parts, self._trained, self._buckets = position, parts, trained, buckets
-        self._passes, self._updates, self._runtime, self._board = passes, updates, runtime, board
+        self._forward_recorder, self._updates, self._runtime, self._publisher = (
+            forward_recorder,
+            updates,
+            runtime,
+            publisher,
+        )
         self._made_groups = made_groups
-        self._donor, self._lanes, self._replicas, self._checkpoints = donor, lanes, replicas, checkpoints
+        self._donor, self._survivor_groups, self._replicas, self._checkpoints = (
+            donor,
+            survivor_groups,
+            replicas,
+            checkpoints,
+        )
 
-    def at_top(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
-        """The program is at a batch top; no newcomer is given a state in between.
+    def at_boundary(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
+        """The program is at a step boundary; no replacement is given a state in between.
 
         Args:
-            kind: of the batch top.
+            kind: of the step boundary.
             grads: gradients that are pending, by place.
         """
         with self._donor.publishing:
             self.publish(kind, grads)
 
     def publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
-        """Publish the present batch top.
+        """Publish the present step boundary.
 
         Args:
-            kind: of the batch top.
+            kind: of the step boundary.
             grads: gradients that are pending, by place.
             save: whether a checkpoint may be made.
         """
@@ -75,7 +85,7 @@ class Publishing:
         if self._trained.shard is not None:
             self._trained.shard.reshard()
         # What nobody needs any more makes room for what comes.
-        self._board.drop_before(self._settled())
+        self._publisher.drop_before(self._settled())
         parts = self._parts.capture()
         parts["swift.outside"] = self._updates.outside.active
         parts["swift.eligible"] = self._buckets.eligible
@@ -84,21 +94,23 @@ class Publishing:
         parts["swift.place"] = self._runtime.place.capture()
         if grads is not None:
             parts["swift.gradients"] = grads
-        top = self._top(kind)
-        values = parts.get(LOOSE)
-        refers = {LOOSE: self._trained.publish_loose(self._board, top.index, values)} if values else {}
-        self._board.publish_top(top, parts | refers)
-        self._passed(top)
+        boundary = self._boundary(kind)
+        values = parts.get(UNOPTIMIZED)
+        refers = (
+            {UNOPTIMIZED: self._trained.publish_unoptimized(self._publisher, boundary.index, values)} if values else {}
+        )
+        self._publisher.publish_boundary(boundary, parts | refers)
+        self._passed(boundary)
         if save and kind == "batch" and not self._runtime.absent:
-            self._checkpoints.at_top(top, parts)
+            self._checkpoints.at_boundary(boundary, parts)
 
-    def _top(self, kind: str) -> Top:
+    def _boundary(self, kind: str) -> StepBoundary:
         runtime = self._runtime
         with runtime.lock:
             groups = {name: group.next for name, group in runtime.groups.items()}
             marks = {name: group.channels.watermarks() for name, group in runtime.groups.items()}
-        return Top(
-            index=self._position.tops,
+        return StepBoundary(
+            index=self._position.boundaries,
             version=self._updates.version,
             entry=self._position.entry,
             kind=kind,
@@ -111,18 +123,18 @@ class Publishing:
         )
 
     def _settled(self) -> int:
-        """The newest batch top that every rank has published."""
+        """The newest step boundary that every rank has published."""
         return self._runtime.stable if self._trained.shard is None else self._runtime.results.settle_marked()
 
-    def _passed(self, top: Top) -> None:
-        """Drop what is kept for earlier tops than any newcomer of this rank begins at."""
-        self._runtime.passed_top(top.index)
-        self._runtime.results.mark(top.index)
+    def _passed(self, boundary: StepBoundary) -> None:
+        """Drop what is kept for earlier boundaries than any replacement of this rank begins at."""
+        self._runtime.passed_boundary(boundary.index)
+        self._runtime.results.mark(boundary.index)
         stable = self._settled()
-        if self._lanes.formed:
-            stable = top.index  # a newcomer is a copy of a replica as it is at its newest top
+        if self._survivor_groups.formed:
+            stable = boundary.index  # a replacement is a copy of a replica as it is at its newest boundary
             self._runtime.results.settle(stable)
-        self._board.drop_before(stable)
-        self._updates.at_top(top.index, stable)
-        self._passes.at_top()
-        self._replicas.compare(self._trained.compared, alike=self._trained.kept_alike, last=top.kind != "batch")
+        self._publisher.drop_before(stable)
+        self._updates.at_boundary(boundary.index, stable)
+        self._forward_recorder.at_boundary()
+        self._replicas.compare(self._trained.compared, alike=self._trained.kept_alike, last=boundary.kind != "batch")

@@ -25,13 +25,13 @@ from shared_core.worker.sharded.shard import SHARD, Shard
 from shared_core.worker.sharded.support import refuse, sharded_modules
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.ddp_buckets import Buckets
-from shared_core.worker.state.forward_pass import Passes
+from shared_core.worker.state.forward_pass import ForwardRecorder
 from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.local_state import Parts
 from shared_core.worker.state.overlapped import Overlapped, check
-from shared_core.worker.state.publications import LOOSE, Board
+from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.replicated import Replicated
-from shared_core.worker.state.unstepped import Loose
+from shared_core.worker.state.unoptimized import UnoptimizedParameters
 from shared_core.worker.state.updates import Updates
 
 
@@ -61,7 +61,7 @@ class Trained:
         updates: the replicated state.
         parts: rank-local state.
         buckets: of DDP modules.
-        passes: through them.
+        forward_recorder: through them.
         overlapped: makes updates of their parameters early, where that is wanted.
 
     Attributes:
@@ -76,15 +76,15 @@ class Trained:
         updates: Updates,
         parts: Parts,
         buckets: Buckets,
-        passes: Passes,
+        forward_recorder: ForwardRecorder,
         overlapped: Overlapped,
     ) -> None:
         self._config, self._runtime, self._updates, self._parts = config, runtime, updates, parts
-        self._buckets, self._passes, self._overlapped = buckets, passes, overlapped
+        self._buckets, self._forward_recorder, self._overlapped = buckets, forward_recorder, overlapped
         self._overlaps = False
         self._handles: list[Any] = []
-        self._alike = self._keeps_tops = self._meets = False
-        self._loose: Loose
+        self._alike = self._keeps_boundaries = self._meets = False
+        self._unoptimized: UnoptimizedParameters
         self._leftover = LeftoverGradients()
         self.replicas: list[int] = []
         self.shard: OwnState | None = None
@@ -105,14 +105,14 @@ class Trained:
         self._buckets.attach(modules)
         if self._buckets.modules and self._config.reroutes:
             raise Unsupported(
-                "on_failure='reroute' needs a loop in which any worker can compute the share of a lost one, and "
+                "on_failure='reroute' needs a loop in which any worker can compute the share of a failed one, and "
                 "DistributedDataParallel sums what each has computed itself: attach the model without it and loop over "
                 "job.shared_steps(loader, epochs) (with Accelerate: plugin.shared_steps), or choose "
                 "on_failure='replace'"
             )
         for handle in self._handles:
             handle.remove()
-        hooks = ForwardHook(self._passes.after_forward), ForwardHook(self._forward_done)
+        hooks = ForwardHook(self._forward_recorder.after_forward), ForwardHook(self._forward_done)
         self._handles = [ddp.register_forward_hook(hook) for hook in hooks for ddp in self._buckets.modules]
         self._overlaps = self._config.state.overlapped_update and bool(optimizers) and self._runtime.world_size > 1
         if self._overlaps:
@@ -122,21 +122,23 @@ class Trained:
                 module.reshard()  # after an evaluation the root's parameters are whole
         replicated = Replicated(modules, optimizers)
         alike = replicas is None and not sharded
-        self._loose = Loose(replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()})
-        # What a re-routed step changes outside updates is in a newcomer's copy; pipelines keep images of their own; a
-        # shard is published with all that was changed.
-        loose = self._loose if alike and not self._config.reroutes and not divided else None
+        self._unoptimized = UnoptimizedParameters(
+            replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
+        )
+        # What a re-routed step changes outside updates is in a replacement's copy; pipelines keep images of their own;
+        # a shard is published with all that was changed.
+        unoptimized = self._unoptimized if alike and not self._config.reroutes and not divided else None
         self._updates.attach(
             replicated,
             undo=self._config.resizes,
             sharded=sharded,
             own=bool(divided),
-            loose=loose,
+            unoptimized=unoptimized,
             parts=self._overlaps,
         )
         self._leftover.attach(replicated if alike and not self._config.reroutes and not divided else None)
         self._attach_shard(divided, replicated)
-        if self._keeps_tops:
+        if self._keeps_boundaries:
             self._updates.outside.expect()
         if replicas is not None:
             self._attach_stage(sorted(replicas))
@@ -211,10 +213,10 @@ class Trained:
         self._meets = False
         if self.shard is not None:
             self._parts.register(SHARD, self.shard.capture, self.shard.restore)
-            self._meets = self.shard.apart and not results.knows_tops
+            self._meets = self.shard.apart and not results.knows_boundaries
 
     def _register(self, attached: Attached) -> None:
-        self._passes.attach(attached.buffers)
+        self._forward_recorder.attach(attached.buffers)
         register = self._parts.register
         register("swift.ddp", self._buckets.flags, self._buckets.set_flags)
         self._runtime.sum_buckets(self._config.state.verify_checksums and not self._buckets.may_be_unused)
@@ -222,11 +224,11 @@ class Trained:
         register("swift.modes", attached.modes, attached.restore_modes)
         register("swift.with_gradients", attached.with_gradients, attached.restore_gradients)
         register("swift.hyperparameters", attached.groups, attached.restore_groups)
-        register(LOOSE, self._capture_loose, self._loose.restore)
+        register(UNOPTIMIZED, self._capture_unoptimized, self._unoptimized.restore)
 
-    def keep_tops(self) -> None:
-        """See :meth:`Job.keep_tops`."""
-        self._keeps_tops = True
+    def keep_boundaries(self) -> None:
+        """See :meth:`Job.keep_boundaries`."""
+        self._keeps_boundaries = True
         self._updates.outside.expect()
 
     def alike(self) -> None:
@@ -248,11 +250,12 @@ class Trained:
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
         return bool(self._alike or self.replicas or (replicated is not None and replicated.stepped() <= summed))
 
-    # -- at batch tops -------------------------------------------------------------------------------------------------
+    # -- at step boundaries
+    # -------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """The end of an operation of all ranks tells each of them that the others have published the last batch top, so
-        what is older can go. Where the model has no such operation, and nobody sees it, here is one.
+        """The end of an operation of all ranks tells each of them that the others have published the last step
+        boundary, so what is older can go. Where the model has no such operation, and nobody sees it, here is one.
         """
         if self._meets and self._runtime.operates:
             dist.all_reduce(torch.zeros(1))
@@ -282,12 +285,14 @@ class Trained:
             parameter = self._updates.replicated.parameters[index]
             parameter.grad = grad.to(parameter.device)
 
-    def publish_loose(self, board: Board, top: int, values: Mapping[int, Any]) -> dict[int, int]:
-        """See :meth:`Loose.publish`."""
-        return self._loose.publish(board, top, values)
+    def publish_unoptimized(
+        self, publisher: SharedMemoryPublisher, boundary: int, values: Mapping[int, Any]
+    ) -> dict[int, int]:
+        """See :meth:`UnoptimizedParameters.publish`."""
+        return self._unoptimized.publish(publisher, boundary, values)
 
-    def _capture_loose(self) -> dict[int, torch.Tensor]:
-        return self._loose.capture() if self._updates.outside.active or self._config.reroutes else {}
+    def _capture_unoptimized(self) -> dict[int, torch.Tensor]:
+        return self._unoptimized.capture() if self._updates.outside.active or self._config.reroutes else {}
 
 
 @out_of_graphs

@@ -42,7 +42,7 @@ class Unmarked:
         self._position, self._runtime = position, runtime
         self._limit = budget_bytes or _LOG_BYTES
         self._tell: Callable[[], None] = lambda: None
-        self._tops = self._updates = self._spilled = 0
+        self._boundaries = self._updates = self._spilled = 0
         self.irreplaceable = ""
 
     def listen(self, tell: Callable[[], None]) -> None:
@@ -55,10 +55,14 @@ class Unmarked:
         Raises:
             Unsupported: there was no step boundary for so long that the log has no room.
         """
-        if self._position.tops != self._tops:
-            self._tops, self._updates, self._spilled = self._position.tops, 0, self._runtime.results.spilled_bytes
+        if self._position.boundaries != self._boundaries:
+            self._boundaries, self._updates, self._spilled = (
+                self._position.boundaries,
+                0,
+                self._runtime.results.spilled_bytes,
+            )
         self._updates += 1
-        most = _LATER if self._tops else _FIRST
+        most = _LATER if self._boundaries else _FIRST
         if self._updates < most:
             return
         if self._updates == most:

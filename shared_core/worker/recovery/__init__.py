@@ -1,1 +1,1 @@
-"""What is done after a failure: a generation is formed, state is transferred, newcomers take their places."""
+"""What is done after a failure: a generation is formed, state is transferred, replacements take their places."""

@@ -1,7 +1,7 @@
 """How the ranks of a generation agree on its plan: one of them computes it for all.
 
 Each rank says where it stands and counts itself. Whoever is the last finds all that a plan needs: it computes the plan
-and publishes it. If it is lost before, that is a loss like any other: the next generation is formed. The others wait
+and publishes it. If it fails before, that is a failure like any other: the next generation is formed. The others wait
 for one key, in which the watcher of their ledger blocks. Whoever ends the generation sets that key too: nobody polls.
 """
 
@@ -14,13 +14,13 @@ from typing import TypeVar
 from shared_core.errors import GenerationAbandoned, RecoveryFailed
 from shared_core.faults import inject
 from shared_core.protocol.agreement import Agreed
-from shared_core.protocol.frontier import read_fronts
+from shared_core.protocol.frontier import read_frontiers
 from shared_core.protocol.generation import GIVEN_UP, generation_key, go_key, plan_key
 from shared_core.protocol.plan import Plan, decide
 from shared_core.transport.store import Store
 from shared_core.waiting import Wait, ranks_text
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.fronts import Fronts
+from shared_core.worker.recovery.frontier_builder import FrontierBuilder
 
 Heard = TypeVar("Heard")
 
@@ -29,12 +29,12 @@ class Agreement:
     """What one rank says and hears before a generation is connected.
 
     Args:
-        fronts: where this rank stands.
+        frontier_builder: where this rank stands.
     """
 
-    def __init__(self, context: Context, fronts: Fronts) -> None:
+    def __init__(self, context: Context, frontier_builder: FrontierBuilder) -> None:
         self._env, self._runtime, self._lifecycle = context.env, context.runtime, context.lifecycle
-        self._fronts = fronts
+        self._frontier_builder = frontier_builder
         self._saying = threading.Lock()
         self._said: set[str] = set()
         self._plans: dict[int, Agreed] = {}
@@ -55,32 +55,32 @@ class Agreement:
         if not self._first(f"front/{generation}"):
             return
         key, world_size = generation_key(generation), self._env.world_size
-        store.set(f"{key}/front/{self._env.rank}", self._fronts.front().to_json())
+        store.set(f"{key}/front/{self._env.rank}", self._frontier_builder.front().to_json())
         if store.add(f"{key}/fronts", 1) != world_size:
             return
         inject.point("recovery.deciding")
         agreed = self._decide(store, generation)
         store.compare_set(plan_key(generation), "", agreed.to_json())
-        if agreed.plan is not None and not agreed.plan.tops:
+        if agreed.plan is not None and not agreed.plan.boundaries:
             store.compare_set(go_key(generation), "", "1")
 
     def _decide(self, store: Store, generation: int) -> Agreed:
         keys = {rank: f"{generation_key(generation)}/front/{rank}" for rank in range(self._env.world_size)}
-        fronts = read_fronts(
+        frontiers = read_frontiers(
             dict(zip(keys, store.multi_get(list(keys.values())), strict=True)), keys, self._env.world_size
         )
         try:
-            return Agreed(decide(fronts))
+            return Agreed(decide(frontiers))
         except RecoveryFailed as error:
             return Agreed(None, str(error))
 
-    def say_ready(self, store: Store, generation: int, newcomers: Sequence[int]) -> None:
-        """This newcomer has come to where it joins. The last of them lets all others connect."""
+    def say_ready(self, store: Store, generation: int, replacements: Sequence[int]) -> None:
+        """This replacement has come to where it joins. The last of them lets all others connect."""
         if not self._first(f"ready/{generation}"):
             return
         key = generation_key(generation)
         store.set(f"{key}/ready/{self._env.rank}", "1")
-        if store.add(f"{key}/readies", 1) == len(newcomers):
+        if store.add(f"{key}/readies", 1) == len(replacements):
             store.compare_set(go_key(generation), "", "1")
 
     def _first(self, what: str) -> bool:
@@ -115,7 +115,7 @@ class Agreement:
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.
-            RecoveryFailed: if nobody can serve a newcomer.
+            RecoveryFailed: if nobody can serve a replacement.
             WaitTimeout: if a rank does not say where it stands.
         """
         what = self._lifecycle.why("create the process group", generation)
@@ -129,21 +129,21 @@ class Agreement:
         agreed = self._wait(lambda: self._plans.get(generation), ranks, come, generation, what, speaks)
         return agreed.plan_or_fail()
 
-    def go(self, store: Store, generation: int, newcomers: Sequence[int]) -> None:
-        """Wait until all newcomers have come to where they join.
+    def go(self, store: Store, generation: int, replacements: Sequence[int]) -> None:
+        """Wait until all replacements have come to where they join.
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.
             WaitTimeout: if one does not come.
         """
         what = self._lifecycle.why("reach the training loop", generation)
-        name, others = f"{generation_key(generation)}/ready", set(range(self._env.world_size)) - set(newcomers)
+        name, others = f"{generation_key(generation)}/ready", set(range(self._env.world_size)) - set(replacements)
 
         def come(rank: int) -> bool:
             return bool(store.check([f"{name}/{rank}"]))
 
         speaks = lambda: self._env.rank == min(others, default=0)  # noqa: E731
-        self._wait(lambda: generation == self._gone or None, newcomers, come, generation, what, speaks)
+        self._wait(lambda: generation == self._gone or None, replacements, come, generation, what, speaks)
 
     def _wait(
         self,
@@ -154,7 +154,7 @@ class Agreement:
         what: str,
         speaks: Callable[[], bool],
     ) -> Heard:
-        runtime, (limit_s, bound) = self._runtime, self._fronts.patience(generation)
+        runtime, (limit_s, bound) = self._runtime, self._frontier_builder.wait_limit(generation)
         missing = lambda: f"{ranks_text(rank for rank in ranks if not come(rank))} {what}"  # noqa: E731
         wait = Wait(f"rank {self._env.rank}", missing, limit_s, bound=bound, speaks=speaks)
         while True:

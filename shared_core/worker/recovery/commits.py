@@ -23,8 +23,8 @@ class Commits:
     """Cuts the log on disk back, and keeps it within its budget.
 
     Args:
-        newest_top: batch top of the newest checkpoint that this rank knows to be committed; 0 for none.
-        due_top: the newest batch top at which a checkpoint was due; 0 for none.
+        newest_boundary: step boundary of the newest checkpoint that this rank knows to be committed; 0 for none.
+        due_boundary: the newest step boundary at which a checkpoint was due; 0 for none.
         budget: ``log.budget_bytes``; 0 is no limit.
 
     Attributes:
@@ -33,37 +33,47 @@ class Commits:
     """
 
     def __init__(
-        self, runtime: Runtime, log: DiskLog, newest_top: Callable[[], int], due_top: Callable[[], int], budget: int
+        self,
+        runtime: Runtime,
+        log: DiskLog,
+        newest_boundary: Callable[[], int],
+        due_boundary: Callable[[], int],
+        budget: int,
     ) -> None:
-        self._runtime, self._log, self._newest_top, self._due_top = runtime, log, newest_top, due_top
+        self._runtime, self._log, self._newest_boundary, self._due_boundary = (
+            runtime,
+            log,
+            newest_boundary,
+            due_boundary,
+        )
         self._rank, self._world_size, self._budget = runtime.rank, runtime.world_size, budget
         self._mark: tuple[Any, torch.Tensor, int] | None = None
         self._seen_due = 0
         self.presses = self.pressed = False
 
     def mark(self) -> None:
-        """Tell all ranks that this one has published a batch top, and which checkpoint it knows to be committed; call
-        right after the top. Nobody waits for it before the next one.
+        """Tell all ranks that this one has published a step boundary, and which checkpoint it knows to be committed;
+        call right after the boundary. Nobody waits for it before the next one.
 
         What the ranks have all left behind is dropped from the logs.
         """
         if self._mark is not None:
-            work, said, top = self._mark
+            work, said, boundary = self._mark
             work.wait()
             values = said.tolist()
             self._log.committed(values[0])
             if self._budget:
-                self._share(values[1 : 1 + self._world_size], values[1 + self._world_size :], top)
-        newest = torch.tensor([self._newest_top(), *self._report()])
-        with self._runtime.unchecked():  # a newcomer may know of a newer one, and has logged something else
+                self._share(values[1 : 1 + self._world_size], values[1 + self._world_size :], boundary)
+        newest = torch.tensor([self._newest_boundary(), *self._report()])
+        with self._runtime.unchecked():  # a replacement may know of a newer one, and has logged something else
             work = dist.all_reduce(newest, op=dist.ReduceOp.MAX, async_op=True)
-        self._mark = work, newest, self._runtime.top
+        self._mark = work, newest, self._runtime.boundary
 
     def _report(self) -> list[int]:
         """What every rank keeps and has logged, as far as this one knows: its own."""
         if not self._budget:
             return []
-        if (due := self._due_top()) > self._seen_due:
+        if (due := self._due_boundary()) > self._seen_due:
             self._seen_due = due
             self._log.checkpoint_due()
             self.pressed, self.presses = self.presses, False
@@ -71,12 +81,14 @@ class Commits:
         kept[self._rank], logged[self._rank] = self._log.keep()
         return kept + logged
 
-    def _share(self, kept: list[int], logged: list[int], top: int) -> None:
-        """Take this rank's lease, and find out whether the logs need a checkpoint. They were measured at ``top``."""
+    def _share(self, kept: list[int], logged: list[int], boundary: int) -> None:
+        """Take this rank's lease, and find out whether the logs need a checkpoint. They were
+        measured at ``boundary``.
+        """
         self._log.lease(log_budget.leases(kept, self._budget)[self._rank])
-        if self._rank or top < self._due_top():
+        if self._rank or boundary < self._due_boundary():
             return
-        batches = top - self._seen_due
+        batches = boundary - self._seen_due
         advice = log_budget.advice(sum(logged), batches, self._budget)
         self.presses = advice is Advice.CHECKPOINT
         if advice is Advice.MORE:

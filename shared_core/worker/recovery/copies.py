@@ -1,8 +1,8 @@
-"""``on_failure="reroute"``: a newcomer is given its state while the others train, so that none of them waits for it.
+"""``on_failure="reroute"``: a replacement is given its state while the others train, so that none of them waits for it.
 
-The newcomer asks the lowest of its replicas, which copies its state and logs the updates that it goes on making
-(:mod:`shared_core.worker.state.following`). When the newcomer lacks the newest update only, it knocks. If the copy
-cannot be made or used, or everybody waits for the newcomer, it gets its state when all stand still.
+The replacement asks the lowest of its replicas, which copies its state and logs the updates that it continues making
+(:mod:`shared_core.worker.state.incremental_copy`). When the replacement lacks the newest update only, it asks to join.
+If the copy cannot be made or used, or everybody waits for the replacement, it gets its state when all stand still.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from shared_core.errors import GenerationAbandoned, NotConnected, SwiftError, WaitTimeout
 from shared_core.events import EventLog
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.generation import copy_key, still_key
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
@@ -23,10 +23,10 @@ from shared_core.waiting import Wait, poll, wait_for
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.endings import EXIT_STALE
+from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.recovery.copying import Sent, Taking, give, started
-from shared_core.worker.state.following import Following, followable
+from shared_core.worker.state.incremental_copy import IncrementalCopy, followable
 from shared_core.worker.state.updates import Updates
 
 #: Longest that a donor may take to answer, in seconds: a thread of it waits for the question.
@@ -35,14 +35,14 @@ _ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class _Given:
-    """A copy that this worker makes for a newcomer."""
+    """A copy that this worker makes for a replacement."""
 
     generation: int
-    following: Following
+    incremental_copy: IncrementalCopy
 
 
-class Copies:
-    """Copies of replicated state that are made while training goes on, as giver and as newcomer.
+class StateCopies:
+    """Copies of replicated state that are made while training continues, as giver and as replacement.
 
     Args:
         replicas: ranks that train the same as this one, where not all do.
@@ -67,21 +67,21 @@ class Copies:
         """Who gives an absent rank that trains what this one does its state."""
         return min({*(self._replicas() or range(self._env.world_size))} - absent, default=None)
 
-    def _connect(self, newcomer: int, donor: int, generation: int) -> InnerGroup:
+    def _connect(self, replacement: int, donor: int, generation: int) -> InnerGroup:
         for attempt in range(MAX_ATTEMPTS):
             try:
-                name = f"copy{newcomer}.{attempt}"
+                name = f"copy{replacement}.{attempt}"
                 return self._runtime.connections.side_group(
-                    name, sorted((newcomer, donor)), generation, attempt=attempt
+                    name, sorted((replacement, donor)), generation, attempt=attempt
                 )
             except NotConnected:
                 continue
-        raise NotConnected(f"ranks {newcomer} and {donor} do not reach each other")
+        raise NotConnected(f"ranks {replacement} and {donor} do not reach each other")
 
-    # -- giving: a thread for each newcomer --------------------------------------------------------
+    # -- giving: a thread for each replacement --------------------------------------------------------
 
     def offer(self) -> None:
-        """A loss is announced, and this worker goes on: be ready to give the newcomers their state."""
+        """A failure is announced, and this worker continues: be ready to give the replacements their state."""
         with self._runtime.lock:
             generation, absent = self._runtime.latest, self._runtime.absent
         mine = absent.intersection(self._replicas() or range(self._env.world_size))
@@ -96,58 +96,58 @@ class Copies:
         except (GenerationAbandoned, RuntimeError):
             return
         with updates.gate.held():
-            following = updates.followers.start(updates.replicated) if updates.exact else None
-        if following is None:
+            incremental_copy = updates.followers.start(updates.replicated) if updates.exact else None
+        if incremental_copy is None:
             store.set(f"{key}/answer", "no")
             return
         sent = started()
         self._events.emit("copying", rank=rank, generation=generation, donor=self._env.rank)
         try:
             store.set(f"{key}/answer", "yes")
-            self._give(rank, generation, following, sent)
+            self._give(rank, generation, incremental_copy, sent)
         except (SwiftError, RuntimeError) as error:
-            following.cancel(str(error))
+            incremental_copy.cancel(str(error))
         finally:
-            updates.followers.end(following)
-            self._say(rank, generation, following, sent)
+            updates.followers.end(incremental_copy)
+            self._say(rank, generation, incremental_copy, sent)
 
-    def _give(self, rank: int, generation: int, following: Following, sent: Sent) -> None:
+    def _give(self, rank: int, generation: int, incremental_copy: IncrementalCopy, sent: Sent) -> None:
         inner = self._connect(rank, self._env.rank, generation)
-        self._given[rank] = _Given(generation, following)
+        self._given[rank] = _Given(generation, incremental_copy)
         try:
-            give(inner, inner.members.index(rank), self._updates, following, sent)
+            give(inner, inner.members.index(rank), self._updates, incremental_copy, sent)
         finally:
             self._runtime.connections.drop_side(inner)
 
-    def _say(self, rank: int, generation: int, following: Following, sent: Sent) -> None:
-        fields = {"bytes_moved": sent.nbytes, "copy_s": sent.seconds, "why": following.failed}
+    def _say(self, rank: int, generation: int, incremental_copy: IncrementalCopy, sent: Sent) -> None:
+        fields = {"bytes_moved": sent.nbytes, "copy_s": sent.seconds, "why": incremental_copy.failed}
         self._events.emit("copied", rank=rank, generation=generation, **fields)
 
-    def close(self, rank: int, top: Top, description: dict[str, Any]) -> bool:
+    def close(self, rank: int, boundary: StepBoundary, description: dict[str, Any]) -> bool:
         """All stand still, and this worker is to give ``rank`` its state. Whether it has it but for the last updates,
         which are sent now.
 
         Args:
-            rank: the newcomer.
-            top: where it begins.
+            rank: the replacement.
+            boundary: where it begins.
             description: of the state here.
         """
         given = self._given.pop(rank, None)
         if given is None or given.generation != self._runtime.latest:
             return False
-        if description["version"] != top.version:  # it needs what the parameters were at the top, too
-            given.following.cancel("a step was made since the batch top")
+        if description["version"] != boundary.version:  # it needs what the parameters were at the boundary, too
+            given.incremental_copy.cancel("a step was made since the step boundary")
             return False
-        return given.following.close()
+        return given.incremental_copy.close()
 
-    # -- taking: the newcomer's program ------------------------------------------------------------
+    # -- taking: the replacement's program ------------------------------------------------------------
 
     def fetch(self, generation: int) -> None:
         """Take the state while the others train. Returns when it is here but for the newest update; or when it is
         better, or only, had when all stand still.
 
         Raises:
-            GenerationAbandoned: if another rank is lost meanwhile.
+            GenerationAbandoned: if another rank fails meanwhile.
         """
         self._stop()
         runtime, state, store = self._runtime, self._updates.replicated, self._store.below()
@@ -158,7 +158,7 @@ class Copies:
             return
         key, me = copy_key(generation, self._env.rank), self._env.rank
         abandoned = lambda: runtime.latest > generation  # noqa: E731
-        with runtime.waiting_beside((donor,), "to copy its state to this newcomer"):
+        with runtime.waiting_beside((donor,), "to copy its state to this replacement"):
             store.set(key, "1")
             try:
                 answer, what = {donor: f"{key}/answer"}, "to say whether it copies its state"
@@ -189,7 +189,7 @@ class Copies:
 
     @property
     def pending(self) -> bool:
-        """Whether this newcomer is in, and :meth:`complete` is to be called."""
+        """Whether this replacement is in, and :meth:`complete` is to be called."""
         return self._taking is not None
 
     def complete(self) -> None:

@@ -1,4 +1,4 @@
-"""Both ends of a copy of the replicated state that is made while training goes on; one thread at each."""
+"""Both ends of a copy of the replicated state that is made while training continues; one thread at each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shared_core.waiting import Wait
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.recovery.transfer import nbytes, receive, send
-from shared_core.worker.state.following import Following, LoggedUpdate, Piece, Sums
-from shared_core.worker.state.repeating import compare, in_order, put, repeat
+from shared_core.worker.state.incremental_copy import IncrementalCopy, LoggedUpdate, Piece, Sums
 from shared_core.worker.state.replicated import Replicated
+from shared_core.worker.state.update_replay import compare, in_order, put, repeat
 from shared_core.worker.state.updates import Updates
 
 
@@ -39,28 +39,28 @@ class Sent:
         return time.monotonic() - self.began
 
 
-def give(inner: InnerGroup, newcomer: int, updates: Updates, following: Following, sent: Sent) -> None:
+def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy: IncrementalCopy, sent: Sent) -> None:
     """Send a copy, until it is closed.
 
     Args:
-        inner: the newcomer and this worker.
-        newcomer: its place in the group.
+        inner: the replacement and this worker.
+        replacement: its place in the group.
         updates: the replicated state.
-        following: the copy.
+        incremental_copy: the copy.
         sent: is counted on.
 
     Raises:
         RuntimeError: if the connection breaks.
         GenerationAbandoned: if the group was cut.
-        WaitTimeout: if the newcomer does not take part in time.
+        WaitTimeout: if the replacement does not take part in time.
     """
 
     def say(head: dict[str, Any], tensors: Any = ()) -> None:
         inject.point("copy.give")
-        send(inner, newcomer, head, tensors)
+        send(inner, replacement, head, tensors)
         sent.nbytes += nbytes(tensors)
 
-    for item in following.next_items(updates.gate.held, lambda: updates.state_version):
+    for item in incremental_copy.next_items(updates.gate.held, lambda: updates.state_version):
         if isinstance(item, Piece):
             say({"what": "piece", "places": item.places, "states": item.description}, item.tensors)
         elif isinstance(item, LoggedUpdate):
@@ -70,12 +70,12 @@ def give(inner: InnerGroup, newcomer: int, updates: Updates, following: Followin
             say({"what": "sums", "places": item.places, "sums": item.sums})
         else:
             say({"what": "level"})
-    say({"what": "end", "failed": following.failed})
-    receive(inner, newcomer, "to say that it has its copy")  # before the connection is cut
+    say({"what": "end", "failed": incremental_copy.failed})
+    receive(inner, replacement, "to say that it has its copy")  # before the connection is cut
 
 
 class Taking:
-    """A newcomer's side. The program's thread waits meanwhile.
+    """A replacement's side. The program's thread waits meanwhile.
 
     Args:
         inner: the donor and this worker.

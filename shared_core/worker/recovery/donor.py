@@ -1,5 +1,5 @@
-"""What a worker gives to others: its replicated state to a newcomer, and, when the number of workers changes, to those
-that follow; in between it stands still.
+"""What a worker gives to others: its replicated state to a replacement, and, when the number of workers changes, to
+those that follow; in between it stands still.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared_core.encoding.plain import pieces
 from shared_core.protocol.cut import Cut, Offer
 from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
 
@@ -26,11 +26,13 @@ class Donor:
         joining: whether it has not joined yet.
 
     Attributes:
-        publishing: held while a batch top is published.
+        publishing: held while a step boundary is published.
     """
 
-    def __init__(self, env: WorkerEnv, board: Board, updates: Updates, joining: Callable[[], bool]) -> None:
-        self._env, self._board, self._updates, self._joining = env, board, updates, joining
+    def __init__(
+        self, env: WorkerEnv, publisher: SharedMemoryPublisher, updates: Updates, joining: Callable[[], bool]
+    ) -> None:
+        self._env, self._publisher, self._updates, self._joining = env, publisher, updates, joining
         self.publishing = threading.Lock()
         self._leaving = ExitStack()
 
@@ -43,51 +45,53 @@ class Donor:
     def keeps(self) -> dict[str, Any]:
         """What a frontier says of the states that this worker has."""
         outside = self._updates.outside
-        return {"top": outside.top, "kept": outside.tops.indices, "outside": outside.active}
+        return {"boundary": outside.boundary, "kept": outside.boundaries.indices, "outside": outside.active}
 
     @contextmanager
     def frozen(
-        self, min_version: int, top: int, *, wait: bool = True
+        self, min_version: int, boundary: int, *, wait: bool = True
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """The state at a batch top, or at a moment when no update runs and at least ``min_version`` steps are in it; no
-        update begins inside. See :meth:`GivenState.frozen`.
+        """The state at a step boundary, or at a moment when no update runs and at least ``min_version`` steps are in
+        it; no update begins inside. See :meth:`GivenState.frozen`.
 
         Args:
-            min_version: updates at the batch top.
-            top: its number.
+            min_version: updates at the step boundary.
+            boundary: its number.
             wait: for such a moment.
         """
         timeout_s = self._env.config.detection.wait_timeout_s if wait else 0.0
-        with self._updates.given.frozen(min_version, timeout_s, top) as exported:
+        with self._updates.given.frozen(min_version, timeout_s, boundary) as exported:
             yield exported
 
     def places(self, count: int) -> list[torch.Tensor]:
-        """A newcomer's parameters, into which those of its donor are received: it has no state of its own yet. None
+        """A replacement's parameters, into which those of its donor are received: it has no state of its own yet. None
         where the donor has not as many.
         """
         state = self._updates.replicated
         return [] if state is None or len(state.parameters) != count else [p.detach() for p in state.parameters]
 
     def offer(self) -> Offer:
-        """Say what this worker has, and pass no batch top and no update any more; see :meth:`withdraw`."""
+        """Say what this worker has, and pass no step boundary and no update any more; see :meth:`withdraw`."""
         self._leaving.close()
         self._leaving.enter_context(self.publishing)
         self._leaving.enter_context(self._updates.gate.held())
-        self._board.sync()
-        tops = tuple((top.index, top.version, top.kind) for top in self._board.tops())
-        # A newcomer that is still behind has parameters that no batch top knows.
+        self._publisher.sync()
+        boundaries = tuple(
+            (boundary.index, boundary.version, boundary.kind) for boundary in self._publisher.boundaries()
+        )
+        # A replacement that is still behind has parameters that no step boundary knows.
         has_state = not self._joining() and self._updates.exact
-        return Offer(self._env.rank, self._env.slot, tops, self._updates.state_version if has_state else None)
+        return Offer(self._env.rank, self._env.slot, boundaries, self._updates.state_version if has_state else None)
 
     def withdraw(self) -> None:
-        """Go on: nobody leaves."""
+        """Continue: nobody leaves."""
         self._leaving.close()
 
-    def hand_on(self, cut: Cut) -> None:
+    def drain_for_resize(self, cut: Cut) -> None:
         """Write the replicated state at the cut for the workers that follow.
 
         Raises:
             RecoveryFailed: if it cannot be had.
         """
-        with self._updates.given.at_version(cut.version, cut.top) as (description, tensors):
-            self._board.put(REPLICATED, b"", pieces((description, list(tensors))))
+        with self._updates.given.at_version(cut.version, cut.boundary) as (description, tensors):
+            self._publisher.put(REPLICATED, b"", pieces((description, list(tensors))))

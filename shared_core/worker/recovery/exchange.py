@@ -1,4 +1,4 @@
-"""How ranks that form a generation meet: they connect, and move logged results and state for newcomers."""
+"""How ranks that form a generation meet: they connect, and move logged results and state for replacements."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch.distributed as dist
 
 from shared_core.errors import CorruptFile, GenerationAbandoned, NotConnected, RecoveryFailed, SwiftError
 from shared_core.faults import inject
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
 from shared_core.waiting import Wait, ranks_text
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup, finish
 from shared_core.worker.messages.group_log import Signature, read_signature
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.giving import Giving
 from shared_core.worker.recovery.rank_copy import pack
 from shared_core.worker.recovery.transfer import nbytes, receive, send
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 #: Results to serve: per group and sequence number, what was called and what it gave.
 Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
@@ -31,21 +31,21 @@ Replay = dict[str, dict[int, tuple[Signature, list[torch.Tensor]]]]
 
 @dataclass(frozen=True)
 class Replaying:
-    """Newcomers without a replica run on from a checkpoint, or from the beginning.
+    """Replacements without a replica run on from a checkpoint, or from the beginning.
 
     Attributes:
         generation: in which they joined.
-        newcomers: their ranks.
+        replacements: their ranks.
         survivors: ranks that wait for them.
         complete: optimizer steps that all survivors have made: messages of earlier ones are all in logs.
-        tops: batch tops at which the newcomers start, in their order; 0 is the beginning.
+        boundaries: step boundaries at which the replacements start, in their order; 0 is the beginning.
     """
 
     generation: int
-    newcomers: tuple[int, ...]
+    replacements: tuple[int, ...]
     survivors: tuple[int, ...]
     complete: int
-    tops: tuple[int, ...]
+    boundaries: tuple[int, ...]
 
 
 @dataclass
@@ -53,19 +53,19 @@ class Received:
     """What a rank got, staged until the generation is agreed.
 
     Attributes:
-        top: where a newcomer starts.
-        description: of the replicated state; None for the one that the newcomer begins with.
+        boundary: where a replacement starts.
+        description: of the replicated state; None for the one that the replacement begins with.
         tensors: of the replicated state.
         generation: in which this was moved.
         nbytes: that this rank has sent and received.
         replayed: logged operations that it was given.
         replay: their results.
-        replaying: newcomers that run on from a checkpoint.
-        local: the donor's rank-local state, of which this newcomer becomes a copy.
+        replaying: replacements that run on from a checkpoint.
+        local: the donor's rank-local state, of which this replacement becomes a copy.
         seconds: that connecting and moving took.
     """
 
-    top: Top | None = None
+    boundary: StepBoundary | None = None
     description: dict[str, Any] | None = None
     tensors: list[torch.Tensor] = field(default_factory=list)
     generation: int = 0
@@ -81,12 +81,12 @@ class Exchange:
     """Connects all ranks and moves what a plan says, on all of them or on none.
 
     Args:
-        copies: that are made of it while training goes on.
+        copies: that are made of it while training continues.
     """
 
-    def __init__(self, context: Context, board: Board, donor: Donor, copies: Copies) -> None:
+    def __init__(self, context: Context, publisher: SharedMemoryPublisher, donor: Donor, copies: StateCopies) -> None:
         self._rank, self._world_size = context.env.rank, context.env.world_size
-        self._runtime, self._lifecycle, self._board = context.runtime, context.lifecycle, board
+        self._runtime, self._lifecycle, self._publisher = context.runtime, context.lifecycle, publisher
         self._giving = Giving(self._rank, donor, copies)
         self._inner: InnerGroup | None = None
         self._received = Received()
@@ -97,7 +97,7 @@ class Exchange:
         return received
 
     def sever(self) -> None:
-        """A further loss is known: cut what is being connected. Call it under the runtime's lock."""
+        """A further failure is known: cut what is being connected. Call it under the runtime's lock."""
         if self._inner is not None:
             self._inner.sever()
 
@@ -110,7 +110,7 @@ class Exchange:
             members: a group of these ranks is connected instead, for this alone.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
+            GenerationAbandoned: if somebody failed meanwhile.
             RecoveryFailed: if it cannot be done.
         """
         attempt = 0
@@ -131,8 +131,8 @@ class Exchange:
         """One attempt.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
-            NotConnected: if it broke off although nobody was lost.
+            GenerationAbandoned: if somebody failed meanwhile.
+            NotConnected: if it broke off although nobody failed.
         """
         runtime = self._runtime
 
@@ -146,7 +146,7 @@ class Exchange:
             inner = runtime.connections.side_group(
                 f"round{len(members)}.{attempt}", members, generation, attempt=attempt
             )
-        self._received = Received(top=plan.tops.get(self._rank), generation=generation)
+        self._received = Received(boundary=plan.boundaries.get(self._rank), generation=generation)
         try:
             with runtime.lock:
                 if given_up():
@@ -162,7 +162,7 @@ class Exchange:
             if isinstance(error, (SwiftError, inject.FaultInjected)):
                 raise
             with runtime.lock:
-                # A broken connection mostly means a loss, which is announced in a moment.
+                # A broken connection mostly means a failure, which is announced in a moment.
                 if self._lifecycle.wait(given_up, 2.0):
                     raise GenerationAbandoned(str(error)) from error
             raise NotConnected(str(error)) from error
@@ -188,24 +188,24 @@ class Exchange:
     def _move(self, inner: InnerGroup, plan: Plan, received: Received) -> None:
         """Logs and state, in an order all ranks share."""
         self._move_logs(inner, plan, received)
-        for newcomer, donor in sorted(plan.donors.items()):
-            top = plan.tops[newcomer]
-            if top is None:
+        for replacement, donor in sorted(plan.donors.items()):
+            boundary = plan.boundaries[replacement]
+            if boundary is None:
                 continue  # starts from the beginning: computes its state itself
-            others = self._giving.others(plan, newcomer, top, inner.members)
+            others = self._giving.others(plan, replacement, boundary, inner.members)
             if self._rank == donor:
-                received.nbytes += self._giving.give(inner, newcomer, top)
+                received.nbytes += self._giving.give(inner, replacement, boundary)
                 if plan.copies:
-                    packed = pack(self._board, top.index, self._runtime.groups)
+                    packed = pack(self._publisher, boundary.index, self._runtime.groups)
                     send(
                         inner,
-                        inner.members.index(newcomer),
+                        inner.members.index(replacement),
                         {},
                         [torch.frombuffer(bytearray(packed), dtype=torch.uint8)],
                     )
             elif self._rank in others:
-                received.nbytes += self._giving.help(inner, newcomer, top)
-            elif self._rank == newcomer:
+                received.nbytes += self._giving.help(inner, replacement, boundary)
+            elif self._rank == replacement:
                 received.description, received.tensors = self._giving.take(inner, donor, others)
                 received.nbytes += nbytes(received.tensors)
                 if plan.copies:

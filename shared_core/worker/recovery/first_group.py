@@ -4,42 +4,44 @@ from __future__ import annotations
 
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
-from shared_core.worker.recovery.patience import Patience
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import Recovery
 from shared_core.worker.recovery.replay import Replays
-from shared_core.worker.recovery.reporting import News
-from shared_core.worker.recovery.starting_place import Beginning
+from shared_core.worker.recovery.reporting import RecoveryReporter
+from shared_core.worker.recovery.start_point import StartPoint
+from shared_core.worker.recovery.wait_watchdog import WaitWatchdog
 from shared_core.worker.state.updates import Updates
 
 
 def on_first_group(
     runtime: Runtime,
     recovery: Recovery,
-    beginning: Beginning,
+    start_point: StartPoint,
     updates: Updates,
     replays: Replays,
-    news: News,
-    patience: Patience,
+    reporter: RecoveryReporter,
+    wait_watchdog: WaitWatchdog,
     place_reports: PlaceReports,
 ) -> None:
-    """Form the first generation. A newcomer with a batch top to reach does so there; another one joins here."""
+    """Form the first generation. A replacement with a step boundary to reach does so there; another one joins here."""
     place_reports.begin()
-    if beginning.spare.waits:  # it goes the way of a newcomer, and says nothing to the others before it has a place
-        runtime.answer_from(dict(recovery.board.records.read()))
-        beginning.spare.then(patience.begin)
+    if (
+        start_point.spare.waits
+    ):  # it goes the way of a replacement, and says nothing to the others before it has a place
+        runtime.answer_from(dict(recovery.publisher.records.read()))
+        start_point.spare.then(wait_watchdog.begin)
         inject.point("spare.prepares")
         return
-    patience.begin()
-    beginning.prepare()
+    wait_watchdog.begin()
+    start_point.prepare()
     if runtime.starting:
         return
-    if recovery.newcomer:
+    if recovery.replacement:
         updates.begin_install()
         updates.load(0, None, ())
     inject.point("startup")
     received = recovery.join()
-    if recovery.newcomer:
+    if recovery.replacement:
         replays.begin(received.replaying)
-        beginning.from_scratch()
-        news.joined(None)
+        start_point.from_scratch()
+        reporter.joined(None)

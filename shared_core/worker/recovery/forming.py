@@ -1,7 +1,7 @@
 """The forming of a generation, as every rank does it (DESIGN section 6, steps 4 to 7).
 
 All post their frontier, one computes the plan for all (:mod:`shared_core.worker.recovery.agreement`), they connect,
-move what the plan says, and install it only after a barrier. If anybody is lost meanwhile, the generation is abandoned
+move what the plan says, and install it only after a barrier. If anybody fails meanwhile, the generation is abandoned
 and the next one formed: nothing is ever half-installed.
 """
 
@@ -16,19 +16,19 @@ from typing import NoReturn
 from shared_core.errors import GenerationAbandoned
 from shared_core.events import EventLog, console
 from shared_core.faults import inject
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
 from shared_core.protocol.rounds import Round
-from shared_core.protocol.worker_phase import Event
+from shared_core.protocol.worker_phase import WorkerEvent
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.endings import EXIT_STALE, wait_for_change
+from shared_core.worker.fatal_actions import EXIT_STALE, wait_for_change
 from shared_core.worker.messages.group_log import Logged
 from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Exchange, Received, Replay, Replaying
 from shared_core.worker.recovery.transfer import StillWriting
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,32 +55,37 @@ class Forming:
         exchange: connects and moves.
 
     Attributes:
-        target: the batch top that a newcomer has prepared for; None for the beginning of the script.
+        target: the step boundary that a replacement has prepared for; None for the beginning of the script.
         comparison: of replicas, that is due; None before a generation was formed.
     """
 
     def __init__(
-        self, context: Context, board: Board, events: EventLog, agreement: Agreement, exchange: Exchange
+        self,
+        context: Context,
+        publisher: SharedMemoryPublisher,
+        events: EventLog,
+        agreement: Agreement,
+        exchange: Exchange,
     ) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
-        self._board, self._events, self._agreement, self._exchange = board, events, agreement, exchange
-        self.target: Top | None = None
+        self._publisher, self._events, self._agreement, self._exchange = publisher, events, agreement, exchange
+        self.target: StepBoundary | None = None
         self.comparison: Comparison | None = None
         self._for_later: Replay = {}
-        self._top: Top | None = None
+        self._boundary: StepBoundary | None = None
 
-    def prepare(self, generation: int) -> Top | None:
-        """Newcomer: the batch top where it starts, as all ranks see it; None for the beginning of the script.
+    def prepare(self, generation: int) -> StepBoundary | None:
+        """Replacement: the step boundary where it starts, as all ranks see it; None for the beginning of the script.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
+            GenerationAbandoned: if somebody failed meanwhile.
             RecoveryFailed: if nobody can serve it.
             WaitTimeout: if a rank does not say where it stands.
         """
         store = self._store.below()
         self._agreement.post(store, generation)
-        self.target = self._agreement.plan(store, generation).tops.get(self._env.rank)
+        self.target = self._agreement.plan(store, generation).boundaries.get(self._env.rank)
         return self.target
 
     def form(self, generation: int) -> Received:
@@ -90,8 +95,8 @@ class Forming:
             generation: which one.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile; nothing is installed then.
-            RecoveryFailed: if nobody can serve a newcomer.
+            GenerationAbandoned: if somebody failed meanwhile; nothing is installed then.
+            RecoveryFailed: if nobody can serve a replacement.
             WaitTimeout: if a rank does not take part in time.
         """
         store, agreement, joins = self._store.below(), self._agreement, self._lifecycle.joins
@@ -99,26 +104,28 @@ class Forming:
         plan = agreement.plan(store, generation)
         if plan.leave:
             self._start_together(plan, generation)
-        # Replicas are compared at the first batch top after everyone has made a step beyond what anybody has now.
+        # Replicas are compared at the first step boundary after everyone has made a step beyond what anybody has now.
         everyone = tuple(range(self._env.world_size))
-        self.comparison = Comparison(generation, plan.newest + 1, everyone, start=not plan.tops)
+        self.comparison = Comparison(generation, plan.newest + 1, everyone, start=not plan.boundaries)
         if joins:
-            if plan.tops.get(self._env.rank) != self.target:
-                message = "batch top no longer reachable, starting over"
+            if plan.boundaries.get(self._env.rank) != self.target:
+                message = "step boundary no longer reachable, starting over"
                 self._events.emit("warning", rank=self._env.rank, generation=generation, message=message)
                 os._exit(EXIT_STALE)
-            agreement.say_ready(store, generation, plan.newcomers)
-        agreement.go(store, generation, plan.newcomers)
+            agreement.say_ready(store, generation, plan.replacements)
+        agreement.go(store, generation, plan.replacements)
         began = time.monotonic()
         inner = self._connect(plan, generation)
         received = self._exchange.take()
         received.seconds = time.monotonic() - began
-        replayed = tuple(r for r, top in sorted(plan.tops.items()) if plan.logged and (top is None or top.saved))
+        replayed = tuple(
+            r for r, boundary in sorted(plan.boundaries.items()) if plan.logged and (boundary is None or boundary.saved)
+        )
         if replayed:
-            survivors = tuple(rank for rank in range(self._env.world_size) if rank not in plan.tops)
-            starts = [plan.tops[rank] for rank in replayed]
-            tops = tuple(0 if top is None else top.index for top in starts)
-            received.replaying = Replaying(generation, replayed, survivors, plan.oldest, tops)
+            survivors = tuple(rank for rank in range(self._env.world_size) if rank not in plan.boundaries)
+            starts = [plan.boundaries[rank] for rank in replayed]
+            boundaries = tuple(0 if boundary is None else boundary.index for boundary in starts)
+            received.replaying = Replaying(generation, replayed, survivors, plan.oldest, boundaries)
         self._install(plan, inner, generation, received.replay, joins)
         inject.point("recovery.installed")
         return received
@@ -127,20 +134,20 @@ class Forming:
         """Connect the members of a round, and move what its plan says. In the last round it is the default group.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
+            GenerationAbandoned: if somebody failed meanwhile.
             RecoveryFailed: if it cannot be done.
         """
         members = turn.members(self._env.world_size) if turn.away else None
         return self._connect(plan, turn.generation, members)
 
     def install_round(self, turn: Round, plan: Plan, inner: InnerGroup | None) -> Received:
-        """The newcomers of a round are in: take over what was moved. While others are absent, or if another loss has
-        ended the generation, it does not go live.
+        """The replacements of a round are in: take over what was moved. While others are absent, or if another failure
+        has ended the generation, it does not go live.
 
         Args:
             turn: the round.
             plan: what was agreed.
-            inner: what :meth:`connect_round` gave; None if it was abandoned with the newcomers in.
+            inner: what :meth:`connect_round` gave; None if it was abandoned with the replacements in.
         """
         runtime, lifecycle, joins = self._runtime, self._lifecycle, self._lifecycle.joins
         with runtime.lock:
@@ -150,7 +157,9 @@ class Forming:
                 runtime.absent = turn.away
             if not live:
                 runtime.broken = True
-            lifecycle.step(Event.LET_IN if live else Event.LET_IN_LATE if late else Event.LET_IN_SOME)
+            lifecycle.step(
+                WorkerEvent.ADMITTED if live else WorkerEvent.ADMITTED_LATE if late else WorkerEvent.ADMITTED_SOME
+            )
             if live or joins:
                 runtime.generation = turn.generation
             if joins:
@@ -171,19 +180,22 @@ class Forming:
             os._exit(EXIT_STALE)
 
     def _start_together(self, plan: Plan, generation: int) -> NoReturn:
-        """A newcomer needs messages that are not on disk: their senders begin again with it (selective logging).
+        """A replacement needs messages that are not on disk: their senders begin again with it (selective logging).
 
         Raises:
             GenerationAbandoned: in all others, when that is known.
         """
         if self._env.rank in plan.leave:
-            self._events.emit("together", rank=self._env.rank, generation=generation, newcomers=list(plan.newcomers))
+            self._events.emit(
+                "together", rank=self._env.rank, generation=generation, replacements=list(plan.replacements)
+            )
             console(
-                f"rank {self._env.rank} starts again together with {ranks_text(plan.newcomers)}: they share a group of "
+                f"rank {self._env.rank} starts again together with {ranks_text(plan.replacements)}: they share a "
+                "group of "
                 "log.groups"
             )
             os._exit(EXIT_STALE)
-        whom = f"{ranks_text(plan.leave)} to end, which start again together with {ranks_text(plan.newcomers)}"
+        whom = f"{ranks_text(plan.leave)} to end, which start again together with {ranks_text(plan.replacements)}"
         first = min(set(range(self._env.world_size)) - set(plan.leave), default=0)
         with self._runtime.lock:
             given_up = lambda: self._lifecycle.ended(generation)  # noqa: E731
@@ -198,19 +210,19 @@ class Forming:
             inner: the default group's.
             generation: which one.
             replay: results to serve.
-            joins: this worker is a newcomer.
+            joins: this worker is a replacement.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile.
+            GenerationAbandoned: if somebody failed meanwhile.
         """
         runtime, lifecycle = self._runtime, self._lifecycle
         with runtime.lock:
             # From here on this worker counts as a survivor; entries are heard under the same lock.
             if lifecycle.ended(generation):
                 inner.discard()
-                raise GenerationAbandoned("a loss was announced at the last moment")
+                raise GenerationAbandoned("a failure was announced at the last moment")
             runtime.absent = frozenset()
-            lifecycle.step(Event.INSTALLED)
+            lifecycle.step(WorkerEvent.INSTALLED)
             runtime.generation = generation
             if joins:
                 self._take_place(plan)
@@ -222,22 +234,22 @@ class Forming:
         runtime.generations.go_live(generation, inner, plan.redo, plan.received)
 
     def _take_place(self, plan: Plan) -> None:
-        """This newcomer stands where its predecessor stood at the batch top."""
-        runtime, top = self._runtime, plan.tops[self._env.rank]
-        self._top = top
-        runtime.results.mark(0 if top is None else top.index)
-        if top is not None:
-            runtime.top = runtime.stable = top.index
+        """This replacement stands where the failed worker stood at the step boundary."""
+        runtime, boundary = self._runtime, plan.boundaries[self._env.rank]
+        self._boundary = boundary
+        runtime.results.mark(0 if boundary is None else boundary.index)
+        if boundary is not None:
+            runtime.boundary = runtime.stable = boundary.index
             runtime.in_startup = False
-            runtime.entry = top.entry
+            runtime.entry = boundary.entry
             for group in runtime.groups.all():
-                group.start_from(top)
-        runtime.sources = {} if plan.copies else self._board.sources.read()
-        # What a predecessor with a damaged state has computed is no measure.
+                group.start_from(boundary)
+        runtime.sources = {} if plan.copies else self._publisher.sources.read()
+        # What a failed worker with a damaged state has computed is no measure.
         born = self._lifecycle.entries[self._lifecycle.born]
         wrong = born.divergent(self._env.rank)
-        runtime.expected = {} if wrong or plan.copies else self._board.input_checksums.read()
+        runtime.expected = {} if wrong or plan.copies else self._publisher.input_checksums.read()
 
-    def made_again(self, group: str) -> tuple[Top | None, dict[int, Logged]]:
+    def made_again(self, group: str) -> tuple[StepBoundary | None, dict[int, Logged]]:
         """See :meth:`Listener.made_again`."""
-        return self._top, self._for_later.pop(group, {})
+        return self._boundary, self._for_later.pop(group, {})

@@ -1,6 +1,7 @@
-"""A newcomer is given its replicated state: by a donor, and where that is large by others that have the same, at once.
+"""A replacement is given its replicated state: by a donor, and where that is large by others that have the same, at
+once.
 
-The donor says what there is; the newcomer divides it, asks the others for their shares, and tells the donor what is
+The donor says what there is; the replacement divides it, asks the others for their shares, and tells the donor what is
 left for it. Whoever cannot give exactly that state at once declines.
 """
 
@@ -14,10 +15,10 @@ import torch
 
 from shared_core.errors import RecoveryFailed
 from shared_core.faults import inject
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.transfer import layout, receive, receive_spans, room, send, send_spans
 from shared_core.worker.spans import Span, divided
@@ -28,19 +29,19 @@ from shared_core.worker.state.replicated import pack
 _GIVERS, _SEVERAL = 3, 64 << 20
 #: Tensors are divided at multiples of so many bytes.
 _UNIT = 64 << 10
-#: Gloo lets go at once what was to be received. A newcomer that has no luck with it cannot use its parameters again.
+#: Gloo lets go at once what was to be received. A replacement that has no luck with it cannot use its parameters again.
 _STUCK_S = 2.0
 
 
-def helpers(donor: int, replicas: Collection[int], newcomers: Collection[int]) -> list[int]:
+def helpers(donor: int, replicas: Collection[int], replacements: Collection[int]) -> list[int]:
     """Those that may give state together with ``donor``: the next ones after it.
 
     Args:
         donor: gives what they do not.
         replicas: ranks that train the same.
-        newcomers: those among them that have nothing to give.
+        replacements: those among them that have nothing to give.
     """
-    able = sorted(set(replicas).difference(newcomers, [donor]))
+    able = sorted(set(replicas).difference(replacements, [donor]))
     later = [rank for rank in able if rank > donor]
     return (later + able)[: min(_GIVERS - 1, len(able))]
 
@@ -50,50 +51,52 @@ class Giving:
 
     Args:
         rank: of this worker.
-        copies: that are made of it while training goes on.
+        copies: that are made of it while training continues.
     """
 
-    def __init__(self, rank: int, donor: Donor, copies: Copies) -> None:
+    def __init__(self, rank: int, donor: Donor, copies: StateCopies) -> None:
         self._rank, self._donor, self._copies = rank, donor, copies
 
-    def others(self, plan: Plan, newcomer: int, top: Top, members: Collection[int]) -> list[int]:
-        """Those of some members that may give ``newcomer`` its state, beside its donor."""
-        replicas = set(top.replicas or members).intersection(members)
-        return helpers(plan.donors[newcomer], replicas, plan.tops)
+    def others(self, plan: Plan, replacement: int, boundary: StepBoundary, members: Collection[int]) -> list[int]:
+        """Those of some members that may give ``replacement`` its state, beside its donor."""
+        replicas = set(boundary.replicas or members).intersection(members)
+        return helpers(plan.donors[replacement], replicas, plan.boundaries)
 
-    def give(self, inner: InnerGroup, newcomer: int, top: Top) -> int:
+    def give(self, inner: InnerGroup, replacement: int, boundary: StepBoundary) -> int:
         """As donor. Returns the bytes that were sent.
 
         Raises:
             RuntimeError: if a connection breaks.
             GenerationAbandoned: if the group was cut.
             RecoveryFailed: if the state cannot be had.
-            WaitTimeout: if the newcomer does not take part in time.
+            WaitTimeout: if the replacement does not take part in time.
         """
-        place = inner.members.index(newcomer)
-        with self._donor.frozen(top.version, top.index) as (description, tensors):
-            copied = self._copies.close(newcomer, top, description)
+        place = inner.members.index(replacement)
+        with self._donor.frozen(boundary.version, boundary.index) as (description, tensors):
+            copied = self._copies.close(replacement, boundary, description)
             head = {"description": description, "layout": layout(tensors), "copied": copied}
             send(inner, place, head, [])
             wanted, _ = receive(inner, place, "to say what it is to be sent")
             return _send(inner, place, tensors, wanted)
 
-    def help(self, inner: InnerGroup, newcomer: int, top: Top) -> int:
+    def help(self, inner: InnerGroup, replacement: int, boundary: StepBoundary) -> int:
         """As one of the others. Returns the bytes that were sent.
 
         Raises:
             RuntimeError: if a connection breaks.
             GenerationAbandoned: if the group was cut.
             RecoveryFailed: if the state was changed meanwhile.
-            WaitTimeout: if the newcomer does not take part in time.
+            WaitTimeout: if the replacement does not take part in time.
         """
-        place = inner.members.index(newcomer)
+        place = inner.members.index(replacement)
         wanted, _ = receive(inner, place, "to say what it is to be sent")
         if not wanted["spans"]:
             return 0
         with ExitStack() as stack:
             try:
-                description, tensors = stack.enter_context(self._donor.frozen(top.version, top.index, wait=False))
+                description, tensors = stack.enter_context(
+                    self._donor.frozen(boundary.version, boundary.index, wait=False)
+                )
                 gives = _digest(description, layout(tensors)) == wanted["digest"]
             except RecoveryFailed:
                 gives = False
@@ -101,7 +104,7 @@ class Giving:
             return _send(inner, place, tensors, wanted) if gives else 0
 
     def take(self, inner: InnerGroup, donor: int, others: Sequence[int]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """As newcomer. Returns the description of the state and its tensors. The first of them are the parameters of
+        """As replacement. Returns the description of the state and its tensors. The first of them are the parameters of
         this worker, where they are alike. There are none, and the description says ``here``, where the state has come
         while the others trained.
 

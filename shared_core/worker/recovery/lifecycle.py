@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from shared_core.protocol.generation import Entry, Kind
+from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.protocol.worker_phase import Action, Event, Phase, heard, transition
+from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase, heard, transition
 from shared_core.waiting import ranks_text
 from shared_core.worker.comm.runtime import Runtime
 
@@ -21,19 +21,19 @@ class Lifecycle:
     Attributes:
         phase: where this worker is in its life.
         entries: of the ledger, by generation, as far as this worker has heard them.
-        born: generation in which this worker starts; of a prepared standby, that in which it takes its place.
+        born: generation in which this worker starts; of a hot standby, that in which it takes its place.
         acting: held by the thread that acts on an entry; that of a later one waits until it has given up.
     """
 
     def __init__(self, env: WorkerEnv, runtime: Runtime) -> None:
         self._env, self._runtime = env, runtime
-        self.phase = Phase.STARTING
+        self.phase = WorkerPhase.STARTING
         self.born = env.generation
         self.entries: dict[int, Entry] = {}
         self.acting = threading.Lock()
 
     def born_in(self, generation: int) -> None:
-        """Prepared standby: it takes its place in this generation."""
+        """Hot standby: it takes its place in this generation."""
         self.born = generation
 
     @property
@@ -48,21 +48,21 @@ class Lifecycle:
 
     @property
     def joins(self) -> bool:
-        """Whether this is a newcomer that has not taken its predecessor's place yet."""
+        """Whether this is a replacement that has not taken the failed worker's place yet."""
         return self._env.incarnation > 0 and self._runtime.generation < 0
 
     @property
     def changing(self) -> bool:
         """Whether the number of workers changes, so that nothing is formed."""
-        return self.entry is not None and self.entry.kind is Kind.HAND_ON
+        return self.entry is not None and self.entry.kind is EntryKind.DRAIN
 
     def ended(self, generation: int) -> bool:
         """Whether a later generation is known: what is under way in this one is given up."""
         return self.newest > generation
 
     def break_off(self, entry: Entry) -> bool:
-        """Cut the connections of the generations before this entry: whoever waits for a lost rank must not wait for us.
-        Call it while acting.
+        """Cut the connections of the generations before this entry: whoever waits for a failed rank must not wait for
+        us. Call it while acting.
 
         Returns:
             Whether there is something left to be done about the entry. There is not where its generation or a later one
@@ -73,26 +73,29 @@ class Lifecycle:
         self._runtime.generations.break_off()
         return not self.ended(entry.generation)
 
-    def hear(self, entry: Entry) -> tuple[Action, ...]:
+    def hear(self, entry: Entry) -> tuple[WorkerAction, ...]:
         """An entry of the ledger has come. Returns what is to be done about it."""
         event, runtime = heard(entry, self._env.rank, self._env.incarnation), self._runtime
         with runtime.lock:
-            if event not in (Event.OVER, Event.REPLACED):
+            if event not in (WorkerEvent.OVER, WorkerEvent.REPLACED):
                 self.entries[entry.generation] = entry
                 runtime.latest = entry.generation
                 runtime.absent = entry.absent or frozenset()
                 runtime.changed.notify_all()
             return self.step(event)
 
-    def step(self, event: Event) -> tuple[Action, ...]:
+    def step(self, event: WorkerEvent) -> tuple[WorkerAction, ...]:
         """Something has happened. Returns what is to be done about it.
 
         Raises:
-            IllegalEvent: if it cannot happen in this phase.
+            IllegalWorkerEvent: if it cannot happen in this phase.
         """
         with self._runtime.lock:
             self.phase, actions = transition(self.phase, event)
-            if self.phase not in (Phase.JOINING, Phase.ENDED):  # as before, while the program's thread is in there
+            if self.phase not in (
+                WorkerPhase.JOINING,
+                WorkerPhase.ENDED,
+            ):  # as before, while the program's thread is in there
                 self._runtime.starting = self.phase.answers
             return actions
 
@@ -104,9 +107,8 @@ class Lifecycle:
         """Why ranks are waited for that are to do something, for the line that says so."""
         entry = self.entries.get(generation)
         if entry is not None and None in entry.machines:
-            return f"to {do} (their machine was lost, and no other one has taken its place yet)"
-        if entry is None or not entry.lost:
+            return f"to {do} (their machine failed, and no other one has taken its place yet)"
+        if entry is None or not entry.failed:
             return f"to {do}"
-        its = "its newcomer runs" if len(entry.lost) == 1 else "their newcomers run"
-        verb = "was" if len(entry.lost) == 1 else "were"
-        return f"to {do} ({ranks_text(entry.lost)} {verb} lost, {its} the script up to there)"
+        its = "its replacement runs" if len(entry.failed) == 1 else "their replacements run"
+        return f"to {do} ({ranks_text(entry.failed)} failed, {its} the script up to there)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.recovery.exchange import Replaying
 
 
@@ -18,16 +18,16 @@ class RecoveryListener(Protocol):
         """Why no failed worker of this job can be replaced; empty where one can."""
 
     def rerouted(self, detected: float) -> None:
-        """Recovery thread of a survivor: it goes on without a rank whose loss was noticed at this time."""
+        """Recovery thread of a survivor: it continues without a rank whose failure was noticed at this time."""
 
     def replaying(self, replaying: Replaying) -> None:
-        """Newcomers run on from a checkpoint, and this survivor waits for them."""
+        """Replacements run on from a checkpoint, and this survivor waits for them."""
 
-    def saved_tops(self) -> list[Top]:
-        """Batch tops of the checkpoints that this rank can begin from."""
+    def saved_boundaries(self) -> list[StepBoundary]:
+        """Step boundaries of the checkpoints that this rank can begin from."""
 
     def together(self) -> tuple[int, ...]:
         """Ranks that start again together with this one; none without a log on disk."""
 
     def await_absent(self) -> bool:
-        """A collective of all ranks waits for absent ones: let them in. False if nobody lets them in."""
+        """A collective of all ranks waits for absent ones: admit them. False if nobody admits them."""

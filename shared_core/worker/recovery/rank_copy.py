@@ -7,29 +7,29 @@ from typing import Any
 
 from shared_core.encoding.plain import dumps, loads
 from shared_core.worker.state.ddp_buckets import BUCKETS
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import from_plain, plain
 
 
-def pack(board: Board, top: int, groups: Collection[str]) -> bytes:
-    """What a rank has published at a batch top, and what it keeps for its newcomers.
+def pack(publisher: SharedMemoryPublisher, boundary: int, groups: Collection[str]) -> bytes:
+    """What a rank has published at a step boundary, and what it keeps for its replacements.
 
     Args:
-        board: of the rank.
-        top: number of the batch top.
+        publisher: of the rank.
+        boundary: number of the step boundary.
         groups: names of groups: results of their operations are not for others.
     """
     newest = {
         (key.kind, key.name): (key, value)
-        for key, value in board.records.read()
+        for key, value in publisher.records.read()
         if key.kind != BUCKETS and key.kind not in groups
     }
-    return dumps((board.read_top(top), plain(list(newest.values()))))
+    return dumps((publisher.read_boundary(boundary), plain(list(newest.values()))))
 
 
-def unpack(board: Board, packed: bytes) -> dict[str, Any]:
-    """Keep in the copy's board what the other has kept. Returns what it had published at the batch top."""
+def unpack(publisher: SharedMemoryPublisher, packed: bytes) -> dict[str, Any]:
+    """Keep in the copy's publisher what the other has kept. Returns what it had published at the step boundary."""
     parts, kept = loads(packed)
     for key, value in from_plain(kept):
-        board.records.add(key, value)
+        publisher.records.add(key, value)
     return parts  # type: ignore[no-any-return]

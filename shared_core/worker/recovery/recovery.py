@@ -14,39 +14,39 @@ from shared_core.events import EventLog
 from shared_core.protocol.generation import Entry, generation_key
 from shared_core.protocol.rounds import Round
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.protocol.worker_phase import Action, Event, Phase
+from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase
 from shared_core.system import threads
 from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.endings import EXIT_STALE, Endings, wait_for_change
+from shared_core.worker.fatal_actions import EXIT_STALE, FatalActions, wait_for_change
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.admitting import Admitting
 from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.recovery.copies import Copies
+from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
+from shared_core.worker.recovery.draining import Draining
 from shared_core.worker.recovery.exchange import Exchange, Received
 from shared_core.worker.recovery.forming import Forming
-from shared_core.worker.recovery.fronts import Fronts
-from shared_core.worker.recovery.handing_on import HandingOn
+from shared_core.worker.recovery.frontier_builder import FrontierBuilder
 from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.listener import RecoveryListener
 from shared_core.worker.recovery.survivor import Survivor
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Recovery:
     """The recovery of one worker.
 
     Args:
-        copies: that are made of it while training goes on.
-        endings: how this worker ends what cannot go on.
+        copies: that are made of it while training continues.
+        fatal_actions: how this worker ends what cannot continue.
         listener: what it tells, and asks, the rest of the worker.
 
     Attributes:
-        newcomer: whether this worker takes over from another.
+        replacement: whether this worker takes over from another.
         lifecycle: its phase.
         forming: forms generations.
     """
@@ -56,42 +56,42 @@ class Recovery:
         env: WorkerEnv,
         runtime: Runtime,
         store: JobStore,
-        board: Board,
+        publisher: SharedMemoryPublisher,
         events: EventLog,
         donor: Donor,
-        copies: Copies,
-        endings: Endings,
+        copies: StateCopies,
+        fatal_actions: FatalActions,
         listener: RecoveryListener,
     ) -> None:
-        self.env, self.runtime, self.store, self.board, self.events = env, runtime, store, board, events
-        self.endings, self._listener = endings, listener
-        self.newcomer = env.incarnation > 0
+        self.env, self.runtime, self.store, self.publisher, self.events = env, runtime, store, publisher, events
+        self.fatal_actions, self._listener = fatal_actions, listener
+        self.replacement = env.incarnation > 0
         self._prepared = False
         life = self.lifecycle = Lifecycle(env, runtime)
         context = Context(env, runtime, life, store)
-        self._fronts = Fronts(context, donor, listener)
-        self._exchange = Exchange(context, board, donor, copies)
-        agreement = self._agreement = Agreement(context, self._fronts)
-        self.forming = Forming(context, board, events, agreement, self._exchange)
-        self._admitting = Admitting(context, board, self._fronts, self.forming)
-        survivor = Survivor(context, events, donor, agreement, self.forming, endings, listener)
-        handing_on = HandingOn(context, donor, self._fronts)
-        self._threads: dict[Action, tuple[str, Callable[[Entry], None]]] = {
-            Action.RECOVER: ("swift-recovery", survivor.recover),
-            Action.GO_ON: ("swift-recovery", survivor.go_on),
-            Action.HAND_ON: ("swift-leave", handing_on.hand_on),
-            Action.WITHDRAW: ("swift-stay", handing_on.withdraw),
+        self._frontier_builder = FrontierBuilder(context, donor, listener)
+        self._exchange = Exchange(context, publisher, donor, copies)
+        agreement = self._agreement = Agreement(context, self._frontier_builder)
+        self.forming = Forming(context, publisher, events, agreement, self._exchange)
+        self._admitting = Admitting(context, publisher, self._frontier_builder, self.forming)
+        survivor = Survivor(context, events, donor, agreement, self.forming, fatal_actions, listener)
+        draining = Draining(context, donor, self._frontier_builder)
+        self._threads: dict[WorkerAction, tuple[str, Callable[[Entry], None]]] = {
+            WorkerAction.RECOVER: ("swift-recovery", survivor.recover),
+            WorkerAction.CARRY_ON: ("swift-recovery", survivor.carry_on),
+            WorkerAction.DRAIN: ("swift-leave", draining.drain_for_resize),
+            WorkerAction.WITHDRAW: ("swift-stay", draining.withdraw),
         }
 
     @property
-    def knocks(self) -> bool:
-        """Whether this is a newcomer that the others do not wait for: it asks to be let in."""
-        return self.lifecycle.phase is Phase.KNOCKING
+    def asks_to_join(self) -> bool:
+        """Whether this is a replacement that the others do not wait for: it asks to be admitted."""
+        return self.lifecycle.phase is WorkerPhase.ASKS_TO_JOIN
 
     # -- the program's thread ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Newcomer: decide where to start, before the user's code has done anything that depends on it. First
+        """Replacement: decide where to start, before the user's code has done anything that depends on it. First
         workers: nothing.
         """
         if self._prepared:
@@ -99,49 +99,49 @@ class Recovery:
         self._prepared = True
         env, life = self.env, self.lifecycle
         self.runtime.latest = life.born
-        if not self.newcomer:
-            self.board.follow(env.machines)
+        if not self.replacement:
+            self.publisher.follow(env.machines)
         else:
-            self._fronts.tops = (*self._listener.saved_tops(), *self.board.tops())
+            self._frontier_builder.boundaries = (*self._listener.saved_boundaries(), *self.publisher.boundaries())
             try:
                 born = Entry.from_json(self.store.below().get(generation_key(life.born)), life.born, env.world_size)
             except DamagedRecord as error:
-                self.endings.give_up(error)
-            self.board.follow(born.machines)
+                self.fatal_actions.give_up(error)
+            self.publisher.follow(born.machines)
             self._hear(born)
         threads.start(self._watch, name="swift-watcher")
-        if self.newcomer:
+        if self.replacement:
             self._find_place()
         if life.phase.answers:
-            self.runtime.answer_from(dict(self.board.records.read()))
+            self.runtime.answer_from(dict(self.publisher.records.read()))
 
     def _find_place(self) -> None:
-        """Newcomer: agree with all others on where it starts, unless they go on without it."""
+        """Replacement: agree with all others on where it starts, unless they continue without it."""
         life = self.lifecycle
-        while life.phase is Phase.STARTING:
+        while life.phase is WorkerPhase.STARTING:
             generation = life.newest
             try:
                 target = self.forming.prepare(generation)
             except GenerationAbandoned:
                 continue
             except RecoveryFailed as error:
-                self.endings.fall_back(str(error))
+                self.fatal_actions.fall_back(str(error))
             except (WaitTimeout, DamagedRecord) as error:
-                self.endings.give_up(error)
+                self.fatal_actions.give_up(error)
             with self.runtime.lock:
-                if life.phase is not Phase.STARTING:
+                if life.phase is not WorkerPhase.STARTING:
                     continue
-                life.step(Event.NO_TOP if target is None else Event.TOP_FOUND)
+                life.step(WorkerEvent.NO_BOUNDARY if target is None else WorkerEvent.BOUNDARY_FOUND)
                 overtaken = life.ended(generation)
             if overtaken:  # entries that come from now on the watcher answers
                 self._agreement.post(self.store.below(), life.newest)
 
     def join(self) -> Received:
-        """Form a generation on this thread and take over (newcomer) or begin (first workers). Returns what was
+        """Form a generation on this thread and take over (replacement) or begin (first workers). Returns what was
         received.
         """
         life = self.lifecycle
-        life.step(Event.ARRIVED)
+        life.step(WorkerEvent.ARRIVED)
         while True:
             with self.runtime.lock:
                 whom = "the others to hand their state on, because the number of workers changes"
@@ -154,23 +154,23 @@ class Recovery:
                 with self.runtime.lock:
                     life.wait(lambda seen=generation: life.ended(seen), 0.5)  # type: ignore[misc]
             except RecoveryFailed as error:
-                self.endings.fall_back(str(error))
+                self.fatal_actions.fall_back(str(error))
             except (WaitTimeout, DamagedRecord) as error:
-                self.endings.give_up(error)
+                self.fatal_actions.give_up(error)
 
-    def let_in(self, turn: Round) -> Received:
-        """Let newcomers in that have knocked; see :meth:`Admitting.let_in`.
+    def admit(self, turn: Round) -> Received:
+        """Admit replacements that have asked to join; see :meth:`Admitting.admit`.
 
         Raises:
-            GenerationAbandoned: if somebody was lost meanwhile, and the newcomers are not in.
+            GenerationAbandoned: if somebody failed meanwhile, and the replacements are not in.
         """
         with self.lifecycle.acting:
             try:
-                return self._admitting.let_in(turn)
+                return self._admitting.admit(turn)
             except RecoveryFailed as error:
-                self.endings.fall_back(str(error))
+                self.fatal_actions.fall_back(str(error))
             except DamagedRecord as error:
-                self.endings.give_up(error)
+                self.fatal_actions.give_up(error)
 
     # -- the watcher's thread ----------------------------------------------------------------------
 
@@ -180,23 +180,23 @@ class Recovery:
         try:
             # It blocks in its store, so it has a connection of its own.
             store = Below(connect_store(FOREVER_S, env), env.prefix)
-            actions: tuple[Action, ...] = ()
-            while Action.STOP_WATCHING not in actions:
+            actions: tuple[WorkerAction, ...] = ()
+            while WorkerAction.STOP_WATCHING not in actions:
                 self._agreement.hear(store, life.newest)
                 generation = life.newest + 1
                 key = generation_key(generation)
                 entry = Entry.from_json(store.get(key), generation, env.world_size)
                 if not entry.kind.over:
-                    self.board.follow(entry.machines)
+                    self.publisher.follow(entry.machines)
                 actions = self._hear(entry)
         except RuntimeError:
             os._exit(1)  # the store is gone: so is the agent
         except DamagedRecord as error:
-            self.endings.give_up(error)
+            self.fatal_actions.give_up(error)
         except Exception as error:  # noqa: BLE001 (a dead watcher would hang the job: end it with the reason)
-            self.endings.break_down(error)
+            self.fatal_actions.break_down(error)
 
-    def _hear(self, entry: Entry) -> tuple[Action, ...]:
+    def _hear(self, entry: Entry) -> tuple[WorkerAction, ...]:
         """An entry has come: begin what is to be done about it."""
         with self.runtime.lock:
             actions = self.lifecycle.hear(entry)
@@ -206,10 +206,10 @@ class Recovery:
             self._act(action, entry)
         return actions
 
-    def _act(self, action: Action, entry: Entry) -> None:
-        if action is Action.EXIT:
+    def _act(self, action: WorkerAction, entry: Entry) -> None:
+        if action is WorkerAction.EXIT:
             os._exit(EXIT_STALE)
-        elif action is Action.POST_FRONT:
+        elif action is WorkerAction.POST_FRONT:
             self._agreement.post(self.store.below(), entry.generation)
         elif action in self._threads:
             name, act = self._threads[action]

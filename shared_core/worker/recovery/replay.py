@@ -1,4 +1,4 @@
-"""What pipelines without replicas need: newcomers run on from a checkpoint with logged messages, and others help."""
+"""What pipelines without replicas need: replacements run on from a checkpoint with logged messages, and others help."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from shared_core.system import threads
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.compute_turn import Turn
+from shared_core.worker.comm.compute_lock import ComputeLock
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.recovery.commits import Commits
@@ -23,7 +23,7 @@ class Replays:
 
     Attributes:
         commits: by which the ranks agree how much is kept of what is logged.
-        own: set in a newcomer that runs from a checkpoint, or from the beginning, until its replay has ended.
+        own: set in a replacement that runs from a checkpoint, or from the beginning, until its replay has ended.
     """
 
     def __init__(self, runtime: Runtime, log: DiskLog, commits: Commits) -> None:
@@ -32,16 +32,16 @@ class Replays:
         self.own: Replaying | None = None
 
     def begin(self, replaying: Replaying | None) -> None:
-        """This newcomer replays what its predecessor did; None: nothing is to be replayed."""
+        """This replacement replays what the failed worker did; None: nothing is to be replayed."""
         self.own = replaying
 
     def end(self) -> None:
-        """This newcomer has replayed what its predecessor did."""
+        """This replacement has replayed what the failed worker did."""
         self.own = None
 
     def regroup(self, together: Sequence[int]) -> None:
         """From now on these ranks, this one among them, start again together: messages between them are not logged."""
-        self._log.regroup(together, self._runtime.top)
+        self._log.regroup(together, self._runtime.boundary)
 
     def note_messages(self, note: dict[str, Any]) -> None:
         """What the log on disk says of the messages sent from now on; plain data."""
@@ -49,7 +49,7 @@ class Replays:
 
     def help(self, helper: Callable[[Replaying], None]) -> None:
         """Have ``helper`` called, on a thread, when others replay while this worker waits for them."""
-        self._runtime.turn.begin()
+        self._runtime.compute_lock.begin()
         self._helper = helper
 
     def begun(self, replaying: Replaying) -> None:
@@ -58,9 +58,9 @@ class Replays:
             threads.start(self._helper, (replaying,), name="swift-help")
 
     @property
-    def turn(self) -> Turn:
+    def compute_lock(self) -> ComputeLock:
         """Held by who computes in this process."""
-        return self._runtime.turn
+        return self._runtime.compute_lock
 
     def side_group(self, replaying: Replaying, name: str, ranks: Sequence[int]) -> InnerGroup:
         """A group of some ranks for the time of a replay; see :meth:`Connections.side_group`."""

@@ -1,7 +1,7 @@
 """Replicas are compared after each recovery: a minority is replaced, without a majority the job ends.
 
-A large state is not summed at one batch top, which would be a second stall, but part by part at several: each part at
-the same batch top on all ranks, between two steps, while nothing changes it.
+A large state is not summed at one step boundary, which would be a second stall, but part by part at several: each part
+at the same step boundary on all ranks, between two steps, while nothing changes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _WAIT_S = 60.0
 
 _APART = (
     "ranks have trained parameter {} to different values, or keep different optimizer state for it. What is attached "
-    "must be the same at all ranks, because a newcomer is given another rank's. What each trains for itself (experts, "
+    "must be the same at all ranks, because a replacement is given another rank's. What each trains for itself "
+    "(experts, "
     "parameters that are averaged now and then) goes to job.register(module, its_optimizer) in the place of attach()"
 )
 
@@ -71,7 +72,7 @@ class Replicas:
         self._sums = RunningSums([])
 
     def compare(self, ranks: Sequence[int], *, alike: Callable[[], bool], last: bool = False) -> None:
-        """Call at each batch top; acts at the first ones after all have stepped beyond a recovery, or the start.
+        """Call at each step boundary; acts at the first ones after all have stepped beyond a recovery, or the start.
 
         Args:
             ranks: those that hold the same state, this one among them.
@@ -126,7 +127,7 @@ class Replicas:
             return
         except WaitTimeout as error:
             if due.start:
-                return  # it makes no step, or has come to no batch top
+                return  # it makes no step, or has come to no step boundary
             console(f"{error} Replicas are not compared after this recovery")
             return
         try:
@@ -141,12 +142,12 @@ class Replicas:
             return
         places, place = verdict
         if due.start:
-            self._recovery.endings.fail(Unsupported(_APART.format(names[place])))
+            self._recovery.fatal_actions.fail(Unsupported(_APART.format(names[place])))
             return
         if places:
             self._recovery.store.tell("divergent", [members[each] for each in places])
             return
-        self._recovery.endings.fail(
+        self._recovery.fatal_actions.fail(
             ReplicaMismatch(
                 f"after the recovery in generation {generation} the replicas differ in parameter {names[place]}, and "
                 "there is no majority to tell which is right. Likely causes, the likeliest first. 1. The script "

@@ -18,7 +18,7 @@ from shared_core.worker.state.updates import Updates
 Listener = Callable[[dict[str, Any]], None]
 
 
-class News:
+class RecoveryReporter:
     """The recoveries of one worker.
 
     Args:
@@ -26,7 +26,7 @@ class News:
         events: the job's log.
         runtime: the groups.
         updates: says which steps were made again.
-        rolled_back: called when newcomers have gone back to a checkpoint.
+        rolled_back: called when replacements have gone back to a checkpoint.
         report: tells the agent something that it shows to the user.
     """
 
@@ -46,11 +46,11 @@ class News:
         #: What the agent is told once this worker trains; None where nobody waits for it.
         self._awaited: dict[str, Any] | None = {"rank": env.rank} if self._first and env.restart else None
         self._begun = False
-        #: Batch top that this worker began from, and the checkpoint, if it is one.
+        #: Step boundary that this worker began from, and the checkpoint, if it is one.
         self._line = (0, "")
-        self._tops = 0
+        self._boundaries = 0
         self._until = -1
-        #: This newcomer computes the job again from its beginning.
+        #: This replacement computes the job again from its beginning.
         self._from_scratch = self._behind = False
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Listener] = []
@@ -65,10 +65,10 @@ class News:
         self._listeners.append(listener)
 
     def deliver(self) -> None:
-        """Tell those that listen, on this thread, at each batch top."""
+        """Tell those that listen, on this thread, at each step boundary."""
         if self._awaited is not None:
-            self._tops += 1
-            if self._tops > 1:  # the first batch is done, perhaps without an update
+            self._boundaries += 1
+            if self._boundaries > 1:  # the first batch is done, perhaps without an update
                 self._say_so()
         while self._recovered:
             fields = self._recovered.popleft()
@@ -76,16 +76,16 @@ class News:
                 listener(fields)
 
     def joined(self, received: Received | None, **fields: Any) -> None:
-        """This newcomer has joined; with None from the beginning."""
+        """This replacement has joined; with None from the beginning."""
         self._awaited = (self._awaited or {}) | {"rank": self._runtime.rank}
-        self._tops = 1 if received else 0
+        self._boundaries = 1 if received else 0
         self._from_scratch = received is None
         self._until = received.replaying.complete if received and received.replaying else -1
         self.emit(
-            "newcomer_ready",
+            "replacement_ready",
             bytes_moved=received.nbytes if received else 0,
             served_operations=received.replayed if received else 0,
-            top=received.top.index if received and received.top else 0,
+            boundary=received.boundary.index if received and received.boundary else 0,
             recomputed_steps=self._updates.recomputed,
             **fields,
         )
@@ -111,19 +111,19 @@ class News:
         self._stalled_since = fields["detected"]
 
     def rerouted(self, detected: float) -> None:
-        """Recovery thread of a survivor that goes on without a lost rank."""
+        """Recovery thread of a survivor that continues without a failed rank."""
         self._stalled_since = detected
 
-    def began(self, top: int, whence: str) -> None:
+    def began(self, boundary: int, whence: str) -> None:
         """This worker has reached the place that it begins from.
 
         Args:
-            top: batch top.
+            boundary: step boundary.
             whence: the checkpoint that all begin from, if it is one.
         """
-        self._line = (top, whence)
+        self._line = (boundary, whence)
         if self._awaited is not None:
-            self._awaited |= {"top": top, "whence": whence}
+            self._awaited |= {"boundary": boundary, "whence": whence}
         elif whence and self._first:
             console(f"the job continues from {whence}")
 
@@ -137,8 +137,8 @@ class News:
         if self._original:
             truncation.training_begins(self._job_dir, self._runtime.rank)
         if self._first:
-            top, whence = self._line
-            self.emit("began", top=top, whence=whence)
+            boundary, whence = self._line
+            self.emit("began", boundary=boundary, whence=whence)
 
     def _say_so(self) -> None:
         if self._updates.version <= self._until:

@@ -1,9 +1,9 @@
-"""The number of workers changes: all workers end at one batch top, and the new ones go on from there.
+"""The number of workers changes: all workers end at one step boundary, and the new ones continue from there.
 
 Those that leave hand their state on in the agent's shared memory: publications are there anyway, and one worker of each
-machine adds parameters and optimizer state. The new ones run the script from its start, as a newcomer does, with
+machine adds parameters and optimizer state. The new ones run the script from its start, as a replacement does, with
 the new world size, so that everything that depends on it (averages, samplers, gathers) is right by itself; at the batch
-top they take the state over and deal out what is left of the pass over the data.
+boundary they take the state over and deal out what is left of the pass over the data.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from typing import Any
 from shared_core.encoding.plain import loads
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.reshard import advance, at_path, divide, loader_states, order_name, taken_up, used
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.worker.checkpoints.resharding import RANDOM, random_state, sources
 from shared_core.worker.checkpoints.restored import Restored, ends_before
 from shared_core.worker.state.publication_file import read_file
-from shared_core.worker.state.publications import TALLY, Board
+from shared_core.worker.state.publications import TALLY, SharedMemoryPublisher
 
 
 @dataclass(frozen=True)
 class _Old:
     """One worker of the attempt that ended."""
 
-    board: Board
-    top: Top
+    publisher: SharedMemoryPublisher
+    boundary: StepBoundary
     parts: dict[str, Any]
 
 
 def take_over(env: WorkerEnv, resized: Resized) -> Restored:
-    """What this rank goes on from after the number of workers has changed.
+    """What this rank continues from after the number of workers has changed.
 
     Raises:
         CorruptFile: if what was handed on is damaged.
-        RecoveryFailed: if a lost worker's place in the data cannot be told.
+        RecoveryFailed: if a failed worker's place in the data cannot be told.
     """
     mine, added = local_state(env, resized)
     folder = env.rank_dir / f"attempt{env.restart}"
-    for tally in () if added else mine.board.folder.glob(f"{TALLY}*"):
+    for tally in () if added else mine.publisher.folder.glob(f"{TALLY}*"):
         shutil.copy(tally, folder)
     main = _read(env, resized, 0) if env.rank == 0 and 0 not in resized.stay else None
     handed = next(env.job_dir.glob(f"rank*/attempt{resized.attempt}/{REPLICATED}"), None)
     if handed is None:
-        raise RecoveryFailed(f"nobody has handed the state of batch top {resized.top} on to this machine")
+        raise RecoveryFailed(f"nobody has handed the state of step boundary {resized.boundary} on to this machine")
     description, tensors = loads(read_file(handed)[1])
-    ends = ends_before(mine.board, mine.top.entry)
+    ends = ends_before(mine.publisher, mine.boundary.entry)
     return Restored(
-        mine.top,
+        mine.boundary,
         mine.parts,
         ends,
-        mine.board.records.read(),
+        mine.publisher.records.read(),
         description,
         tensors,
         resized=True,
@@ -65,21 +65,21 @@ def take_over(env: WorkerEnv, resized: Resized) -> Restored:
 
 
 def local_state(env: WorkerEnv, resized: Resized) -> tuple[_Old, bool]:
-    """The rank-local state that ``env.rank`` of ``env.world_size`` goes on with, and whether it is an added worker.
+    """The rank-local state that ``env.rank`` of ``env.world_size`` continues with, and whether it is an added worker.
 
     Raises:
         CorruptFile: if a publication is damaged.
-        RecoveryFailed: if a lost worker's place in the data cannot be told.
+        RecoveryFailed: if a failed worker's place in the data cannot be told.
     """
     old = {rank: found for rank in range(resized.world_size) if (found := _read(env, resized, rank)) is not None}
-    there = {rank for rank, each in old.items() if each.top.index == resized.top}
+    there = {rank for rank, each in old.items() if each.boundary.index == resized.boundary}
     source = sources(resized.stay, there, env.world_size)[env.rank]
     mine = old[max(resized.stay) if source is None else source]
     for path, state in loader_states(mine.parts):
         owned = {"scalars": state["moved"], "generators": state["owned"]["generators"]}
         state |= _deal(env, resized, old, mine, path, state) | {"owned": owned}
     if source is None:
-        mine.parts[RANDOM] = random_state(resized.attempt, resized.top, env.rank)
+        mine.parts[RANDOM] = random_state(resized.attempt, resized.boundary, env.rank)
     return mine, source is None
 
 
@@ -88,15 +88,19 @@ def _read(env: WorkerEnv, resized: Resized, rank: int) -> _Old | None:
     folder = env.job_dir / f"rank{rank}" / f"attempt{resized.attempt}"
     if not folder.is_dir():
         return None
-    board = Board(folder)
-    top = max((top for top in board.tops() if top.index <= resized.top), key=lambda top: top.index, default=None)
-    return None if top is None else _Old(board, top, board.read_top(top.index))
+    publisher = SharedMemoryPublisher(folder)
+    boundary = max(
+        (boundary for boundary in publisher.boundaries() if boundary.index <= resized.boundary),
+        key=lambda boundary: boundary.index,
+        default=None,
+    )
+    return None if boundary is None else _Old(publisher, boundary, publisher.read_boundary(boundary.index))
 
 
 def _deal(
     env: WorkerEnv, resized: Resized, old: Mapping[int, _Old], mine: _Old, path: tuple[Any, ...], state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Changes to a loader's state, so that this rank goes on with its part of the rest."""
+    """Changes to a loader's state, so that this rank continues with its part of the rest."""
     if not state["live"]:
         return {"iterations": []}  # earlier passes shape the next one only in worker processes, which are new
     last = state["iterations"][-1]
@@ -112,26 +116,26 @@ def _deal(
         if each is None or theirs is None:
             raise RecoveryFailed(f"rank {rank} has published no place in the data, so its rest cannot be dealt out")
         done = used(theirs)
-        if each.top.index != mine.top.index:
-            # It was lost between its last contribution to a batch and the next top: that batch is used.
-            done = advance(theirs, *_between(resized, old, path, each.top.index))
-        rests.append(_order(each.board, theirs)[done:])
+        if each.boundary.index != mine.boundary.index:
+            # It failed between its last contribution to a batch and the next boundary: that batch is used.
+            done = advance(theirs, *_between(resized, old, path, each.boundary.index))
+        rests.append(_order(each.publisher, theirs)[done:])
     return taken_up(state, divide(rests, env.world_size)[env.rank])
 
 
-def _order(board: Board, state: Mapping[str, Any]) -> list[Any]:
+def _order(publisher: SharedMemoryPublisher, state: Mapping[str, Any]) -> list[Any]:
     """The order of the iteration in progress; it comes with the state where that has just been dealt out."""
-    indices: list[Any] = state["indices"] if "indices" in state else board.orders.read(order_name(state))
+    indices: list[Any] = state["indices"] if "indices" in state else publisher.orders.read(order_name(state))
     return indices
 
 
 def _between(
-    resized: Resized, old: Mapping[int, _Old], path: tuple[Any, ...], top: int
+    resized: Resized, old: Mapping[int, _Old], path: tuple[Any, ...], boundary: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of the same loader at an earlier top and at the cut, of a worker that stayed."""
+    """The state of the same loader at an earlier boundary and at the cut, of a worker that stayed."""
     for rank in resized.stay:
-        if rank in old and any(each.index == top for each in old[rank].board.tops()):
-            before, after = at_path(old[rank].board.read_top(top), path), at_path(old[rank].parts, path)
+        if rank in old and any(each.index == boundary for each in old[rank].publisher.boundaries()):
+            before, after = at_path(old[rank].publisher.read_boundary(boundary), path), at_path(old[rank].parts, path)
             if before is not None and after is not None:
                 return before, after
-    raise RecoveryFailed(f"nobody has batch top {top} any more, where a lost worker was seen last")
+    raise RecoveryFailed(f"nobody has step boundary {boundary} any more, where a failed worker was seen last")

@@ -1,7 +1,7 @@
-"""A prepared standby: it runs the script while its rank's worker lives, up to where its way depends on that one.
+"""A hot standby: it runs the script while its rank's worker lives, up to where its way depends on that one.
 
-Up to there it does what any newcomer does: start-up operations are answered from the records of the worker whose place
-it may take. It says nothing to the job, and publishes nothing.
+Up to there it does what any replacement does: start-up operations are answered from the records of the worker whose
+place it may take. It says nothing to the job, and publishes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from shared_core.faults import inject
 from shared_core.protocol.codec import Count, decode
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.keys import PREPARED
 from shared_core.protocol.preparing import EXIT_UNFIT, Prepared, place_key
 from shared_core.protocol.worker_env import WorkerEnv
@@ -20,22 +20,22 @@ from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.link import connect_store
-from shared_core.worker.start import standing_by
-from shared_core.worker.state.publications import Board
+from shared_core.worker.start import hot_standby
+from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Spare:
-    """The part of a worker that is a prepared standby, until it has a place. In all others it does nothing.
+    """The part of a worker that is a hot standby, until it has a place. In all others it does nothing.
 
     Args:
-        board: publications of its rank, which the living worker writes.
+        publisher: publications of its rank, which the living worker writes.
 
     Attributes:
         waits: it has no place yet.
     """
 
-    def __init__(self, env: WorkerEnv, store: JobStore, board: Board) -> None:
-        self._env, self._store, self._board = env, store, board
+    def __init__(self, env: WorkerEnv, store: JobStore, publisher: SharedMemoryPublisher) -> None:
+        self._env, self._store, self._publisher = env, store, publisher
         self.waits = env.spare
         #: Whether entry calls were finished, as far as this one has asked, and ends of calls that it has passed.
         self._finished: dict[int, bool] = {}
@@ -48,12 +48,12 @@ class Spare:
 
     def finished(self, entry: int) -> bool:
         """Whether the worker of the rank has finished an entry call by now."""
-        self._finished[entry] = self._board.has_end(entry)
+        self._finished[entry] = self._publisher.has_end(entry)
         return self._finished[entry]
 
     def passes_end(self, entry: int) -> bool:
-        """Whether the worker of the rank has gone on from the end of this entry call, so that this one does, too."""
-        newest = self._board.tops()[-1:]
+        """Whether the worker of the rank has continued from the end of this entry call, so that this one does, too."""
+        newest = self._publisher.boundaries()[-1:]
         if not newest or (newest[0].entry, newest[0].kind) == (entry, "end"):
             return False
         self._passed.append(entry)
@@ -66,9 +66,9 @@ class Spare:
             DamagedRecord: what the launcher has said is no generation.
         """
         env = self._env
-        if any(top.replicas == [env.rank] for top in self._board.tops()):
+        if any(boundary.replicas == [env.rank] for boundary in self._publisher.boundaries()):
             os._exit(EXIT_UNFIT)
-        until = next((str(self._board.end_file(e)) for e, ended in self._finished.items() if not ended), "")
+        until = next((str(self._publisher.end_file(e)) for e, ended in self._finished.items() if not ended), "")
         # It blocks, so it has a connection of its own.
         store = Below(connect_store(FOREVER_S, env), env.prefix)
         self._store.tell(PREPARED, asdict(Prepared(env.rank, env.incarnation, os.getpid(), until)))
@@ -81,13 +81,13 @@ class Spare:
             os._exit(1)  # the store is gone: so is the agent
         generation: int = decode(raw, Count, key)
         self.waits = False
-        standing_by.take_place(generation)
-        self._board.look_again()
+        hot_standby.take_place(generation)
+        self._publisher.look_again()
         for call in self._then:
             call()
         return generation
 
-    def serves(self, target: Top | None, finished: Callable[[int], bool]) -> bool:
+    def serves(self, target: StepBoundary | None, finished: Callable[[int], bool]) -> bool:
         """Whether the way that this one has come leads to its place.
 
         Args:

@@ -1,4 +1,4 @@
-"""What a survivor does after a loss: it forms the next generation, or goes on without the lost ranks."""
+"""What a survivor does after a failure: it forms the next generation, or continues without the failed ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFaile
 from shared_core.events import EventLog
 from shared_core.faults import inject
 from shared_core.protocol.generation import Entry
-from shared_core.worker.endings import Endings
+from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.donor import Donor
@@ -19,10 +19,10 @@ from shared_core.worker.recovery.listener import RecoveryListener
 
 
 class Survivor:
-    """Recovers this worker after the loss of others. Each method runs on a thread of its own.
+    """Recovers this worker after failures of others. Each method runs on a thread of its own.
 
     Args:
-        endings: what is done where that is impossible.
+        fatal_actions: what is done where that is impossible.
         listener: who is told.
     """
 
@@ -33,13 +33,13 @@ class Survivor:
         donor: Donor,
         agreement: Agreement,
         forming: Forming,
-        endings: Endings,
+        fatal_actions: FatalActions,
         listener: RecoveryListener,
     ) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
         self._events, self._donor, self._agreement, self._forming = events, donor, agreement, forming
-        self._endings, self._listener = endings, listener
+        self._fatal_actions, self._listener = fatal_actions, listener
 
     def recover(self, entry: Entry) -> None:
         """Form the generation of an entry."""
@@ -49,11 +49,11 @@ class Survivor:
             except GenerationAbandoned:
                 return  # the thread of the next generation takes over
             except RecoveryFailed as error:
-                self._endings.fall_back(str(error))
+                self._fatal_actions.fall_back(str(error))
             except (WaitTimeout, DamagedRecord) as error:
-                self._endings.give_up(error)
+                self._fatal_actions.give_up(error)
             except Exception:
-                # This worker cannot go on, but another may take its place; the agent bounds how often.
+                # This worker cannot continue, but another may take its place; the agent bounds how often.
                 traceback.print_exc()
                 os._exit(1)
 
@@ -69,7 +69,7 @@ class Survivor:
         inject.point("recovery.frontier")
         received = self._forming.form(entry.generation)
         fields = {
-            "lost": list(entry.lost),
+            "failed": list(entry.failed),
             "detected": entry.detected,
             "bytes_moved": received.nbytes,
             "exchange_s": received.seconds,
@@ -79,8 +79,8 @@ class Survivor:
         if received.replaying is not None:
             self._listener.replaying(received.replaying)
 
-    def go_on(self, entry: Entry) -> None:
-        """Go on without the absent ranks: nothing is formed until they are let in."""
+    def carry_on(self, entry: Entry) -> None:
+        """Continue without the absent ranks: nothing is formed until they are admitted."""
         self._listener.rerouted(entry.detected)
         runtime, waits, what = self._runtime, None, ""
         with self._lifecycle.acting:
@@ -91,15 +91,15 @@ class Survivor:
             if newest and (what := runtime.operations.under_way()):
                 waits = runtime.operations.withdraw()
                 if waits is None:
-                    self._endings.cannot_complete(what)
+                    self._fatal_actions.cannot_complete(what)
         self._say_ready(entry)
         if waits is not None:  # the program's thread does not run: what it would do in here is done for it
             try:
                 if not self._listener.await_absent():
-                    self._endings.cannot_complete(what)
+                    self._fatal_actions.cannot_complete(what)
                 runtime.operations.call_again(*waits)
             except Exception as error:  # noqa: BLE001 (it would wait for ever)
-                self._endings.break_down(error)
+                self._fatal_actions.break_down(error)
 
     def _say_ready(self, entry: Entry) -> None:
         self._events.emit(

@@ -18,7 +18,7 @@ _PARAM = f"{_FULLY_SHARD}._fsdp_param:FSDPParam"
 
 #: ``module:name``, with its parameters where it is called by name; why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
-    ("torch.distributed.fsdp:FSDPModule._get_fsdp_state(self)", "what a module waits for at a batch top"),
+    ("torch.distributed.fsdp:FSDPModule._get_fsdp_state(self)", "what a module waits for at a step boundary"),
     (
         f"{_FULLY_SHARD}._fsdp_state:FSDPState._fsdp_param_groups or "
         f"{_FULLY_SHARD}._fsdp_state:FSDPState._fsdp_param_group",

@@ -11,7 +11,7 @@ class OwnState(Protocol):
     """Parameters and optimizer state that this rank publishes, because no other one has all of them.
 
     Attributes:
-        unsettled: there is what belongs to no shard (gradients that are not reduced yet), so no newcomer can begin
+        unsettled: there is what belongs to no shard (gradients that are not reduced yet), so no replacement can begin
             here. All ranks agree, because the script decides it.
         step_bytes: what the logs of a step take of memory, about, in bytes.
         padded: inputs of reductions have places that nobody has written.
@@ -28,7 +28,7 @@ class OwnState(Protocol):
     def apart(self) -> bool: ...
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, so that a newcomer and its peers gather the same from here on."""
+        """Let go of gathered parameters, so that a replacement and its peers gather the same from here on."""
 
     def capture(self) -> dict[str, Any]:
         """All of it: live tensors, to be written at once."""

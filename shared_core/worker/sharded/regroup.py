@@ -13,7 +13,7 @@ import torch
 from shared_core.errors import CorruptFile
 
 #: Key of a captured state that stands for the states of all old ranks; and of what another number of ranks must know,
-#: which is missing where it could not go on.
+#: which is missing where it could not continue.
 OLD_RANKS, LAYOUT = "old ranks", "layout"
 #: Where a tensor's part belongs: (dimension that is divided, number of parts, this part); None for a whole tensor.
 Layout = tuple[int, int, int] | None

@@ -1,7 +1,7 @@
 """One rank's shard: its part of each parameter and of the optimizers' state.
 
-No replica has it, so it is rank-local state: published with every batch top, in the shared memory of the machine. A
-newcomer takes it as it was there, and makes every update of its predecessor's batch itself.
+No replica has it, so it is rank-local state: published with every step boundary, in the shared memory of the machine. A
+replacement takes it as it was there, and makes every update of the failed worker's batch itself.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Shard:
 
     @property
     def unsettled(self) -> bool:
-        """Whether there is what belongs to no shard (gradients that are not reduced yet), so that no newcomer can begin
-        here. All ranks agree, because the script decides it.
+        """Whether there is what belongs to no shard (gradients that are not reduced yet), so that no replacement can
+        begin here. All ranks agree, because the script decides it.
         """
         return compat.unsettled(self._modules)
 
@@ -63,7 +63,7 @@ class Shard:
 
     def reshard(self) -> None:
         """Let go of gathered parameters, as after a backward, and of the order of forwards. An evaluation leaves both,
-        and a newcomer that begins after it must gather where its peers do.
+        and a replacement that begins after it must gather where its peers do.
         """
         for module in self._modules:
             module.reshard()
@@ -136,7 +136,7 @@ def _packed(key: str, value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise UnsupportedOptimizer(
-        f"the optimizer keeps {key!r} as {type(value).__name__}; only tensors and numbers can be given to a newcomer"
+        f"the optimizer keeps {key!r} as {type(value).__name__}; only tensors and numbers can be given to a replacement"
     )
 
 
@@ -145,7 +145,7 @@ def _distributed(value: Any) -> tuple[Any, ...]:
     if not is_distributed(value):
         return value.detach(), value.is_cpu
     if any(placement.is_partial() for placement in value.placements):
-        raise UnsupportedOptimizer(f"a state of placements {tuple(value.placements)} cannot be given to a newcomer")
+        raise UnsupportedOptimizer(f"a state of placements {tuple(value.placements)} cannot be given to a replacement")
     places = [placement.dim if placement.is_shard() else _REPLICATED for placement in value.placements]
     return local_part(value).detach(), list(value.shape), list(value.stride()), places
 

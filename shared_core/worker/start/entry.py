@@ -31,7 +31,7 @@ from shared_core.system import process
 from shared_core.system.streams import forgive
 from shared_core.system.title import set_title
 from shared_core.worker import link
-from shared_core.worker.start import preload, standing_by, truncation
+from shared_core.worker.start import hot_standby, preload, truncation
 
 _HERE = Path(__file__).resolve()
 
@@ -54,8 +54,8 @@ def enter(request: StartRequest, *, forked: bool) -> None:
     if request.mode == "exec":
         _exec(request)
     forgive()
-    standing_by.begin()
-    who = f"standby of rank {request.env['RANK']}" if standing_by.stands_by() else f"rank {request.env['RANK']}"
+    hot_standby.begin()
+    who = f"standby of rank {request.env['RANK']}" if hot_standby.is_hot_standby() else f"rank {request.env['RANK']}"
     set_title(who, request.target, request.args)
     if forked:
         _freshen(request)
@@ -64,7 +64,7 @@ def enter(request: StartRequest, *, forked: bool) -> None:
     try:
         _run(request)
     except SystemExit as end:
-        if end.code not in (None, 0) and standing_by.stands_by():
+        if end.code not in (None, 0) and hot_standby.is_hot_standby():
             os._exit(1)  # exit handlers are a worker's
         raise
 
@@ -173,8 +173,8 @@ def _run(request: StartRequest) -> None:
 
 
 def _program_ended() -> None:
-    """The program has ended without an error. A prepared standby has come to no batch, and says no goodbye."""
-    if standing_by.stands_by():
+    """The program has ended without an error. A hot standby has come to no batch, and says no goodbye."""
+    if hot_standby.is_hot_standby():
         os._exit(0)
     link.program_ended()
 

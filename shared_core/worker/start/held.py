@@ -1,4 +1,4 @@
-"""The output of a prepared standby: held until it takes a worker's place, and dropped if it never does."""
+"""The output of a hot standby: held until it takes a worker's place, and dropped if it never does."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def modules_for(script: Path | None, extra: Iterable[str] = ()) -> list[str]:
         found = _look_around(script)
         theirs = beside(script.parent)
         wanted = [module for module, names in HEAVY.items() if found.words.intersection(names)]
-        chosen += [name for name in (*wanted, *found.imports) if _top(name) not in theirs]
+        chosen += [name for name in (*wanted, *found.imports) if _package(name) not in theirs]
     chosen += extra
     return list(dict.fromkeys(chosen))
 
@@ -113,16 +113,16 @@ def make_way(folder: Path) -> None:
     What the interpreter begins with stays, as it would without us; so do we.
     """
     inside = os.path.realpath(folder) + os.sep
-    for name in beside(folder).intersection(map(_top, sys.modules)) - _OURS - {"__main__", "encodings"}:
+    for name in beside(folder).intersection(map(_package, sys.modules)) - _OURS - {"__main__", "encodings"}:
         spec = getattr(sys.modules.get(name), "__spec__", None)
         origin = getattr(spec, "origin", None)
         if origin in ("built-in", "frozen") or os.path.realpath(origin or "").startswith(inside):
             continue
-        for other in [one for one in sys.modules if _top(one) == name]:
+        for other in [one for one in sys.modules if _package(one) == name]:
             del sys.modules[other]
 
 
-def _top(name: str) -> str:
+def _package(name: str) -> str:
     """The outermost package of ``module`` or ``module:attribute``."""
     return name.partition(":")[0].partition(".")[0]
 
@@ -132,7 +132,7 @@ def installed(modules: Sequence[str]) -> list[str]:
     found = []
     for name in modules:
         try:
-            if importlib.util.find_spec(_top(name)) is not None:
+            if importlib.util.find_spec(_package(name)) is not None:
                 found.append(name)
         except (ImportError, ValueError):
             continue

@@ -1,8 +1,8 @@
 """Files that a script cuts off when it runs again from its start: what was written there is lost.
 
-A script that opens its log with ``"w"`` before the loop does so again in a newcomer, in a prepared standby, and in all
-workers when they start again. An audit hook sees each file that is opened, and costs next to nothing once the worker
-trains. It cannot be removed, so the first workers of a job have none.
+A script that opens its log with ``"w"`` before the loop does so again in a replacement, in a hot standby, and in
+all workers when they start again. An audit hook sees each file that is opened, and costs next to nothing once the
+worker trains. It cannot be removed, so the first workers of a job have none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared_core.protocol import worker_env
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import process
 from shared_core.system.jobdir import CARD, TRAINS
-from shared_core.worker.start import standing_by
+from shared_core.worker.start import hot_standby
 
 #: A rank of another machine has begun to train at most so much later than rank 0, of which an event says it.
 _LATER_NS = 1_000_000_000
@@ -62,9 +62,9 @@ def _looker(env: WorkerEnv) -> _Looker | None:
     """None where the job is computed again from its beginning, and its files with it."""
     if env.incarnation:
         now = time.time_ns()
-        # While a standby runs the script, its worker writes on. What is newer than another newcomer comes from others
-        # of its kind.
-        return _Looker(env, math.inf if standing_by.stands_by() else now, now)
+        # While a standby runs the script, its worker writes on. What is newer than another replacement comes from
+        # others of its kind.
+        return _Looker(env, math.inf if hot_standby.is_hot_standby() else now, now)
     if env.resized is None and env.config.checkpoint.dir is None:
         return None
     with suppress(OSError):
@@ -115,22 +115,22 @@ class _Looker:
             return max([own, *(other for other in others if other <= self.started)])
         if env.events is None:
             return None
-        # Its workers were on another machine, which is lost.
+        # Its workers were on another machine, which fails.
         began = [each.time for each in read_events(env.events) if each.kind == "began" and each.run == env.run]
         return int(began[-1] * 1e9) + _LATER_NS if began else None
 
     def _warn(self, path: str, size: int) -> None:
         env, who, again = self.env, "rank", "Each worker runs the script from its start again"
-        if standing_by.stands_by():
-            who, again = "standby of rank", "A prepared standby runs the script up to its loop while the worker trains"
+        if hot_standby.is_hot_standby():
+            who, again = "standby of rank", "A hot standby runs the script up to its loop while the worker trains"
         elif env.incarnation:
-            again = "A newcomer runs the script from its start"
+            again = "A replacement runs the script from its start"
         message = (
             f"{who} {env.rank}: the script opens {path} for writing and cuts it off, {size} bytes are lost, some of "
             f'them written since the training began. {again}: open the file with "a"'
         )
         if env.incarnation:
-            standing_by.tell(message)
+            hot_standby.tell(message)
         else:
             console_once("truncation", message)  # else each of the workers says it
         EventLog(env.events, env.run).emit("warning", rank=env.rank, generation=env.generation, message=message)

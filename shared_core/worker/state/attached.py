@@ -25,7 +25,8 @@ class Attached:
     def __init__(self, modules: Sequence[nn.Module], replicated: Replicated, *, alike: bool = True) -> None:
         self._replicated, self._alike = replicated, alike
         self._owners: list[tuple[str, nn.Module]] = []
-        # A wrapper comes last: a newcomer may have the module without it, where its predecessor was between two calls.
+        # A wrapper comes last: a replacement may have the module without it, where the failed worker was between two
+        # calls.
         wrappers = {number: each for number, each in enumerate(modules) if isinstance(each, DistributedDataParallel)}
         bare = {number: wrappers[number].module if number in wrappers else each for number, each in enumerate(modules)}
         seen: set[int] = set()

@@ -23,7 +23,7 @@ _PIECE = 1024
 _version = attrgetter("_version")
 
 
-class Watch:
+class ChangeWatch:
     """Whether parameters and optimizer state are as they were noted last."""
 
     def __init__(self, replicated: Replicated) -> None:
@@ -35,7 +35,7 @@ class Watch:
         self._tensors: list[bool] = []
 
     def resume(self, updates: int) -> None:
-        """This newcomer's predecessor has watched so many updates; values that it has seen whole are not again."""
+        """The failed worker has watched so many updates; values that it has seen whole are not again."""
         self._noted = min(updates, _WHOLE)
 
     def note(self, *, values: bool = True) -> None:

@@ -1,6 +1,6 @@
 """DDP's agreement on its gradient buckets, which it makes once, after the first backward.
 
-A newcomer learns the order by running that backward, or, later, from the record of what was agreed; in between there
+A replacement learns the order by running that backward, or, later, from the record of what was agreed; in between there
 is no recovery point.
 """
 
@@ -13,22 +13,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import ConfigError
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
 from shared_core.worker.state.ddp_graph import FirstIteration, repeat
 from shared_core.worker.state.local_state import Position
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import Records
 from shared_core.worker.state.support import refuse_ddp, refuse_hooks
 
 #: Kinds of records.
 BUCKETS = "ddp buckets"
 GRAPH = "ddp graph"
-#: Tops in which DDP may settle its buckets without a recovery point.
-_TOPS = 3
+#: Boundaries in which DDP may settle its buckets without a recovery point.
+_BOUNDARIES = 3
 
 
 class Buckets:
@@ -36,18 +36,22 @@ class Buckets:
 
     Args:
         runtime: serves what was agreed.
-        board: keeps it for newcomers.
+        publisher: keeps it for replacements.
         unattached: told that a module is trained and nothing is attached.
 
     Attributes:
         modules: the DDP modules that are trained.
-        eligible: batch tops since they were attached that could have been recovery points.
+        eligible: step boundaries since they were attached that could have been recovery points.
     """
 
     def __init__(
-        self, runtime: Runtime, board: Board, position: Position, unattached: Callable[[], None] = lambda: None
+        self,
+        runtime: Runtime,
+        publisher: SharedMemoryPublisher,
+        position: Position,
+        unattached: Callable[[], None] = lambda: None,
     ) -> None:
-        self._runtime, self._board, self._position, self._unattached = runtime, board, position, unattached
+        self._runtime, self._publisher, self._position, self._unattached = runtime, publisher, position, unattached
         self._attached = False
         self.modules: list[DistributedDataParallel] = []
         self.eligible = 0
@@ -90,8 +94,8 @@ class Buckets:
             ddp.require_forward_param_sync = flag
 
     def unsettled(self) -> bool:
-        """Whether this batch top, which could be a recovery point, is none; call it once a top."""
-        # Until a static graph is known, a newcomer runs the iteration itself in which DDP learns it.
+        """Whether this step boundary, which could be a recovery point, is none; call it once a boundary."""
+        # Until a static graph is known, a replacement runs the iteration itself in which DDP learns it.
         if any(first.begun and not first.ended for first in self._first.values()):
             return True
         asked = [i for i, ddp in enumerate(self.modules) if not (ddp.find_unused_parameters or ddp.static_graph)]
@@ -99,7 +103,7 @@ class Buckets:
         if not waiting:
             return False
         self.eligible += 1
-        return 1 < self.eligible <= _TOPS
+        return 1 < self.eligible <= _BOUNDARIES
 
     def handed_over(self) -> None:
         """DDP has handed over a bucket."""
@@ -124,12 +128,12 @@ class Buckets:
         first = self._first.get(number)
         if first is not None and number not in self._agreed:
             first.end()
-            self._board.records.add(
-                RecordKey(self._position.entry, GRAPH, str(number), self._position.tops), first.seen()
+            self._publisher.records.add(
+                RecordKey(self._position.entry, GRAPH, str(number), self._position.boundaries), first.seen()
             )
         ordinal = self._agreed[number] = self._agreed.get(number, -1) + 1
-        key = RecordKey(self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.tops)
-        op.future.add_done_callback(lambda _: self._board.records.add(key, op.results))
+        key = RecordKey(self._position.entry, BUCKETS, f"{number}.{ordinal}", self._position.boundaries)
+        op.future.add_done_callback(lambda _: self._publisher.records.add(key, op.results))
         self._broadcasts.setdefault(number, []).append(op.results[0])
         if ordinal % 2:
             op.future.add_done_callback(lambda _: self._know(ddp, self._broadcasts.pop(number)))
@@ -161,22 +165,22 @@ class Buckets:
         """The buckets of the one DDP module in the order in which it hands them over; nothing before that is known."""
         return self._inputs.layout(self.modules[0]) if len(self.modules) == 1 else ()
 
-    def settle(self, records: Records, top: Top) -> None:
-        """Give DDP the buckets that were agreed on before ``top``, without a backward: the broadcasts of that
+    def settle(self, records: Records, boundary: StepBoundary) -> None:
+        """Give DDP the buckets that were agreed on before ``boundary``, without a backward: the broadcasts of that
         agreement are served from the record. So is what it learned of a static graph.
         """
         graphs = {
             key.name: results
             for key, results in records
-            if (key.entry, key.kind) == (top.entry, GRAPH) and key.number < top.index
+            if (key.entry, key.kind) == (boundary.entry, GRAPH) and key.number < boundary.index
         }
         for number, ddp in enumerate(self.modules):
             agreed = {
                 key.name: results
                 for key, results in records
-                if (key.entry, key.kind) == (top.entry, BUCKETS)
+                if (key.entry, key.kind) == (boundary.entry, BUCKETS)
                 and key.name.startswith(f"{number}.")
-                and key.number < top.index
+                and key.number < boundary.index
             }
             if not agreed:
                 continue

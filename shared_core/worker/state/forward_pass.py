@@ -1,8 +1,8 @@
-"""What a forward pass changed and returned, for a newcomer whose parameters are already newer than that pass.
+"""What a forward pass changed and returned, for a replacement whose parameters are already newer than that pass.
 
 The output of a DDP module is all that flows from the parameters to the user's code. It is published, with what forward
-changed, before the first gradient bucket of each backward; a newcomer that is behind goes on with what its predecessor
-saw. Where outputs are larger than the parameters, parameters before each update are kept instead.
+changed, before the first gradient bucket of each backward; a replacement that is behind continues with what its
+failed worker saw. Where outputs are larger than the parameters, parameters before each update are kept instead.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.state.local_state import Parts, Position
-from shared_core.worker.state.publications import Board
+from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
 _OUTPUTS = "swift.outputs"
 
 
-class Passes:
+class ForwardRecorder:
     """Forward passes of the present batch.
 
     Args:
-        runtime: says what the newest batch top is.
-        board: where they are published.
+        runtime: says what the newest step boundary is.
+        publisher: where they are published.
         updates: whether this worker is behind, and what it keeps.
         parts: rank-local state, some of which forward changes.
         joining: whether this worker has not joined yet.
@@ -38,13 +38,13 @@ class Passes:
     def __init__(
         self,
         runtime: Runtime,
-        board: Board,
+        publisher: SharedMemoryPublisher,
         updates: Updates,
         parts: Parts,
         joining: Callable[[], bool],
         position: Position,
     ) -> None:
-        self._runtime, self._board, self._updates = runtime, board, updates
+        self._runtime, self._publisher, self._updates = runtime, publisher, updates
         self._parts, self._joining, self._position = parts, joining, position
         self._buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
         self._backwards = 0
@@ -56,8 +56,8 @@ class Passes:
         """``buffers`` gives what forward may change, by name."""
         self._buffers = buffers
 
-    def at_top(self) -> None:
-        """A batch top was published."""
+    def at_boundary(self) -> None:
+        """A step boundary was published."""
         self._backwards, self._graph, self._outputs = 0, -1, []
 
     def before_bucket(self) -> None:
@@ -75,9 +75,9 @@ class Passes:
         number = self._backwards - 1
         if self._updates.exact:
             changed = self._parts.capture(forward_mutated=True)
-            self._board.publish_mid(self._runtime.top, number, changed | {_OUTPUTS: self._outputs})
+            self._publisher.publish_mid(self._runtime.boundary, number, changed | {_OUTPUTS: self._outputs})
         else:
-            recorded = self._board.read_mid(self._runtime.top, number)
+            recorded = self._publisher.read_mid(self._runtime.boundary, number)
             if recorded is not None:
                 self._parts.restore(recorded)
         self._outputs = []
@@ -91,7 +91,7 @@ class Passes:
             self._keep([output] if isinstance(output, torch.Tensor) else tree_flatten(output)[0])
             return None
         leaves, layout = tree_flatten(output)
-        recorded = self._board.read_mid(self._runtime.top, self._backwards)
+        recorded = self._publisher.read_mid(self._runtime.boundary, self._backwards)
         outputs = recorded[_OUTPUTS] if recorded is not None else []
         place = len(self._outputs)
         self._outputs.append([])
@@ -118,7 +118,7 @@ class Passes:
         size = sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
         replicated = self._updates.replicated
         # Judged by the first batch only, because all ranks must come to the same answer.
-        if self._position.tops <= 1 and replicated is not None and 2 * size > max(replicated.nbytes, 1 << 20):
+        if self._position.boundaries <= 1 and replicated is not None and 2 * size > max(replicated.nbytes, 1 << 20):
             self._updates.keep_images()  # outputs are larger than the parameters: keep those instead
 
 

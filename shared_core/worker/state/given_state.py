@@ -10,7 +10,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shared_core.errors import RecoveryFailed
-from shared_core.worker.state.outside_changes import Outside
+from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.undo import Parts, Undo
 from shared_core.worker.state.update_count import Count
@@ -28,7 +28,7 @@ class GivenState:
     """
 
     def __init__(
-        self, gate: Gate, count: Count, images: UpdateImages, outside: Outside, fence: Callable[[], None]
+        self, gate: Gate, count: Count, images: UpdateImages, outside: ExternalMutation, fence: Callable[[], None]
     ) -> None:
         self._gate, self._count, self._images, self._outside, self._fence = gate, count, images, outside, fence
         self._replicated: Replicated | None = None
@@ -42,36 +42,36 @@ class GivenState:
         Args:
             replicated: what is trained; None where nothing is given.
             sharded: its optimizer's state is divided over the replicas.
-            undo: of the updates since the last batch top, if it is kept.
+            undo: of the updates since the last step boundary, if it is kept.
             parts: of the next update, where parts of it are made early.
         """
         self._replicated, self._sharded, self._undo, self._parts = replicated, sharded, undo, parts
 
     @contextmanager
     def frozen(
-        self, min_version: int, timeout_s: float, top: int | None = None
+        self, min_version: int, timeout_s: float, boundary: int | None = None
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """State with at least ``min_version`` updates in it, and no update running; see :meth:`Replicated.export`.
 
         Args:
-            min_version: updates at the batch top for which it is wanted.
+            min_version: updates at the step boundary for which it is wanted.
             timeout_s: longest wait for it.
-            top: number of that batch top; where it is kept, the state is the one at it.
+            boundary: number of that step boundary; where it is kept, the state is the one at it.
 
         Raises:
             RecoveryFailed: if the state does not get there in time, or cannot be had because the script has changed it
                 outside updates.
         """
         with self._gate.condition:
-            ready = self._gate.condition.wait_for(lambda: self._has(min_version, top), timeout=timeout_s)
+            ready = self._gate.condition.wait_for(lambda: self._has(min_version, boundary), timeout=timeout_s)
             if not ready:
                 raise RecoveryFailed(
                     f"the state did not get to update {min_version} within {timeout_s:.0f} s (it is at update "
-                    f"{self._count.state}), so no newcomer can be given it. A step hangs, or is slow: then raise "
+                    f"{self._count.state}), so no replacement can be given it. A step hangs, or is slow: then raise "
                     "detection.wait_timeout_s"
                 )
-            kept = self._outside.given(top)
-            if kept is None and top is not None:
+            kept = self._outside.given(boundary)
+            if kept is None and boundary is not None:
                 self._outside.refuse()
             self._gate.hold()
         try:
@@ -89,14 +89,14 @@ class GivenState:
             description["version"] = self._count.state
             self._images.add_to(description, tensors, min_version)
             yield description, tensors
-            if top is not None:
+            if boundary is not None:
                 self._outside.refuse()  # it may have been changed meanwhile
         finally:
             self._gate.release()
 
     def _whole(self) -> None:
-        """Take back the parts of an update that cannot be completed without the newcomer. The program makes them again
-        when it has the others, or in ``optimizer.step()``.
+        """Take back the parts of an update that cannot be completed without the replacement. The program makes them
+        again when it has the others, or in ``optimizer.step()``.
         """
         if self._parts is not None and self._parts.torn:
             self._fence()
@@ -104,16 +104,16 @@ class GivenState:
                 self._parts.take_back()
                 self._outside.part_updated()
 
-    def _has(self, version: int, top: int | None = None) -> bool:
-        """Whether a newcomer that starts at ``version`` can be given the state now."""
+    def _has(self, version: int, boundary: int | None = None) -> bool:
+        """Whether a replacement that starts at ``version`` can be given the state now."""
         if self._gate.installing:
             return False
-        if self._outside.decided(top):
+        if self._outside.decided(boundary):
             return True  # also in the middle of an update
-        if self._outside.waits(top):
+        if self._outside.waits(boundary):
             return False
         if self._sharded and self._images.has(version):
-            return True  # also in the middle of an update, whose end may need the newcomer
+            return True  # also in the middle of an update, whose end may need the replacement
         return not self._gate.updating and self._count.state >= version
 
     def _export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -121,23 +121,25 @@ class GivenState:
         return self._replicated.export() if self._replicated is not None else (nothing, [])
 
     @contextmanager
-    def at_version(self, version: int, top: int | None = None) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """State with ``version`` updates in it, as it was at the last batch top; updates since then are undone.
+    def at_version(
+        self, version: int, boundary: int | None = None
+    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """State with ``version`` updates in it, as it was at the last step boundary; updates since then are undone.
 
         Call while the gate is held.
 
         Args:
-            version: updates at the batch top.
-            top: its number.
+            version: updates at the step boundary.
+            boundary: its number.
 
         Raises:
             RecoveryFailed: if that state cannot be had.
         """
-        kept = self._outside.given(top)
+        kept = self._outside.given(boundary)
         if kept is not None:
             yield kept
             return
-        if top is not None:
+        if boundary is not None:
             self._outside.refuse()
         has = self._count.state
         if has < version or (has > version and self._undo is None):
@@ -146,7 +148,7 @@ class GivenState:
         if has > version:
             assert self._undo is not None and self._replicated is not None
             self._fence()
-            # A backward may be under way; it goes on with what it has, and what it gives is not used.
+            # A backward may be under way; it continues with what it has, and what it gives is not used.
             with _unsafe_preserve_version_counter(tuple(self._replicated.parameters)):
                 self._undo.undo()
             self._count.begin(version)

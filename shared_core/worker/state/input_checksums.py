@@ -1,5 +1,6 @@
-"""Checksums of the inputs of a rank's last operations, in shared memory: what its newcomer computes again must have the
-same. Likewise the senders of its last receives from any source: its newcomer receives from the same, in the same order.
+"""Checksums of the inputs of a rank's last operations, in shared memory: what its replacement computes again must have
+the same. Likewise the senders of its last receives from any source: its replacement receives from the same, in the same
+order.
 """
 
 from __future__ import annotations

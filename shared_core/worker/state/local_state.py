@@ -1,4 +1,4 @@
-"""Rank-local state, registered by name: captured at batch tops, and put back in a newcomer."""
+"""Rank-local state, registered by name: captured at step boundaries, and put back in a replacement."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class Position:
     """How far the program of this worker is.
 
     Attributes:
-        tops: batch tops passed by the logical rank.
+        boundaries: step boundaries passed by the logical rank.
         entry: number of the entry call (fit, validate, test, predict); -1 before the first.
         resized: what is being restored is that of another number of workers.
         added: what is being restored is a copy of another rank's, because this one has been added.
-        rejoined: this worker has been let in by others that had continued without its predecessor, and nobody has
+        rejoined: this worker has been admitted by others that had continued without the failed worker, and nobody has
             acted on that yet.
     """
 
-    tops: int = 0
+    boundaries: int = 0
     entry: int = -1
     resized: bool = False
     added: bool = False
     rejoined: bool = False
 
     def note_rejoined(self, rejoined: bool) -> None:
-        """This worker was let in; or somebody has acted on it. See the attribute."""
+        """This worker was admitted; or somebody has acted on it. See the attribute."""
         self.rejoined = rejoined
 
     @contextmanager
     def restoring(self, *, resized: bool, added: bool) -> Iterator[None]:
-        """In here a newcomer's state is put in place; see the attributes."""
+        """In here a replacement's state is put in place; see the attributes."""
         self.resized, self.added = resized, added
         try:
             yield
@@ -79,7 +79,7 @@ class Parts:
             name: unique.
             capture: returns plain data (numbers, text, containers, tensors, numpy arrays); it is serialised at
                 once, so live objects may be returned.
-            restore: puts it back in a newcomer, on the main thread, in the order of registration.
+            restore: puts it back in a replacement, on the main thread, in the order of registration.
             forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
             main: it is rank 0's alone, also where another worker becomes rank 0.
         """

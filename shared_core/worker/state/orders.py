@@ -32,13 +32,13 @@ class OrderFiles:
     ) -> None:
         self._folder, self._put, self._remove = folder, put, remove
         self._packed: dict[str, Any] = {}
-        #: Of predecessors, as long as it is not known which of their batch tops need them.
+        #: Of failed workers, as long as it is not known which of their step boundaries need them.
         self._left: set[str] = set()
-        #: Which orders each batch top needs.
+        #: Which orders each step boundary needs.
         self._named: dict[int, frozenset[str]] = {}
 
     def look(self) -> None:
-        """See what predecessors have left."""
+        """See what failed workers have left."""
         self._left = {path.name for path in self._folder.glob(f"{_ORDER}*")}
 
     def write(self, indices: list[Any]) -> str:
@@ -70,26 +70,26 @@ class OrderFiles:
         self._packed.pop(name, None)
         self._remove(name)
 
-    def note(self, top: int, parts: Any) -> None:
-        """A batch top is about to be published with these parts."""
+    def note(self, boundary: int, parts: Any) -> None:
+        """A step boundary is about to be published with these parts."""
         if self._left:
             states = (state for _, state in loader_states(parts))
-            self._named[top] = frozenset(str(each["order"]) for state in states for each in state["iterations"])
+            self._named[boundary] = frozenset(str(each["order"]) for state in states for each in state["iterations"])
 
     def drop_unnamed(self, kept: Iterable[int]) -> None:
-        """Remove predecessors' orders once all batch tops that are kept are this worker's own. One that these still
-        name, because its pass goes on, is left to the next newcomer.
+        """Remove failed workers' orders once all step boundaries that are kept are this worker's own. One that these
+        still name, because its pass continues, is left to the next replacement.
         """
         kept = set(kept)
-        self._named = {top: names for top, names in self._named.items() if top in kept}
+        self._named = {boundary: names for boundary, names in self._named.items() if boundary in kept}
         if self._left and self._named.keys() == kept:
             for name in self._left.difference(*self._named.values()):
                 self.drop(name)
             self._left.clear()
             self._named.clear()
 
-    def forget_tops(self) -> None:
-        """All batch tops were removed."""
+    def forget_boundaries(self) -> None:
+        """All step boundaries were removed."""
         self._named.clear()
 
 

@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 def overflow(env: WorkerEnv) -> Overflow:
-    """For the board of a worker: beside the logs on disk, whose folder the agent has made and removes."""
+    """For the publisher of a worker: beside the logs on disk, whose folder the agent has made and removes."""
     logs = env.job_dir / DISK
     return Overflow(logs / f"{ON_DISK}{env.rank}" / f"attempt{env.restart}" if logs.is_dir() else None)
 
 
 class Overflow:
-    """The disk behind one rank's board. Readers follow the links and need not know.
+    """The disk behind one rank's publisher. Readers follow the links and need not know.
 
     Args:
         folder: on disk, private to the job; made when first needed. None: there is none.

@@ -70,7 +70,7 @@ class Slots:
             self._looked = True
             self._look()
         slot, path = self._clear_slot(size), f"{self._folder}/{name}"
-        taken = name in self._used or name in self._others  # a newcomer publishes its predecessor's again
+        taken = name in self._used or name in self._others  # a replacement publishes the failed worker's again
         _rename(slot, f"{path}.tmp" if taken else path)
         slot.fill(data)
         if taken:
@@ -106,7 +106,7 @@ class Slots:
             with suppress(OSError):
                 os.unlink(path)
             raise
-        made.clear()  # a predecessor may have died while it wrote there
+        made.clear()  # a failed worker may have died while it wrote there
         return made
 
     def _drop(self, slot: _Slot) -> None:
@@ -115,7 +115,7 @@ class Slots:
             os.unlink(slot.path)
 
     def _look(self) -> None:
-        """See what a predecessor has left, and remove what is no publication of it."""
+        """See what a failed worker has left, and remove what is no publication of it."""
         for each in os.scandir(self._folder):
             if not each.name.startswith(self._names):
                 continue

@@ -1,12 +1,12 @@
-"""What a rank publishes in the agent's shared memory, and what its newcomer reads there.
+"""What a rank publishes in the agent's shared memory, and what its replacement reads there.
 
 Files in ``rank{r}/`` of the job's private folder, of which a reader never sees a half. Those that replace each other at
-each batch (``top``, ``mid``, ``loose``) stay mapped; the others are written and then renamed:
+each batch (``boundary``, ``mid``, ``unoptimized``) stay mapped; the others are written and then renamed:
 
-- ``top.{n}``: a batch top with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again, before the
-  first gradient bucket of the k-th backward;
-- ``loose.{n}``: parameters that no optimizer steps, as far as they had changed at batch top ``n``; later tops refer to
-  it;
+- ``boundary.{n}``: a step boundary with the rank-local state there; ``mid.{n}.{k}``: forward-mutated state again,
+  before the first gradient bucket of the k-th backward;
+- ``unoptimized.{n}``: parameters that no optimizer steps, as far as they had changed at step boundary ``n``; later
+  boundaries refer to it;
 - ``end.{e}``: the state and result at the end of entry call e;
 - ``order.{id}``: the indices of a pass over the data, where its rest may be dealt out to another number of workers;
 - ``records``: results of start-up operations, appended; ``checks``: a ring of input checksums.
@@ -25,7 +25,7 @@ from shared_core.encoding.plain import Piece, dumps, loads, pieces
 from shared_core.errors import CorruptFile
 from shared_core.faults import inject
 from shared_core.plain_json import is_count
-from shared_core.protocol.frontier import Top
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.resources import map_file
 from shared_core.worker.mirror import Mirror
 from shared_core.worker.state.input_checksums import InputChecksums
@@ -36,27 +36,32 @@ from shared_core.worker.state.publication_slots import Slots
 from shared_core.worker.state.records import RecordFile, Records
 
 #: The part of parameters that no optimizer steps; start of the names of the files that they are in.
-LOOSE, _LOOSE_FILE = "swift.loose", "loose."
+UNOPTIMIZED, _UNOPTIMIZED_FILE = "swift.unoptimized", "unoptimized."
 #: Starts of the names of files that are replaced at each batch.
-_REPLACED = ("top.", "mid.", _LOOSE_FILE)
+_REPLACED = ("boundary.", "mid.", _UNOPTIMIZED_FILE)
 #: Start of the names of files with numbers.
 TALLY = "tally."
 _TALLY = struct.Struct("<Q")
 
 
-def top_of(head: Piece) -> Top:
-    """The batch top that the head of a file describes.
+def boundary_of(head: Piece) -> StepBoundary:
+    """The step boundary that the head of a file describes.
 
     Raises:
         CorruptFile: if it describes none.
     """
     try:
-        top = Top(**loads(head))
-        if is_count(top.index) and is_count(top.version) and isinstance(top.kind, str) and isinstance(top.groups, dict):
-            return top
+        boundary = StepBoundary(**loads(head))
+        if (
+            is_count(boundary.index)
+            and is_count(boundary.version)
+            and isinstance(boundary.kind, str)
+            and isinstance(boundary.groups, dict)
+        ):
+            return boundary
         raise ValueError("a number or name is missing")
     except (ValueError, TypeError) as error:
-        raise CorruptFile(f"the head of a publication describes no batch top: {error}") from error
+        raise CorruptFile(f"the head of a publication describes no step boundary: {error}") from error
 
 
 class Tally:
@@ -71,7 +76,7 @@ class Tally:
 
     @property
     def value(self) -> int:
-        """The number; 0 at first. In a newcomer, what its predecessor left."""
+        """The number; 0 at first. In a replacement, what the failed worker left."""
         return int(_TALLY.unpack_from(self._map)[0])
 
     @value.setter
@@ -79,7 +84,7 @@ class Tally:
         _TALLY.pack_into(self._map, 0, number)
 
 
-class Board:
+class SharedMemoryPublisher:
     """The publications of one rank.
 
     Args:
@@ -90,7 +95,7 @@ class Board:
 
     Attributes:
         orders: of passes over the data.
-        records: results that newcomers ask for.
+        records: results that replacements ask for.
         input_checksums: of the last operations.
         sources: senders of the last messages that were received from any source.
 
@@ -111,14 +116,14 @@ class Board:
         self._look()
 
     def _look(self) -> None:
-        """See what predecessors have left."""
-        self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in self._found("top."))
-        self._loose = [int(p.name.split(".")[1]) for p in self._found(_LOOSE_FILE)]
+        """See what failed workers have left."""
+        self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in self._found("boundary."))
+        self._unoptimized = [int(p.name.split(".")[1]) for p in self._found(_UNOPTIMIZED_FILE)]
         self._mids = self._found_mids()
         self.orders.look()
 
     def look_again(self) -> None:
-        """As if this board had been made now: until now another worker has written it."""
+        """As if this publisher had been made now: until now another worker has written it."""
         self.records.open_again()
         self._look()
 
@@ -150,62 +155,67 @@ class Board:
             self._mirror.write(name, data)
             self._mirror.sync()
 
-    def publish_top(self, top: Top, parts: dict[str, Any]) -> None:
-        """Publish a batch top.
+    def publish_boundary(self, boundary: StepBoundary, parts: dict[str, Any]) -> None:
+        """Publish a step boundary.
 
         Args:
-            top: the batch top.
-            parts: rank-local state; :data:`LOOSE` in it says for each of those tensors with which top it was written.
+            boundary: the step boundary.
+            parts: rank-local state; :data:`UNOPTIMIZED` in it says for each of those tensors with which boundary it was
+                written.
         """
-        self._refers[top.index] = frozenset(parts.get(LOOSE, {}).values())
-        self.orders.note(top.index, parts)
-        self.put(f"top.{top.index}", dumps(vars(top)), pieces(parts))
-        if top.index in self._kept:  # a newcomer publishes its predecessor's top again
-            self._kept.remove(top.index)
-        self._kept.append(top.index)
+        self._refers[boundary.index] = frozenset(parts.get(UNOPTIMIZED, {}).values())
+        self.orders.note(boundary.index, parts)
+        self.put(f"boundary.{boundary.index}", dumps(vars(boundary)), pieces(parts))
+        if boundary.index in self._kept:  # a replacement publishes the failed worker's boundary again
+            self._kept.remove(boundary.index)
+        self._kept.append(boundary.index)
 
-    def write_loose(self, top: int, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Write tensors to which this batch top, that is to be published, and later ones refer."""
-        self.put(f"{_LOOSE_FILE}{top}", b"", pieces(dict(tensors)))
-        if top not in self._loose:
-            self._loose.append(top)
+    def write_unoptimized(self, boundary: int, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Write tensors to which this step boundary, that is to be published, and later ones refer."""
+        self.put(f"{_UNOPTIMIZED_FILE}{boundary}", b"", pieces(dict(tensors)))
+        if boundary not in self._unoptimized:
+            self._unoptimized.append(boundary)
 
-    def publish_mid(self, top: int, number: int, parts: dict[str, Any]) -> None:
-        """Publish forward-mutated state before the first bucket of backward ``number`` of the batch after ``top``."""
-        self.put(f"mid.{top}.{number}", b"", pieces(parts))
-        self._mids[top] = max(self._mids.get(top, 0), number + 1)
+    def publish_mid(self, boundary: int, number: int, parts: dict[str, Any]) -> None:
+        """Publish forward-mutated state before the first bucket of backward ``number`` of the batch
+        after ``boundary``.
+        """
+        self.put(f"mid.{boundary}.{number}", b"", pieces(parts))
+        self._mids[boundary] = max(self._mids.get(boundary, 0), number + 1)
 
     def publish_end(self, entry: int, result: Any, parts: dict[str, Any]) -> None:
         """Publish the end of an entry call; kept for the whole job."""
         self.put(f"end.{entry}", b"", pieces({"result": result, "parts": parts}))
 
-    def drop_before(self, top: int) -> None:
-        """Remove batch tops below ``top``; the newest is always kept."""
-        while len(self._kept) > 1 and self._kept[0] < top:
+    def drop_before(self, boundary: int) -> None:
+        """Remove step boundaries below ``boundary``; the newest is always kept."""
+        while len(self._kept) > 1 and self._kept[0] < boundary:
             index = self._kept.pop(0)
-            self._retire(f"top.{index}")
+            self._retire(f"boundary.{index}")
             self._refers.pop(index, None)
         for index in [each for each in self._mids if self._kept and each < self._kept[0]]:
             for number in range(self._mids.pop(index)):
                 self._retire(f"mid.{index}.{number}")
         self.orders.drop_unnamed(self._kept)
-        if self._loose and self._refers.keys() >= set(self._kept):  # of a predecessor's tops it is not known
+        if self._unoptimized and self._refers.keys() >= set(
+            self._kept
+        ):  # of a failed worker's boundaries it is not known
             needed = frozenset().union(*self._refers.values())
-            for number in [each for each in self._loose if each not in needed]:
-                self._loose.remove(number)
-                self._retire(f"{_LOOSE_FILE}{number}")
+            for number in [each for each in self._unoptimized if each not in needed]:
+                self._unoptimized.remove(number)
+                self._retire(f"{_UNOPTIMIZED_FILE}{number}")
 
     def _found(self, start: str) -> list[Path]:
-        """What predecessors have published under names that begin so."""
+        """What failed workers have published under names that begin so."""
         paths = (path for path in self.folder.glob(f"{start}*") if path.suffix != ".tmp")
         return [path for path in paths if not is_blank(path)]
 
     def _found_mids(self) -> dict[int, int]:
-        """What predecessors have published before buckets: how many, by batch top."""
+        """What failed workers have published before buckets: how many, by step boundary."""
         found: dict[int, int] = {}
         for path in self._found("mid."):
-            _, top, number = path.name.split(".")
-            found[int(top)] = max(found.get(int(top), 0), int(number) + 1)
+            _, boundary, number = path.name.split(".")
+            found[int(boundary)] = max(found.get(int(boundary), 0), int(number) + 1)
         return found
 
     def _retire(self, name: str) -> None:
@@ -220,20 +230,20 @@ class Board:
         if self._mirror is not None:
             self._mirror.remove(name)
 
-    def forget_tops(self) -> None:
-        """Remove all batch tops."""
-        for number in self._loose:
-            self._retire(f"{_LOOSE_FILE}{number}")
-        self._loose.clear()
+    def forget_boundaries(self) -> None:
+        """Remove all step boundaries."""
+        for number in self._unoptimized:
+            self._retire(f"{_UNOPTIMIZED_FILE}{number}")
+        self._unoptimized.clear()
         self._refers.clear()
-        self.orders.forget_tops()
+        self.orders.forget_boundaries()
         for index in self._kept:
-            self._retire(f"top.{index}")
+            self._retire(f"boundary.{index}")
         self._kept.clear()
 
     def complete(self, records: Records, ends: Mapping[int, tuple[Any, dict[str, Any]]]) -> None:
-        """Publish what a checkpoint has of a predecessor and this board has not: it was on a machine that is lost, and
-        its copies too.
+        """Publish what a checkpoint has of a failed worker and this publisher has not: it was on a machine that fails,
+        and its copies too.
         """
         known = {key for key, _ in self.records.read()}
         for key, results in records:
@@ -249,40 +259,40 @@ class Board:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def tops(self) -> list[Top]:
-        """Published batch tops, oldest first; damaged ones are left out."""
+    def boundaries(self) -> list[StepBoundary]:
+        """Published step boundaries, oldest first; damaged ones are left out."""
         found = []
-        for path in self.folder.glob("top.*"):
+        for path in self.folder.glob("boundary.*"):
             if path.suffix == ".tmp":
                 continue
             try:
-                found.append(top_of(read_file(path, payload=False)[0]))
+                found.append(boundary_of(read_file(path, payload=False)[0]))
             except (CorruptFile, FileNotFoundError):  # gone: of a worker that lives
                 continue
-        return sorted(found, key=lambda top: top.index)
+        return sorted(found, key=lambda boundary: boundary.index)
 
-    def read_top(self, index: int) -> dict[str, Any]:
-        """Rank-local state at a batch top.
+    def read_boundary(self, index: int) -> dict[str, Any]:
+        """Rank-local state at a step boundary.
 
         Raises:
             CorruptFile: if it is damaged.
         """
-        parts: dict[str, Any] = loads(read_file(self.folder / f"top.{index}")[1])
+        parts: dict[str, Any] = loads(read_file(self.folder / f"boundary.{index}")[1])
         try:
-            refers: Mapping[int, int] = parts.get(LOOSE, {})
+            refers: Mapping[int, int] = parts.get(UNOPTIMIZED, {})
             numbers = frozenset(refers.values())
-            files = {number: loads(read_file(self.folder / f"{_LOOSE_FILE}{number}")[1]) for number in numbers}
+            files = {number: loads(read_file(self.folder / f"{_UNOPTIMIZED_FILE}{number}")[1]) for number in numbers}
             if refers:
-                parts[LOOSE] = {place: files[number][place] for place, number in refers.items()}
+                parts[UNOPTIMIZED] = {place: files[number][place] for place, number in refers.items()}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptFile(f"batch top {index} in {self.folder} holds no state of a rank: {error}") from error
+            raise CorruptFile(f"step boundary {index} in {self.folder} holds no state of a rank: {error}") from error
         self._refers[index] = numbers
         return parts
 
-    def read_mid(self, top: int, number: int) -> dict[str, Any] | None:
-        """Forward-mutated state of a backward, or None if the predecessor did not get there."""
+    def read_mid(self, boundary: int, number: int) -> dict[str, Any] | None:
+        """Forward-mutated state of a backward, or None if the failed worker did not get there."""
         try:
-            return loads(read_file(self.folder / f"mid.{top}.{number}")[1])  # type: ignore[no-any-return]
+            return loads(read_file(self.folder / f"mid.{boundary}.{number}")[1])  # type: ignore[no-any-return]
         except FileNotFoundError:
             return None
 

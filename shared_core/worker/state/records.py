@@ -1,5 +1,5 @@
 """Results that are appended to a rank's publications: of start-up operations, what DDP agreed on, and what a job keeps
-for its newcomers.
+for its replacements.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class RecordFile:
         self.open_again()
 
     def _cut(self) -> None:
-        """Take off what a predecessor has not finished: records behind it could not be found."""
+        """Take off what a failed worker has not finished: records behind it could not be found."""
         self._whole = True
         data = self._path.read_bytes()
         at = 0
@@ -127,7 +127,7 @@ def from_plain(stored: Sequence[tuple[Sequence[Any], list[torch.Tensor]]]) -> Re
     try:
         return [(_key(*key), results) for key, results in stored]
     except (TypeError, ValueError) as error:
-        raise CorruptFile(f"a record that was kept for newcomers is none: {error}") from error
+        raise CorruptFile(f"a record that was kept for replacements is none: {error}") from error
 
 
 def _key(entry: int, kind: str, name: str, number: int, part: Part | None = None) -> RecordKey:

@@ -78,7 +78,8 @@ class Replicated:
         if place is None:
             raise Unsupported(
                 f"an optimizer was given a parameter of shape {tuple(parameter.shape)} that is in no attached model, "
-                "so a newcomer could not be given it: make all parameters before attach(), freeze those that are not "
+                "so a replacement could not be given it: make all parameters before attach(), freeze those that are "
+                "not "
                 "trained yet (requires_grad_(False)), and add_param_group() them later"
             )
         return place
@@ -118,7 +119,7 @@ class Replicated:
                     else:
                         raise UnsupportedOptimizer(
                             f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors and "
-                            "numbers can be moved to a newcomer"
+                            "numbers can be moved to a replacement"
                         )
                 states.append([number, self.index_of(parameter), entries])
         description = {

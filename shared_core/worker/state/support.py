@@ -16,7 +16,7 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state no other rank could give to a newcomer.
+    """Refuse an optimizer whose state no other rank could give to a replacement.
 
     Raises:
         UnsupportedOptimizer: saying what to do instead.
@@ -24,20 +24,21 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizer(
-            "LBFGS evaluates its closure several times in a step, so a newcomer cannot take over in the "
+            "LBFGS evaluates its closure several times in a step, so a replacement cannot take over in the "
             "middle; use another optimizer"
         )
     zero = sys.modules.get(_ZERO)  # what is not imported is not used
     if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         raise UnsupportedOptimizer(
-            f"{name} divides the optimizer's state over the ranks, so nobody has that of a lost one: use the optimizer "
+            f"{name} divides the optimizer's state over the ranks, so nobody has that of a failed one: use the "
+            "optimizer "
             "inside by itself, or fully_shard() (docs/sharded.md)"
         )
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise UnsupportedOptimizer(
             f"{name} wraps another optimizer and is none itself (its class does not call Optimizer.__init__), so its "
             "updates cannot be seen: attach the one inside. Where it lets ranks have different parameters between "
-            "averages, as PostLocalSGDOptimizer does, nobody can give a newcomer its own: use a plain optimizer"
+            "averages, as PostLocalSGDOptimizer does, nobody can give a replacement its own: use a plain optimizer"
         )
 
 
@@ -54,7 +55,8 @@ def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
     size = ddp.process_group.size()
     if size != world_size:
         raise Unsupported(
-            f"DistributedDataParallel over a group of {size} of the job's {world_size} ranks: a newcomer is given the "
+            f"DistributedDataParallel over a group of {size} of the job's {world_size} ranks: a replacement is given "
+            "the "
             "parameters of any other rank, so all ranks must train the same. Leave process_group out; a module that "
             "ranks train apart goes without DistributedDataParallel, and to job.register(module, its_optimizer)"
         )
@@ -71,7 +73,7 @@ def refuse_hooks(ddp: DistributedDataParallel) -> None:
     if kept:
         raise Unsupported(
             f"the communication hook of a DistributedDataParallel module keeps a {kept[0].__name__} from batch to "
-            "batch, which a newcomer cannot be given: use a hook without such state (fp16_compress_hook), or none"
+            "batch, which a replacement cannot be given: use a hook without such state (fp16_compress_hook), or none"
         )
     if ddp._join_config.enable:
         raise Unsupported(
@@ -90,7 +92,7 @@ def not_attached(optimizer: Optimizer, name: str) -> ConfigError:
     """
     return ConfigError(
         f"{type(optimizer).__name__} has stepped parameter {name}, which is attached without this optimizer, so its "
-        "updates and its state would not be a newcomer's: pass it to attach() or prepare(), or return it from "
+        "updates and its state would not be a replacement's: pass it to attach() or prepare(), or return it from "
         "configure_optimizers(). Of one that wraps another (Lookahead, SAM) attach the one inside, and job.register() "
         "the outer one if it also has state"
     )

@@ -8,7 +8,7 @@ class Count:
 
     Attributes:
         applied: updates that the program has gone through.
-        ahead: updates that the state contains beyond those: of a newcomer whose donor was ahead.
+        ahead: updates that the state contains beyond those: of a replacement whose donor was ahead.
         recomputed: updates that this process has gone through more than once.
     """
 

@@ -13,7 +13,7 @@ class Gate:
     Attributes:
         condition: its lock guards whatever changes with updates; notified when something may have become possible.
         updating: an update runs.
-        installing: a newcomer is about to join, and has no state to give.
+        installing: a replacement is about to join, and has no state to give.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Gate:
         self.condition.notify_all()
 
     def install(self, installing: bool) -> None:
-        """A newcomer is about to join, or has joined."""
+        """A replacement is about to join, or has joined."""
         with self.condition:
             self.installing = installing
             self.condition.notify_all()

@@ -1,4 +1,4 @@
-"""Parameters as they were before each update, for newcomers that compute what lies between two updates."""
+"""Parameters as they were before each update, for replacements that compute what lies between two updates."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shared_core.errors import RecoveryFailed
+from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.update_count import Count
 
@@ -22,19 +23,20 @@ class UpdateImages:
     Args:
         policy: ``always``, ``never``, or ``auto``: where a caller asks for it, and once a batch has had several
             updates.
-        stable: gives the newest batch top that every rank has published.
+        stable: gives the newest step boundary that every rank has published.
+        outside: whether the script changes the state outside updates, too: then the state at step boundaries is kept.
     """
 
-    def __init__(self, policy: str, count: Count, stable: Callable[[], int]) -> None:
-        self._policy, self._count, self._stable = policy, count, stable
+    def __init__(self, policy: str, count: Count, stable: Callable[[], int], outside: ExternalMutation) -> None:
+        self._policy, self._count, self._stable, self._outside = policy, count, stable, outside
         self._several = False
         self._wanted = False
         self._sharded = self._own = False
         self._images: list[PreImage] = []
         self._newest: dict[int, torch.Tensor] = {}
         self._spare: dict[int, list[torch.Tensor]] = {}
-        #: Number of the newest batch top, and version, of the last two versions that batch tops had.
-        self._tops: list[tuple[int, int]] = []
+        #: Number of the newest step boundary, and version, of the last two versions that step boundaries had.
+        self._boundaries: list[tuple[int, int]] = []
 
     # -- whether -----------------------------------------------------------------------------------
 
@@ -51,13 +53,18 @@ class UpdateImages:
         # Of a sharded stage a replica has nothing else to give: see Updates.attach().
         return self._policy == "always" or (self._several and (self._policy == "auto" or self._sharded))
 
+    @property
+    def needed(self) -> bool:
+        """Whether they are, and replacements begin with them; not where these are given no newer state."""
+        return not self._outside.active and self.kept
+
     def want(self, *, at_once: bool = False) -> None:
-        """Keep from the next batch top on, or at once (where the policy is ``auto``)."""
+        """Keep from the next step boundary on, or at once (where the policy is ``auto``)."""
         self._wanted = True
         self._several = self._several or at_once
 
     def resume(self, several: bool) -> None:
-        """Newcomer: keep what the predecessor kept."""
+        """Replacement: keep what the failed worker kept."""
         self._several = several
 
     # -- keeping -----------------------------------------------------------------------------------
@@ -79,28 +86,31 @@ class UpdateImages:
             torch._foreach_copy_(list(kept.values()), [replicated.parameters[place] for place in kept])
         self._images.append((self._count.applied, kept))
 
-    def at_top(self, index: int) -> None:
-        """The batch top of this number was published."""
+    def at_boundary(self, index: int) -> None:
+        """The step boundary of this number was published."""
         self._several = self._several or self._wanted
         version = self._count.applied
-        self._tops = [*(top for top in self._tops if top[1] != version), (index, version)][-2:]
+        self._boundaries = [*(boundary for boundary in self._boundaries if boundary[1] != version), (index, version)][
+            -2:
+        ]
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of what no newcomer asks for. All ranks have made the gradients of the newest update, so each has
-        published the batch top before it; and none begins before one that every rank has published. (Batch tops alone
-        say nothing: where no collective lies between, such as at the end of a pass, one rank can be several ahead.)
+        """Let go of what no replacement asks for. All ranks have made the gradients of the newest update, so each has
+        published the step boundary before it; and none begins before one that every rank has published. (Step
+        boundaries alone say nothing: where no collective lies between, such as at the end of a pass, one rank can be
+        several ahead.)
         """
         stable = self._stable()
-        self._tops = [(top, version) for top, version in self._tops if top >= stable]
-        oldest = min((version for _, version in self._tops), default=self._count.applied)
+        self._boundaries = [(boundary, version) for boundary, version in self._boundaries if boundary >= stable]
+        oldest = min((version for _, version in self._boundaries), default=self._count.applied)
         dropped = [params for version, params in self._images if version < oldest]
         self._images = [image for image in self._images if image[0] >= oldest]
         if dropped:
             places = {place for params in dropped for place in params}
             self._spare = {place: [params[place] for params in dropped if place in params] for place in places}
 
-    # -- for a newcomer ----------------------------------------------------------------------------
+    # -- for a replacement ----------------------------------------------------------------------------
 
     def has(self, version: int) -> bool:
         """Whether the parameters before the update that follows ``version`` are kept."""
@@ -136,10 +146,10 @@ class UpdateImages:
             if kept >= version:
                 description["images"].append([kept, list(params), len(tensors)])
                 tensors += params.values()
-        for place, value in self._newest.items():  # a newcomer that is itself still behind has older parameters
+        for place, value in self._newest.items():  # a replacement that is itself still behind has older parameters
             tensors[place] = value
 
-    # -- in a newcomer -----------------------------------------------------------------------------
+    # -- in a replacement -----------------------------------------------------------------------------
 
     @property
     def behind(self) -> bool:
@@ -147,13 +157,13 @@ class UpdateImages:
         return bool(self._newest)
 
     def begin(self, version: int) -> None:
-        """The program is at a batch top of ``version``."""
-        self._tops = [(sys.maxsize, version)]
+        """The program is at a step boundary of ``version``."""
+        self._boundaries = [(sys.maxsize, version)]
 
     def load(
         self, replicated: Replicated, description: dict[str, Any], tensors: Sequence[torch.Tensor], owned: bool
     ) -> None:
-        """Take over a donor's images, and put parameters where they were at the batch top.
+        """Take over a donor's images, and put parameters where they were at the step boundary.
 
         Args:
             replicated: has the donor's newest parameters.

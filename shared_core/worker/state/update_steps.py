@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shared_core.errors import Unsupported
 from shared_core.faults import inject
 from shared_core.worker.sharded.local import local_part
-from shared_core.worker.state.following import Followers
-from shared_core.worker.state.outside_changes import Outside
+from shared_core.worker.state.external_mutation import ExternalMutation
+from shared_core.worker.state.incremental_copy import Followers
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.support import not_attached
 from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, begin_after_closure
@@ -35,7 +35,7 @@ class UpdateSteps:
         count: counts them.
         images: parameters before each, where they are kept.
         outside: changes that the script makes outside updates.
-        followers: copies of the state that are made while updates go on.
+        followers: copies of the state that are made while updates continue.
         after: called after each update.
         fence: returns when what is being copied may be changed.
 
@@ -48,7 +48,7 @@ class UpdateSteps:
         gate: Gate,
         count: Count,
         images: UpdateImages,
-        outside: Outside,
+        outside: ExternalMutation,
         followers: Followers,
         after: Callable[[], None],
         fence: Callable[[], None],
@@ -62,7 +62,7 @@ class UpdateSteps:
         self._hidden: dict[int, HiddenGradients] = {}
         self._clean: dict[int, list[tuple[int, int]]] = {}
         #: What was seen before steps of optimizers that are not attached, by identity.
-        self._strangers: dict[int, tuple[int, dict[str, int]]] = {}
+        self._untracked_optimizers: dict[int, tuple[int, dict[str, int]]] = {}
         self._window: AbstractContextManager[Any] | None = None
         self._handles: list[Any] = []
 
@@ -133,13 +133,13 @@ class UpdateSteps:
         """An optimizer that was not attached has made a step: refuse it where it has changed what is attached by
         itself. One that wraps an attached one has made the update of that.
         """
-        before, now = self._strangers.pop(id(optimizer), None), self._seen_by(optimizer)
+        before, now = self._untracked_optimizers.pop(id(optimizer), None), self._seen_by(optimizer)
         if before is not None and before[0] == now[0] and before[1] != now[1]:
             raise not_attached(optimizer, next(name for name in now[1] if before[1].get(name) != now[1][name]))
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if not self._mine(optimizer):
-            self._strangers[id(optimizer)] = self._seen_by(optimizer)
+            self._untracked_optimizers[id(optimizer)] = self._seen_by(optimizer)
             return None
         # What was made early is compared with what the program's own pre-hooks have left.
         after_hooks = self._parts is not None
@@ -183,7 +183,7 @@ class UpdateSteps:
         """One update of a sharded stage is made in here: its shard is stepped, and parameters come from all shards."""
         assert self._replicated is not None
         self._begin()
-        if self._keeps_images:
+        if self._images.needed:
             with self._gate.condition:
                 self._images.keep(self._replicated, range(len(self._replicated.parameters)))
                 self._gate.condition.notify_all()
@@ -222,12 +222,8 @@ class UpdateSteps:
             self._followers.begin(self._count.applied, optimizer)
         self._open_window()
 
-    @property
-    def _keeps_images(self) -> bool:
-        return not self._outside.active and self._images.kept
-
     def _keep_image(self, optimizer: Optimizer) -> None:
-        if self._keeps_images:
+        if self._images.needed:
             assert self._replicated is not None
             places = [self._replicated.index_of(p) for group in optimizer.param_groups for p in group["params"]]
             self._images.keep(self._replicated, places)

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from shared_core.worker.state.following import Followers
+from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.given_state import GivenState
-from shared_core.worker.state.outside_changes import Outside
+from shared_core.worker.state.incremental_copy import Followers
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.undo import Parts, Undo
-from shared_core.worker.state.unstepped import Loose
+from shared_core.worker.state.unoptimized import UnoptimizedParameters
 from shared_core.worker.state.update_count import Count
 from shared_core.worker.state.update_gate import Gate
 from shared_core.worker.state.update_images import UpdateImages
@@ -27,18 +27,19 @@ class Updates:
     Attributes:
         replicated: what is trained; None before :meth:`attach`.
         outside: changes that the script makes outside updates.
-        followers: copies of the state that are made while updates go on.
+        followers: copies of the state that are made while updates continue.
         gate: keeps updates away from the state.
         given: the state as others are given it.
         steps: updates as they are made.
 
     Args:
         preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
-            has had several, so that a newcomer can compute
-            what lies between two updates exactly, and state at batch tops once the script changes it outside updates.
+            has had several, so that a replacement can compute
+            what lies between two updates exactly, and state at step boundaries once the script changes it outside
+            updates.
         after: called after each update.
         fence: returns when what is being copied may be changed.
-        stable: gives the newest batch top that every rank has published.
+        stable: gives the newest step boundary that every rank has published.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class Updates:
     ) -> None:
         self._fence = fence
         self._count = Count()
-        self._images = UpdateImages(preimages, self._count, stable)
         self._undo: Undo | None = None
         self.replicated: Replicated | None = None
-        self.outside, self.followers = Outside(preimages), Followers()
+        self.outside, self.followers = ExternalMutation(preimages), Followers()
+        self._images = UpdateImages(preimages, self._count, stable, self.outside)
         self.gate = Gate()
         self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
         self.steps = UpdateSteps(self.gate, self._count, self._images, self.outside, self.followers, after, fence)
@@ -68,7 +69,9 @@ class Updates:
 
     @property
     def state_version(self) -> int:
-        """Updates the state contains: in a newcomer whose donor was ahead, more than the program has gone through."""
+        """Updates the state contains: in a replacement whose donor was ahead, more than the program
+        has gone through.
+        """
         return self._count.state
 
     @property
@@ -79,20 +82,22 @@ class Updates:
     @property
     def keeps_images(self) -> bool:
         """Whether parameters are kept before each update."""
-        return not self.outside.active and self._images.kept  # else newcomers are given no newer ones
+        return self._images.needed
 
     def keep_images(self, *, at_once: bool = False) -> None:
-        """Keep parameters before each update from the next batch top on, or at once (where the policy is ``auto``)."""
+        """Keep parameters before each update from the next step boundary on, or at once (where the
+        policy is ``auto``).
+        """
         self._images.want(at_once=at_once)
 
     @property
     def computes_again(self) -> bool:
-        """Whether a newcomer has, at each place, the parameters that its predecessor had there."""
+        """Whether a replacement has, at each place, the parameters that the failed worker had there."""
         return self.outside.active or self.keeps_images
 
     @property
     def exact(self) -> bool:
-        """False while a newcomer computes with parameters that are newer than its place in the program."""
+        """False while a replacement computes with parameters that are newer than its place in the program."""
         return self._count.ahead == 0 or self._images.behind
 
     def attach(
@@ -102,19 +107,19 @@ class Updates:
         undo: bool = False,
         sharded: bool = False,
         own: bool = False,
-        loose: Loose | None = None,
+        unoptimized: UnoptimizedParameters | None = None,
         parts: bool = False,
     ) -> None:
         """Watch the optimizers of ``replicated`` from now on.
 
         Args:
             replicated: what is trained.
-            loose: those of its parameters that no optimizer steps. Without it changes outside updates are not looked
-                for.
-            undo: keep what updates overwrite until the next batch top, for :meth:`GivenState.at_version`.
-            sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A newcomer
-                then runs every update that its predecessor's batch had, on its own shard, and is given the parameters
-                at its batch top, never newer ones. Updates are what is inside :meth:`UpdateSteps.update`.
+            unoptimized: those of its parameters that no optimizer steps. Without it changes outside updates are not
+                looked for.
+            undo: keep what updates overwrite until the next step boundary, for :meth:`GivenState.at_version`.
+            sharded: the optimizer's state is divided over the replicas, so that each publishes its own. A replacement
+                then runs every update that the failed worker's batch had, on its own shard, and is given the parameters
+                at its step boundary, never newer ones. Updates are what is inside :meth:`UpdateSteps.update`.
             own: parameters and optimizer state are divided over the ranks: each publishes its shard, and nobody is
                 given one.
             parts: parts of an update may be made before the optimizer's step, by :meth:`UpdateSteps.make_part`.
@@ -135,23 +140,23 @@ class Updates:
             self.followers.able = not sharded and not own and made is None
             self._images.attach(len(replicated.optimizers), sharded, own)
             self.given.attach(None if own else replicated, sharded, self._undo, made)
-            self.outside.attach(replicated, loose)
+            self.outside.attach(replicated, unoptimized)
             self.steps.attach(replicated, made, own)
 
-    # -- batch tops --------------------------------------------------------------------------------
+    # -- step boundaries --------------------------------------------------------------------------------
 
-    def resume(self, top: int, *, images: bool, outside: bool, again: bool) -> None:
-        """Newcomer, at its batch top: keep what the predecessor kept; all ranks must agree.
+    def resume(self, boundary: int, *, images: bool, outside: bool, again: bool) -> None:
+        """Replacement, at its step boundary: keep what the failed worker kept; all ranks must agree.
 
         Args:
-            top: its number.
-            images: whether the predecessor kept parameters before each update.
+            boundary: its number.
+            images: whether the failed worker kept parameters before each update.
             outside: whether it had seen changes outside updates.
             again: all workers were started again, perhaps with another script.
         """
         self._images.resume(images)
         watched = 0 if again else self.version
-        self.outside.resume(top, self.version, outside, exact=not self._count.ahead, watched=watched)
+        self.outside.resume(boundary, self.version, outside, exact=not self._count.ahead, watched=watched)
 
     def next_batch(self) -> None:
         """A batch begins, at a recovery point or not."""
@@ -161,28 +166,28 @@ class Updates:
         with self.gate.condition:
             self.outside.next_batch(self.version)
 
-    def at_top(self, index: int = 0, stable: int = 0) -> None:
-        """A batch top was published.
+    def at_boundary(self, index: int = 0, stable: int = 0) -> None:
+        """A step boundary was published.
 
         Args:
-            index: number of the batch top.
-            stable: batch top from which a newcomer may start at the earliest.
+            index: number of the step boundary.
+            stable: step boundary from which a replacement may start at the earliest.
         """
         self.steps.refuse_torn()
         if self.outside.active:
             self._fence()  # memory that is used again may be being copied
         with self.gate.condition:
-            self.outside.at_top(index, self.version)
-            self.outside.tops.drop_before(stable, reuse=not self.gate.held_now)
+            self.outside.at_boundary(index, self.version)
+            self.outside.boundaries.drop_before(stable, reuse=not self.gate.held_now)
             self.gate.condition.notify_all()
         if self._undo is not None:
             self._undo.commit()
-        self._images.at_top(index)
+        self._images.at_boundary(index)
 
-    # -- a newcomer takes over a state -------------------------------------------------------------
+    # -- a replacement takes over a state -------------------------------------------------------------
 
     def begin_install(self) -> None:
-        """A newcomer is about to join: it is no donor until :meth:`load`."""
+        """A replacement is about to join: it is no donor until :meth:`load`."""
         self.gate.install(True)
 
     def load(
@@ -193,11 +198,11 @@ class Updates:
         *,
         owned: bool = False,
     ) -> None:
-        """Take over a donor's state at a batch top of ``version``; updates that the state already contains will do
+        """Take over a donor's state at a step boundary of ``version``; updates that the state already contains will do
         nothing.
 
         Args:
-            version: updates at the batch top.
+            version: updates at the step boundary.
             description: of the state; None for the one that is here. With ``here`` the state has come before.
             tensors: of the state.
             owned: nobody else uses them.

@@ -166,7 +166,7 @@ def move(links: Sequence[Any], times: int) -> bool:
 
 
 def _count_on(each: Any, times: int) -> bool:
-    """Have an ``enumerate`` go on with a later number. It has no method for that; the number lies behind what all
+    """Have an ``enumerate`` continue with a later number. It has no method for that; the number lies behind what all
     objects have, which is checked before and afterwards."""
     number = each.__reduce__()[1][1]
     place = ctypes.c_ssize_t.from_address(id(each) + object.__basicsize__)

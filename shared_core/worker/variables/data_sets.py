@@ -20,7 +20,7 @@ from shared_core.worker.variables.writer import Writer, attributes_of, read_own
 
 _ATOMS = (bool, int, float, str, bytes, type(None))
 #: What takes longer than this is looked at again only after so many times as long.
-_DEAR_S, _PATIENCE = 1e-3, 100
+_DEAR_S, _LONGEST_WAIT = 1e-3, 100
 _MOST = 32
 #: Parts of a loader that hold what it reads, and in which order.
 _PARTS = ("dataset", "sampler", "batch_sampler")
@@ -101,9 +101,9 @@ class DataSets:
             found = len(value) if hasattr(type(value), "__len__") else 0
         took = time.thread_time() - begun
         seldom = took > _DEAR_S and known is not None  # what is done once takes longer
-        self._now[name] = found, time.monotonic() + _PATIENCE * took if seldom else 0.0
+        self._now[name] = found, time.monotonic() + _LONGEST_WAIT * took if seldom else 0.0
         if seldom:
-            self._tell(name, _PATIENCE * took)
+            self._tell(name, _LONGEST_WAIT * took)
         return found
 
     def _digest(self, value: Any) -> bytes:

@@ -73,7 +73,7 @@ class Graft:
         self._claimed: dict[int, Any] = {}
         self._filled: dict[Any, Any] = {}
         self._keep: list[Any] = []
-        self._top = ""
+        self._whole = ""
         self.differences: list[Difference] = []
 
     # -- side by side -------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Graft:
             old: what this run holds in its place.
             path: of the place.
         """
-        self._top = path
+        self._whole = path
         todo = [(new, old, path)]
         while todo:
             new, old, path = todo.pop()
@@ -147,7 +147,7 @@ class Graft:
         if kind == "unbound":
             return MISSING
         if kind == "ignored":
-            if old is MISSING and path != self._top:  # a variable without a value says so by itself
+            if old is MISSING and path != self._whole:  # a variable without a value says so by itself
                 self._differ(path, f"a {short(cls)}", old)
             return old
         if kind == "named":
@@ -168,7 +168,7 @@ class Graft:
         if parts[0] is None:
             self._differ(path, f"a {short(cls)}, which does not show what it holds", old)
         elif not same or (parts[0] != OF_DATA and tuple(parts) != self._writer.describe("opaque", old)):
-            self._differ(path, f"a {short(cls)}" + " that has gone on" * same, old)
+            self._differ(path, f"a {short(cls)}" + " that has continued" * same, old)
         return old
 
     def _find(self, name: str, old: Any, path: str) -> Any:

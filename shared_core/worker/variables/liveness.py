@@ -65,7 +65,7 @@ def _live(code: CodeType, last: int) -> frozenset[str] | None:
 
 
 def _handlers(code: CodeType) -> Iterable[Any]:
-    """Where exceptions of which instructions go on: public, but not in the stubs."""
+    """Where exceptions of which instructions continue: public, but not in the stubs."""
     bytecode: Any = dis.Bytecode(code)
     found: Iterable[Any] = bytecode.exception_entries
     return found

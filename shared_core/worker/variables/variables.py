@@ -113,7 +113,7 @@ class Variables:
     Args:
         rank: of this worker; None where nobody replaces it, and nothing is captured.
         origin: whose variables are put back.
-        refuse: ends what cannot go on, for a reason and with what it has begun from.
+        refuse: ends what cannot continue, for a reason and with what it has begun from.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class Variables:
             console_once(f"variable {name}", message)
 
     def put_back(self, stored: dict[str, Any], *, boundary: bool = True) -> None:
-        """Put back what :meth:`capture` has given in the process that this one goes on for; refuse what cannot be.
+        """Put back what :meth:`capture` has given in the process that this one continues for; refuse what cannot be.
 
         Of another rank only objects that were told are put back: variables say which rank it was.
 
@@ -410,7 +410,7 @@ class Variables:
         self._tell(
             f"seldom {name}",
             f"`{name}` is so large that it is looked at every {seconds:.1f} s only: if the script changes it while "
-            "training, other than by reading, a worker that is lost before that goes on with what it was at the start",
+            "training, other than by reading, a worker that fails before that continues with what it was at the start",
         )
 
     @contextmanager
@@ -485,7 +485,7 @@ class Variables:
         return ""
 
     def _put_told(self, scope: Scope) -> None:
-        """A framework tells of this only now, which its predecessor held at the place that was restored."""
+        """A framework tells of this only now, which the failed worker held at the place that was restored."""
         wanted, _ = self._untold.scopes.pop(scope.name)
         graft, origin = self._untold.graft, self._untold.origin
         assert graft is not None  # else nothing was restored, and nothing is untold
@@ -502,12 +502,12 @@ class Variables:
             return
         scopes, origin = self._untold.scopes, self._untold.origin
         self._untold = _Untold(None, "same")
-        lost = [name for name, (wanted, has_changed) in scopes.items() if wanted and has_changed]
-        if lost and origin != "other":
+        gone = [name for name, (wanted, has_changed) in scopes.items() if wanted and has_changed]
+        if gone and origin != "other":
             self._refuse(
-                f"rank {self._rank}: the attributes of `{lost[0]}` have changed in the failed worker, and this part of "
+                f"rank {self._rank}: the attributes of `{gone[0]}` have changed in the failed worker, and this part of "
                 "the script is not in its replacement. Give the same callbacks, data modules and models to each call; "
-                f"if nothing depends on what they hold, write job.ignore({next(iter(scopes[lost[0]][0]))!r})",
+                f"if nothing depends on what they hold, write job.ignore({next(iter(scopes[gone[0]][0]))!r})",
                 origin,
             )
 

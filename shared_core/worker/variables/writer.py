@@ -49,7 +49,7 @@ _ROWS, _LISTS = 1024, 16
 MODULE_PARTS = frozenset(vars(nn.Module()))
 _STATE_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"})
 #: A digest of an object that pickles is taken again after so many times as long as it took.
-_PATIENCE, _DEAR_S = 100, 1e-3
+_LONGEST_WAIT, _DEAR_S = 100, 1e-3
 #: Large tensors and arrays that are followed before those that are gone are forgotten.
 _REMEMBERED = 4096
 _OURS = ("shared_core", "lightning_swift", "accelerate_swift")
@@ -270,7 +270,7 @@ class Writer:
         took = time.monotonic() - now
         if took > _DEAR_S:
             with suppress(TypeError):  # of some types no weak reference can be made
-                self._digests[id(thing)] = (weakref.ref(thing), found, now + _PATIENCE * took)
+                self._digests[id(thing)] = (weakref.ref(thing), found, now + _LONGEST_WAIT * took)
         return found
 
 

@@ -1,4 +1,4 @@
-"""A newcomer that does not do what its predecessor did."""
+"""A replacement that does not do what the failed worker did."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main() -> None:
     loop = {"step": 0}
     job.register("loop", lambda: dict(loop), loop.update)
     while loop["step"] < 5:
-        job.batch_top()
+        job.step_boundary()
         # Asked in each batch: a variable would be given the failed worker's value.
         other = how if os.environ["SWIFT_RECOVERY_INCARNATION"] != "0" else "same"
         report.count(f"batch {loop['step']}")

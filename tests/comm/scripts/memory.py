@@ -23,7 +23,7 @@ def main() -> None:
     gradient = sum(p.numel() * p.element_size() for p in net.parameters())
     held, free = [], []
     for step in range(14):
-        job.batch_top()
+        job.step_boundary()
         report.count(f"batch {step}")
         optimizer.zero_grad()
         ddp(torch.ones(2, 512)).sum().backward()

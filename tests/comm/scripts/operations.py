@@ -288,7 +288,7 @@ def main() -> None:
         job.register("results", lambda: results, results.update)
     while len(results[next(reversed(results))]) < args.steps:
         if job is not None:
-            job.batch_top()
+            job.step_boundary()
         report.count(f"batch {len(results[next(reversed(results))])}")
         for name, fn in OPERATIONS.items():
             if name in results:

@@ -1,4 +1,4 @@
-"""Rank 1 gives a result to rank 0's newcomer, and is lost before the newcomer has copied it."""
+"""Rank 1 gives a result to rank 0's replacement, and fails before the replacement has copied it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def main() -> None:
             (FOLDER / "rank1.pid").write_text(str(os.getpid()))
     while loop["step"] < 5:
         if job is not None:
-            job.batch_top()
+            job.step_boundary()
         for number in (1.0, 100.0):
             value = torch.full((2,), number * (loop["step"] + rank))
             dist.all_reduce(value)

@@ -20,14 +20,14 @@ from ..json_values import plain_json, text_keys
 
 #: What the product says with its events.
 _SAID: dict[str, st.SearchStrategy[Any]] = {
-    "lost": st.lists(st.integers(0, 3), max_size=2),
+    "failed": st.lists(st.integers(0, 3), max_size=2),
     "cause": st.text(max_size=12),
     "detected": st.floats(0, 1e6),
     "ready_s": st.floats(0, 9),
     "stall_s": st.floats(0, 9),
     "start_s": st.floats(0, 9),
     "bytes_moved": st.integers(0, 1 << 40),
-    "top": st.none() | st.integers(0, 9),
+    "boundary": st.none() | st.integers(0, 9),
     "resolution": st.text(max_size=9),
     "recomputed_steps": st.integers(0, 3),
     "stay": st.lists(st.integers(0, 3), max_size=2),
@@ -37,7 +37,7 @@ _SAID: dict[str, st.SearchStrategy[Any]] = {
     "seconds": st.floats(0, 9),
     "world_size": st.integers(1, 4),
     "restart": st.integers(0, 2),
-    "tops": st.integers(0, 9),
+    "boundaries": st.integers(0, 9),
     "exchange_s": st.floats(0, 9),
     "host": st.text(max_size=9),
 }

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from shared_core.checkpoint.spool import SEALED, Sealed
 from shared_core.errors import CorruptFile
-from shared_core.launcher.neighbour import Copies
+from shared_core.launcher.neighbour import NeighbourCopies
 from shared_core.system.snapshot_wire import GET, LIST, PART, PUT, SIZE, receive_bytes
 from shared_core.system.wire import Link
 from shared_core.worker.checkpoints.in_memory import find
@@ -64,7 +64,7 @@ def _apart(call: Callable[[], None]) -> None:
         own.submit(call).result()
 
 
-def _serve(kind: bytes, data: bytes, copies: Copies) -> bytes:
+def _serve(kind: bytes, data: bytes, copies: NeighbourCopies) -> bytes:
     header, _, rest = data.partition(_BREAK)
     return answered(rest, lambda sock: _apart(lambda: copies.serve(Link(sock, None, serves=True), kind, header)))
 
@@ -77,12 +77,12 @@ def _given(answer: bytes) -> bytes | None:
         return receive_bytes(link, size) if size >= 0 else None
 
 
-def _fresh(folder: Path) -> Copies:
+def _fresh(folder: Path) -> NeighbourCopies:
     shutil.rmtree(folder / "copies", ignore_errors=True)
-    return Copies(folder / "copies")
+    return NeighbourCopies(folder / "copies")
 
 
-def _ask(copies: Copies, name: str) -> bytes:
+def _ask(copies: NeighbourCopies, name: str) -> bytes:
     return _serve(GET, json.dumps({"where": "kept", "key": copies.kept, "name": name}).encode(), copies)
 
 

@@ -46,7 +46,7 @@ struck = st.lists(
         spec.Fault,
         st.integers(0, 7),
         st.integers(-1, 9),
-        st.sampled_from([point for point in spec.POINTS if point != "batch_top"]),
+        st.sampled_from([point for point in spec.POINTS if point != "step_boundary"]),
         st.sampled_from(["SIGKILL", "SIGTERM"]),
         st.integers(1, 3),
         st.integers(0, 2),
@@ -105,7 +105,7 @@ def _trace(data: bytes, folder: Path, name: str) -> Any:
     found = read_trace(folder / name, workers=16)
     found.jittered(1)
     found.with_spares(2)
-    return found.losses
+    return found.failures
 
 
 def _secret(data: bytes, folder: Path) -> Any:

@@ -18,7 +18,7 @@ from shared_core.schedule.timing import StageTimes, Times
 from ..harness import Target, exact, only_errors, stable
 
 topologies = st.builds(Topology, st.integers(2, 3), st.integers(1, 3), st.integers(1, 4))
-losses = st.sampled_from([(), (Worker(1, 0),)])
+failures = st.sampled_from([(), (Worker(1, 0),)])
 settings = st.builds(
     lambda topology, forward, ordered: Settings(topology, Times((StageTimes(forward),)), ordered=ordered),
     topologies,
@@ -42,8 +42,8 @@ measured = st.integers(1, 5).flatmap(
 
 
 def _plan(value: Any, _folder: Path) -> bytes:
-    topology, lost = value
-    return plan(topology, lost).to_json().encode()
+    topology, failed = value
+    return plan(topology, failed).to_json().encode()
 
 
 def _text(data: bytes) -> str:
@@ -56,7 +56,7 @@ def _text(data: bytes) -> str:
 
 def _read_plan(data: bytes, _folder: Path | None = None) -> IterationPlan:
     found = IterationPlan.from_json(_text(data))
-    for d, s in found.lost:
+    for d, s in found.failed:
         found.host(d, s, 0)
     return found
 
@@ -73,13 +73,13 @@ def _write_stored(_value: Any, folder: Path) -> bytes:
     for path in store.folder.glob("*"):
         path.unlink()
     store.make([Worker(1, 0)])
-    (path,) = store.folder.glob("lost-*.json")
+    (path,) = store.folder.glob("failed-*.json")
     return path.read_bytes()
 
 
 def _read_stored(data: bytes, folder: Path) -> Any:
     store = _store(folder)
-    (path,) = store.folder.glob("lost-*.json")
+    (path,) = store.folder.glob("failed-*.json")
     path.write_bytes(data)
     found = store.look_up([Worker(1, 0)])
     if found is None:
@@ -117,7 +117,7 @@ def _read_measured(data: bytes, _folder: Path) -> Any:
 TARGETS = [
     Target(
         "plans.plan",
-        st.tuples(topologies, losses),
+        st.tuples(topologies, failures),
         _plan,
         _read_plan,
         stable(lambda found: found.to_json().encode(), _read_plan),

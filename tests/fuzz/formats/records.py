@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from shared_core.launcher.ledger import Ledger
 from shared_core.protocol.agreement import Agreed
 from shared_core.protocol.cut import Offer, choose_cut
-from shared_core.protocol.frontier import Frontier, GroupFrontier, Top, read_fronts
-from shared_core.protocol.generation import Cause, CauseKind, Entry, Kind
-from shared_core.protocol.meeting_document import read_document
+from shared_core.protocol.frontier import Frontier, GroupFrontier, StepBoundary, read_frontiers
+from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind
 from shared_core.protocol.plan import Plan
-from shared_core.protocol.standstill import Standing, awaited, describe, stuck
+from shared_core.protocol.rendezvous_document import read_document
+from shared_core.protocol.standstill import WaitStatus, awaited, describe, stuck
 from shared_core.protocol.worker_env import Resized
 from shared_core.protocol.worker_messages import SHAPES, read
 from shared_core.worker.recovery.replicas import Sums
@@ -24,8 +24,8 @@ from ..harness import Target, only_errors, stable
 
 counts = st.integers(0, 9)
 channels = st.dictionaries(st.sampled_from(["0,1,0", "1,0,0"]), counts, max_size=2)
-tops = st.builds(
-    lambda index, version, seq: Top(index, version, 0, "batch", {"default": seq}, members={"default": "0,1"}),
+boundaries = st.builds(
+    lambda index, version, seq: StepBoundary(index, version, 0, "batch", {"default": seq}, members={"default": "0,1"}),
     st.integers(1, 9),
     counts,
     counts,
@@ -34,9 +34,9 @@ frontiers = st.builds(
     Frontier,
     rank=st.just(0),
     incarnation=counts,
-    newcomer=st.booleans(),
+    replacement=st.booleans(),
     version=counts,
-    tops=st.lists(tops, max_size=2).map(tuple),
+    boundaries=st.lists(boundaries, max_size=2).map(tuple),
     groups=st.fixed_dictionaries(
         {},
         optional={
@@ -45,13 +45,13 @@ frontiers = st.builds(
     ),
 )
 offers = st.builds(
-    lambda rank, tops, version: Offer(rank, 0, tuple((n, n, "batch") for n in tops), version),
+    lambda rank, boundaries, version: Offer(rank, 0, tuple((n, n, "batch") for n in boundaries), version),
     st.integers(0, 1),
     st.lists(counts, max_size=3, unique=True).map(sorted),
     st.none() | counts,
 )
-standings = st.builds(
-    Standing,
+statuses = st.builds(
+    WaitStatus,
     rank=st.integers(0, 1),
     generation=counts,
     look=counts,
@@ -66,7 +66,7 @@ standings = st.builds(
 causes = st.builds(Cause, st.sampled_from(CauseKind), st.just("SIGKILL"), st.integers(0, 3))
 entries = st.builds(
     Entry,
-    kind=st.sampled_from([Kind.FORM, Kind.HAND_ON, Kind.RESTART, Kind.RESIZE]),
+    kind=st.sampled_from([EntryKind.FORM, EntryKind.DRAIN, EntryKind.RESTART, EntryKind.RESIZE]),
     causes=st.lists(causes, max_size=2).map(tuple),
     detected=st.floats(0, 9),
     machines=st.sampled_from([(), ("a:1#x", None)]),
@@ -95,19 +95,21 @@ meetings = st.fixed_dictionaries(
 words = st.sampled_from(
     [
         ("fail", {"message": "no", "rank": 1}),
-        ("restart", {"reason": "lost"}),
-        ("saved", {"done": True, "top": 3}),
+        ("restart", {"reason": "failed"}),
+        ("saved", {"done": True, "boundary": 3}),
         ("checkpoints", {"checkpoint.keep": 3, "checkpoint.dir": None}),
-        ("handed", {"generation": 1, "top": 3}),
+        ("handed", {"generation": 1, "boundary": 3}),
         ("declined", {"generation": 1, "reason": "no"}),
-        ("reports", {"rank": 0, "time": 1.5, "pid": 7, "top": 3, "whence": "step 40"}),
+        ("reports", {"rank": 0, "time": 1.5, "pid": 7, "boundary": 3, "whence": "step 40"}),
         ("divergent", [0, 1]),
         ("fail", "no"),
     ]
 )
 agreed = st.builds(
-    lambda top, redo, failed: Agreed(None if failed else Plan({0: top}, {0: 1}, (), {"default": redo}), failed),
-    st.none() | tops,
+    lambda boundary, redo, failed: Agreed(
+        None if failed else Plan({0: boundary}, {0: 1}, (), {"default": redo}), failed
+    ),
+    st.none() | boundaries,
     st.sets(counts, max_size=3),
     st.sampled_from(["", "nobody is left"]),
 )
@@ -152,10 +154,10 @@ def _cut(data: bytes, _folder: Path | None = None) -> Offer:
     return offer
 
 
-def _stand(data: bytes, _folder: Path) -> Standing:
+def _stand(data: bytes, _folder: Path) -> WaitStatus:
     one, other = (
-        Standing.from_json(data),
-        Standing(9, 0, 1, call="barrier()", group="default", members=(0, 9), number=3),
+        WaitStatus.from_json(data),
+        WaitStatus(9, 0, 1, call="barrier()", group="default", members=(0, 9), number=3),
     )
     both = {0: one, 9: other}
     describe(both, stuck(both))
@@ -166,7 +168,7 @@ def _stand(data: bytes, _folder: Path) -> Standing:
 def _front(data: bytes, _folder: Path | None = None) -> Frontier:
     """Beside the frontier of another rank."""
     other = Frontier(1, 0, False, 0, (), {"default": GroupFrontier("0,1", 1, [1], [0], [])})
-    read_fronts({0: data, 1: other.to_json().encode()}, {0: "front/0", 1: "front/1"}, 2)
+    read_frontiers({0: data, 1: other.to_json().encode()}, {0: "front/0", 1: "front/1"}, 2)
     return Frontier.from_json(data)
 
 
@@ -199,7 +201,7 @@ TARGETS = [
     ),
     Target("records.plan", agreed, lambda value, _: _json(value), _agreed, stable(_json, _agreed)),
     Target("records.offer", offers, lambda value, _: _json(value), _cut, only_errors),
-    Target("records.standing", standings, lambda value, _: _json(value), _stand, stable(_json, Standing.from_json)),
+    Target("records.standing", statuses, lambda value, _: _json(value), _stand, stable(_json, WaitStatus.from_json)),
     Target(
         "records.line",
         lines,

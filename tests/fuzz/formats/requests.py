@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shared_core.checkpoint.command import Command
 from shared_core.launcher.standby import Standby
 from shared_core.protocol import worker_env
-from shared_core.protocol.loss_policy import RaisedError
+from shared_core.protocol.failure_policy import RaisedError
 from shared_core.protocol.progress_file import ProgressFile, read_pace, read_progress
 from shared_core.protocol.request import StartRequest
 from shared_core.system.card import Card
@@ -116,7 +116,7 @@ def _leave(value: Any, folder: Path) -> bytes:
 
 def _progress(value: Any, folder: Path) -> bytes:
     file = ProgressFile(folder / "progress")
-    file.top(value)
+    file.boundary(value)
     file.waiting(True)
     return (folder / "progress").read_bytes()
 

@@ -1,4 +1,4 @@
-"""The log on disk: files of framed records, as a worker's newcomer opens them."""
+"""The log on disk: files of framed records, as a worker's replacement opens them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _fresh(folder: Path) -> Path:
 def _write(value: Any, folder: Path, *, killed: bool = False) -> bytes:
     """Records in one file; without its index where the writer was killed."""
     log = Archive(_fresh(folder), owner=_OWNER)
-    for channel, index, top, note, tensors in value:
-        log.put(Key(channel, index, top, note), tensors)
+    for channel, index, boundary, note, tensors in value:
+        log.put(Key(channel, index, boundary, note), tensors)
     with log._changed:
         assert log._changed.wait_for(lambda: not log.stats.bytes_waiting, 30.0), "the log was not written"
     path = folder / "log" / _NAME

@@ -25,23 +25,23 @@ from shared_core.worker.mirror import Mirror
 from ..harness import Target, only_errors
 from ..machines import KEY, Said, changed, changes, frames, heard, join, machine, packed, unproved, whole
 
-names = st.sampled_from(["top.1", "top.2", "records", "end.0", "order.0123456789ab", ""])
+names = st.sampled_from(["boundary.1", "boundary.2", "records", "end.0", "order.0123456789ab", ""])
 stored = st.lists(
     st.tuples(st.sampled_from([WRITE, APPEND, REMOVE, SYNC, GET]), names, st.binary(max_size=40)), max_size=5
 )
 #: A machine that has copies already, and what another one sends it then.
-_BEFORE: list[Said] = [(BEGIN, 0, 1, "", []), (WRITE, 0, 1, "top.4", [b"4"]), (END, 0, 1, "", [])]
+_BEFORE: list[Said] = [(BEGIN, 0, 1, "", []), (WRITE, 0, 1, "boundary.4", [b"4"]), (END, 0, 1, "", [])]
 _SESSION: list[Said] = [
     (BEGIN, 0, 1, "", []),
-    (WRITE, 0, 1, "top.5", [b"five"]),
+    (WRITE, 0, 1, "boundary.5", [b"five"]),
     (WRITE, 0, 1, "records", [b"r"]),
     (END, 0, 1, "", []),
-    (WRITE, 0, 1, "top.6", [b"s", b"ix"]),
+    (WRITE, 0, 1, "boundary.6", [b"s", b"ix"]),
     (APPEND, 0, 1, "records", [b"s"]),
-    (REMOVE, 0, 1, "top.5", []),
+    (REMOVE, 0, 1, "boundary.5", []),
     (SYNC, 0, 1, "", []),
 ]
-_GIVEN: list[Said] = [(WRITE, 0, 0, "top.3", [b"three"]), (WRITE, 0, 0, "records", [b"r"]), (END, 0, 0, "", [])]
+_GIVEN: list[Said] = [(WRITE, 0, 0, "boundary.3", [b"three"]), (WRITE, 0, 0, "records", [b"r"]), (END, 0, 0, "", [])]
 
 
 def _says(value: Any) -> list[Said]:
@@ -164,7 +164,7 @@ def _within(value: Any, _data: bytes, _corpus: Any) -> str:
 
 
 def _given(value: Any, _folder: Path) -> bytes:
-    given: list[Said] = [(WRITE, 0, 0, name or "top.3", [data]) for _, name, data in value]
+    given: list[Said] = [(WRITE, 0, 0, name or "boundary.3", [data]) for _, name, data in value]
     return b"".join(frames([*given, (END, 0, 0, "", [])], serves=True))
 
 
@@ -217,13 +217,13 @@ def _copy(data: bytes, folder: Path) -> Any:
     """A worker's copies go to a machine that answers so."""
     own = folder / "own"
     own.mkdir(exist_ok=True)
-    (own / "top.1").write_bytes(b"top")
+    (own / "boundary.1").write_bytes(b"boundary")
     mirror = Mirror(0, 0, 0, own, KEY)
     with unproved(), machine(lambda _link, _key: data) as name:
         try:
             mirror.follow(["127.0.0.1:1#own", name])
             mirror.sync()
-            mirror.write("top.2", [b"two"])
+            mirror.write("boundary.2", [b"two"])
             mirror.sync()
         finally:
             mirror.follow(["127.0.0.1:1#own"])
@@ -242,7 +242,7 @@ def _proved(_value: Any, _folder: Path) -> bytes:
 def _ask(data: bytes, _folder: Path) -> Any:
     with heard(data) as sock:
         secret.ask(sock, KEY)
-    return "let in"
+    return "admitted"
 
 
 def _greeting(_value: Any, _folder: Path) -> bytes:
@@ -252,11 +252,11 @@ def _greeting(_value: Any, _folder: Path) -> bytes:
 def _prove(data: bytes, _folder: Path) -> Any:
     with heard(data) as sock:
         secret.prove(sock, KEY)
-    return "let in"
+    return "admitted"
 
 
 def _never(_value: Any, _data: bytes, _corpus: Any) -> str:
-    return "who does not know the secret was let in"
+    return "who does not know the secret was admitted"
 
 
 def _packed(value: Any, _folder: Path) -> bytes:

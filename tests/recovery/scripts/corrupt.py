@@ -48,7 +48,7 @@ def main() -> None:
         ):
             flipped = True
             flip(net)
-        job.batch_top()
+        job.step_boundary()
         report.count(f"batch {loop['step']}")
         optimizer.zero_grad()
         ddp(torch.randn(4, 8)).square().mean().backward()

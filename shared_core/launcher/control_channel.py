@@ -1,0 +1,152 @@
+"""What reaches the agent: entries of other agents and words of workers in the job's store, wishes at its own socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from shared_core.config import CHECKPOINT_OPTIONS
+from shared_core.errors import ConfigError
+from shared_core.events import console
+from shared_core.launcher.attempts import Attempts
+from shared_core.launcher.control_socket import ControlSocket
+from shared_core.launcher.job_reporter import JobReporter
+from shared_core.launcher.last_checkpoint import LastCheckpoint
+from shared_core.launcher.other_machines import OtherMachines
+from shared_core.launcher.resizes import Resizes
+from shared_core.launcher.starting import Starter
+from shared_core.launcher.wakeup import Wakeup
+from shared_core.launcher.workers import WorkerPool
+from shared_core.protocol import keys
+from shared_core.protocol.agent_phase import AgentEvent
+from shared_core.protocol.failure_policy import FailureBook
+from shared_core.protocol.generation import CauseKind, Entry, EntryKind
+
+
+class ControlChannel:
+    """Reads the store and the agent's socket, and acts on what is there.
+
+    Args:
+        machines: the other machines, if there are any.
+        book: counts failures.
+        last_checkpoint: that the end waits for.
+    """
+
+    def __init__(
+        self,
+        attempts: Attempts,
+        resizes: Resizes,
+        machines: OtherMachines | None,
+        worker_pool: WorkerPool,
+        starter: Starter,
+        wakeup: Wakeup,
+        control: ControlSocket,
+        job_reporter: JobReporter,
+        book: FailureBook,
+        last_checkpoint: LastCheckpoint,
+    ) -> None:
+        self._attempts, self._resizes, self._machines, self._worker_pool = attempts, resizes, machines, worker_pool
+        self._starter, self._wakeup, self._control = starter, wakeup, control
+        self._job_reporter, self._book = job_reporter, book
+        self._last_checkpoint = last_checkpoint
+        self._words: dict[str, Callable[[Any], None]] = {
+            "divergent": self._divergent,
+            "fail": self._fail,
+            keys.SAVED: self._saved,
+            keys.REPORTS: self._report,
+            keys.PREPARED: lambda said: self._attempts.spares.ready(said),
+            "handed": lambda said: self._resizes.handed_on(said.generation, said.boundary),
+            "declined": lambda said: self._resizes.declined(said.generation, said.reason),
+            "restart": self._restart,
+        }
+
+    def listen(self) -> None:
+        """Act on all that is new, until the attempt ends."""
+        attempts, attempt = self._attempts, self._attempts.now
+
+        def continues() -> bool:
+            return attempts.now is attempt and attempts.result is None
+
+        for pid, wish in self._control.wishes():
+            self._wish(pid, wish)
+        for entry in attempt.ledger.follow():
+            self._follow(entry)
+            if not continues():
+                return
+        for name, value in attempt.look():
+            if name in self._words:
+                self._words[name](value)
+            if not continues():
+                return
+        if attempts.phase.trains and attempt.release():
+            attempts.step(AgentEvent.RELEASED)
+        if attempts.phase.trains and self._machines is not None:
+            self._machines.look()
+
+    def _follow(self, entry: Entry) -> None:
+        """Another agent's entry."""
+        attempts = self._attempts
+        if entry.kind is EntryKind.RELEASE:
+            attempts.step(AgentEvent.RELEASED)
+        elif entry.kind is EntryKind.FAIL:
+            self._job_reporter.console_reporter.fails(entry.reason)
+            attempts.fail(entry.rank, 0, 1, "", entry.reason)
+        elif entry.kind is EntryKind.RESTART:
+            attempts.restart(entry)
+        elif entry.kind is EntryKind.RESIZE:
+            attempts.resize(entry)
+        else:
+            self._resizes.note(entry)
+            self._job_reporter.console_reporter.counts(len(entry.failed))
+            if self._machines is not None:
+                self._machines.check()  # it may have given our place away
+
+    # -- words of the workers -----------------------------------------------------------------------------------------
+
+    def _divergent(self, wrong: list[int]) -> None:
+        for one in list(self._worker_pool.live.values()):
+            if one.rank in wrong:
+                one.kill("its state differs from its replicas'", CauseKind.DIVERGENT)
+
+    def _fail(self, said: Any) -> None:
+        rank, message = said.rank, said.message
+        self._job_reporter.console_reporter.fails(f"rank {rank}: {message}")
+        self._job_reporter.ends("failed", rank=rank, reason=message)
+        pid = next((one.pid for one in self._worker_pool.live.values() if one.rank == rank), 0)
+        self._attempts.fail(rank, pid, 1, "", message)
+
+    def _saved(self, said: Any) -> None:
+        self._last_checkpoint.saved(asdict(said))
+        self._wakeup.tell()  # look at the signals again
+
+    def _wish(self, pid: int, wish: dict[str, Any]) -> None:
+        """What the script says of its checkpoints, where the launcher was told nothing."""
+        before = self._starter.config
+        try:
+            if pid not in self._worker_pool.live:
+                raise ConfigError(f"process {pid} is no worker of this machine")
+            if others := sorted(wish.keys() - CHECKPOINT_OPTIONS):
+                raise ConfigError(f"{', '.join(others)} is not for a script to say")
+            config = before.merged(wish)
+        except ConfigError as error:
+            console(f"the checkpoint options that a worker reported are ignored: {error}")
+            return
+        self._last_checkpoint.want()
+        if config.checkpoint.dir != before.checkpoint.dir:
+            self._job_reporter.console_reporter.checkpoints(config.checkpoint.dir)
+        self._starter.use(config)
+
+    def _report(self, said: Any) -> None:
+        self._job_reporter.report({key: each for key, each in asdict(said).items() if each is not None})
+
+    def _restart(self, said: Any) -> None:
+        reason = said.reason
+        if self._book.take():
+            # No line: a worker that says so could not continue from the present one.
+            self._attempts.restart_all(reason, 0.0, line=None)
+            return
+        reason += "; no replacements are left (--max-restarts)"
+        self._job_reporter.console_reporter.fails(reason)
+        self._job_reporter.ends("failed", reason=reason)
+        self._attempts.fail(self._attempts.places.ranks[0], 0, 1, "", reason)

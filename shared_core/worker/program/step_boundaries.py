@@ -1,0 +1,95 @@
+"""The step boundaries of the program, and which of them are recovery points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shared_core.faults import inject
+from shared_core.protocol import progress_file
+from shared_core.worker.comm.places import ProgramPlace
+from shared_core.worker.program.joining import Joining
+from shared_core.worker.program.publishing import Publishing
+from shared_core.worker.program.trained import Trained
+from shared_core.worker.recovery.reporting import RecoveryReporter
+from shared_core.worker.state.ddp_buckets import Buckets
+from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.updates import Updates
+
+#: Boundaries without a recovery point until pending gradients are published along with the boundary.
+_MAX_DEFERRED = 16
+
+
+class StepBoundaries:
+    """Counts step boundaries, and publishes those that are recovery points.
+
+    Args:
+        progress: what the launcher sees of this worker.
+        reporter: told to those that listen.
+        publishing: publishes boundaries.
+        place: where the program is.
+        joining: takes the failed worker's place.
+        resizes: the number of workers may change.
+        log_bytes: says how much memory the message logs hold.
+    """
+
+    def __init__(
+        self,
+        position: Position,
+        trained: Trained,
+        buckets: Buckets,
+        updates: Updates,
+        progress: progress_file.ProgressFile,
+        reporter: RecoveryReporter,
+        publishing: Publishing,
+        place: ProgramPlace,
+        joining: Joining,
+        resizes: bool,
+        log_bytes: Callable[[], int],
+    ) -> None:
+        self._position, self._trained, self._buckets, self._updates = position, trained, buckets, updates
+        self._progress, self._reporter, self._publishing, self._joining = progress, reporter, publishing, joining
+        self._place, self._resizes, self._log_bytes = place, resizes, log_bytes
+        self._deferred = 0
+
+    def batch(self, accumulating: bool, epoch: int | None) -> bool:
+        """See :meth:`Job.step_boundary`."""
+        inject.point("step_boundary")
+        self._reporter.deliver()
+        if self._joining.at("batch"):
+            return True
+        self._pass(epoch)
+        updated = self._updates.steps.in_batch > 0
+        self._updates.next_batch()
+        shard = self._trained.shard
+        if accumulating or (shard is not None and shard.unsettled):
+            return False
+        grads = None
+        pending = self._updates.steps.pending_gradients()
+        if pending:
+            self._deferred += 1
+            # Gradients of a worker that fails could not be dealt out to others. Those of a shard are small, and those
+            # that a whole step has left behind are there at each boundary.
+            if shard is None and (self._resizes or (self._deferred <= _MAX_DEFERRED and not updated)):
+                return False
+            grads = self._trained.gradients() if shard is not None or not updated else None
+        if self._buckets.unsettled():  # counts the boundaries that could be recovery points, so it is asked last
+            return False
+        self._deferred = 0
+        self._trained.meet()
+        self._publishing.at_boundary("batch", self._trained.left_over(pending) if grads is None else grads)
+        return False
+
+    def evaluation(self) -> bool:
+        """As :meth:`batch`, at the start of a stand-alone evaluation."""
+        self._reporter.deliver()
+        if self._joining.at("eval"):
+            return True
+        self._pass(None)
+        self._publishing.at_boundary("eval")
+        return False
+
+    def _pass(self, epoch: int | None) -> None:
+        self._position.boundaries += 1
+        self._place.step(epoch)
+        self._progress.boundary(self._position.boundaries, self._log_bytes())
+        self._reporter.passed()

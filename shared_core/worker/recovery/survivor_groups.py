@@ -1,0 +1,376 @@
+"""Forms survivor groups, and admits replacements; see :mod:`shared_core.worker.recovery.survivor_group`."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from shared_core.errors import (
+    ConfigError,
+    DamagedRecord,
+    GenerationAbandoned,
+    NotConnected,
+    SurvivorGroupBroken,
+    SwiftError,
+    WaitTimeout,
+)
+from shared_core.events import console
+from shared_core.faults import inject
+from shared_core.protocol.codec import decode
+from shared_core.protocol.generation import join_request_key, still_key, survivor_group_key
+from shared_core.protocol.rounds import Round, admitting_key
+from shared_core.transport.store import Store
+from shared_core.waiting import Keys, ranks_text, wait_for
+from shared_core.worker import link
+from shared_core.worker.comm.connections import MAX_ATTEMPTS
+from shared_core.worker.recovery.copies import StateCopies
+from shared_core.worker.recovery.exchange import Received
+from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.survivor_group import LONGEST_WAIT, SurvivorGroup
+from shared_core.worker.state.local_state import Position
+
+
+class _Arrivals:
+    """Looks like a store whose keys are ranks, which are there when they have come to a survivor group or have
+    finished.
+    """
+
+    def __init__(self, store: Store, meeting: str) -> None:
+        self._store, self._meeting = store, meeting
+
+    def come(self, rank: int | str) -> bool:
+        """Whether the rank has come."""
+        return bool(self._store.check([f"{self._meeting}/{rank}"]))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all these ranks need not be waited for."""
+        return all(self.come(rank) or self._store.check([f"done/{rank}"]) for rank in keys)
+
+
+class _AnyOf:
+    """Looks like a store whose keys are there when one of them is."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether one of these is there."""
+        return any(self._store.check([key]) for key in keys)
+
+
+class WaitFor(Enum):
+    """For whom is waited that is to be admitted."""
+
+    #: For nobody: who is ready is admitted.
+    NOT_AT_ALL = "nobody"
+    #: For the first that comes.
+    FOR_ONE = "one"
+    FOR_ALL = "all"
+
+
+class SurvivorGroups:
+    """Forms survivor groups, and admits replacements.
+
+    Args:
+        copies: give replacements their state while the others train.
+    """
+
+    def __init__(self, recovery: Recovery, copies: StateCopies, position: Position) -> None:
+        self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
+        self._copies, self._position = copies, position
+        self._survivor_group: SurvivorGroup | None = None
+        self._passed_over: set[str] = set()
+        self._admits: Callable[[], None] | None = None
+        self._comes: Callable[[], None] = lambda: None
+        self._closes: Callable[[], None] | None = None
+
+    @property
+    def formed(self) -> bool:
+        """Whether there has been a survivor group: then every worker uses survivor groups, and no failure is answered
+        by a replay.
+        """
+        return self._survivor_group is not None
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Ranks that failed and have not been admitted again, as of the newest announcement."""
+        return self._runtime.absent
+
+    def survivor_group(self) -> SurvivorGroup:
+        """Connect the ranks that are present; returns when all of them have called this. See :class:`SurvivorGroup`.
+
+        A worker that uses survivor groups does all communication of its training steps over them. Ask again when one
+        breaks. If a rank does not come in the time-out of the process group, the job ends.
+
+        Raises:
+            ConfigError: if ``on_failure`` is not ``reroute``.
+        """
+        runtime, started = self._runtime, time.time()
+        if not self._env.config.reroutes:
+            raise ConfigError(
+                "survivor groups are for on_failure='reroute': in all other cases a failed rank is waited for"
+            )
+        if self._survivor_group is None:
+            self._recovery.store.below().set(survivor_group_key(self._env.rank, self._env.incarnation), "1")
+        while True:
+            with runtime.lock:
+                # A failure before all use survivor groups, or without a replacement, is answered by forming the
+                # generation.
+                while not runtime.absent and runtime.generation < runtime.latest:
+                    runtime.raise_if_ended()
+                    runtime.changed.wait(1.0)
+                generation, absent = runtime.latest, runtime.absent
+            present = [rank for rank in range(self._env.world_size) if rank not in absent]
+            if self._survivor_group is not None:
+                survivor_group = self._survivor_group
+                if survivor_group.generation == generation and {*survivor_group.ranks, *survivor_group.finished} == set(
+                    present
+                ):
+                    return survivor_group
+                survivor_group.close()
+            try:
+                self._survivor_group = self._connect(generation, present)
+            except GenerationAbandoned:
+                continue
+            if self._env.rank == self._survivor_group.ranks[0]:
+                self._recovery.events.emit(
+                    "survivor_group",
+                    rank=self._env.rank,
+                    generation=generation,
+                    ranks=list(self._survivor_group.ranks),
+                    formed_s=time.time() - started,
+                    boundary=runtime.boundary,
+                )
+            return self._survivor_group
+
+    def _connect(self, generation: int, present: Sequence[int]) -> SurvivorGroup:
+        """Raises GenerationAbandoned if the generation ends meanwhile."""
+        runtime, rank = self._runtime, self._env.rank
+        inject.point("survivor_group.connect")
+        # A generation has more survivor groups if replacements are admitted in it: each joins more ranks than the one
+        # before.
+        name = f"survivor group{len(present)}"
+        store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
+        store.set(f"{meeting}/{rank}", "1")
+        arrivals = _Arrivals(store, meeting)
+        # As long as torch waits at least: nobody that is present failed, so whoever is late computes.
+        limit_s = runtime.groups.longest_s(runtime.world) if runtime.world is not None else runtime.wait_timeout_s
+        what = f"to begin the next training step (in generation {generation}, without the failed ranks)"
+        self._wait(arrivals, {each: str(each) for each in present}, generation, limit_s, what)
+        # Whoever comes here does not finish in between, and whoever has finished does not come.
+        ranks = tuple(each for each in present if arrivals.come(each))
+        timeout = runtime.world.timeout if runtime.world is not None else LONGEST_WAIT
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                inner = runtime.connections.side_group(
+                    f"{name}.{attempt}", ranks, generation, attempt=attempt, operation_timeout=timeout
+                )
+            except NotConnected:
+                continue
+            survivor_group = SurvivorGroup(
+                runtime, inner, generation, ranks, tuple(each for each in present if each not in ranks)
+            )
+            try:
+                survivor_group.barrier()  # all are connected, or nobody uses it
+                return survivor_group
+            except RuntimeError as error:
+                survivor_group.close()
+                if isinstance(error, SurvivorGroupBroken):
+                    raise GenerationAbandoned(str(error)) from error
+                if isinstance(error, (SwiftError, inject.FaultInjected)):
+                    raise
+        raise NotConnected(
+            f"rank {rank}: {ranks_text(ranks)} do not reach each other, although all of them run. Check the network, "
+            "and firewalls between their machines"
+        )
+
+    def _wait(
+        self,
+        store: Keys,
+        keys: dict[int, str],
+        generation: int,
+        limit_s: float,
+        what: str,
+        *,
+        bound: str = "time-out of the process group",
+        ends: str = "this ends with an error",
+    ) -> None:
+        """Wait for keys, and end the job if they do not come.
+
+        Raises:
+            GenerationAbandoned: if another rank fails meanwhile.
+        """
+        with self._runtime.lock:
+            self._runtime.note_waiting(+1)
+        try:
+            with self._runtime.compute_lock.passed_on():
+                abandoned = lambda: self._runtime.latest > generation  # noqa: E731
+                wait_for(store, keys, abandoned, limit_s, self._env.rank, what, bound=bound, ends=ends)
+        except WaitTimeout as error:
+            self._recovery.fatal_actions.give_up(error)
+        finally:
+            with self._runtime.lock:
+                self._runtime.note_waiting(-1)
+
+    def before_collectives(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run before a collective of all ranks while some are absent; also for one that waits already
+        when they fail, on another thread then. It admits them. The newest ``call`` counts.
+        """
+        self._admits = call
+
+    def while_completed(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run in a replacement that is in and gets the last updates of its state, before its program goes
+        on: the others may need it.
+        """
+        self._comes = call
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run when the program has ended without an error, before this worker is done: others may need
+        it until then.
+        """
+        link.at_end(call)
+
+    def close_at_end(self, close: Callable[[], None]) -> Callable[[], None] | None:
+        """As :meth:`at_end`, for what follows something of its kind: the newest ``close`` counts. Returns the one
+        before.
+        """
+        if self._closes is None:
+            link.at_end(lambda: self._closes() if self._closes is not None else None)
+        before, self._closes = self._closes, close
+        return before
+
+    def await_absent(self) -> bool:
+        """A collective of all ranks is called while some are absent. Whether they are in now; not if nobody lets them
+        in.
+        """
+        if self._admits is None:
+            return False
+        self._admits()
+        return True
+
+    # -- admitting --------------------------------------------------------------------------------
+
+    def joining_ranks(self, *, wait: WaitFor = WaitFor.NOT_AT_ALL) -> tuple[int, ...]:
+        """Absent ranks whose replacements wait to be admitted. Who waits in another entry call cannot be admitted here:
+        where that is waited for, all go back to the checkpoint.
+
+        Ask on one rank, right after :meth:`Job.step_boundary`, and tell the others: they may see it later.
+
+        Args:
+            wait: block until all absent ranks do, or one of them, or until another rank fails; otherwise this returns
+                at once. If they do not come in ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
+        """
+        with self._runtime.lock:
+            generation, absent = self._runtime.latest, sorted(self._runtime.absent)
+        if not absent:
+            return ()
+        keys = {rank: join_request_key(generation, rank) for rank in absent}
+        store, waits = self._recovery.store.below(), wait is not WaitFor.NOT_AT_ALL
+        if waits:
+            store.set(still_key(generation), "1")
+            timeout_s = self._env.config.reroute.rejoin_after_s + self._runtime.wait_timeout_s
+            try:
+                what = "to be admitted (they failed, and their replacements run the script up to the training loop)"
+                bound = "reroute.rejoin_after_s and detection.wait_timeout_s"
+                those = _AnyOf(store) if wait is WaitFor.FOR_ONE else store
+                self._wait(those, keys, generation, timeout_s, what, bound=bound)
+            except GenerationAbandoned:
+                return ()
+        said = {rank: self._asked_to_join(store, key, waits=waits) for rank, key in keys.items()}
+        other = [rank for rank, entry in said.items() if entry not in (None, self._position.entry)]
+        if waits and other:
+            self._recovery.fatal_actions.fall_back(
+                f"the replacement of {ranks_text(other)} is in another call of the program (fit, validate, ...) than "
+                "the "
+                "others, so it cannot be admitted: all ranks must make the same calls"
+            )
+        return tuple(rank for rank, entry in said.items() if entry == self._position.entry)
+
+    def _asked_to_join(self, store: Store, key: str, *, waits: bool) -> int | None:
+        """In which entry call a replacement waits; None if it does not, or what it says is damaged."""
+        if not store.check([key]):
+            return None
+        try:
+            entry: int = decode(store.get(key), int, key)
+            return entry
+        except DamagedRecord as error:
+            if waits:
+                self._recovery.fatal_actions.give_up(error)
+            if key not in self._passed_over:
+                self._passed_over.add(key)
+                console(f"{error}. The replacement that wrote it is not admitted; its rank stays absent")
+            return None
+
+    def admit(self, ranks: Sequence[int]) -> bool:
+        """Admit replacements, each as a copy of one of its replicas as it has published itself at the last step
+        boundary, random generators included. All members of the newest survivor group call this after the same step
+        boundary: right after it, or after the step that followed and before anything else that communicates.
+        Replacements then run the batch from its boundary; updates that their state contains already do nothing.
+
+        Args:
+            ranks: what :meth:`joining_ranks` gave, on one of them. Other absent ranks stay absent.
+
+        Returns:
+            Whether they are in. If not, another rank failed meanwhile. In both cases ask for the next survivor group.
+        """
+        assert self._survivor_group is not None
+        runtime, recovery, survivor_group = self._runtime, self._recovery, self._survivor_group
+        present = {*survivor_group.ranks, *survivor_group.finished}
+        absent = frozenset(range(self._env.world_size)) - present
+        turn = Round(survivor_group.generation, absent, frozenset(ranks))
+        started, first = time.time(), self._env.rank == survivor_group.ranks[0]
+        inject.point("survivor_group.admit")
+        for rank in ranks if first else ():
+            recovery.store.below().set(admitting_key(survivor_group.generation, rank), turn.to_json())
+        try:
+            received = recovery.admit(turn)
+        except GenerationAbandoned:
+            self._await_next(survivor_group.generation)
+            return False
+        if first:
+            stall_s = time.time() - started
+            for rank in ranks:
+                recovery.events.emit(
+                    "admitted",
+                    rank=rank,
+                    generation=survivor_group.generation,
+                    boundary=runtime.boundary,
+                    stall_s=stall_s,
+                    bytes_moved=received.nbytes,
+                )
+        return True
+
+    def join_request(self, entry: int) -> Received:
+        """Replacement: wait to be admitted. Returns what was received."""
+        runtime, recovery, rank = self._runtime, self._recovery, self._env.rank
+        inject.point("survivor_group.join_request")
+        store = recovery.store.below()
+        while True:
+            generation = runtime.latest
+            key = admitting_key(generation, rank)
+            try:
+                self._copies.fetch(generation)
+                store.set(join_request_key(generation, rank), str(entry))
+                others = set(range(self._env.world_size)) - runtime.absent
+                what = f"and the others to let rank {rank} in, at their next step boundary"
+                letting = {min(others, default=0): key}
+                self._wait(store, letting, generation, math.inf, what, ends="it waits as long as they train")
+                turn = Round.from_json(store.get(key), generation, rank, self._env.world_size)
+                received = recovery.admit(turn)
+                break
+            except GenerationAbandoned:
+                self._await_next(generation)
+            except DamagedRecord as error:
+                recovery.fatal_actions.give_up(error)
+        if self._copies.pending:
+            self._comes()
+            self._copies.complete()
+        return received
+
+    def _await_next(self, generation: int) -> None:
+        with self._runtime.lock:
+            while self._runtime.latest <= generation:
+                self._runtime.raise_if_ended()
+                self._runtime.changed.wait(1.0)

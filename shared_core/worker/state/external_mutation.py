@@ -1,0 +1,159 @@
+"""What a script changes outside updates, and what is kept for replacements because it does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shared_core.errors import RecoveryFailed
+from shared_core.worker.state.boundary_images import KeptBoundaries
+from shared_core.worker.state.change_detection import ChangeWatch
+
+if TYPE_CHECKING:
+    from shared_core.worker.state.replicated import Replicated
+    from shared_core.worker.state.unoptimized import UnoptimizedParameters
+
+
+class ExternalMutation:
+    """Looks for changes that the script makes outside updates. From the first one on the state at step boundaries is
+    kept.
+
+    The first step boundary after :meth:`attach` is kept in any case where a copy costs little: most scripts that change
+    something do so from the first batch on. It is dropped when that batch has ended without a change.
+
+    Args:
+        policy: ``always``, ``never`` or ``auto``; see the option ``preimages``.
+
+    Attributes:
+        active: something is changed, or will be: a replacement is given the state of its own step boundary, never a
+            newer one.
+        boundaries: what is kept.
+        boundary: number of the newest step boundary.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._policy = policy
+        self.active = False
+        self.boundaries = KeptBoundaries()
+        self.boundary = 0
+        self._replicated: Replicated | None = None
+        self._unoptimized: UnoptimizedParameters | None = None
+        self._watch: ChangeWatch | None = None
+        self._changed = "a parameter"
+        self._first = False
+        self._first_version = -1
+
+    def attach(self, replicated: Replicated, unoptimized: UnoptimizedParameters | None) -> None:
+        """Watch this state from the next step boundary on.
+
+        Args:
+            replicated: what is trained.
+            unoptimized: those of its parameters that no optimizer steps; None: nothing is looked for.
+        """
+        watches = unoptimized is not None and self._policy != "never"
+        self._replicated, self._unoptimized = replicated, unoptimized if watches else None
+        self._watch = ChangeWatch(replicated) if watches else None
+        self._first = watches and bool(replicated.optimizers)
+        self.active = self._unoptimized is not None and (self._policy == "always" or self._unoptimized.own)
+
+    def expect(self) -> None:
+        """Changes will be made."""
+        self.active = self.active or self._watch is not None
+
+    def see(self, *, pieces: bool = False) -> None:
+        """See whether there is something else than what was there at the start or was made by an update.
+
+        Args:
+            pieces: look at a piece of the values, too: once in a step is enough.
+        """
+        if self._watch is not None and not self.active and (name := self._watch.changed(pieces=pieces)) is not None:
+            self.active, self._changed = True, name
+
+    def updated(self) -> None:
+        """An update was made."""
+        if self._watch is not None and not self.active:
+            self._watch.note()
+
+    def part_updated(self) -> None:
+        """A part of an update was made, or taken back."""
+        if self._watch is not None and not self.active:
+            self._watch.note_part()
+
+    @property
+    def local(self) -> list[int]:
+        """Places of parameters that each rank has for itself, and publishes."""
+        return self._unoptimized.places if self.active and self._unoptimized is not None else []
+
+    # -- step boundaries ------------------------------------------------------------------------------------
+
+    def next_batch(self, version: int) -> None:
+        """A batch begins, at a recovery point or not.
+
+        Args:
+            version: updates made.
+        """
+        self.see()
+        if not self.active and self.boundaries.indices and version > self._first_version:
+            self.boundaries.clear()
+
+    def at_boundary(self, index: int, version: int) -> None:
+        """A step boundary was published: keep the state there, if that is needed."""
+        if self.active or (self._first and self._unoptimized is not None and self._unoptimized.small):
+            self._keep(index, version)
+        if self._first and self._watch is not None:
+            self._first, self._first_version = False, version
+            self._watch.note()
+        self.boundary = index
+
+    def resume(self, index: int, version: int, active: bool, *, exact: bool, watched: int) -> None:
+        """Replacement, at its step boundary.
+
+        Args:
+            index: number of the step boundary.
+            version: updates made.
+            active: what was published there.
+            exact: the state is that of the step boundary.
+            watched: updates that the failed worker has watched.
+        """
+        self.active, self.boundary = active, index
+        if self._watch is not None:
+            self._watch.resume(watched)
+            if exact:
+                self.at_boundary(index, version)
+            self._first = False
+            self._watch.note()
+
+    def _keep(self, index: int, version: int) -> None:
+        assert self._replicated is not None
+        self.boundaries.keep(index, version, self._replicated.export(), self.local)
+
+    # -- for a replacement --------------------------------------------------------------------------------
+
+    def given(self, index: int | None) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
+        """Description and tensors of the state at a step boundary, if it is kept."""
+        kept = self.boundaries.get(index)
+        return None if kept is None else (kept.description, list(kept.tensors))
+
+    def decided(self, index: int | None) -> bool:
+        """Whether the state at a step boundary is kept, or will never be."""
+        return index is not None and (
+            self.boundaries.get(index) is not None or (self.active and self.boundary >= index)
+        )
+
+    def waits(self, index: int | None) -> bool:
+        """Whether the state at a step boundary will be kept when it is reached."""
+        return index is not None and self.active and self.boundary < index
+
+    def refuse(self) -> None:
+        """The state as it is now is to serve an earlier step boundary.
+
+        Raises:
+            RecoveryFailed: if it is not what updates have made of the state there.
+        """
+        if self.active or (self._watch is not None and self._watch.counted):
+            raise RecoveryFailed(
+                f"the script has just changed {self._changed} outside an optimizer's update for the first time, so the "
+                "state at the failed worker's step boundary is gone. From the next step boundary on it is kept; with "
+                "state.preimages='always' it is kept from the start"
+            )
