@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import re
+import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, NoReturn
 
@@ -25,6 +27,8 @@ class Parser(argparse.ArgumentParser):
     called.
     """
 
+    _brief: argparse.ArgumentParser | None = None
+
     def tell_version(self) -> None:
         """Add ``--version``, which prints the program's name and version and ends."""
         try:
@@ -33,6 +37,37 @@ class Parser(argparse.ArgumentParser):
             found = "(not installed)"
         told = f"{self.prog.split()[0]} {found}"
         self.add_argument("--version", action="version", version=told, help="print the version and exit")
+
+    def tell_briefly(self, usage: str, groups: Mapping[str, Sequence[str]]) -> None:
+        """Let ``--help`` print some options, each with its first sentence; ``--help-all`` prints everything.
+
+        Args:
+            usage: the command line in short.
+            groups: by their title, the destinations of these options.
+        """
+        by_name = {action.dest: action for action in self._actions}
+        self._brief = argparse.ArgumentParser(
+            prog=self.prog, usage=usage, description=self.description, add_help=False, formatter_class=_Wide
+        )
+        for title, names in groups.items():
+            group = self._brief.add_argument_group(title)
+            for action in (by_name[name] for name in names):
+                shown = copy.copy(action)
+                shown.option_strings = [each for each in action.option_strings if "_" not in each]
+                shown.help = re.split(r"(?<!e\.g)\. (?=\w)", str(action.help).strip())[0].rstrip(".")
+                if action.choices is not None:
+                    shown.metavar = "MODE"
+                    shown.help = ", ".join(map(str, action.choices))
+                group._group_actions.append(shown)
+        self._brief.epilog = f"All options, torchrun's too: {self.prog} --help-all"
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all options and exit")
+
+    def print_help(self, file: Any = None) -> None:
+        """The short help where there is one."""
+        if self._brief is None:
+            super().print_help(file)
+        else:
+            self._brief.print_help(file)
 
     def error(self, message: str) -> NoReturn:
         """End with status 2 and one line."""
@@ -52,6 +87,17 @@ class Parser(argparse.ArgumentParser):
                 allowed = ", ".join(map(repr, action.choices))
                 self.error(f"argument {'/'.join(action.option_strings)}: must be one of {allowed}, got {value!r}")
         return found
+
+
+class _Wide(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=max(100, shutil.get_terminal_size().columns - 2))
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(parser.format_help(), end="")
+        parser.exit(0)
 
 
 def one_line(message: object) -> str:

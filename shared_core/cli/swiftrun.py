@@ -31,6 +31,8 @@ from shared_core.worker.start import preload
 DEFAULT_BUDGET = 100
 #: Longest name of a job, in bytes. With what is appended it must be a folder's name.
 _LONGEST_ID = 200
+#: Of torchrun's options, those of the short help.
+_COMMON = ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_id", "max_restarts", "log_dir", "module")
 #: Rendezvous backends that a command line for one machine may name; none of them is used.
 _ALONE = ("static", "c10d", "etcd", "etcd-v2")
 
@@ -43,8 +45,8 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = arguments.Parser(
         prog="swiftrun",
         allow_abbrev=False,  # options of the script may begin like one of ours
-        description="Starts a distributed training job with torchrun's flags. A worker that fails is replaced by a "
-        "replacement, which takes its place bit for bit; the other workers continue.",
+        description="Starts a distributed training job with torchrun's flags. A worker that fails is replaced, bit for "
+        "bit; the other workers continue.",
         parents=[_torchrun_parser()],
         add_help=False,  # torchrun's has it
     )
@@ -63,6 +65,8 @@ def get_args_parser() -> argparse.ArgumentParser:
                 "Number of machines, one agent on each, or MIN:MAX: the job continues while there are at "
                 "least MIN, and admits others up to MAX. Default: 1."
             )
+        elif action.dest == "shutdown_timeout":
+            action.help = "Time in seconds that workers have to end before they are killed. Default: 5."
     ours = parser.add_argument_group("recovery")
 
     def flag(name: str, text: str, **more: Any) -> None:
@@ -138,11 +142,16 @@ def get_args_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
     )
     serving.add_flags(flag)
-    ours.add_argument(
+    parser.add_argument_group("tests").add_argument(
         "--faults",
         default=None,
         metavar="FILE",
-        help="For tests: a JSON list of faults that strike workers, see shared_core/faults/spec.py.",
+        help="JSON list of faults that strike workers, see shared_core/faults/spec.py.",
+    )
+    own = [action.dest for action in ours._group_actions]
+    parser.tell_briefly(
+        "swiftrun [OPTIONS] SCRIPT [ARGUMENTS]",
+        {"recovery": own, "workers": _COMMON, "tests": ["faults"]},
     )
     return parser
 
@@ -156,13 +165,7 @@ def _torchrun_parser() -> argparse.ArgumentParser:
     if parser.get_default("master_port") is not None and "PET_MASTER_PORT" not in os.environ:
         parser.set_defaults(master_port=None)  # up to torch 2.11 29500: it could not be told whether it was asked for
     if all(action.dest != "shutdown_timeout" for action in parser._actions):  # up to torch 2.11
-        parser.add_argument(
-            "--shutdown-timeout",
-            "--shutdown_timeout",
-            action=env,
-            default=None,
-            help="Time in seconds that workers have to end before they are killed. Default: 5.",
-        )
+        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", action=env, default=None)
     return parser
 
 

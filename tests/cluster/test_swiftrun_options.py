@@ -31,6 +31,18 @@ def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:
     assert job.code == 1 and "exitcode  : 4" in job.stderr
 
 
+def test_the_short_help_fits_and_begins_with_recovery(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit, match="0"):
+            parse_args([flag])
+        shown[flag] = capsys.readouterr().out
+    titles = [line for line in shown["--help"].splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["recovery:", "workers:", "tests:"] and len(shown["--help"].splitlines()) <= 60
+    assert "--on-failure MODE" in shown["--help"] and "--rdzv-conf" not in shown["--help"]
+    assert "--rdzv-conf" in shown["--help-all"] and "are killed. Default: 5." in shown["--help-all"]
+
+
 def test_options_come_from_file_environment_and_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "c.json").write_text('{"seed": 1, "detection.wait_timeout_s": 1, "on_failure": "restart"}')
     monkeypatch.setenv("SWIFT_RECOVERY_DETECTION_WAIT_TIMEOUT_S", "2")
