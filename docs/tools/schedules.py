@@ -7,7 +7,7 @@ from shared_core.schedule.planner import plan
 from shared_core.schedule.schedule import Kind, Topology, Worker
 from shared_core.schedule.timing import EQUAL_SLOTS, Timeline, simulate
 
-#: The example of docs/planner.md: ``swiftctl plan --dp 3 --pp 4 --micro-batches 6 --failed 1:2``.
+#: The example of docs/planner.md: ``swiftctl lab plan --dp 3 --pp 4 --micro-batches 6 --failed 1:2``.
 TOPOLOGY = Topology(pipelines=3, stages=4, micro_batches=6)
 FAILED = Worker(1, 2)
 _FILL = {Kind.F: "blue", Kind.I: "green", Kind.W: "sand", Kind.B: "teal", Kind.OPT: "pink"}

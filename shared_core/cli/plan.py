@@ -1,4 +1,4 @@
-"""``swiftctl plan``: what the survivors compute while workers fail."""
+"""``swiftctl lab plan``: what the survivors compute while workers fail."""
 
 from __future__ import annotations
 

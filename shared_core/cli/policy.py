@@ -1,4 +1,4 @@
-"""``swiftctl policy``: when each checkpoint policy would make checkpoints in a given job, and what that costs."""
+"""``swiftctl lab policy``: when each checkpoint policy would make checkpoints in a given job, and what that costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``swiftctl simulate``: what systems make of a job that loses workers as a trace says."""
+"""``swiftctl lab simulate``: what systems make of a job that loses workers as a trace says."""
 
 from __future__ import annotations
 

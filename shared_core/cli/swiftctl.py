@@ -25,10 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if "run" not in options:
-        parser.error(
-            "COMMAND is missing: status, watch, doctor, events, report, plan-logging, checkpoints, plan, simulate, "
-            "policy"
-        )
+        if "lab" in options:
+            parser.error("COMMAND of lab is missing: plan, plan-logging, simulate, policy")
+        parser.error("COMMAND is missing: status, watch, doctor, events, report, checkpoints, lab")
     try:
         status: int = options.run(options)
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -58,6 +57,22 @@ def _parser() -> argparse.ArgumentParser:
     events.add_argument("--json", action="store_true", help="print the recoveries as JSON instead")
     events.set_defaults(run=_events)
     report.add_command(commands)
+    checkpoints.add_command(commands)
+    lab = commands.add_parser(
+        "lab",
+        help="plan, compare and simulate: for who chooses options of large jobs, or checks the papers",
+        description="Plan, compare and simulate, without a job.",
+    )
+    lab.set_defaults(lab=True)
+    studies: Any = lab.add_subparsers(metavar="COMMAND")
+    plan.add_command(studies)
+    _add_plan_logging(studies)
+    simulate.add_command(studies)
+    policy.add_command(studies)
+    return parser
+
+
+def _add_plan_logging(commands: Any) -> None:
     logging = commands.add_parser(
         "plan-logging",
         help="which machines of a pipeline restart together, so that messages between them need no log",
@@ -75,11 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     logging.add_argument("--curve", action="store_true", help="print the trade-off too, with the plan marked by a star")
     logging.add_argument("--json", action="store_true", help="print JSON instead")
     logging.set_defaults(run=_plan_logging)
-    checkpoints.add_command(commands)
-    plan.add_command(commands)
-    simulate.add_command(commands)
-    policy.add_command(commands)
-    return parser
 
 
 def _events(options: argparse.Namespace) -> int:

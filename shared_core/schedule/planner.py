@@ -122,7 +122,7 @@ class IterationPlan:
         except (InvalidSchedule, ConfigError):
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ConfigError(f"this is not a plan: {error!r}; make it again with swiftctl plan --json") from error
+            raise ConfigError(f"this is not a plan: {error!r}; make it again with swiftctl lab plan --json") from error
 
     @classmethod
     def from_json(cls, text: str) -> IterationPlan:
@@ -130,7 +130,7 @@ class IterationPlan:
         try:
             data = parse(text)
         except ValueError as error:
-            raise ConfigError(f"this is not a plan: {error}; make it again with swiftctl plan --json") from error
+            raise ConfigError(f"this is not a plan: {error}; make it again with swiftctl lab plan --json") from error
         return cls.from_dict(data)
 
 

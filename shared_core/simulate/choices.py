@@ -1,4 +1,4 @@
-"""Traces and systems by name, as ``swiftctl simulate`` takes them."""
+"""Traces and systems by name, as ``swiftctl lab simulate`` takes them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def systems(
     }
 
 
-#: What ``swiftctl simulate`` compares if nothing is chosen.
+#: What ``swiftctl lab simulate`` compares if nothing is chosen.
 DEFAULT = ("reroute", "replace", "recycle", "fault-scaled", "oobleck", "bamboo", "torchrun")
 
 

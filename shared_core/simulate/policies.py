@@ -1,4 +1,4 @@
-"""Checkpoint policies compared on one job: what ``swiftctl policy`` shows. Needs NumPy."""
+"""Checkpoint policies compared on one job: what ``swiftctl lab policy`` shows. Needs NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``swiftctl plan-logging``, and the benchmark that puts exact plans beside published ones."""
+"""``swiftctl lab plan-logging``, and the benchmark that puts exact plans beside published ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def profile(tmp_path: Path) -> Path:
 
 
 def test_the_example_of_the_documentation(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert swiftctl.main(["plan-logging", str(profile), "--storage", "1.3e11", "--curve"]) == 0
+    assert swiftctl.main(["lab", "plan-logging", str(profile), "--storage", "1.3e11", "--curve"]) == 0
     assert capsys.readouterr().out == re.findall(r"```text\n(.*?)```", DOCS, re.S)[0]
 
 
@@ -38,7 +38,7 @@ def test_the_program_of_the_documentation(capsys: pytest.CaptureFixture[str]) ->
 
 def test_what_is_printed(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def lines(*options: str) -> list[str]:
-        assert swiftctl.main(["plan-logging", str(profile), *options]) == 0
+        assert swiftctl.main(["lab", "plan-logging", str(profile), *options]) == 0
         return capsys.readouterr().out.splitlines()[2:]
 
     curve = lines()
@@ -49,11 +49,11 @@ def test_what_is_printed(profile: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_plans_as_json(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert swiftctl.main(["plan-logging", str(profile), "--storage", "5e10", "--json"]) == 0
+    assert swiftctl.main(["lab", "plan-logging", str(profile), "--storage", "5e10", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
     assert plan["groups"] == [[0, 1], [2, 3]] and plan["logged"] == [1] and plan["storage_bytes"] == 40_000_000_000
     assert plan["bytes_a_step"] == 400_000_000 and 0 < plan["replay_s"] < plan["slowest_replay_s"]
-    assert swiftctl.main(["plan-logging", str(profile), "--json"]) == 0
+    assert swiftctl.main(["lab", "plan-logging", str(profile), "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 4
 
 
@@ -67,7 +67,7 @@ def test_a_profile_that_cannot_be_read(
     path = tmp_path / "bad.json"
     if content is not None:
         path.write_text(content)
-    assert swiftctl.main(["plan-logging", str(path)]) == 1
+    assert swiftctl.main(["lab", "plan-logging", str(path)]) == 1
     err = capsys.readouterr().err
     assert f"cannot read {path}" in err and message in err and "docs/design/plan_logging.md" in err
 
@@ -76,7 +76,7 @@ def test_it_needs_no_more_than_python(profile: Path, tmp_path: Path) -> None:
     for name in ("torch", "deepspeed"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('it is not here')")
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    command = [sys.executable, "-m", "shared_core.cli.swiftctl", "plan-logging", str(profile)]
+    command = [sys.executable, "-m", "shared_core.cli.swiftctl", "lab", "plan-logging", str(profile)]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

@@ -1,4 +1,4 @@
-"""``swiftctl plan``."""
+"""``swiftctl lab plan``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared_core.schedule.check import check
 from shared_core.schedule.planner import IterationPlan
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ["plan", "--dp", "3", "--pp", "4", "--micro-batches", "6"]
+EXAMPLE = ["lab", "plan", "--dp", "3", "--pp", "4", "--micro-batches", "6"]
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, object]:

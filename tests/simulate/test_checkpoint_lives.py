@@ -155,7 +155,7 @@ def test_the_quick_benchmark_meets_its_targets(tmp_path: Path) -> None:
     assert any(row["unit"] == "%" for row in json.loads((tmp_path / "rows.json").read_text()))
 
 
-QUICK = ["policy", "--hours", "2", "--step-s", "5", "--lives", "200", "--policies", "value", "young", "fixed"]
+QUICK = ["lab", "policy", "--hours", "2", "--step-s", "5", "--lives", "200", "--policies", "value", "young", "fixed"]
 
 
 def test_the_policy_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

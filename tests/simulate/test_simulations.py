@@ -74,11 +74,23 @@ def test_the_simulated_part_of_the_benchmark() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--step-s", "90", "--fault-free", "11.34"]) == 0
+    assert main(["lab", "simulate", "--step-s", "90", "--fault-free", "11.34"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[0] == "system" and lines[0].endswith("samples/s") and len(lines) == 9
     assert next(line for line in lines if line.startswith("ReCycle")).split()[-2:] == ["21.7", "11.08"]
-    command = ["simulate", "--trace", "weibull:2:0.7", "--workers", "64", "--hours", "200", "--seed", "4", "--json"]
+    command = [
+        "lab",
+        "simulate",
+        "--trace",
+        "weibull:2:0.7",
+        "--workers",
+        "64",
+        "--hours",
+        "200",
+        "--seed",
+        "4",
+        "--json",
+    ]
     printed = []
     for _ in range(2):
         assert main([*command, "--spares", "2", "--systems", "replace", "torchft", "horovod", "checkfreq"]) == 0
@@ -90,24 +102,24 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "design" / "simulator.md").read_text()
-    assert main(["simulate"]) == 0
+    assert main(["lab", "simulate"]) == 0
     assert capsys.readouterr().out == re.findall(r"```text\n(.*?)```", page, re.S)[0]
 
 
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "trace.svg"
-    assert main(["simulate", "--plot", str(path)]) == 0
+    assert main(["lab", "simulate", "--plot", str(path)]) == 0
     assert "<svg" in path.read_text()
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    assert main(["simulate", "--plot", str(tmp_path / "other.svg")]) == 1
+    assert main(["lab", "simulate", "--plot", str(tmp_path / "other.svg")]) == 1
     assert "pip install 'swift-recovery[report]'" in capsys.readouterr().err
     assert not (tmp_path / "other.svg").exists()
 
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys; from shared_core.cli.swiftctl import main; assert main(['simulate']) == 0; "
+        "import sys; from shared_core.cli.swiftctl import main; assert main(['lab', 'simulate']) == 0; "
         "print({'torch', 'numpy', 'matplotlib', 'ortools', 'deepspeed'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
