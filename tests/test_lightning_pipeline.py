@@ -172,7 +172,7 @@ def test_a_module_is_a_list_of_layers_and_a_loss() -> None:
     for kind, message in (
         (Stepping, r"training_step\(\).*pipeline_layers"),
         (Clipping, "gradient_clip_val"),
-        (Lossless, r"no failure\(\)"),
+        (Lossless, r"no loss\(\)"),
         (pl.LightningModule, r"no pipeline_layers\(\)"),
     ):
         with pytest.raises(ConfigError, match=message):

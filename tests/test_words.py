@@ -54,7 +54,8 @@ OUT = {
 ALLOWED = {
     ("predecessor", "shared_core/simulate/bamboo"): "the stage before, in the paper that it simulates",
 }
-_PATTERN = re.compile("|".join(rf"(?P<_{number}>(?<![A-Za-z]){word}(?![a-z]))" for number, word in enumerate(OUT)))
+_WORDS = "|".join(rf"(?P<_{number}>{word}(?![a-z]))" for number, word in enumerate(OUT))
+_PATTERN = re.compile(rf"(?<![A-Za-z])(?:{_WORDS})")
 
 
 def _texts() -> Iterator[tuple[str, str]]:
