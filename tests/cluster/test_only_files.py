@@ -104,7 +104,7 @@ def test_a_pipe_that_the_script_names_as_its_configuration_is_passed_over(tmp_pa
 @pytest.mark.timeout(20)
 def test_commands_refuse_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(pipe := tmp_path / "pipe")
-    for words in (["events", pipe], ["policy", "--history", pipe], ["report", pipe]):
+    for words in (["events", pipe], ["lab", "policy", "--history", pipe], ["report", pipe]):
         assert swiftctl([str(word) for word in words]), words
         assert "regular file" in capsys.readouterr().err, words
 
