@@ -43,8 +43,7 @@ NOT_COMPUTED = (
     "ViT-128, the groups that Swift ran with 900 GB (10 of them, but not which) and with 100 GB",
     "groups that Swift ran for BERT-128: not known at any budget",
     "recovery time but for its replay: noticing the failure, starting again, loading the checkpoint and reading logs "
-    "are "
-    "not published apart, nor which runs had parallel recovery, nor the bytes of a stage's parameters (taken to be "
+    "are not published apart, nor which runs had parallel recovery, nor the bytes of a stage's parameters (taken to be "
     "those of one block of the published width)",
 )
 

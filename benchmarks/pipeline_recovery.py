@@ -187,9 +187,8 @@ def run(case: Case, repeats: int, folder: Path, every: int, since: int) -> Outco
                 outcome.kills.append(kill)
                 say(
                     f"{case.name}: failed stage {' and '.join(map(str, failed))}: delayed {kill.delay_s:.2f} s, "
-                    "stalled "
-                    f"{kill.stall_s:.2f} s, joined {kill.joined_s or 0:.2f} s, regained {kill.regained_s:.2f} s, "
-                    f"replayed {kill.replayed} steps in {kill.replay_s or 0:.2f} s"
+                    f"stalled {kill.stall_s:.2f} s, joined {kill.joined_s or 0:.2f} s, regained {kill.regained_s:.2f} "
+                    f"s, replayed {kill.replayed} steps in {kill.replay_s or 0:.2f} s"
                 )
         traces.refresh()
         outcome.step_s = normal_step(traces)

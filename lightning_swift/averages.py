@@ -85,8 +85,7 @@ class Averages:
             console_once(
                 "late model",
                 f"a callback has made a model while training runs ({late[0]}): a worker that takes a failed one's "
-                "place "
-                "does not have it. Make it in setup(), or keep its state_dict() instead",
+                "place does not have it. Make it in setup(), or keep its state_dict() instead",
             )
         self._known = self._averages() | self.held()
         return [*map(id, before.values())] != [*map(id, self._known.values())]

@@ -150,7 +150,7 @@ def _check(job: Job) -> None:
     if job.reroutes or job.config.resizes:
         raise Unsupported(
             "under Fabric a failed worker is replaced: choose on_failure='replace' and leave "
-            "resize.replace_timeout_s=0. "
-            "With fewer workers, or with a share that others compute, use lightning.pytorch.Trainer or plain PyTorch"
+            "resize.replace_timeout_s=0. With fewer workers, or with a share that others compute, use "
+            "lightning.pytorch.Trainer or plain PyTorch"
         )
     job.checkpoints.keep_number("Fabric deals out the data to a fixed number of workers")

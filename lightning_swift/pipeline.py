@@ -46,7 +46,7 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
     dimension. Rank r is in stage ``r // d`` and reads the data of data-parallel index ``r % d``, where d is the number
     of pipelines: workers divided by stages.
 
-    Training, validation and test steps are the strategy's. They log ``train_loss``, ``val_loss`` and ``test_failure``,
+    Training, validation and test steps are the strategy's. They log ``train_loss``, ``val_loss`` and ``test_loss``,
     the means over all pipelines, on every rank; a module with ``on_pipeline_loss(stage, loss)`` logs itself.
 
     Args:

@@ -26,7 +26,7 @@ _MICRO_BATCHES = 4
 _OWNED = {
     "training_step": "the engine runs the schedule: give the layers in pipeline_layers() and the loss in loss()",
     "validation_step": "the engine evaluates and logs val_loss; define on_pipeline_loss() to log something else",
-    "test_step": "the engine evaluates and logs test_failure; define on_pipeline_loss() to log something else",
+    "test_step": "the engine evaluates and logs test_loss; define on_pipeline_loss() to log something else",
     "backward": "each micro-batch's backward is an instruction of the engine's schedule",
     "optimizer_step": "the step is an instruction of the engine's schedule; on_before_optimizer_step() is called",
     "configure_gradient_clipping": "the engine clips, by one norm for all stages: use Trainer(gradient_clip_val=...)",

@@ -68,8 +68,7 @@ def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
             raise Unsupported(
                 f"swift recovery does not support MetricTracker ({name}): it adds modules while training runs, which a "
                 "worker that takes a failed one's place would not have. Use the metric itself, and keep what it "
-                "computes "
-                "in a list"
+                "computes in a list"
             )
 
 

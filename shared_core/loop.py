@@ -69,14 +69,12 @@ _SECOND_PASS = (
 
 _GRADIENTS_OFF = (
     "job.steps(loader) is used with gradients off, as for an evaluation: if a worker fails in it, its replacement "
-    "skips "
-    "the batches that are done, and sums over them that are not registered are wrong. Evaluate with "
-    "'for batch in loader:', without job.steps"
+    "skips the batches that are done, and sums over them that are not registered are wrong. Evaluate with 'for batch "
+    "in loader:', without job.steps"
 )
 _INFERENCE = (
     "job.steps(loader) is used under torch.inference_mode(), where a replacement cannot be given its state: evaluate "
-    "with "
-    "'for batch in loader:', without job.steps"
+    "with 'for batch in loader:', without job.steps"
 )
 
 

@@ -139,8 +139,7 @@ class StepSharing:
         if self._next != number:
             raise ConfigError(
                 f"wait_for_all() was called after backward() of step {number}: replacements are admitted between "
-                "steps, so "
-                "call it before"
+                "steps, so call it before"
             )
         self._steps.wait_for_all(number)
 

@@ -79,12 +79,11 @@ class SwiftConfig(Section):
     on_failure: str = option(
         "replace",
         Choice(("replace", "reroute", "shrink", "restart")),
-        "`replace`: a replacement takes the failed rank's place. `reroute`: the others compute its share of each "
-        "step at "
-        "once, and admit a replacement at a later step boundary; data-parallel loops need `shared_steps` "
-        "([shared_steps](elasticity.md#shared_steps)) or Lightning's `swift_ddp` "
-        "([there](elasticity.md#lightning)), others are refused. `shrink`: the others continue without it "
-        "([elasticity.md](elasticity.md)). `restart`: all workers start again from the newest checkpoint",
+        "`replace`: a replacement takes the failed rank's place. `reroute`: the others compute its share of each step "
+        "at once, and admit a replacement at a later step boundary; data-parallel loops need `shared_steps` "
+        "([shared_steps](elasticity.md#shared_steps)) or Lightning's `swift_ddp` ([there](elasticity.md#lightning)), "
+        "others are refused. `shrink`: the others continue without it ([elasticity.md](elasticity.md)). `restart`: all "
+        "workers start again from the newest checkpoint",
     )
     data: str = option(
         "restore",

@@ -65,8 +65,7 @@ class CheckpointOptions(Section):
         None,
         Place("a folder or a URL"),
         "begin with this checkpoint, whatever command has made it: the folder of one, or a folder of checkpoints, of "
-        "which the newest whole one is taken "
-        "([checkpoints.md](checkpoints.md#adopting-another-commands-checkpoint))",
+        "which the newest whole one is taken ([checkpoints.md](checkpoints.md#adopting-another-commands-checkpoint))",
         formerly="resume_from",
         late=True,
     )
@@ -131,8 +130,7 @@ class RerouteOptions(Section):
         0.0,
         _SECONDS,
         "seconds between a failure and the start of the replacement. Each one that is admitted costs the others a "
-        "short "
-        "stall",
+        "short stall",
         formerly="rejoin_after_s",
     )
     reduction: str = option(

@@ -363,8 +363,7 @@ class WorkerPool:
             if more == 0:
                 self._say(
                     "standbys are killed while they import: replacements start in fresh interpreters until one is "
-                    "ready; "
-                    "others are started"
+                    "ready; others are started"
                 )
             self.fill_standbys()
         self._waiting += [worker for worker in failed if not worker.cause]

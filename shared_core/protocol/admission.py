@@ -97,8 +97,7 @@ def _check_quiet(name: str, here: Mapping[int, GroupFrontier]) -> None:
     if len(set(issued.values())) != 1 or open_at:
         raise RecoveryFailed(
             f"a collective of group {name!r} is under way while a replacement is admitted (issued: {issued}, "
-            "unfinished at "
-            f"ranks {open_at}): wait for what was called with async_op=True before the next batch"
+            f"unfinished at ranks {open_at}): wait for what was called with async_op=True before the next batch"
         )
 
 

@@ -146,9 +146,7 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
             raise RecoveryFailed(
                 f"rank {too_late} cannot be rebuilt: others need what it did before each of its "
                 f"{len(replacements[too_late].boundaries)} published step boundaries, and that was lost with it. All "
-                "workers "
-                "start "
-                "again"
+                "workers start again"
             )
     redo: dict[str, set[int]] = {}
     received: dict[str, dict[str, int]] = {}
@@ -301,8 +299,7 @@ def _redo(group: _Group, boundaries: Mapping[int, StepBoundary | None]) -> set[i
             if seq not in group.exclusive[rank]:
                 raise RecoveryFailed(
                     f"collective {seq} of group {group.name!r} is needed by {_who(group, seq, boundaries)}, but rank "
-                    f"{rank}, "
-                    "which has finished it, no longer keeps it. All workers start again"
+                    f"{rank}, which has finished it, no longer keeps it. All workers start again"
                 )
             redo.add(seq)
     return redo

@@ -128,8 +128,7 @@ def _recoveries(main: Element, found: History) -> None:
     table(section, header, rows, numbers=len(kinds) + 3)
     words = (
         "Parts are in seconds from the detection of a failure, and each begins where the one before ends: survivors "
-        "leave "
-        "their calls while the replacement starts. The stall is that of the worker that waited longest."
+        "leave their calls while the replacement starts. The stall is that of the worker that waited longest."
     )
     if any(one.recovery.superseded_by is not None for one in found.answers):
         words += " A recovery is abandoned when another worker fails meanwhile; the next one answers both failures."

@@ -109,8 +109,7 @@ class Mirror:
         self._drop()
         message = (
             f"rank {self._rank}: no copy of its state on another machine until the next failure or resize ({error}). "
-            "If "
-            "this machine fails before, all workers may have to start again"
+            "If this machine fails before, all workers may have to start again"
         )
         self._trouble = threading.Timer(_TROUBLE_S, console, [message])
         self._trouble.daemon = True

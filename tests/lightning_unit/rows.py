@@ -73,7 +73,7 @@ class Net(pl.LightningModule):
         return loss
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_failure", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+        self.log("test_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self(batch[0]).argmax(1)

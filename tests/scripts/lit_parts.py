@@ -93,7 +93,7 @@ class Net(pl.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        self.log("test_failure", F.cross_entropy(self(x), y), sync_dist=True)
+        self.log("test_loss", F.cross_entropy(self(x), y), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = getattr(torch.optim, self.optimizer)(self.parameters(), lr=self.lr)

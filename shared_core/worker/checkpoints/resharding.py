@@ -153,9 +153,8 @@ def collect_stage(
     missing = [name for name in names if name not in found]
     if missing:
         raise Unsupported(
-            f"the checkpoint at step boundary {line.step} holds no parameter {missing[0]}: it is of another model, "
-            "or of "
-            "one whose layers have other numbers"
+            f"the checkpoint at step boundary {line.step} holds no parameter {missing[0]}: it is of another model, or "
+            "of one whose layers have other numbers"
         )
     mine = [found[name] for name in names]
     listed: list[list[Any]] = []

@@ -224,10 +224,9 @@ class Operations:
             raise state.end(
                 ReplayDivergence(
                     f"rank {state.rank} takes over from a failed worker and calls {describe(op.signature)} as "
-                    "operation "
-                    f"{op.seq} of group {group.name!r} from {state.place.now}, but the failed worker had called "
-                    f"{describe(called)} there. The training code must do the same when it is run again: seed every "
-                    "random number, and do not branch on time or on files the run itself writes."
+                    f"operation {op.seq} of group {group.name!r} from {state.place.now}, but the failed worker had "
+                    f"called {describe(called)} there. The training code must do the same when it is run again: seed "
+                    "every random number, and do not branch on time or on files the run itself writes."
                 )
             )
         op.serve(results)

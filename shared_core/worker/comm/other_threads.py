@@ -85,10 +85,8 @@ class OtherThreads:
             if call.across and call.thread in self._at_failure and not call.done():
                 state.listener.unrepeatable(
                     f"rank {state.rank}: thread {call.thread.name!r} of the script is in {call.what}, and what it does "
-                    "began before the last step boundary. A worker failed meanwhile, and its replacement, which "
-                    "begins "
-                    "at "
-                    "a step boundary, does not do this again. Wait for such work in the batch in which it begins "
+                    "began before the last step boundary. A worker failed meanwhile, and its replacement, which begins "
+                    "at a step boundary, does not do this again. Wait for such work in the batch in which it begins "
                     "(async_save(...).result()), or have checkpoints made by checkpoint.dir"
                 )
 

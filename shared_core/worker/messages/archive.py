@@ -268,9 +268,8 @@ class Archive:
             see = "make room there" if number in FULL else "see to this disk"
             what_to_do = f"to have the log again, {see} or choose another folder"
         console(
-            f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but if a "
-            "worker fails whose state no other one holds, all workers start again. "
-            f"{what_to_do[0].upper()}{what_to_do[1:]}"
+            f"{self._who()}messages are no longer logged in {self.folder} ({why}). Training continues, but if a worker "
+            f"fails whose state no other one holds, all workers start again. {what_to_do[0].upper()}{what_to_do[1:]}"
         )
 
     def _who(self) -> str:

@@ -190,9 +190,8 @@ class Forming:
                 "together", rank=self._env.rank, generation=generation, replacements=list(plan.replacements)
             )
             console(
-                f"rank {self._env.rank} starts again together with {ranks_text(plan.replacements)}: they share a "
-                "group of "
-                "log.groups"
+                f"rank {self._env.rank} starts again together with {ranks_text(plan.replacements)}: they share a group "
+                "of log.groups"
             )
             os._exit(EXIT_STALE)
         whom = f"{ranks_text(plan.leave)} to end, which start again together with {ranks_text(plan.replacements)}"

@@ -248,8 +248,7 @@ class StartPoint:
             if self._updates.replicated is None or list(replicas) != [self._env.rank]:
                 raise Unsupported(
                     f"the checkpoint at step boundary {restored.boundary.index} is of a pipeline whose stages had no "
-                    "replicas, "
-                    f"and this one is another: start {restored.workers} workers, or start from scratch with "
+                    f"replicas, and this one is another: start {restored.workers} workers, or start from scratch with "
                     "checkpoint.resume='never'"
                 )
             restored.description, restored.tensors = collect(self._updates.replicated)

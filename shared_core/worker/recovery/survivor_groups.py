@@ -283,8 +283,7 @@ class SurvivorGroups:
         if waits and other:
             self._recovery.fatal_actions.fall_back(
                 f"the replacement of {ranks_text(other)} is in another call of the program (fit, validate, ...) than "
-                "the "
-                "others, so it cannot be admitted: all ranks must make the same calls"
+                "the others, so it cannot be admitted: all ranks must make the same calls"
             )
         return tuple(rank for rank, entry in said.items() if entry == self._position.entry)
 

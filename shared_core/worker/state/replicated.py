@@ -79,8 +79,7 @@ class Replicated:
             raise Unsupported(
                 f"an optimizer was given a parameter of shape {tuple(parameter.shape)} that is in no attached model, "
                 "so a replacement could not be given it: make all parameters before attach(), freeze those that are "
-                "not "
-                "trained yet (requires_grad_(False)), and add_param_group() them later"
+                "not trained yet (requires_grad_(False)), and add_param_group() them later"
             )
         return place
 

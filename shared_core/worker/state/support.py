@@ -31,8 +31,7 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
     if zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         raise UnsupportedOptimizer(
             f"{name} divides the optimizer's state over the ranks, so nobody has that of a failed one: use the "
-            "optimizer "
-            "inside by itself, or fully_shard() (docs/sharded.md)"
+            "optimizer inside by itself, or fully_shard() (docs/sharded.md)"
         )
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise UnsupportedOptimizer(
@@ -56,9 +55,8 @@ def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
     if size != world_size:
         raise Unsupported(
             f"DistributedDataParallel over a group of {size} of the job's {world_size} ranks: a replacement is given "
-            "the "
-            "parameters of any other rank, so all ranks must train the same. Leave process_group out; a module that "
-            "ranks train apart goes without DistributedDataParallel, and to job.register(module, its_optimizer)"
+            "the parameters of any other rank, so all ranks must train the same. Leave process_group out; a module "
+            "that ranks train apart goes without DistributedDataParallel, and to job.register(module, its_optimizer)"
         )
     refuse_hooks(ddp)
 
