@@ -98,8 +98,8 @@ class SwiftTrainer(transformers.Trainer):
                 target = self._swift_target = job.peek(_NAME)
                 if target is not None and target["phase"] > self._swift_phase:
                     job.fall_back(
-                        f"rank {job.rank}: the failed worker was in call {target['phase']} of Trainer.train(), which "
-                        "a replacement cannot enter: use one Trainer for each call, in scripts of their own"
+                        f"rank {job.rank}: the failed worker was in call {target['phase']} of Trainer.train(), and a "
+                        "replacement can only start in the first: call train() once in each script"
                     )
                 if target is not None:
                     resume_from_checkpoint = None  # all that it holds comes from the others, and it may be gone
@@ -108,8 +108,7 @@ class SwiftTrainer(transformers.Trainer):
                     self._swift_reports.take_up(target["reports"])
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    # -- where a replacement begins
-    # --------------------------------------------------------------------------------------
+    # -- where a replacement begins -----------------------------------------------------------------------------------
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         epoch, batches = super()._init_training_state(*args, **kwargs)

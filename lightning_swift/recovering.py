@@ -190,8 +190,7 @@ class RecoveringStrategy(CollectiveStrategy):
             reading=self.job.reading,
         )
 
-    # -- step boundaries
-    # ---------------------------------------------------------------------------------------------------
+    # -- step boundaries ----------------------------------------------------------------------------------------------
 
     def step_boundary(self, accumulating: bool) -> None:
         """The step boundary of a training batch; a replacement takes the failed worker's place in here."""

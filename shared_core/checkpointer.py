@@ -346,8 +346,7 @@ class Alone(_NoReplacements):
             signal.signal(signal.SIGTERM, self._on_sigterm)
         atexit.register(self.close)
 
-    # -- continuing
-    # ------------------------------------------------------------------------------------------------------
+    # -- continuing ---------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
         """Find the checkpoint to begin with, if there is one; rank 0 decides."""

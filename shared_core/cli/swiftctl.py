@@ -25,8 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
     if "run" not in options:
-        if "lab" in options:
-            parser.error("COMMAND of lab is missing: plan, plan-logging, simulate, policy")
         parser.error("COMMAND is missing: status, watch, doctor, events, report, checkpoints, lab")
     try:
         status: int = options.run(options)
@@ -63,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         help="plan, compare and simulate: for who chooses options of large jobs, or checks the papers",
         description="Plan, compare and simulate, without a job.",
     )
-    lab.set_defaults(lab=True)
+    lab.set_defaults(run=lambda _: lab.error("COMMAND is missing: plan, plan-logging, simulate, policy"))
     studies: Any = lab.add_subparsers(metavar="COMMAND")
     plan.add_command(studies)
     _add_plan_logging(studies)

@@ -134,8 +134,7 @@ class ConsoleReporter:
         """The script has said where checkpoints go, and not the launcher."""
         self._say(f"checkpoints: {_short(folder)}, as the script says")
 
-    # -- failures
-    # -------------------------------------------------------------------------------------------------------
+    # -- failures -----------------------------------------------------------------------------------------------------
 
     def counts(self, failed: int) -> None:
         """So many workers failed on other machines."""
@@ -236,12 +235,10 @@ class ConsoleReporter:
         back = sorted(self._away.values(), key=lambda away: away.rank)
         self._away.clear()
         stall = when - min(away.detected for away in back)
-        each = [
-            "; ".join(["" if away.told else away.who, f"now pid {away.replacement}" if away.replacement else ""]).strip(
-                "; "
-            )
-            for away in back
-        ]
+        each = []
+        for away in back:
+            new = f"now pid {away.replacement}" if away.replacement else ""
+            each.append("; ".join(filter(None, ("" if away.told else away.who, new))))
         if len(back) > 1:
             each = [f"rank {away.rank}, {one}" for away, one in zip(back, each, strict=True)]
         verb = "is" if len(back) == 1 else "are"

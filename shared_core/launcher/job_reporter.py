@@ -150,8 +150,8 @@ class JobReporter:
     def report(self, said: Mapping[str, Any]) -> None:
         """A worker says how a recovery goes."""
         if (done := self.console_reporter.report(said)) is not None:
-            stall_s, failed, boundary = done
-            self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=failed, boundary=boundary)
+            stall_s, recomputed_steps, boundary = done
+            self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=recomputed_steps, boundary=boundary)
 
     # -- the attempt --------------------------------------------------------------------------------------------------
 

@@ -68,8 +68,7 @@ class MachineMembership:
         self._pause, self._number = pause, number
         rendezvous.attend(self)
 
-    # -- what the rendezvous asks of this machine
-    # ------------------------------------------------------------------------
+    # -- what the rendezvous asks of this machine ---------------------------------------------------------------------
 
     @property
     def number(self) -> int:

@@ -122,7 +122,7 @@ def _channels(here: Mapping[int, GroupFrontier]) -> Iterator[tuple[str, int, int
 
 
 def _boundary(rank: int, donor: StepBoundary, groups: Mapping[str, Mapping[int, GroupFrontier]]) -> StepBoundary:
-    """The donor's step boundary as ``rank`` stands at it: counts of its own groups and channels, from its peers."""
+    """The donor's step boundary with the counts of ``rank``'s own groups and channels, which its peers know."""
     counts: dict[str, int] = {}
     sent: dict[str, dict[str, int]] = {}
     received: dict[str, dict[str, int]] = {}

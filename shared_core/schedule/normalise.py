@@ -31,7 +31,7 @@ class Move:
     """A survivor that takes a failed place of another stage.
 
     Attributes:
-        source: its place until now, which then fails.
+        source: its place until now, which nobody has then.
         target: its place from now on.
     """
 

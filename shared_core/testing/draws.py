@@ -242,8 +242,7 @@ def _pipeline(rng: random.Random, model: str, world_size: int, kinds: Sequence[s
     return (first,)
 
 
-# -- pipelines that continue without failed workers: each stage keeps a replica
-# ---------------------------------------------
+# -- pipelines that continue without failed workers: each stage keeps a replica ---------------------------------------
 
 
 def _of_no_code(rng: random.Random, kinds: Sequence[str]) -> str:

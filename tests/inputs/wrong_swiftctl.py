@@ -7,7 +7,7 @@ from __future__ import annotations
 
 CASES: list[tuple[str, str, str]] = [
     ("", "COMMAND", "status, watch, doctor, events, report, checkpoints, lab"),
-    ("lab", "COMMAND of lab", "plan, plan-logging, simulate, policy"),
+    ("lab", "COMMAND", "plan, plan-logging, simulate, policy"),
     ("evnts x", "evnts", "'events'"),
     ("--verbose events @events.jsonl", "--verbose", "--help"),
     # what a job left behind

@@ -90,8 +90,7 @@ def test_a_replacement_finds_those_due_again_that_it_passes(entries: Any) -> Non
     assert replacement.pending == 11
 
 
-# -- what all ranks continue from
-# ----------------------------------------------------------------------------------------
+# -- what all ranks continue from -------------------------------------------------------------------------------------
 
 
 def environment(folder: Path, rank: int, world_size: int) -> WorkerEnv:

@@ -180,8 +180,7 @@ def test_every_loader_is_found_and_found_again(parts: Any, data: st.DataObject) 
     assert there is None or any(state is there for _, state in found)
 
 
-# -- whose state continues
-# ----------------------------------------------------------------------------------------------
+# -- whose state continues --------------------------------------------------------------------------------------------
 
 
 @st.composite

@@ -15,7 +15,7 @@ SUSPECT_S = 15.0
 
 
 class Suspicion:
-    """Waits for the failure that explains a failure, and reports the failure if there is none."""
+    """Waits for the failure of a worker that explains the error of an operation; reports the error if none comes."""
 
     def __init__(self, state: SharedState, groups: Groups) -> None:
         self._state, self._groups = state, groups

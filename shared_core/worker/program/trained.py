@@ -250,8 +250,7 @@ class Trained:
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
         return bool(self._alike or self.replicas or (replicated is not None and replicated.stepped() <= summed))
 
-    # -- at step boundaries
-    # -------------------------------------------------------------------------------------------------
+    # -- at step boundaries -------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
         """The end of an operation of all ranks tells each of them that the others have published the last step
