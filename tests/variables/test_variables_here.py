@@ -133,6 +133,35 @@ def test_a_result_can_be_read_but_not_differentiated() -> None:
     assert first == second and not refused
 
 
+def test_iterators_over_plain_containers_are_moved_on() -> None:
+    def script(again: bool) -> Any:
+        rows = [*range(20)]
+        some = {
+            "list": iter(rows),
+            "reversed": reversed(rows),
+            "tuple": iter(("a", "b", "c", "d", "e", "f")),
+            "range": iter(range(3, 40, 2)),
+            "text": iter("words that are read"),
+            "bytes": iter(b"0123456789"),
+            "made again": iter(rows),
+            "ended": iter([1]),
+        }
+        same, seen, extra = some["list"], [], []
+        for step in steps(again):
+            if step == 1:
+                rows.append(20)
+                extra = [*rows[::-1]]
+                some["made again"] = iter(extra)
+            seen.append([next(each, None) for each in some.values()])
+            next(same)
+        rows.append(21)
+        extra.append(22)
+        return seen, {name: list(each) for name, each in some.items()}, same is some["list"]
+
+    first, second, refused = both(script)
+    assert first == second and not refused
+
+
 @pytest.mark.parametrize("changes", [True, False])
 def test_what_is_too_large_is_compared(changes: bool) -> None:
     def script(again: bool) -> Any:
@@ -530,7 +559,7 @@ def test_what_a_framework_never_tells_of_again_is_named_if_it_has_changed(change
 def test_iterators_that_a_framework_draws_from_do_not_count(known: int) -> None:
     def script(again: bool) -> Any:
         variables = Variables(0)
-        training, evaluation = iter(range(99)), (each for each in range(99))
+        training, evaluation = (each for each in range(99)), (each for each in range(99))
         for each in (training, evaluation)[:known]:
             variables.reads(each)
         for _ in steps(again, variables=variables):

@@ -6,6 +6,7 @@ that stands for it, and what cannot be put back. Then what is here is filled.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import types
@@ -13,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,16 @@ from torch import nn
 from shared_core.encoding.unpacking import Numbered, dtype_named
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.randomness import set_generator_state
-from shared_core.worker.variables.kinds import VALUES, kind_of, name_of, slots_of
-from shared_core.worker.variables.writer import MODULE_PARTS, OF_DATA, Unbound, Writer, attributes_of, state_of
+from shared_core.worker.variables.kinds import ITERATORS, VALUES, kind_of, name_of, slots_of
+from shared_core.worker.variables.writer import (
+    MODULE_PARTS,
+    OF_DATA,
+    Unbound,
+    Writer,
+    attributes_of,
+    iterator_state,
+    state_of,
+)
 
 #: Nothing is put into these.
 _AS_HERE = frozenset({"fixed", "ignored", "named", "unbound", "opaque", "large"})
@@ -238,6 +248,8 @@ class Graft:
         elif kind == "function":
             self._filled[new] = here
             self._fill_function(here, *parts[1:])
+        elif kind == "iterator":
+            self._filled[new] = _moved_on(cls, self.value(parts[0]), parts[1], here)
         elif kind == "pyarray":
             array = here if here is not MISSING else _look_up(cls)(parts[0])
             self._filled[new] = array
@@ -386,6 +398,8 @@ def _children(kind: str, parts: list[Any]) -> dict[Any, Any]:
         return found if parts[2] is None else found | dict(zip(_OF_FUNCTIONS, parts[2], strict=True))
     if kind in ("method", "bound"):
         return {".__self__": parts[1]}
+    if kind == "iterator":
+        return {".source": parts[0]}
     if kind == "partial":
         return dict(zip(_OF_PARTIALS, parts, strict=True))
     if kind == "ndarray" and parts[0] == "objects":
@@ -415,6 +429,8 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
         return found | {name: getattr(here, name[1:]) for name in _OF_FUNCTIONS}
     if kind in ("method", "bound"):
         return {".__self__": getattr(here, "__self__", MISSING)}
+    if kind == "iterator":
+        return {".source": iterator_state(here)[0]}
     if kind == "partial":
         return {name: getattr(here, name[1:]) for name in _OF_PARTIALS}
     return {}
@@ -462,7 +478,9 @@ def _look_up(name: str) -> Any:
 
 
 #: Kinds that are made of nothing else here.
-_MAKERS = frozenset({"value", "tensor", "ndarray", "pyarray", "atom", "enum", "tuple", "frozenset", "bound", "partial"})
+_MAKERS = frozenset(
+    {"value", "tensor", "ndarray", "pyarray", "iterator", "atom", "enum", "tuple", "frozenset", "bound", "partial"}
+)
 
 
 def _blank(kind: str, cls: str, parts: list[Any]) -> Any:
@@ -497,6 +515,28 @@ def _immutable(kind: str, cls: str, parts: list[Any], value: Callable[[Any], Any
         return made.__members__[parts[0]]  # type: ignore[attr-defined]
     base: Any = {"tuple": tuple, "frozenset": frozenset}.get(kind) or type(parts[0])
     return base.__new__(made, value(parts[0]))
+
+
+def _moved_on(cls: str, source: Any, left: int, here: Any) -> Any:
+    """An iterator over ``source`` with so many elements left: the one here, if that is what it comes to."""
+    make, empty = next(made for each, made in ITERATORS.items() if name_of(each) == cls)
+    wanted = _read_until(make(empty if source is None else source), left, ended=source is None)
+    if here is MISSING or not _alike(_read_until(copy.copy(here), left, ended=source is None), wanted):
+        return wanted
+    return _read_until(here, left, ended=source is None)
+
+
+def _read_until(iterator: Any, left: int, *, ended: bool) -> Any:
+    while length_hint(iterator) > left:
+        next(iterator)
+    if ended:
+        next(iterator, None)
+    return iterator
+
+
+def _alike(one: Any, other: Any) -> bool:
+    (mine, left), (theirs, as_many) = iterator_state(one), iterator_state(other)
+    return left == as_many and (mine is theirs if isinstance(mine, list) else mine == theirs)
 
 
 def short(name: str) -> str:

@@ -133,6 +133,15 @@ VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     itertools.count: (lambda v: v.__reduce__()[1], lambda parts: itertools.count(*parts)),
 }
 
+#: Iterators over plain containers, and what makes one of its container. They can be moved on in place.
+ITERATORS: dict[type, tuple[Callable[[Any], Any], Any]] = {
+    type(make(each)): (make, each)
+    for make, each in (
+        *((iter, each) for each in ([], (), range(0), range(1 << 70), "", "\u20ac", b"")),
+        (reversed, []),
+    )
+}
+
 
 def of_libraries(file: str | None) -> bool:
     """Whether a file of code is part of Python, or of an installed package."""
@@ -177,6 +186,8 @@ def _kind_of(cls: type) -> str:
         return "ignored"
     if cls is array.array:
         return "pyarray"
+    if cls in ITERATORS:
+        return "iterator"
     for base, name in _CONTAINERS:
         if issubclass(cls, base):
             return name

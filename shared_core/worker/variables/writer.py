@@ -167,7 +167,7 @@ class Writer:
     """
 
     def __init__(self, restored: Callable[[int], bool], *, inner: bool = False) -> None:
-        self.restored, self._inner = restored, inner
+        self.restored, self.inner = restored, inner
         #: Names of attributes that are left out.
         self.ignored: set[str] = set()
         #: Names of variables that hold what is not described, by identity.
@@ -260,7 +260,7 @@ class Writer:
         """A checksum of an object of a type in C; None where it shows nothing. Where that takes long, it is not taken
         each time.
         """
-        if self._inner and hasattr(type(thing), "__next__"):
+        if self.inner and hasattr(type(thing), "__next__"):
             return zlib.crc32(name_of(type(thing)).encode())
         known = self._digests.get(id(thing))
         now = time.monotonic()
@@ -295,6 +295,8 @@ class _Values(_Pickler):
             kind = "unbound"
         elif kind == "bound" and not is_bound(obj):
             kind = "named"
+        elif kind == "iterator" and self._writer.inner:
+            kind = "opaque"
         elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
             kind = "fixed"
         self._count += 1
@@ -382,6 +384,13 @@ def _on_device(writer: Writer, thing: torch.Tensor, head: tuple[Any, ...], gradi
         return ("same", *head, b"", gradient)
     dense = to_host(thing.resolve_conj().resolve_neg()).contiguous()
     return ("value", *head, memory_of(dense)[: dense.nbytes].tobytes() if dense.nbytes else b"", gradient)
+
+
+def iterator_state(thing: Any) -> tuple[Any, int]:
+    """What an iterator reads (None once it has ended), and how many elements are left."""
+    parts = thing.__reduce__()
+    ended = type(parts[1][0]) in (list, tuple) and len(parts) == 2
+    return None if ended else parts[1][0], length_hint(thing)
 
 
 def _ndarray(writer: Writer, thing: Any) -> tuple[Any, ...]:
@@ -518,6 +527,7 @@ _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
     "random": lambda writer, thing: (writer.random(thing),),
     "value": lambda _, thing: (VALUES[next(base for base in type(thing).__mro__ if base in VALUES)][0](thing),),
     "enum": lambda _, thing: (thing.name,),
+    "iterator": lambda _, thing: iterator_state(thing),
     "pyarray": lambda _, thing: (thing.typecode, thing.tobytes()),
     "dict": lambda _, thing: (_items(thing), attributes_of(thing)),
     "list": lambda _, thing: (list.__getitem__(thing, slice(None)), attributes_of(thing)),
