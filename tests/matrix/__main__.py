@@ -1,7 +1,7 @@
 """Run a chosen part of the tests against each version of torch and Python, each in an environment of its own.
 
-Usage: ``make matrix``, or ``python tests/matrix [CELL ...]``; a cell is ``2.15.0-3.13``. Environments (2.2 GB each)
-and logs lie under ``runs/matrix``; ``docs/design/versions.md`` gets the table of what ran.
+Usage: ``make matrix``, or ``python tests/matrix [CELL ...]``; a cell is ``2.15.0-3.13``. Environments (up to
+2.2 GB each) and logs lie under ``runs/matrix``; ``docs/design/versions.md`` gets the table of what ran.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -98,6 +99,8 @@ def find_python(version: str) -> str | None:
 def environment(folder: Path, interpreter: str, torch: str) -> str:
     """An environment with this torch and all that the tests need, made once. Returns its interpreter.
 
+    With this process's version of Python it has only torch, and finds all other packages in this one's environment.
+
     Raises:
         subprocess.CalledProcessError: it cannot be made.
     """
@@ -123,9 +126,19 @@ def environment(folder: Path, interpreter: str, torch: str) -> str:
                 call(*pip, "--no-deps", f"nvidia-cuda-runtime=={toolkit[1]}.*")
             metadata.write_text(re.sub(r"^Requires-Dist: (cuda-|nvidia-|triton).*\n", "", text, flags=re.MULTILINE))
             standins.make(site_packages)
-        call(*pip, "--editable", ".[all,test]")
+        if python_of(interpreter) == sys.version_info[:2]:
+            (site_packages / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        else:
+            call(*pip, "--editable", ".[all,test]")
     ready.touch()
     return str(executable)
+
+
+def python_of(interpreter: str) -> tuple[int, ...]:
+    """Major and minor version."""
+    code = "import sys; print(*sys.version_info[:2])"
+    found = subprocess.run([interpreter, "-c", code], check=True, capture_output=True, text=True)
+    return tuple(map(int, found.stdout.split()))
 
 
 def versions(executable: str) -> dict[str, str]:
