@@ -11,15 +11,14 @@ _MARK = struct.Struct("<Q")
 
 
 class BoundaryMarks:
-    """The newest published step boundary of every rank of a machine that has all ranks.
+    """The newest published step boundary of every rank of a machine that has all ranks. Written and read without
+    a lock.
 
     A mark outlives its worker, as the publication does. A replacement that starts before the failed worker's newest
     boundary sets the mark back, before it takes part in any operation.
 
     Args:
         path: of the file, the same for all ranks.
-        rank: of this worker.
-        world_size: number of ranks.
 
     Raises:
         OutOfResources: there is no room for it.

@@ -259,8 +259,7 @@ class InnerGroup:
         return not peers.unknown(ends for _, _, ends in self._connections())
 
     def discard(self) -> None:
-        """Cut the group and drop it. Its destructor waits for gloo's threads, so it runs on a thread nobody waits for.
-        """
+        """Cut the group and drop it. Its destructor waits for gloo's threads, so it runs on a thread of its own."""
         self.sever()
         box = [self.pg]
         self.pg = None

@@ -20,7 +20,7 @@ from shared_core.worker.messages.spilling import Spilling
 
 #: A rank that waits for a peer also waits for its replay, which may take longer than a program expects of an operation.
 _REPLAY = timedelta(days=1)
-#: How long late ranks are waited for before gradients are copied for them: as long as the copy takes, and at least this.
+#: Gradients are copied for late ranks only after these were waited for: as long as the copy takes, and at least this.
 _MAX_WAIT_S, _COPIED_PER_S = 0.05, 2e9
 _POLL_S = 1e-4
 

@@ -1,4 +1,4 @@
-"""Where this rank stands: what the program's thread waits for, and what the rank has done that others may wait for."""
+"""What the program's thread waits for, and what this rank has done that others may wait for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def wait_status(runtime: Runtime, look: int, *, idle: bool) -> WaitStatus | None
 
     Args:
         look: number of the report.
-        idle: whether the process does nothing else.
+        idle: the process does nothing else.
     """
     with runtime.lock:
         live = not runtime.broken and runtime.generation == runtime.latest
@@ -34,12 +34,13 @@ def wait_status(runtime: Runtime, look: int, *, idle: bool) -> WaitStatus | None
 
 
 def finished(runtime: Runtime, look: int) -> WaitStatus:
-    """The program has ended."""
+    """The status of a rank whose program has ended."""
     with runtime.lock:
         return WaitStatus(runtime.rank, runtime.generation, look, **_done(runtime))
 
 
 def _wait(runtime: Runtime) -> tuple[float, dict[str, Any]] | None:
+    """Since when (``time.monotonic()``) the program waits, and fields of :class:`WaitStatus`."""
     world = runtime.world
     if runtime.beside is not None:
         begun, members, call = runtime.beside
