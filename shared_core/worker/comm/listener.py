@@ -54,7 +54,7 @@ class Listener(Protocol):
     """
 
     def new_store(self, prefix: str) -> Store:
-        """The launcher's store, below a prefix, with a connection of its own."""
+        """The launcher's store, below a prefix."""
 
     def first_group(self) -> None:
         """The default process group is made: form the first generation, or see that a replacement joins later."""

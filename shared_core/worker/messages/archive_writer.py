@@ -32,7 +32,6 @@ class Stats:
         bytes_put: by this process, written or not.
         bytes_waiting: put and not yet written.
         blocked_times: how often ``put`` had to wait for the disk.
-        blocked_s: how long in all, in seconds.
         stopped_times: how often logging stopped.
         failed: why nothing is logged now; None while it is.
     """
@@ -52,10 +51,9 @@ class Writer:
     """Writes what is put, and deletes what is dropped.
 
     Args:
-        folder: of the segments.
-        seed: of the owner.
+        seed: of the owner; see :func:`segments.owner_seed`.
         segment_bytes: a segment takes no more records beyond this size.
-        write: appends to a segment.
+        write: appends to a segment, by descriptor.
         changed: guards the index, the numbers and what waits.
         failed: told of an error, with the condition held: logging is to stop.
     """
@@ -83,12 +81,11 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def start(self, next_number: int) -> None:
-        """Write from now on, to segments from this number on."""
         self._next_number = next_number
         self._thread = threads.start(self._run, name="swift-archive")
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end, after :meth:`close`. Returns whether it has come."""
+        """Wait for the thread's end, after :meth:`close`. False if it has not come in time."""
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -98,11 +95,9 @@ class Writer:
 
     @property
     def closing(self) -> bool:
-        """Whether :meth:`close` was called."""
         return self._closing
 
     def add(self, record: Record) -> None:
-        """Write a record when its turn comes."""
         self._ring.append(record)
         self._index.waiting[(record.key.channel, record.key.index)] = record
         self._stats.bytes_waiting += record.size
@@ -129,7 +124,9 @@ class Writer:
         self._changed.notify_all()
 
     def keep(self) -> int:
-        """Give back a part of the lease; how much is left. See :mod:`shared_core.worker.messages.log_budget`."""
+        """Give back a part of the lease. Returns how much is left, in bytes; see
+        :mod:`shared_core.worker.messages.log_budget`.
+        """
         assert self._lease is not None
         self._lease = log_budget.kept(self._lease, self._stats.bytes_on_disk + self._reserved)
         return self._lease
@@ -169,8 +166,8 @@ class Writer:
                 self._seal(self._open)
 
     def _step(self) -> bool:
-        """Delete one dropped segment and write one record. Returns False at the end. References to the record's
-        tensors end with the call.
+        """Delete one dropped segment and write one record. Returns False at the end. A call of its own, so that
+        references to the record's tensors end with it.
         """
         with self._changed:
             self._reserved = 0
@@ -276,5 +273,5 @@ def _most(record: Record) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of an archive, private to the user, if it is not there."""
+    """Private to the user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

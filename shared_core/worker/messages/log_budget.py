@@ -31,17 +31,12 @@ class Advice(enum.Enum):
 
 
 def kept(lease: int, used: int) -> int:
-    """What a rank keeps of its lease: what it uses, and half of the rest for the batch that begins."""
+    """Bytes that a rank keeps of its lease: what it uses, and half of the rest for the batch that begins."""
     return used + max(0, lease - used) // 2
 
 
 def leases(kept_bytes: Sequence[int], budget: int) -> list[int]:
-    """The leases of all ranks from what each has kept.
-
-    Args:
-        kept_bytes: of each rank.
-        budget: of all logs together.
-    """
+    """The leases of all ranks, in bytes, from what each has kept. ``budget`` is that of all logs together."""
     free = max(0, budget - sum(kept_bytes))
     return [each + free // len(kept_bytes) for each in kept_bytes]
 
@@ -52,7 +47,7 @@ def advice(logged: int, batches: int, budget: int) -> Advice:
     Args:
         logged: bytes, of all ranks together.
         batches: in which they were logged.
-        budget: of all logs together; 0 is no limit.
+        budget: bytes, of all logs together; 0 is no limit.
     """
     if not budget or logged * PARTS < budget:
         return Advice.NOTHING
@@ -64,7 +59,7 @@ def segment_bytes(wanted: int, budget: int, ranks: int) -> int:
 
     Args:
         wanted: without a budget.
-        budget: of all logs together; 0 is no limit.
+        budget: bytes, of all logs together; 0 is no limit.
         ranks: number of logs.
     """
     return min(wanted, max(1, budget // (FILES * ranks))) if budget else wanted

@@ -52,7 +52,7 @@ _BUFFERS = 1024  # the system takes so many in one call
 
 @dataclass(frozen=True)
 class Key:
-    """What a record is: unique by (channel, index).
+    """Names a record: unique by (channel, index).
 
     Attributes:
         channel: group and channel of a message, as ``"default|0,2,0"``; a group's name for its collectives.
@@ -72,7 +72,6 @@ class Segment:
     """One segment file.
 
     Attributes:
-        path: the file.
         number: names it and is part of its checksums.
         size: bytes of whole records in it, its header included.
         taken: bytes that are counted for it: also those that are being written.
@@ -92,12 +91,10 @@ class Segment:
     entries: list[tuple[str, int, int, int, int, int]] = field(default_factory=list)
 
     def add(self, key: Key, offset: int, header: int, payload: int) -> None:
-        """Note a record."""
         self.entries.append((key.channel, key.index, key.boundary, offset, header, payload))
         self.boundary = max(self.boundary, key.boundary)
 
     def close(self) -> None:
-        """Write no more."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -166,11 +163,7 @@ def encode(key: Key, tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def decode(header: bytes, payload: int) -> tuple[Key, list[torch.Tensor]]:
-    """Inverse of :func:`encode`; the tensors' contents are undefined.
-
-    Args:
-        header: of a record.
-        payload: bytes of its tensors.
+    """Inverse of :func:`encode`; the tensors' contents are undefined. ``payload`` is the bytes of all of them.
 
     Raises:
         ValueError: this is no such header, or that of other tensors.
@@ -215,12 +208,11 @@ def owner_seed(owner: str) -> int:
 
 
 def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Append all of ``parts``."""
+    """Append all of ``parts`` to a descriptor, by as many calls as it takes."""
     _vectored(parts, lambda buffers, _: os.writev(fd, buffers))
 
 
 def segment_header(seed: int, number: int) -> bytes:
-    """The first bytes of a segment."""
     fixed = _SEGMENT.pack(_SEGMENT_MAGIC, FORMAT, number)
     return fixed + _CRC.pack(zlib.crc32(fixed, seed))
 
@@ -244,7 +236,7 @@ def index_bytes(seed: int, segment: Segment) -> bytes:
 
 
 def read_record(seed: int, place: Place, channel: str, index: int) -> tuple[Key, list[torch.Tensor]]:
-    """The record at ``place``.
+    """The record at ``place``, in new CPU tensors.
 
     Raises:
         CorruptFile: it is not what was written; the message names the file and the offset.
@@ -280,11 +272,10 @@ def read_record(seed: int, place: Place, channel: str, index: int) -> tuple[Key,
 def load_segment(path: Path, seed: int, number: int) -> tuple[Segment, list[Key]]:
     """What a segment file holds, by its index or, without a good one, by reading all of it.
 
-    Returns the segment and the keys of records whose header is good and whose contents are not. A record that the
-    file ends in counts as never written.
+    Returns the segment and the keys of records whose header is good and whose contents are not. A record that the file
+    ends in counts as never written.
 
     Args:
-        path: the file.
         seed: of its owner.
         number: of the segment by its name, for a file whose header is damaged; else the header's counts.
 
@@ -308,7 +299,7 @@ def load_segment(path: Path, seed: int, number: int) -> tuple[Segment, list[Key]
 
 
 def _load_index(file: BinaryIO, seed: int, segment: Segment) -> bool:
-    """Fill ``segment`` from its index. Returns whether there is a good one."""
+    """Fill ``segment`` from its index. False if there is no good one."""
     tail = _read(file, max(0, segment.size - _INDEX_TAIL.size), _INDEX_TAIL.size)
     if len(tail) < _INDEX_TAIL.size:
         return False
@@ -338,7 +329,9 @@ def _index_entries(text: bytes, end: int) -> list[Any] | None:
 
 
 def _scan(file: BinaryIO, seed: int, segment: Segment) -> list[Key]:
-    """Fill ``segment`` record by record; after damage, on from the next good header."""
+    """Fill ``segment`` record by record; after damage, on from the next good header. Returns the keys of
+    damaged records.
+    """
     at, damaged = START, []
     while 0 <= at <= segment.size - FIXED:
         found = _frame_at(file, seed, segment.number, at, _RECORD, HEADER_LIMIT)
