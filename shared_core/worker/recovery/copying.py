@@ -26,8 +26,8 @@ class Sent:
     """What a copy has taken so far.
 
     Attributes:
-        nbytes: moved.
-        began: when, by the clock of ``time.monotonic``.
+        nbytes: sent.
+        began: ``time.monotonic()``.
     """
 
     nbytes: int
@@ -35,18 +35,16 @@ class Sent:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
         return time.monotonic() - self.began
 
 
 def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy: IncrementalCopy, sent: Sent) -> None:
-    """Send a copy, until it is closed.
+    """Send a copy until it is closed, and wait until the replacement says that it has it. Blocks.
 
     Args:
         inner: the replacement and this worker.
-        replacement: its place in the group.
+        replacement: its index in the group.
         updates: the replicated state.
-        incremental_copy: the copy.
         sent: is counted on.
 
     Raises:
@@ -75,16 +73,17 @@ def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy
 
 
 class Taking:
-    """A replacement's side. The program's thread waits meanwhile.
+    """A replacement's side, on a thread of its own. It clears the optimizers' state and then writes parameters and
+    optimizer state in place; the program's thread waits meanwhile.
 
     Args:
         inner: the donor and this worker.
-        donor: its place in the group.
+        donor: its index in the group.
         replicated: of this worker; nobody else uses it.
 
     Attributes:
         level: all of the state is here, but for the newest update.
-        failed: why the copy is of no use; empty if it is.
+        failed: why the copy is of no use; empty while it is of use.
     """
 
     def __init__(self, runtime: Runtime, inner: InnerGroup, donor: int, replicated: Replicated) -> None:
@@ -131,7 +130,7 @@ class Taking:
         return self._ended.is_set()
 
     def finish(self, states: list[list[Any]]) -> str:
-        """Return when all is here; or why it will not be, where that is so.
+        """Block until all is here. Returns why it will not be; empty if it is.
 
         Args:
             states: description of the optimizer state at the donor.
@@ -154,11 +153,10 @@ class Taking:
         return self.failed
 
     def stop(self) -> None:
-        """Take nothing more."""
+        """Cut the connection and wait for the thread."""
         self._runtime.connections.drop_side(self._inner)
         self._thread.join()
 
 
 def started() -> Sent:
-    """Nothing yet."""
     return Sent(0, time.monotonic())

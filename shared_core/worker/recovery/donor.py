@@ -1,5 +1,5 @@
 """What a worker gives to others: its replicated state to a replacement, and, when the number of workers changes, to
-those that follow; in between it stands still.
+those that follow. Meanwhile it makes no update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Donor:
     """This worker as the exchange sees it. Recovery threads call.
 
     Args:
-        joining: whether it has not joined yet.
+        joining: whether this worker has not joined yet.
 
     Attributes:
         publishing: held while a step boundary is published.
@@ -43,7 +43,7 @@ class Donor:
 
     @property
     def keeps(self) -> dict[str, Any]:
-        """What a frontier says of the states that this worker has."""
+        """Fields of a frontier: which states this worker has."""
         outside = self._updates.outside
         return {"boundary": outside.boundary, "kept": outside.boundaries.indices, "outside": outside.active}
 
@@ -57,21 +57,23 @@ class Donor:
         Args:
             min_version: updates at the step boundary.
             boundary: its number.
-            wait: for such a moment.
+            wait: for such a moment, ``wait_timeout_s`` at most; else only now.
         """
         timeout_s = self._env.config.detection.wait_timeout_s if wait else 0.0
         with self._updates.given.frozen(min_version, timeout_s, boundary) as exported:
             yield exported
 
     def places(self, count: int) -> list[torch.Tensor]:
-        """A replacement's parameters, into which those of its donor are received: it has no state of its own yet. None
-        where the donor has not as many.
+        """A replacement's parameters, detached views that alias them, into which those of its donor are received: it
+        has no state of its own yet. Empty if the donor has another number of them.
         """
         state = self._updates.replicated
         return [] if state is None or len(state.parameters) != count else [p.detach() for p in state.parameters]
 
     def offer(self) -> Offer:
-        """Say what this worker has, and pass no step boundary and no update any more; see :meth:`withdraw`."""
+        """Say what this worker has. From now on it passes no step boundary and makes no update,
+        until :meth:`withdraw`.
+        """
         self._leaving.close()
         self._leaving.enter_context(self.publishing)
         self._leaving.enter_context(self._updates.gate.held())
@@ -88,7 +90,7 @@ class Donor:
         self._leaving.close()
 
     def drain_for_resize(self, cut: Cut) -> None:
-        """Write the replicated state at the cut for the workers that follow.
+        """Write the replicated state at the cut to shared memory, for the workers that follow.
 
         Raises:
             RecoveryFailed: if it cannot be had.

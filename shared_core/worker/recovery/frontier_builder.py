@@ -1,4 +1,4 @@
-"""Where this rank stands, and waits for keys that ranks set in a generation."""
+"""This rank's frontiers, and waits for keys that ranks set in a generation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from shared_core.worker.recovery.listener import RecoveryListener
 
 class FrontierBuilder:
     """Makes this rank's frontiers, and waits for keys that ranks set.
-
-    Args:
-        listener: says which ranks start again together with this one.
 
     Attributes:
         boundaries: a replacement's: step boundaries that the failed worker has published, or that are in a checkpoint.
@@ -49,13 +46,11 @@ class FrontierBuilder:
         return limit_s, "detection.wait_timeout_s"
 
     def collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
-        """What ranks have set under ``name`` in a generation, in their order.
+        """Block until ``ranks`` have set ``name`` in a generation. Returns the values in their order.
 
         Args:
             store: of the attempt.
             name: of the key, below the generation's.
-            ranks: to wait for.
-            generation: that is formed.
             what: the ranks are to do, for the line that a long wait prints.
 
         Raises:

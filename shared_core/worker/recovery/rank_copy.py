@@ -12,7 +12,7 @@ from shared_core.worker.state.records import from_plain, plain
 
 
 def pack(publisher: SharedMemoryPublisher, boundary: int, groups: Collection[str]) -> bytes:
-    """What a rank has published at a step boundary, and what it keeps for its replacements.
+    """What a rank has published at a step boundary, and the newest of each record that it keeps for its replacements.
 
     Args:
         publisher: of the rank.
@@ -28,7 +28,9 @@ def pack(publisher: SharedMemoryPublisher, boundary: int, groups: Collection[str
 
 
 def unpack(publisher: SharedMemoryPublisher, packed: bytes) -> dict[str, Any]:
-    """Keep in the copy's publisher what the other has kept. Returns what it had published at the step boundary."""
+    """Keep in the copy's publisher what the other has kept. Returns what it had published at the step boundary,
+    by name.
+    """
     parts, kept = loads(packed)
     for key, value in from_plain(kept):
         publisher.records.add(key, value)

@@ -47,7 +47,7 @@ class Spare:
         self._then.append(call)
 
     def finished(self, entry: int) -> bool:
-        """Whether the worker of the rank has finished an entry call by now."""
+        """Whether the worker of the rank has finished an entry call by now. Remembers the answer for :meth:`serves`."""
         self._finished[entry] = self._publisher.has_end(entry)
         return self._finished[entry]
 
@@ -60,7 +60,8 @@ class Spare:
         return True
 
     def await_place(self) -> int:
-        """Wait until the place is free. Returns the generation in which this worker takes it.
+        """Block until the place is free. Returns the generation in which this worker takes it. The process exits if it
+        can never take the place, or the agent is gone.
 
         Raises:
             DamagedRecord: what the launcher has said is no generation.

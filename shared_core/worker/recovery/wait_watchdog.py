@@ -40,12 +40,7 @@ AGAIN_S = 600.0
 
 
 class WaitWatchdog:
-    """Watches the waits of one worker's program, on a thread of its own.
-
-    Args:
-        recovery: knows the store, and whether there was a failure.
-        fatal_actions: ends a job of which no rank can continue.
-    """
+    """Watches the waits of one worker's program, on a thread of its own."""
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog, fatal_actions: FatalActions) -> None:
         self._env, self._recovery, self._runtime, self._events = env, recovery, recovery.runtime, events
