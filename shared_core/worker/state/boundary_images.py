@@ -1,5 +1,5 @@
-"""Parameters and optimizer state as they were at step boundaries, for replacements of scripts that change them outside
-updates.
+"""Parameters and optimizer state as they were at step boundaries, for replacements of scripts that change them
+outside updates.
 
 Such a script's replacement cannot continue from newer state: what the script does in the batch would be in it already,
 or would be done to other values. With the state of its step boundary it makes the updates itself, and the changes too.
@@ -42,11 +42,10 @@ class KeptBoundaries:
 
     @property
     def indices(self) -> list[int]:
-        """Numbers of the step boundaries."""
         return sorted(self._kept)
 
     def get(self, index: int | None) -> Kept | None:
-        """State at a step boundary, if it is kept."""
+        """State at a step boundary; None if it is not kept."""
         return self._kept.get(index) if index is not None else None
 
     @torch.no_grad()
@@ -59,7 +58,7 @@ class KeptBoundaries:
             index: number of the step boundary.
             version: updates in the state.
             exported: from :meth:`Replicated.export`.
-            left_out: places of tensors that are had from elsewhere.
+            left_out: places of tensors that are published elsewhere, and not copied.
         """
         description, tensors = exported
         copies: dict[int, torch.Tensor] = {}
@@ -79,7 +78,7 @@ class KeptBoundaries:
 
         Args:
             index: number of the step boundary.
-            reuse: nobody reads what is dropped.
+            reuse: nobody reads what is dropped, so its memory is used again.
         """
         for old in [each for each in self._kept if each < index]:
             dropped = self._kept.pop(old)

@@ -23,7 +23,7 @@ class BucketInput:
     """The parameters of one bucket, in its order.
 
     Args:
-        parameters: whose gradients are in it.
+        parameters: whose gradients are in it; the bucket holds them flat, one after the other.
         scale: by which DDP multiplies them.
     """
 
@@ -34,7 +34,7 @@ class BucketInput:
         self._dense = same and all(_span(p) == p.numel() for p in parameters)
 
     def fits(self, bucket: torch.Tensor) -> bool:
-        """Whether a bucket has the length and type of this one, and is where its parameters are."""
+        """Whether a bucket has this one's length, dtype and device, and its parameters are dense."""
         first = self._parameters[0]
         alike = bucket.dtype == first.dtype and bucket.device == first.device
         return self._dense and bucket.numel() == self.numel and alike
@@ -59,7 +59,7 @@ class BucketInput:
         return True
 
     def write(self, bucket: torch.Tensor, checksum: int) -> None:
-        """Put into the bucket what was there before its reduction.
+        """Overwrite the bucket with what was there before its reduction: zeros for a parameter without a gradient.
 
         Raises:
             RecoveryFailed: the result does not have this checksum, of :func:`input_checksum`.
@@ -77,7 +77,7 @@ class BucketInput:
             )
 
     def parts(self, bucket: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Each parameter with its part of the bucket, in its own shape."""
+        """Each parameter with its part of the bucket, a view in the parameter's shape and strides."""
         flat, at, parts = bucket.detach().view(-1), 0, []
         for parameter in self._parameters:
             part = flat[at : at + parameter.numel()]
@@ -105,11 +105,11 @@ class _Module:
 
 
 class BucketInputs:
-    """Knows which parameters are in which bucket, as DDP modules have agreed. That a bucket is computed as is said here
-    is verified, bit for bit, before it is relied on.
+    """Knows which parameters are in which bucket, as DDP modules have agreed. That a bucket is computed in this way is
+    verified, bit for bit, before it is relied on.
     """
 
-    #: Times that a bucket which matches nothing is looked at.
+    #: A bucket that matches nothing is looked at so many times.
     _TRIES = 3
 
     def __init__(self) -> None:
@@ -118,7 +118,6 @@ class BucketInputs:
         self._tried: dict[int, int] = {}
 
     def clear(self) -> None:
-        """Forget all modules."""
         self._modules.clear()
         self._found.clear()
         self._tried.clear()
@@ -127,7 +126,6 @@ class BucketInputs:
         """DDP has settled its buckets.
 
         Args:
-            ddp: the module.
             indices: of its parameters, bucket by bucket.
             sizes: parameters in each bucket.
         """
@@ -152,12 +150,14 @@ class BucketInputs:
             module.left = len(module.inputs)
 
     def layout(self, ddp: nn.Module) -> Sequence[BucketInput]:
-        """The buckets of a module in the order in which it hands them over; nothing before that is known."""
+        """The buckets of a module in the order in which it hands them over; empty before that is known."""
         module = self._modules.get(id(ddp))
         return module.inputs if module is not None else ()
 
     def of(self, bucket: torch.Tensor) -> BucketInput | None:
-        """Where the content of this bucket, which DDP hands over, can be computed from; None if that is not known."""
+        """What recomputes this bucket, which DDP hands over; None if that is not known. Each bucket once after
+        a forward.
+        """
         place = bucket.data_ptr()
         module, found = self._found.get(place) or self._find(bucket)
         if found is None or module is None or not found.fits(bucket) or module.left == 0:

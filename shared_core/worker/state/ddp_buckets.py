@@ -35,12 +35,9 @@ class Buckets:
     """The DDP modules of this worker, and which of them have settled their buckets.
 
     Args:
-        runtime: serves what was agreed.
-        publisher: keeps it for replacements.
-        unattached: told that a module is trained and nothing is attached.
+        unattached: called when a module is trained and nothing is attached.
 
     Attributes:
-        modules: the DDP modules that are trained.
         eligible: step boundaries since they were attached that could have been recovery points.
     """
 
@@ -89,12 +86,11 @@ class Buckets:
         return [ddp.require_forward_param_sync for ddp in self.modules]
 
     def set_flags(self, flags: list[bool]) -> None:
-        """Inverse of :meth:`flags`."""
         for ddp, flag in zip(self.modules, flags, strict=False):
             ddp.require_forward_param_sync = flag
 
     def unsettled(self) -> bool:
-        """Whether this step boundary, which could be a recovery point, is none; call it once a boundary."""
+        """Whether this step boundary, which could be a recovery point, is none. Counts it: call it once a boundary."""
         # Until a static graph is known, a replacement runs the iteration itself in which DDP learns it.
         if any(first.begun and not first.ended for first in self._first.values()):
             return True
@@ -106,12 +102,12 @@ class Buckets:
         return 1 < self.eligible <= _BOUNDARIES
 
     def handed_over(self) -> None:
-        """DDP has handed over a bucket."""
         if not self._attached:
             self._unattached()
 
     def note(self, ddp: DistributedDataParallel, op: Op) -> None:
-        """DDP agrees on the order of the buckets of ``ddp`` by the operation ``op``.
+        """DDP agrees on the order of the buckets of ``ddp`` by the operation ``op``; its result is recorded when it is
+        there, on the thread that completes it.
 
         Raises:
             ConfigError: if other modules are attached, and ``ddp`` is not.
@@ -158,11 +154,11 @@ class Buckets:
         self._runtime.results.release()
 
     def input_of(self, bucket: torch.Tensor) -> BucketInput | None:
-        """Where the content of a bucket that DDP hands over can be computed from; None if that is not known."""
+        """What recomputes a bucket that DDP hands over; None if that is not known."""
         return self._inputs.of(bucket)
 
     def layout(self) -> Sequence[BucketInput]:
-        """The buckets of the one DDP module in the order in which it hands them over; nothing before that is known."""
+        """The buckets of the one DDP module in the order in which it hands them over; empty before that is known."""
         return self._inputs.layout(self.modules[0]) if len(self.modules) == 1 else ()
 
     def settle(self, records: Records, boundary: StepBoundary) -> None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class ExternalMutation:
-    """Looks for changes that the script makes outside updates. From the first one on the state at step boundaries is
-    kept.
+    """Looks for changes that the script makes outside updates. From the first one on the state at step boundaries
+    is kept.
 
     The first step boundary after :meth:`attach` is kept in any case where a copy costs little: most scripts that change
     something do so from the first batch on. It is dropped when that batch has ended without a change.
@@ -28,7 +28,6 @@ class ExternalMutation:
     Attributes:
         active: something is changed, or will be: a replacement is given the state of its own step boundary, never a
             newer one.
-        boundaries: what is kept.
         boundary: number of the newest step boundary.
     """
 
@@ -45,12 +44,7 @@ class ExternalMutation:
         self._first_version = -1
 
     def attach(self, replicated: Replicated, unoptimized: UnoptimizedParameters | None) -> None:
-        """Watch this state from the next step boundary on.
-
-        Args:
-            replicated: what is trained.
-            unoptimized: those of its parameters that no optimizer steps; None: nothing is looked for.
-        """
+        """Watch ``replicated`` from the next step boundary on. Without ``unoptimized`` nothing is looked for."""
         watches = unoptimized is not None and self._policy != "never"
         self._replicated, self._unoptimized = replicated, unoptimized if watches else None
         self._watch = ChangeWatch(replicated) if watches else None
@@ -71,7 +65,6 @@ class ExternalMutation:
             self.active, self._changed = True, name
 
     def updated(self) -> None:
-        """An update was made."""
         if self._watch is not None and not self.active:
             self._watch.note()
 
@@ -88,11 +81,7 @@ class ExternalMutation:
     # -- step boundaries ------------------------------------------------------------------------------------
 
     def next_batch(self, version: int) -> None:
-        """A batch begins, at a recovery point or not.
-
-        Args:
-            version: updates made.
-        """
+        """A batch begins, at a recovery point or not. ``version`` counts the updates made."""
         self.see()
         if not self.active and self.boundaries.indices and version > self._first_version:
             self.boundaries.clear()
@@ -131,7 +120,7 @@ class ExternalMutation:
     # -- for a replacement --------------------------------------------------------------------------------
 
     def given(self, index: int | None) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """Description and tensors of the state at a step boundary, if it is kept."""
+        """Description and tensors of the state at a step boundary, not to be written; None if it is not kept."""
         kept = self.boundaries.get(index)
         return None if kept is None else (kept.description, list(kept.tensors))
 

@@ -19,12 +19,12 @@ from shared_core.worker.state.update_images import UpdateImages
 
 
 class GivenState:
-    """Waits until the state can be given, and keeps updates away meanwhile.
+    """Waits until the state can be given, and keeps updates away meanwhile. Recovery threads call.
 
     Args:
-        images: parameters before each.
+        images: parameters before each update.
         outside: changes that the script makes outside updates.
-        fence: returns when what is being copied may be changed.
+        fence: blocks until what is being copied may be changed.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class GivenState:
     def frozen(
         self, min_version: int, timeout_s: float, boundary: int | None = None
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """State with at least ``min_version`` updates in it, and no update running; see :meth:`Replicated.export`.
+        """State with at least ``min_version`` updates in it, and no update running; see :meth:`Replicated.export`. The
+        tensors are live, or images, not to be written.
 
         Args:
             min_version: updates at the step boundary for which it is wanted.
@@ -60,7 +61,7 @@ class GivenState:
 
         Raises:
             RecoveryFailed: if the state does not get there in time, or cannot be had because the script has changed it
-                outside updates.
+                outside updates, also when the context ends.
         """
         with self._gate.condition:
             ready = self._gate.condition.wait_for(lambda: self._has(min_version, boundary), timeout=timeout_s)
@@ -105,7 +106,9 @@ class GivenState:
                 self._outside.part_updated()
 
     def _has(self, version: int, boundary: int | None = None) -> bool:
-        """Whether a replacement that starts at ``version`` can be given the state now."""
+        """Whether a replacement that starts at ``version`` can be given the state now. Callers hold the lock of
+        the updates.
+        """
         if self._gate.installing:
             return False
         if self._outside.decided(boundary):
@@ -124,7 +127,8 @@ class GivenState:
     def at_version(
         self, version: int, boundary: int | None = None
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """State with ``version`` updates in it, as it was at the last step boundary; updates since then are undone.
+        """State with ``version`` updates in it, as it was at the last step boundary; updates since then are undone,
+        in place.
 
         Call while the gate is held.
 

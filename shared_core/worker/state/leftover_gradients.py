@@ -32,7 +32,7 @@ class _Group:
         self._pending: bool | None = None  # of the boundary that no gradient has come after yet
 
     def left(self, pending: Collection[int]) -> dict[int, torch.Tensor]:
-        """What the next batch may add to; from here on it is watched what it does."""
+        """What the next batch may add to, live; from here on it is watched what it does."""
         changed = not self._optimizers.isdisjoint(pending)
         zeroed = self._zeroed.get(changed)
         if zeroed and self._watched is not None and self._watched.grad is not None:
@@ -51,7 +51,7 @@ class _Group:
             self._handle = self._watched.register_hook(self._added) if self._watched.requires_grad else None
 
     def _added(self, _gradient: torch.Tensor) -> None:
-        """A gradient is about to be added to what is there."""
+        """Hook: a gradient is about to be added to what is there."""
         if self._pending is None or self._watched is None:
             return
         changed, self._pending = self._pending, None
@@ -59,7 +59,6 @@ class _Group:
         self._zeroed[changed] = self._zeroed.get(changed, True) and (old is None or not bool(old.any()))
 
     def close(self) -> None:
-        """Watch no longer."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -78,8 +77,8 @@ class LeftoverGradients:
         self._groups = _grouped(replicated) if replicated is not None else []
 
     def left(self, pending: Collection[int] = ()) -> dict[int, torch.Tensor]:
-        """The gradients that are state of this step boundary, by place: none that are zero, and none of parameters
-        whose gradients the program zeroes before it adds to them.
+        """The gradients that are state of this step boundary, by place, live: none that are zero, and none of
+        parameters whose gradients the program zeroes before it adds to them.
 
         Args:
             pending: numbers of the optimizers whose gradients have changed since their last update.

@@ -19,7 +19,7 @@ _ORDER = "order."
 
 
 class OrderFiles:
-    """Those of one rank.
+    """The orders of one rank.
 
     Args:
         folder: where their files lie.
@@ -38,7 +38,7 @@ class OrderFiles:
         self._named: dict[int, frozenset[str]] = {}
 
     def look(self) -> None:
-        """See what failed workers have left."""
+        """Note what failed workers have left."""
         self._left = {path.name for path in self._folder.glob(f"{_ORDER}*")}
 
     def write(self, indices: list[Any]) -> str:
@@ -89,7 +89,6 @@ class OrderFiles:
             self._named.clear()
 
     def forget_boundaries(self) -> None:
-        """All step boundaries were removed."""
         self._named.clear()
 
 

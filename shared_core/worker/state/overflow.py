@@ -42,7 +42,7 @@ class Overflow:
 
         Args:
             path: in memory.
-            size: about as many bytes, for the error.
+            size: in bytes, about, for the error.
             write: makes a file, and leaves nothing where it raises.
 
         Raises:
@@ -56,7 +56,7 @@ class Overflow:
             return self.elsewhere(path, size, write, error)
 
     def elsewhere(self, path: Path, size: int, write: Callable[[Path], T], full: OSError) -> T:
-        """As :meth:`write`, after the memory has refused the file.
+        """As :meth:`write`, after the memory has refused the file with the error ``full``.
 
         Raises:
             OutOfResources: it cannot be written at all.
@@ -91,7 +91,7 @@ class Overflow:
         return done
 
     def remove(self, path: Path) -> None:
-        """Remove a file, and what it links to."""
+        """Remove a file, and what it links to; nothing if it is not there."""
         if self.used:
             with suppress(OSError):  # no link, or not there
                 os.unlink(path.parent / os.readlink(path))

@@ -1,5 +1,5 @@
 """The update overlapped with communication: each gradient bucket's parameters are updated once it is reduced, while
-others are still being reduced.
+others are still being reduced (Swift's wait-free update, TPDS 2024).
 
 All of it happens on the program's own thread: as DDP hands over the next bucket, and at the end of backward, before DDP
 itself waits for its buckets. What is not known by then to be right early is left to ``optimizer.step()``, which makes
@@ -47,7 +47,7 @@ class Overlapped:
     """Makes the updates of one DDP module's parameters.
 
     Args:
-        layout: which parameters are in which bucket; nothing before DDP has settled that.
+        layout: which parameters are in which bucket; empty before DDP has settled that.
         joining: whether this worker has not joined yet.
     """
 

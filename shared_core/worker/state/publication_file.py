@@ -27,11 +27,11 @@ _LENGTHS = struct.Struct("<IQ")
 
 
 def packed(head: bytes, payload: Sequence[Piece]) -> list[Piece]:
-    """The content of a file, in pieces; the first begins with a header of :data:`HEADER_BYTES`.
+    """The content of a file, in pieces; the first begins with a header of :data:`HEADER_BYTES`. The payload is
+    not copied.
 
     Args:
-        head: read without the payload.
-        payload: in pieces.
+        head: can be read without the payload.
     """
     sizes = np.array([len(piece) for piece in payload], np.uint64)
     head = _COUNT.pack(len(payload)) + sizes.tobytes() + head
@@ -55,10 +55,9 @@ def _add_large(piece: Piece, crc: int) -> int:
 
 
 def write_file(path: Path, data: Sequence[Piece]) -> None:
-    """Write a file whole.
+    """Write a file whole: under another name, then renamed.
 
     Args:
-        path: of the file.
         data: from :func:`packed`.
 
     Raises:
@@ -78,7 +77,7 @@ def write_file(path: Path, data: Sequence[Piece]) -> None:
 
 
 def _write_all(fd: int, data: Sequence[Piece]) -> None:
-    """Write all pieces, in one call of the system where it takes them at once."""
+    """In one call of the system where it takes all pieces at once."""
     done = os.writev(fd, data) if len(data) <= _AT_ONCE else 0
     for each in data:
         write_all(fd, memoryview(each)[done:])
@@ -100,7 +99,7 @@ def append_whole(fd: int, data: bytes) -> None:
 
 
 def write_bare(path: Path, pieces: Sequence[bytes]) -> None:
-    """Write a file whole, with nothing added. Nothing is left where that fails."""
+    """Write a file whole, with nothing added. Nothing is left where that raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_bytes(b"".join(pieces))
@@ -120,7 +119,8 @@ def is_blank(path: Path) -> bool:
 
 
 def read_file(path: Path, *, payload: bool = True) -> tuple[bytes, Piece]:
-    """Head and payload of what :func:`packed` has made. There may be room behind it.
+    """Head and payload of what :func:`packed` has made; the payload is a view, empty with ``payload=False``. There may
+    be room behind it in the file.
 
     Raises:
         FileNotFoundError: also where there is only room for a publication.

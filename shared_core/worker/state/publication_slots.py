@@ -35,7 +35,7 @@ class _Slot:
         self.memory[:HEADER_BYTES] = _NOTHING
 
     def fill(self, data: Sequence[Piece]) -> None:
-        """Write to a slot that is clear."""
+        """Write to a slot that is clear; the header last."""
         memory, first, at = self.memory, data[0], len(data[0])
         memory[HEADER_BYTES:at] = first[HEADER_BYTES:]
         for piece in data[1:]:
@@ -46,7 +46,7 @@ class _Slot:
 
 
 class Slots:
-    """The mapped files of one writer.
+    """The mapped files of one writer. Not thread-safe.
 
     Args:
         folder: where they lie.
@@ -81,9 +81,7 @@ class Slots:
         self._used[name] = slot
 
     def retire(self, name: str) -> bool:
-        """What has this name is no publication any more; its memory is used again. Returns whether it was written
-        here.
-        """
+        """End the publication of this name, and use its memory again. False if it was not written here."""
         slot = self._used.pop(name, None)
         if slot is None:
             return False
@@ -115,7 +113,7 @@ class Slots:
             os.unlink(slot.path)
 
     def _look(self) -> None:
-        """See what a failed worker has left, and remove what is no publication of it."""
+        """Note what a failed worker has left, and remove what is no publication of it."""
         for each in os.scandir(self._folder):
             if not each.name.startswith(self._names):
                 continue

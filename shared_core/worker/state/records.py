@@ -52,7 +52,7 @@ class RecordFile:
         self._file = os.open(self._path, _APPEND, 0o600)
 
     def add(self, key: RecordKey, results: Any) -> None:
-        """Append results."""
+        """Append results, which are serialised at once. On any thread."""
         data = _packed(key, results)
         with self._lock:
             self._added += len(data)
@@ -66,7 +66,7 @@ class RecordFile:
                 self._mirror.append(self._path.name, data)
 
     def forget(self, gone: Callable[[RecordKey], bool]) -> None:
-        """Let go of results, once so much was added that it is worth writing the others again. Where that fails, all
+        """Drop results, once so much was added that it is worth writing the others again. Where that fails, all
         are kept.
         """
         with self._lock, suppress(SwiftError, OSError):
@@ -96,7 +96,7 @@ class RecordFile:
         return found
 
     def _move(self, payload: list[bytes]) -> None:
-        """Write all records again."""
+        """Write the file anew, to disk where memory is full."""
         self._disk.write(self._path, sum(map(len, payload)), lambda there: write_bare(there, payload))
         self.open_again()
 
@@ -114,7 +114,6 @@ class RecordFile:
 
 
 def plain(records: Records) -> list[tuple[tuple[Any, ...], list[torch.Tensor]]]:
-    """Records as plain data."""
     return [(tuple(key), results) for key, results in records]
 
 

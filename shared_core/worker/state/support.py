@@ -42,11 +42,7 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
 
 
 def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
-    """Refuse what a module was made with.
-
-    Args:
-        ddp: the module.
-        world_size: ranks of the job.
+    """Refuse what a module was made with: a group without all ranks, and what :func:`refuse_hooks` refuses.
 
     Raises:
         Unsupported: saying what to do instead.
@@ -82,12 +78,7 @@ def refuse_hooks(ddp: DistributedDataParallel) -> None:
 
 
 def not_attached(optimizer: Optimizer, name: str) -> ConfigError:
-    """The error for an optimizer that steps what is trained, unseen.
-
-    Args:
-        optimizer: which.
-        name: of a parameter that it has changed.
-    """
+    """The error for an optimizer that steps what is trained, unseen. ``name`` is a parameter that it has changed."""
     return ConfigError(
         f"{type(optimizer).__name__} has stepped parameter {name}, which is attached without this optimizer, so its "
         "updates and its state would not be a replacement's: pass it to attach() or prepare(), or return it from "

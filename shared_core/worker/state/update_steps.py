@@ -28,16 +28,15 @@ from shared_core.worker.state.update_images import UpdateImages
 
 
 class UpdateSteps:
-    """Updates as they are made: held off while the state is copied, left out where the state contains them.
+    """Updates as they are made: held off while the state is copied, left out where the state contains them. The
+    program's thread calls.
 
     Args:
-        gate: keeps updates away from the state.
-        count: counts them.
         images: parameters before each, where they are kept.
         outside: changes that the script makes outside updates.
         followers: copies of the state that are made while updates continue.
         after: called after each update.
-        fence: returns when what is being copied may be changed.
+        fence: blocks until what is being copied may be changed.
 
     Attributes:
         in_batch: updates that have begun in the present batch.
@@ -70,9 +69,8 @@ class UpdateSteps:
         """Watch the optimizers of ``replicated`` from now on.
 
         Args:
-            replicated: what is trained.
             parts: of the next update, where parts of it may be made early.
-            own: it is divided over the ranks.
+            own: ``replicated`` is divided over the ranks.
         """
         self._own = own
         for hidden in self._hidden.values():
@@ -158,7 +156,8 @@ class UpdateSteps:
         return self._parts is not None and self._count.ahead == 0
 
     def make_part(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update some parameters before the optimizer's step, which will make the rest.
+        """Update some parameters in place before the optimizer's step, which will make the rest. Blocks while the state
+        is held.
 
         Args:
             parameters: that have had no update since the last step.
@@ -254,7 +253,7 @@ class UpdateSteps:
         self._end()
 
     def _one_more(self) -> None:
-        """Under the lock: an update is complete."""
+        """An update is complete. Callers hold the lock."""
         self._outside.updated()
         self._count.one()
         self._followers.updated()

@@ -1,5 +1,5 @@
-"""Optimizer updates as the recovery sees them: counted, held off while a replica is copied, left out where the
-state already contains them.
+"""Optimizer updates as the recovery sees them: counted, held off while a replica is copied, left out where the state
+already contains them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ class Updates:
         replicated: what is trained; None before :meth:`attach`.
         outside: changes that the script makes outside updates.
         followers: copies of the state that are made while updates continue.
-        gate: keeps updates away from the state.
         given: the state as others are given it.
-        steps: updates as they are made.
 
     Args:
-        preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
-            has had several, so that a replacement can compute
-            what lies between two updates exactly, and state at step boundaries once the script changes it outside
-            updates.
+        preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch has
+            had several, so that a replacement can compute what lies between two updates exactly, and state at step
+            boundaries once the script changes it outside updates.
         after: called after each update.
-        fence: returns when what is being copied may be changed.
+        fence: blocks until what is being copied may be changed.
         stable: gives the newest step boundary that every rank has published.
     """
 
@@ -113,7 +110,6 @@ class Updates:
         """Watch the optimizers of ``replicated`` from now on.
 
         Args:
-            replicated: what is trained.
             unoptimized: those of its parameters that no optimizer steps. Without it changes outside updates are not
                 looked for.
             undo: keep what updates overwrite until the next step boundary, for :meth:`GivenState.at_version`.
@@ -125,8 +121,8 @@ class Updates:
             parts: parts of an update may be made before the optimizer's step, by :meth:`UpdateSteps.make_part`.
 
         Raises:
-            UnsupportedOptimizer: with ``undo`` or ``parts``, for an optimizer whose updates cannot be undone, or not be
-                divided.
+            UnsupportedOptimizer: with ``undo`` or ``parts``, for an optimizer whose updates cannot be undone, or not
+                be divided.
         """
         if self._undo is not None:
             self._undo.disarm()
@@ -172,6 +168,9 @@ class Updates:
         Args:
             index: number of the step boundary.
             stable: step boundary from which a replacement may start at the earliest.
+
+        Raises:
+            Unsupported: in the middle of an update.
         """
         self.steps.refuse_torn()
         if self.outside.active:
@@ -198,14 +197,14 @@ class Updates:
         *,
         owned: bool = False,
     ) -> None:
-        """Take over a donor's state at a step boundary of ``version``; updates that the state already contains will do
-        nothing.
+        """Take over a donor's state at a step boundary of ``version``, in place; updates that the state already
+        contains will do nothing.
 
         Args:
             version: updates at the step boundary.
             description: of the state; None for the one that is here. With ``here`` the state has come before.
             tensors: of the state.
-            owned: nobody else uses them.
+            owned: nobody else uses them, so they are not copied.
         """
         with self.gate.condition:
             self._count.begin(version)

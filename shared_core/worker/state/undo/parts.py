@@ -25,7 +25,6 @@ class _Done:
     """A parameter that has had its update.
 
     Attributes:
-        parameter: it.
         gradient: the reduced one that was used.
         version: of the parameter, after the update.
     """
@@ -71,14 +70,15 @@ class Parts:
         return bool(self._done)
 
     def step(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update those of these parameters that the optimizer has, and call no hook.
+        """Update those of these parameters that the optimizer has, in place, and call no hook. Their ``.grad`` is
+        afterwards what it was.
 
         Args:
             parameters: each at most once in a step.
             gradients: reduced ones, of the same shapes; they must not change before the step is complete.
 
         Raises:
-            Unsupported: one has had its update.
+            UnsupportedOptimizer: a gradient is sparse, or state holds something that cannot be kept.
         """
         own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if id(p) in own]

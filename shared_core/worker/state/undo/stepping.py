@@ -12,7 +12,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def begin_after_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], begin: Callable[[], None], *, after_hooks: bool = False
 ) -> Arguments | None:
-    """For a step pre-hook: have ``begin`` called when the update begins; what the hook is to return.
+    """For a step pre-hook: have ``begin`` called when the update begins. Returns what the hook is to return.
 
     Args:
         args: of the hook: the optimizer, and the closure where it is not in ``kwargs``.
