@@ -30,7 +30,6 @@ class BoundaryMarks:
         self._at = rank * _MARK.size
 
     def put(self, boundary: int) -> None:
-        """This rank has published this step boundary, or starts from it."""
         _MARK.pack_into(self._map, self._at, boundary)
 
     def lowest(self) -> int:

@@ -264,7 +264,6 @@ def replace_group_creation(make: Callable[[Callable[..., Any], Mapping[str, Any]
 
 
 def record_as_gloo(group: Any, store: Any) -> None:
-    """Have torch answer "gloo" to whoever asks for a group's backend."""
     gloo = dist.Backend("gloo")
     c10d._world.pg_map[group] = (gloo, store)
     c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(gloo))

@@ -20,20 +20,12 @@ _FOREVER = timedelta(days=10)
 
 
 class Connections:
-    """Makes inner groups, and knows the side groups."""
-
     def __init__(self, state: SharedState, groups: Groups) -> None:
         self._state, self._groups = state, groups
         self._sides: list[tuple[int, InnerGroup]] = []
 
     def meet(self, group: GroupState, generation: int, limit_s: float | None = None) -> InnerGroup:
-        """As :meth:`new_inner`, in up to ``MAX_ATTEMPTS`` attempts. Blocks.
-
-        Raises:
-            GenerationAbandoned: if the generation ended meanwhile.
-            NotConnected: if the members do not reach each other.
-            WaitTimeout: if a member does not come.
-        """
+        """As :meth:`new_inner`, in up to ``MAX_ATTEMPTS`` attempts; raises what it raises."""
         for attempt in range(MAX_ATTEMPTS - 1):
             try:
                 return self.new_inner(group, generation, attempt, limit_s)
@@ -74,17 +66,13 @@ class Connections:
         attempt: int | None = None,
         operation_timeout: timedelta = _FOREVER,
     ) -> InnerGroup:
-        """A group of some ranks beside those of the program, for one generation; cut when that ends. Blocks.
+        """A group of some ranks beside those of the program, for one generation; cut when that ends. Blocks. Raises
+        what :meth:`new_inner` raises.
 
         Args:
             name: unique in the generation.
             ranks: global, this one among them.
             attempt: its number: the first ones have short time-outs. None if there is only one.
-
-        Raises:
-            GenerationAbandoned: if the generation ends meanwhile.
-            NotConnected: if the members do not reach each other.
-            WaitTimeout: if one does not come.
         """
         state = self._state
         inner = InnerGroup.connect(

@@ -23,8 +23,6 @@ _STARVED_S = 1.0
 
 
 class Generations:
-    """Cuts the groups and gives them new connections."""
-
     def __init__(
         self,
         state: SharedState,
@@ -84,13 +82,7 @@ class Generations:
             self._background = False
 
     def _connect(self, group: GroupState, generation: int, limit_s: float | None = None) -> None:
-        """Connect ``group`` and issue what is pending in it.
-
-        Raises:
-            GenerationAbandoned: if the generation ended meanwhile.
-            NotConnected: if the members do not reach each other.
-            WaitTimeout: if a member does not come.
-        """
+        """Connect ``group`` and issue what is pending in it. Raises what :meth:`Connections.meet` raises."""
         inner = self._connections.meet(group, generation, limit_s)
         with self._state.lock:
             if self._state.latest > generation:

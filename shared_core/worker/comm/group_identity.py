@@ -108,7 +108,7 @@ class GroupIdentity(_Base):  # type: ignore[misc]
         return self._state.next
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Takes effect for inner groups that are connected from now on: in the next generation."""
+        """Holds for receives at once, for collectives from the next generation on."""
         self._state.timeout = timeout
 
     def get_group_store(self) -> Any:

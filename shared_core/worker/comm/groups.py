@@ -117,5 +117,4 @@ class Groups(dict[str, GroupState]):
         return max(self._state.wait_timeout_s, group.timeout.total_seconds())
 
     def log_bytes(self) -> int:
-        """Bytes of memory of all logs and kept messages."""
         return sum(group.log.nbytes + group.channels.nbytes for group in self.values())

@@ -20,7 +20,6 @@ class Membership:
         rank: of this process in the group.
         ranks: global ranks of the members, in group order.
         members: ``ranks`` as a short text.
-        timeout: of an operation, for inner groups that are connected from now on.
         inner: the gloo group of the live generation; None while there is none.
         inflight: operations that gloo has not yet finished or failed.
         places: from where its members have called; None where nobody compares that.
@@ -45,6 +44,5 @@ class Membership:
 
     @property
     def pg(self) -> Any:
-        """Gloo's process group of the live generation."""
         assert self.inner is not None
         return self.inner.pg

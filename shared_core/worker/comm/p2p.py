@@ -208,12 +208,10 @@ class Channels:
         return work if known is None else self.recv(tensor, known, tag)
 
     def _number_any(self, tag: int) -> int:
-        """How many messages with a tag were received, or are waited for."""
         named = sum(count for channel, count in self._posted.items() if channel[2] == tag)
         return named + len(self._works.get((_ANY, self._group.rank, tag), ()))
 
     def _any_id(self, tag: int) -> int:
-        """Under what the sources of a tag are published: 32 bits."""
         return zlib.crc32(f"{self._group.name}|{tag}".encode())
 
     def _check_known(self, tag: int, number: int) -> None:
@@ -230,7 +228,6 @@ class Channels:
             self._state.listener.cannot_complete(f"{name} in group {self._group.name!r}")
 
     def awaited(self) -> bool:
-        """Whether a receive is not finished."""
         return any(self._works.values())
 
     def waits(self) -> P2PWork | None:
@@ -239,7 +236,6 @@ class Channels:
         return next((work for works in named for work in works if work.awaited and not work.done), None)
 
     def wait(self, work: P2PWork) -> None:
-        """As :meth:`P2PWork.wait`."""
         work.awaited = threading.current_thread() is threading.main_thread()
         with self._state.compute_lock.passed_on():
             self._wait(work)
@@ -316,7 +312,6 @@ class Channels:
         return first if on_disk is None else on_disk
 
     def start_from(self, received: dict[str, int], sent: dict[str, int]) -> None:
-        """Take over a failed worker's counts at its step boundary."""
         for key, count in received.items():
             channel = _channel(key)
             self._received[channel] = Done(count)

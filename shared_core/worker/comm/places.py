@@ -55,7 +55,6 @@ class ProgramPlace:
         self._go(self.now._replace(phase=phase, epoch=-1 if epoch is None else epoch, pass_=0, batch=0))
 
     def begin_pass(self) -> None:
-        """Another training pass over data begins."""
         self._go(self.now._replace(pass_=self.now.pass_ + 1, batch=0))
 
     def end_pass(self) -> None:

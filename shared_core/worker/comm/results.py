@@ -78,7 +78,6 @@ class Results:
         return self._marks is not None
 
     def limit(self, max_bytes: int) -> None:
-        """Set ``max_bytes``."""
         self.max_bytes = max_bytes
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
@@ -87,7 +86,6 @@ class Results:
             return self.pool.take(like)
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A pooled copy."""
         return self.buffer(tensor).copy_(tensor)
 
     def keep(self, group: GroupState, op: Op) -> LogEntry:
@@ -159,7 +157,6 @@ class Results:
             pause_s = min(2 * pause_s, 10 * _POLL_S)
 
     def mark(self, boundary: int) -> None:
-        """Note that this rank has published a step boundary, or starts from it."""
         if self._marks is not None:
             self._marks.put(boundary)
 

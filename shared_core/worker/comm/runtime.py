@@ -68,7 +68,6 @@ class Runtime(SharedState):
 
     @property
     def world(self) -> GroupState | None:
-        """The default group; None before it is made."""
         return self.groups.world
 
     def destroyed(self, group: GroupState) -> None:

@@ -160,7 +160,6 @@ class SharedState:
             self.boundary, self.in_startup = boundary, False
 
     def answer_from(self, records: dict[RecordKey, list[torch.Tensor]]) -> None:
-        """From now on operations are answered from what a failed worker has recorded."""
         with self.lock:
             self.starting, self.records = True, records
 

@@ -34,7 +34,6 @@ def wait_status(runtime: Runtime, look: int, *, idle: bool) -> WaitStatus | None
 
 
 def finished(runtime: Runtime, look: int) -> WaitStatus:
-    """The status of a rank whose program has ended."""
     with runtime.lock:
         return WaitStatus(runtime.rank, runtime.generation, look, **_done(runtime))
 

@@ -91,7 +91,6 @@ class Index:
         return True
 
     def drop(self, segment: Segment) -> None:
-        """Forget the records of a segment and have its file deleted."""
         segment.gone = True
         self.segments.remove(segment)
         self.doomed.append(segment)

@@ -105,21 +105,18 @@ class Writer:
         self._changed.notify_all()
 
     def discard(self) -> None:
-        """Give up what waits."""
         self._ring.clear()
         self._index.waiting.clear()
         self._stats.bytes_waiting = 0
         self._changed.notify_all()
 
     def drop_before(self, boundary: int) -> None:
-        """Give up what waits from before step boundary ``boundary``."""
         while self._ring and self._ring[0].key.boundary < boundary:
             record = self._ring.popleft()
             del self._index.waiting[(record.key.channel, record.key.index)]
             self._stats.bytes_waiting -= record.size
 
     def lease(self, limit: int) -> None:
-        """Take at most so many bytes on disk from now on. What needs more waits."""
         self._lease = limit
         self._changed.notify_all()
 
@@ -214,7 +211,6 @@ class Writer:
             self._changed.notify_all()
 
     def _room(self, record: Record) -> Segment:
-        """The segment that the record goes to."""
         segment = self._open
         if segment is not None and not segment.gone and segment.entries:
             if segment.size + record.size > self._segment_bytes:
@@ -273,5 +269,4 @@ def _most(record: Record) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Private to the user."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

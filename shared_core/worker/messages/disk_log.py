@@ -124,7 +124,6 @@ class DiskLog:
         return self.archive.keep(), self.archive.stats.bytes_put - self._put_before
 
     def lease(self, limit: int) -> None:
-        """See :meth:`Archive.lease`."""
         if self.archive is not None:
             self.archive.lease(limit)
 

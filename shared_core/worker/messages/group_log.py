@@ -198,7 +198,6 @@ class GroupLog:
 
     @property
     def folder(self) -> str:
-        """Where results are spilled to."""
         return os.environ.get("TMPDIR") or tempfile.gettempdir()
 
     def results(self, seq: int) -> list[torch.Tensor]:

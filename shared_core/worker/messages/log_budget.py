@@ -23,8 +23,6 @@ FILES = 8
 
 
 class Advice(enum.Enum):
-    """What the logs of an interval call for."""
-
     NOTHING = "nothing"
     CHECKPOINT = "a checkpoint"
     MORE = "a larger budget"

@@ -203,12 +203,10 @@ def _is_place(channel: Any, index: Any, boundary: Any) -> bool:
 
 
 def owner_seed(owner: str) -> int:
-    """Where the checksums of ``owner``'s files start."""
     return zlib.crc32(owner.encode())
 
 
 def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Append all of ``parts`` to a descriptor, by as many calls as it takes."""
     _vectored(parts, lambda buffers, _: os.writev(fd, buffers))
 
 
@@ -227,7 +225,6 @@ def frame(seed: int, segment: Segment, header: bytes, parts: Sequence[memoryview
 
 
 def index_bytes(seed: int, segment: Segment) -> bytes:
-    """What closes ``segment``."""
     text = json.dumps(segment.entries, separators=(",", ":")).encode()
     return frame(seed, segment, text, [], _INDEX) + _INDEX_TAIL.pack(segment.size, _TAIL)
 

@@ -12,8 +12,6 @@ from shared_core.worker.recovery.lifecycle import Lifecycle
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """One worker, as the parts of its recovery see it."""
-
     env: WorkerEnv
     runtime: Runtime
     lifecycle: Lifecycle

@@ -35,8 +35,6 @@ _ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class _Given:
-    """A copy that this worker makes for a replacement."""
-
     generation: int
     incremental_copy: IncrementalCopy
 

@@ -39,18 +39,14 @@ class Sent:
 
 
 def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy: IncrementalCopy, sent: Sent) -> None:
-    """Send a copy until it is closed, and wait until the replacement says that it has it. Blocks.
+    """Send a copy until it is closed, and wait until the replacement says that it has it. Raises what
+    :func:`transfer.send` raises.
 
     Args:
         inner: the replacement and this worker.
         replacement: its index in the group.
         updates: the replicated state.
         sent: is counted on.
-
-    Raises:
-        RuntimeError: if the connection breaks.
-        GenerationAbandoned: if the group was cut.
-        WaitTimeout: if the replacement does not take part in time.
     """
 
     def say(head: dict[str, Any], tensors: Any = ()) -> None:
@@ -103,7 +99,6 @@ class Taking:
         self._ended.set()
 
     def _take(self) -> bool:
-        """One message. Whether there are more."""
         head, tensors = receive(self._inner, self._donor, "to send its state", math.inf, idle=True)
         inject.point("copy.take")
         what, replicated = head["what"], self._replicated
@@ -126,7 +121,6 @@ class Taking:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more comes."""
         return self._ended.is_set()
 
     def finish(self, states: list[list[Any]]) -> str:

@@ -38,7 +38,6 @@ class Donor:
 
     @property
     def version(self) -> int:
-        """Optimizer steps the state contains."""
         return self._updates.state_version
 
     @property

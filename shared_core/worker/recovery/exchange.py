@@ -123,12 +123,7 @@ class Exchange:
                 raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
 
     def _meet(self, plan: Plan, generation: int, attempt: int, members: Sequence[int] | None) -> InnerGroup:
-        """One attempt.
-
-        Raises:
-            GenerationAbandoned: if somebody failed meanwhile.
-            NotConnected: if it broke off although nobody failed.
-        """
+        """One attempt. Raises NotConnected if it broke off although nobody failed."""
         runtime = self._runtime
 
         def given_up() -> bool:

@@ -127,11 +127,8 @@ class Forming:
         return received
 
     def connect_round(self, turn: Round, plan: Plan) -> InnerGroup:
-        """Connect the members of a round, and move what its plan says. In the last round it is the default group.
-
-        Raises:
-            GenerationAbandoned: if somebody failed meanwhile.
-            RecoveryFailed: if it cannot be done.
+        """Connect the members of a round, and move what its plan says; in the last round in the default group. Raises
+        what :meth:`Exchange.connect` raises.
         """
         members = turn.members(self._env.world_size) if turn.away else None
         return self._connect(plan, turn.generation, members)
@@ -200,7 +197,6 @@ class Forming:
         """Take over what was moved, and go live.
 
         Args:
-            inner: the default group's.
             replay: results to serve.
             joins: this worker is a replacement.
 

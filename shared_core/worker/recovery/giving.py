@@ -46,7 +46,9 @@ def helpers(donor: int, replicas: Collection[int], replacements: Collection[int]
 
 
 class Giving:
-    """Gives state, and takes it. Ranks are global; the groups' indices are looked up here."""
+    """Gives state, and takes it, by :mod:`shared_core.worker.recovery.transfer`, and raises what that raises. Ranks are
+    global; the groups' indices are looked up here.
+    """
 
     def __init__(self, rank: int, donor: Donor, copies: StateCopies) -> None:
         self._rank, self._donor, self._copies = rank, donor, copies
@@ -60,10 +62,7 @@ class Giving:
         """As donor. Returns the bytes that were sent; no update is made meanwhile.
 
         Raises:
-            RuntimeError: if a connection breaks.
-            GenerationAbandoned: if the group was cut.
             RecoveryFailed: if the state cannot be had.
-            WaitTimeout: if the replacement does not take part in time.
         """
         place = inner.members.index(replacement)
         with self._donor.frozen(boundary.version, boundary.index) as (description, tensors):
@@ -77,10 +76,7 @@ class Giving:
         """As one of the others. Returns the bytes that were sent; no update is made meanwhile.
 
         Raises:
-            RuntimeError: if a connection breaks.
-            GenerationAbandoned: if the group was cut.
             RecoveryFailed: if the state was changed meanwhile.
-            WaitTimeout: if the replacement does not take part in time.
         """
         place = inner.members.index(replacement)
         wanted, _ = receive(inner, place, "to say what it is to be sent")
@@ -103,10 +99,7 @@ class Giving:
         description says ``here``, where the state has come while the others trained.
 
         Raises:
-            RuntimeError: if a connection breaks.
             StillWriting: if the group was cut, and something may still be written into the parameters.
-            GenerationAbandoned: if the group was cut.
-            WaitTimeout: if a giver does not take part in time.
         """
         at = inner.members.index
         head, _ = receive(inner, at(donor))

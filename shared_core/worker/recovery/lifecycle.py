@@ -29,12 +29,10 @@ class Lifecycle:
         self.acting = threading.Lock()
 
     def born_in(self, generation: int) -> None:
-        """Hot standby: it takes its place in this generation."""
         self.born = generation
 
     @property
     def newest(self) -> int:
-        """Number of the newest generation that is known."""
         return self._runtime.latest
 
     @property

@@ -30,8 +30,6 @@ _Run = tuple[Count, Count, int, int, int, Count, int]
 
 
 class PlaceReports:
-    """Compares places across machines, for one worker."""
-
     def __init__(self, env: WorkerEnv, runtime: Runtime, store: JobStore) -> None:
         self._env, self._runtime, self._store = env, runtime, store
         self._told: dict[str, int] = {}

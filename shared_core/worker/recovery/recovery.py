@@ -170,7 +170,6 @@ class Recovery:
     # -- the watcher's thread ----------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Follow the ledger, until the worker is done or replaced."""
         env, life = self.env, self.lifecycle
         try:
             # It blocks in its store, so it has a connection of its own.
@@ -192,7 +191,6 @@ class Recovery:
             self.fatal_actions.break_down(error)
 
     def _hear(self, entry: Entry) -> tuple[WorkerAction, ...]:
-        """An entry has come: begin what is to be done about it."""
         with self.runtime.lock:
             actions = self.lifecycle.hear(entry)
             if self.lifecycle.newest == entry.generation:

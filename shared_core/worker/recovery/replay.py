@@ -50,7 +50,6 @@ class Replays:
         self._helper = helper
 
     def begun(self, replaying: Replaying) -> None:
-        """Others replay while this worker waits for them."""
         if self._helper is not None:
             threads.start(self._helper, (replaying,), name="swift-help")
 

@@ -58,8 +58,6 @@ class Sums:
 
 
 class Replicas:
-    """Compares this rank's replicated state with the others'."""
-
     def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
         self._env, self._recovery, self._updates = env, recovery, updates
         #: Comparisons that are made, and of which sums are being made.

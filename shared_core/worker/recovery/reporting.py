@@ -155,7 +155,6 @@ class RecoveryReporter:
             self._report({"rank": self._runtime.rank, "pid": os.getpid(), "time": time.time(), "behind": True})
 
     def updated(self) -> None:
-        """An update was made."""
         if self._awaited is not None:
             self._say_so()
         if self._stalled_since is not None:

@@ -27,8 +27,6 @@ from shared_core.worker.state.publications import TALLY, SharedMemoryPublisher
 
 @dataclass(frozen=True)
 class _Old:
-    """One worker of the attempt that ended."""
-
     publisher: SharedMemoryPublisher
     boundary: StepBoundary
     parts: dict[str, Any]

@@ -139,12 +139,7 @@ class SurvivorGroups:
             return self._survivor_group
 
     def _connect(self, generation: int, present: Sequence[int]) -> SurvivorGroup:
-        """One survivor group of those that come.
-
-        Raises:
-            GenerationAbandoned: if the generation ends meanwhile.
-            NotConnected: if the ranks do not reach each other.
-        """
+        """One survivor group of those that come. Raises GenerationAbandoned if the generation ends meanwhile."""
         runtime, rank = self._runtime, self._env.rank
         inject.point("survivor_group.connect")
         # A generation has several survivor groups if replacements are admitted in it, each with more ranks.
@@ -194,10 +189,8 @@ class SurvivorGroups:
         bound: str = "time-out of the process group",
         ends: str = "this ends with an error",
     ) -> None:
-        """Block until the keys are there; end the job if they do not come.
-
-        Raises:
-            GenerationAbandoned: if another rank fails meanwhile.
+        """Block until the keys are there; end the job if they do not come. Raises GenerationAbandoned if another
+        rank fails.
         """
         with self._runtime.lock:
             self._runtime.note_waiting(+1)

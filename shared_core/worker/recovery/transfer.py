@@ -1,5 +1,8 @@
 """Plain data and tensors between two members of a group that is being formed, named by their index in it. Large tensors
 go from the memory where they are to the memory where they belong; small ones travel in bundles.
+
+All functions that send or receive block. They raise RuntimeError if a connection breaks, GenerationAbandoned if the
+group was cut, and WaitTimeout if the other does not take part in time.
 """
 
 from __future__ import annotations
@@ -29,12 +32,7 @@ class StillWriting(GenerationAbandoned):
 
 def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
     """Send plain data and tensors to a member of the group, which calls :func:`receive`. Tensors may be on a device,
-    which is waited for. Blocks until gloo has sent all.
-
-    Raises:
-        RuntimeError: if a connection breaks.
-        GenerationAbandoned: if the group was cut.
-        WaitTimeout: if the other does not take part in time.
+    which is waited for.
     """
     await_all(apart(tensors))
     packed = pack({"head": head, "layout": layout(tensors)})
@@ -55,18 +53,13 @@ def receive(
     *,
     idle: bool = False,
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """What :func:`send` was given; the tensors are new and on the CPU. Blocks.
+    """What :func:`send` was given; the tensors are new and on the CPU.
 
     Args:
         source: index of the sender in the group.
         what: the sender is to do, for the line that a long wait prints.
         limit_s: of one message; ``wait_timeout_s`` if None.
         idle: nothing depends on this message, so that a long wait is not worth a line.
-
-    Raises:
-        RuntimeError: if a connection breaks.
-        GenerationAbandoned: if the group was cut.
-        WaitTimeout: if the other does not take part in time.
     """
 
     def get(messages: Iterable[Message]) -> None:
@@ -84,13 +77,7 @@ def receive(
 
 
 def send_spans(inner: InnerGroup, destination: int, tensors: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
-    """Send parts of tensors whose layout the other knows; it calls :func:`receive_spans`. Blocks.
-
-    Raises:
-        RuntimeError: if a connection breaks.
-        GenerationAbandoned: if the group was cut.
-        WaitTimeout: if the other does not take part in time.
-    """
+    """Send parts of tensors whose layout the other knows; it calls :func:`receive_spans`."""
     await_all(apart(tensors))
     messages = _messages([_flat(t) for t in tensors], spans, gather=True)
     _outgoing(inner, destination, messages)
@@ -99,17 +86,14 @@ def send_spans(inner: InnerGroup, destination: int, tensors: Sequence[torch.Tens
 def receive_spans(
     inner: InnerGroup, tensors: Sequence[torch.Tensor], spans: Mapping[int, Sequence[Span]], stuck_s: float
 ) -> None:
-    """Fill contiguous CPU tensors, in place, with what several members give at once. Blocks.
+    """Fill contiguous CPU tensors, in place, with what several members give at once.
 
     Args:
         spans: by index of the member that gives them.
         stuck_s: how long gloo may take to let the tensors go after a cut, in seconds.
 
     Raises:
-        RuntimeError: if a connection breaks.
         StillWriting: if the group was cut and something may still be written into the tensors.
-        GenerationAbandoned: if the group was cut.
-        WaitTimeout: if one of the others does not take part in time.
     """
     views = [_flat(t) for t in tensors]
     flows = {place: _incoming(inner, place, _messages(views, each, gather=False)) for place, each in spans.items()}
@@ -128,7 +112,6 @@ def receive_spans(
 
 
 def layout(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Shapes and dtypes, as plain data."""
     return [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
 
 
@@ -161,7 +144,6 @@ def nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def whole(tensors: Sequence[torch.Tensor]) -> list[Span]:
-    """Spans of all tensors that have elements."""
     return [Span(place, 0, t.nbytes) for place, t in enumerate(tensors) if t.numel()]
 
 

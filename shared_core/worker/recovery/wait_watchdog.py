@@ -125,7 +125,6 @@ class WaitWatchdog:
             return True
 
     def _retire(self) -> None:
-        """This rank continues: whatever it has reported is over."""
         if self._reported:
             self._reported = False
             self._store().set(self._key(self._env.rank), "")
@@ -237,5 +236,4 @@ def _when(store: Store, key: str) -> float:
 
 
 def _same(held: dict[int, tuple[int, ...]], before: dict[int, WaitStatus], now: dict[int, WaitStatus]) -> bool:
-    """Whether all of a standstill wait for what they waited for before."""
     return all(rank in before and before[rank].place == now[rank].place for rank in held)

@@ -45,7 +45,6 @@ class KeptBoundaries:
         return sorted(self._kept)
 
     def get(self, index: int | None) -> Kept | None:
-        """State at a step boundary; None if it is not kept."""
         return self._kept.get(index) if index is not None else None
 
     @torch.no_grad()
@@ -85,6 +84,5 @@ class KeptBoundaries:
             self._spare = dict(dropped.copies) if reuse else {}
 
     def clear(self) -> None:
-        """Keep nothing, and no memory."""
         self._kept.clear()
         self._spare.clear()

@@ -68,7 +68,6 @@ class RunningSums:
         self._left = parts(self.sizes)
 
     def add_part(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum the next part; nothing once all are summed."""
         for span in self._left.pop(0) if self._left else []:
             found = _between(_raw(tensors[span.tensor]), span.start, span.stop)
             self._sums[span.tensor] = (self._sums[span.tensor] + found) & _MASK

@@ -45,7 +45,6 @@ class FirstIteration:
         return self._forwards > 0
 
     def forward(self, ddp: DistributedDataParallel) -> None:
-        """A forward of ``ddp`` is done, and its backward will reduce gradients."""
         if ddp is not self.ddp:
             return
         self._forwards += 1
@@ -64,7 +63,6 @@ class FirstIteration:
         self._counts[place] += 1
 
     def end(self) -> None:
-        """DDP has made its buckets by what it has learned."""
         self.ended = True
         self._let_go()
 

@@ -52,7 +52,6 @@ class ExternalMutation:
         self.active = self._unoptimized is not None and (self._policy == "always" or self._unoptimized.own)
 
     def expect(self) -> None:
-        """Changes will be made."""
         self.active = self.active or self._watch is not None
 
     def see(self, *, pieces: bool = False) -> None:
@@ -69,7 +68,6 @@ class ExternalMutation:
             self._watch.note()
 
     def part_updated(self) -> None:
-        """A part of an update was made, or taken back."""
         if self._watch is not None and not self.active:
             self._watch.note_part()
 
@@ -81,13 +79,11 @@ class ExternalMutation:
     # -- step boundaries ------------------------------------------------------------------------------------
 
     def next_batch(self, version: int) -> None:
-        """A batch begins, at a recovery point or not. ``version`` counts the updates made."""
         self.see()
         if not self.active and self.boundaries.indices and version > self._first_version:
             self.boundaries.clear()
 
     def at_boundary(self, index: int, version: int) -> None:
-        """A step boundary was published: keep the state there, if that is needed."""
         if self.active or (self._first and self._unoptimized is not None and self._unoptimized.small):
             self._keep(index, version)
         if self._first and self._watch is not None:

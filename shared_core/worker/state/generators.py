@@ -93,7 +93,6 @@ _remembered: dict[str, _Remembered] = {}
 
 
 def random_state() -> dict[str, Any]:
-    """States of the global generators, as plain data."""
     # As bytes, which are several times cheaper to publish than a tensor.
     of_torch = torch.default_generator.get_state()
     state: dict[str, Any] = {"torch": bytes(memory_of(of_torch)[: of_torch.nbytes])}

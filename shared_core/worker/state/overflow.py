@@ -56,12 +56,7 @@ class Overflow:
             return self.elsewhere(path, size, write, error)
 
     def elsewhere(self, path: Path, size: int, write: Callable[[Path], T], full: OSError) -> T:
-        """As :meth:`write`, after the memory has refused the file with the error ``full``.
-
-        Raises:
-            OutOfResources: it cannot be written at all.
-            OSError: this process may do no more.
-        """
+        """As :meth:`write`, after the memory has refused the file with the error ``full``."""
         if full.errno in OF_PROCESS:
             raise full
         if full.errno not in FULL or self._folder is None:

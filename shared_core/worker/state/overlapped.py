@@ -25,11 +25,7 @@ _OPTION = "state.overlapped_update"
 
 
 def check(modules: Sequence[DistributedDataParallel], optimizers: Sequence[Optimizer]) -> None:
-    """See that updates can be overlapped.
-
-    Raises:
-        Unsupported: they cannot; the message says why.
-    """
+    """Raises Unsupported, saying why, where updates cannot be overlapped."""
     if len(modules) != 1 or len(optimizers) != 1:
         raise Unsupported(
             f"{_OPTION} needs one model in DistributedDataParallel and one optimizer; there are {len(modules)} and "

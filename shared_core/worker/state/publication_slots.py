@@ -26,8 +26,6 @@ _MOST, _SMALL = 4, 1 << 16
 
 @dataclass
 class _Slot:
-    """A mapped file."""
-
     path: str
     memory: mmap.mmap
 

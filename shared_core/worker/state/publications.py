@@ -45,11 +45,7 @@ _TALLY = struct.Struct("<Q")
 
 
 def boundary_of(head: Piece) -> StepBoundary:
-    """The step boundary that the head of a file describes.
-
-    Raises:
-        CorruptFile: if it describes none.
-    """
+    """The step boundary that the head of a file describes; raises CorruptFile if it describes none."""
     try:
         boundary = StepBoundary(**loads(head))
         if (
@@ -112,7 +108,6 @@ class SharedMemoryPublisher:
         self._look()
 
     def _look(self) -> None:
-        """Note what failed workers have left."""
         self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in self._found("boundary."))
         self._unoptimized = [int(p.name.split(".")[1]) for p in self._found(_UNOPTIMIZED_FILE)]
         self._mids = self._found_mids()
@@ -124,7 +119,6 @@ class SharedMemoryPublisher:
         self._look()
 
     def follow(self, machines: Sequence[str | None]) -> None:
-        """The places of machines are these now; see :meth:`Mirror.follow`."""
         if self._mirror is not None:
             self._mirror.follow(machines)
 
@@ -201,7 +195,6 @@ class SharedMemoryPublisher:
                 self._retire(f"{_UNOPTIMIZED_FILE}{number}")
 
     def _found(self, start: str) -> list[Path]:
-        """What failed workers have published under names that begin so."""
         paths = (path for path in self.folder.glob(f"{start}*") if path.suffix != ".tmp")
         return [path for path in paths if not is_blank(path)]
 
@@ -226,7 +219,6 @@ class SharedMemoryPublisher:
             self._mirror.remove(name)
 
     def forget_boundaries(self) -> None:
-        """Remove all step boundaries."""
         for number in self._unoptimized:
             self._retire(f"{_UNOPTIMIZED_FILE}{number}")
         self._unoptimized.clear()
@@ -267,12 +259,7 @@ class SharedMemoryPublisher:
         return sorted(found, key=lambda boundary: boundary.index)
 
     def read_boundary(self, index: int) -> dict[str, Any]:
-        """Rank-local state at a step boundary, by name.
-
-        Raises:
-            CorruptFile: if it is damaged.
-            FileNotFoundError: if it is not published.
-        """
+        """Rank-local state at a step boundary, by name. Raises CorruptFile or FileNotFoundError."""
         parts: dict[str, Any] = loads(read_file(self.folder / f"boundary.{index}")[1])
         try:
             refers: Mapping[int, int] = parts.get(UNOPTIMIZED, {})
@@ -287,9 +274,7 @@ class SharedMemoryPublisher:
 
     def read_mid(self, boundary: int, number: int) -> dict[str, Any] | None:
         """Forward-mutated state of a backward, by name; None if the failed worker did not get there.
-
-        Raises:
-            CorruptFile: if it is damaged.
+        Raises CorruptFile.
         """
         try:
             return loads(read_file(self.folder / f"mid.{boundary}.{number}")[1])  # type: ignore[no-any-return]
@@ -303,12 +288,7 @@ class SharedMemoryPublisher:
         return self.end_file(entry).exists()
 
     def read_end(self, entry: int) -> tuple[Any, dict[str, Any]]:
-        """(result, parts) of a finished entry call.
-
-        Raises:
-            CorruptFile: if it is damaged.
-            FileNotFoundError: if it is not published.
-        """
+        """(result, parts) of a finished entry call. Raises CorruptFile or FileNotFoundError."""
         stored = loads(read_file(self.folder / f"end.{entry}")[1])
         if not isinstance(stored, dict) or not stored.keys() >= {"result", "parts"}:
             raise CorruptFile(f"{self.folder}/end.{entry} holds no end of an entry call")

@@ -31,12 +31,8 @@ Records = list[tuple[RecordKey, list[torch.Tensor]]]
 
 
 class RecordFile:
-    """The file ``records`` of a rank.
-
-    Args:
-        folder: where it lies.
-        mirror: where another machine keeps a copy.
-        disk: takes what does not fit into memory.
+    """The file ``records`` of a rank, in ``folder``. On another machine there is a copy, and on disk what does not fit
+    into memory.
     """
 
     def __init__(self, folder: Path, mirror: Mirror | None, disk: Overflow) -> None:
@@ -47,7 +43,6 @@ class RecordFile:
         self._file = os.open(self._path, _APPEND, 0o600)
 
     def open_again(self) -> None:
-        """Until now another worker has written it."""
         os.close(self._file)
         self._file = os.open(self._path, _APPEND, 0o600)
 
@@ -118,11 +113,7 @@ def plain(records: Records) -> list[tuple[tuple[Any, ...], list[torch.Tensor]]]:
 
 
 def from_plain(stored: Sequence[tuple[Sequence[Any], list[torch.Tensor]]]) -> Records:
-    """Inverse of :func:`plain`, also of what earlier versions have written.
-
-    Raises:
-        CorruptFile: if these are none.
-    """
+    """Inverse of :func:`plain`, also of what earlier versions have written. Raises CorruptFile if these are none."""
     try:
         return [(_key(*key), results) for key, results in stored]
     except (TypeError, ValueError) as error:

@@ -64,7 +64,6 @@ class Replicated:
         self._places = {id(p): i for i, p in enumerate(self.parameters)}
 
     def places_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """As :meth:`index_of`, of several."""
         places = [self._places.get(id(each), -1) for each in parameters]
         return [self.index_of(each) for each in parameters] if -1 in places else places
 
@@ -193,11 +192,7 @@ def pack(description: Any) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor) -> Any:
-    """Inverse of :func:`pack`.
-
-    Raises:
-        CorruptFile: if it is none.
-    """
+    """Inverse of :func:`pack`; raises CorruptFile if it is none."""
     try:
         return parse(data.numpy().tobytes())
     except ValueError as error:

@@ -16,11 +16,7 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state no other rank could give to a replacement.
-
-    Raises:
-        UnsupportedOptimizer: saying what to do instead.
-    """
+    """Raises UnsupportedOptimizer for one whose state no other rank could give to a replacement."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizer(
@@ -42,11 +38,7 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
 
 
 def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
-    """Refuse what a module was made with: a group without all ranks, and what :func:`refuse_hooks` refuses.
-
-    Raises:
-        Unsupported: saying what to do instead.
-    """
+    """Raises Unsupported for a module over a group without all ranks, and for what :func:`refuse_hooks` refuses."""
     size = ddp.process_group.size()
     if size != world_size:
         raise Unsupported(
@@ -58,10 +50,8 @@ def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
 
 
 def refuse_hooks(ddp: DistributedDataParallel) -> None:
-    """Refuse what a module may be given later: communication hooks, uneven inputs.
-
-    Raises:
-        Unsupported: saying what to do instead.
+    """Raises Unsupported for what a module may be given later and cannot be recovered: communication hooks,
+    uneven inputs.
     """
     kept = [type(state) for _, state in ddp._comm_hooks if type(state).__module__.startswith(_KEEPING)]
     if kept:

@@ -40,7 +40,6 @@ class Gate:
         self.condition.notify_all()
 
     def install(self, installing: bool) -> None:
-        """A replacement is about to join, or has joined."""
         with self.condition:
             self.installing = installing
             self.condition.notify_all()

@@ -53,7 +53,6 @@ class UpdateImages:
 
     @property
     def kept(self) -> bool:
-        """Whether parameters are kept before each update."""
         if self._own:
             return False
         # Of a sharded stage a replica has nothing else to give: see Updates.attach().
@@ -70,7 +69,6 @@ class UpdateImages:
         self._several = self._several or at_once
 
     def resume(self, several: bool) -> None:
-        """Replacement: keep what the failed worker kept."""
         self._several = several
 
     # -- keeping -----------------------------------------------------------------------------------

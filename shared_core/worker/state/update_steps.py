@@ -85,20 +85,12 @@ class UpdateSteps:
             ]
 
     def next_batch(self) -> None:
-        """A batch begins.
-
-        Raises:
-            Unsupported: in the middle of an update.
-        """
+        """A batch begins; see :meth:`refuse_torn`."""
         self.refuse_torn()
         self.in_batch = 0
 
     def refuse_torn(self) -> None:
-        """A batch has ended.
-
-        Raises:
-            Unsupported: in the middle of an update.
-        """
+        """A batch ends. Raises Unsupported in the middle of an update."""
         if self.torn:
             raise Unsupported(
                 "a batch ends after backward without optimizer.step(), but with state.overlapped_update the update has "

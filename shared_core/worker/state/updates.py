@@ -78,7 +78,6 @@ class Updates:
 
     @property
     def keeps_images(self) -> bool:
-        """Whether parameters are kept before each update."""
         return self._images.needed
 
     def keep_images(self, *, at_once: bool = False) -> None:
@@ -155,7 +154,6 @@ class Updates:
         self.outside.resume(boundary, self.version, outside, exact=not self._count.ahead, watched=watched)
 
     def next_batch(self) -> None:
-        """A batch begins, at a recovery point or not."""
         if self.steps.in_batch > 1:
             self._images.want()
         self.steps.next_batch()

@@ -31,5 +31,4 @@ class HiddenGradients:
         self._hidden.clear()
 
     def close(self) -> None:
-        """Remove the hook."""
         self._handle.remove()

@@ -66,7 +66,6 @@ class Parts:
 
     @property
     def torn(self) -> bool:
-        """Whether some parameters have had their update."""
         return bool(self._done)
 
     def step(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -127,7 +126,6 @@ class Parts:
         return self._done.keys()
 
     def commit(self) -> None:
-        """The step is complete."""
         self._done.clear()
         self._undo.commit()
 

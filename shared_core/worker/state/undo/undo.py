@@ -197,11 +197,7 @@ class Undo:
 
 
 def check(optimizer: Optimizer) -> None:
-    """Make sure that updates of an optimizer can be undone.
-
-    Raises:
-        UnsupportedOptimizer: they cannot; the message says why.
-    """
+    """Raises UnsupportedOptimizer, saying why, if updates of an optimizer could not be undone."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedOptimizer(f"{name} is not a torch.optim.Optimizer; if it wraps one, give that one")
