@@ -50,9 +50,8 @@ class StartUp:
         state = self._state
         key = self.place(group, op.signature[0])
         if not state.starting:
-            if key is not None and not (
-                state.part and compat.in_backward()
-            ):  # of a batch whose boundary was no such point
+            # Not in the backward of a batch whose boundary was no recovery point.
+            if key is not None and not (state.part and compat.in_backward()):
                 self._record(key, op)
             return None
         recorded = self.recorded(key, op.results)

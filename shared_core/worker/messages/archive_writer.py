@@ -218,9 +218,8 @@ class Writer:
                 segment = None
         with self._changed:
             if segment is not None and not segment.gone:
-                segment.boundary = max(
-                    segment.boundary, record.key.boundary
-                )  # from here on it is not dropped for being older
+                # From here on it is not dropped for being older.
+                segment.boundary = max(segment.boundary, record.key.boundary)
                 return segment
         make_folder(self._folder)
         number, self._next_number = self._next_number, self._next_number + 1

@@ -86,10 +86,8 @@ class Lifecycle:
         """
         with self._runtime.lock:
             self.phase, actions = transition(self.phase, event)
-            if self.phase not in (
-                WorkerPhase.JOINING,
-                WorkerPhase.ENDED,
-            ):  # as before, while the program's thread is in there
+            # In these it stays as it was, while the program's thread is in there.
+            if self.phase not in (WorkerPhase.JOINING, WorkerPhase.ENDED):
                 self._runtime.starting = self.phase.answers
             return actions
 

@@ -1,5 +1,4 @@
-"""Checksums of tensors, at the speed of the memory they are in, and of state that is too large to be summed between two
-steps.
+"""Checksums of tensors, at the speed of the memory they are in, and of state too large to be summed between two steps.
 
 The bytes are taken as 64-bit words in blocks of 64 rows and 64 columns. All sums are of integers modulo 2^64, so that
 neither threads nor the way in which a tensor is cut change the result. Each row and each column of a block is added up;

@@ -186,9 +186,8 @@ class SharedMemoryPublisher:
             for number in range(self._mids.pop(index)):
                 self._retire(f"mid.{index}.{number}")
         self.orders.drop_unnamed(self._kept)
-        if self._unoptimized and self._refers.keys() >= set(
-            self._kept
-        ):  # of a failed worker's boundaries it is not known
+        # What a failed worker's boundaries refer to is not known.
+        if self._unoptimized and self._refers.keys() >= set(self._kept):
             needed = frozenset().union(*self._refers.values())
             for number in [each for each in self._unoptimized if each not in needed]:
                 self._unoptimized.remove(number)
