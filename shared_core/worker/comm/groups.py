@@ -86,10 +86,7 @@ class Groups(dict[str, GroupState]):
 
     def add(self, group: GroupState) -> None:
         """Take in a new group. The first one is the default group. A name that was given before gets an apostrophe for
-        each time.
-
-        Raises:
-            ConfigError: if the first one has not all ranks.
+        each time. Raises ConfigError if the first one has not all ranks.
         """
         self.given[group.name] += 1  # destroyed and made again: others may still have the first one, or have it no more
         group.rename(group.name + "'" * (self.given[group.name] - 1))

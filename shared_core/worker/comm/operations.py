@@ -244,10 +244,8 @@ class Operations:
         inject.point("collective.after", operation=op.signature[0])
 
     def _check(self, group: GroupState, op: Op) -> None:
-        """Compare the input's checksum with the failed worker's, and publish it. Callers hold the lock.
-
-        Raises:
-            ReplayDivergence: they differ, and the replacement computes with the parameters the failed worker had.
+        """Compare the input's checksum with the failed worker's, and publish it. Callers hold the lock. Raises
+        ReplayDivergence if they differ although the replacement computes with the parameters the failed worker had.
         """
         state = self._state
         expected = state.expected.pop((group.id, op.seq), None)

@@ -160,10 +160,8 @@ class Channels:
                 self._archive(channel, index, boundary, copy)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
-        """Receive into ``tensor``, of host memory; ``src`` is a rank in the group.
-
-        Raises:
-            Unsupported: in a replacement's start-up, if the failed worker's message was too large to be kept.
+        """Receive into ``tensor``, of host memory; ``src`` is a rank in the group. Raises Unsupported in a
+        replacement's start-up, if the failed worker's message was too large to be kept.
         """
         channel = (src, self._group.rank, tag)
         with self._state.lock:
@@ -423,9 +421,7 @@ class Channels:
 
     def _refused(self, error: RuntimeError) -> None:
         """Gloo would not take a message: the peer is gone and the next generation repeats it, or arguments are wrong.
-
-        Raises:
-            RuntimeError: in the second case.
+        Raises RuntimeError in the second case.
         """
         if "gloo/transport" not in str(error):
             raise error

@@ -187,10 +187,8 @@ class Results:
             self.pool.next_boundary()
 
     def logged(self, group: GroupState, seq: int) -> Logged:
-        """What was called as operation ``seq``, and its results, which alias the log.
-
-        Raises:
-            CorruptFile: if it is on disk and damaged.
+        """What was called as operation ``seq``, and its results, which alias the log. Raises CorruptFile if it is on
+        disk and damaged.
         """
         with self._state.lock:
             if seq in group.log.entries:

@@ -57,10 +57,8 @@ class Runtime(SharedState):
             super().passed_boundary(boundary)
 
     def compare_places(self, group: GroupState) -> None:
-        """From now on members of this group on this machine see from where the others call its operations.
-
-        Raises:
-            OutOfResources: there is no room for the shared memory.
+        """From now on members of this group on this machine see from where the others call its operations. Raises
+        OutOfResources if there is no room for the shared memory.
         """
         if group.size > 1:
             self._places.mkdir(mode=0o700, exist_ok=True)

@@ -41,11 +41,9 @@ class Index:
         self._newest: dict[str, int] = {}  # put, whether or not it can be read
 
     def load(self, folder: Path, seed: int) -> tuple[int, int]:
-        """Take in the files there are. Returns the number of the next segment, and the bytes of those that are there. A
-        file that cannot be used is passed over, with a line on the console.
-
-        Raises:
-            OSError: if the folder cannot be read.
+        """Take in the files there are. Returns the number of the next segment, and the bytes of those that are
+        there. A file that cannot be used is passed over, with a line on the console. Raises OSError if the folder
+        cannot be read.
         """
         next_number, damaged, loaded = 0, [], []
         for number, path in sorted(files(folder)):

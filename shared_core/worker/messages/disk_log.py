@@ -158,10 +158,8 @@ class DiskLog:
             self.archive.put(Key(group, seq, entry.boundary, note), [t.detach().clone() for t in results])
 
     def result(self, group: str, seq: int) -> Logged:
-        """What was called as operation ``seq`` of a group, and copies of its results.
-
-        Raises:
-            CorruptFile: if it is damaged or not there.
+        """What was called as operation ``seq`` of a group, and copies of its results. Raises CorruptFile if it is
+        damaged or not there.
         """
         assert self.archive is not None
         key, results = self.archive.read(group, seq)

@@ -164,10 +164,7 @@ class GroupLog:
 
     def spill(self, keep_bytes: int) -> int:
         """Move the oldest results to unlinked temporary files until at most ``keep_bytes`` stay in memory. Returns
-        bytes moved.
-
-        Raises:
-            OSError: the disk does not take them; all that it did not take is in memory as before.
+        bytes moved. Raises OSError if the disk does not take them; all that it did not take is in memory as before.
         """
         moved = 0
         for entry in self.entries.values():
@@ -202,9 +199,7 @@ class GroupLog:
 
     def results(self, seq: int) -> list[torch.Tensor]:
         """Results of a logged collective: the log's own tensors, not to be written, or new ones if they were spilled.
-
-        Raises:
-            CorruptFile: the disk does not give them back.
+        Raises CorruptFile if the disk does not give them back.
         """
         entry = self.entries[seq]
         self.own(entry)

@@ -119,10 +119,8 @@ class _Frame(NamedTuple):
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` on the CPU, without a graph; the same memory where it was there.
-
-    Raises:
-        ValueError: sparse and quantized tensors, and those whose elements are no whole bytes.
+    """``tensor`` on the CPU, without a graph; the same memory where it was there. Raises ValueError for sparse and
+    quantized tensors, and those whose elements are no whole bytes.
     """
     if tensor.layout != torch.strided or not _has_bytes(tensor.dtype):
         raise ValueError(f"a log keeps dense tensors of whole bytes, not {tensor.layout} ones of {tensor.dtype}")
@@ -163,10 +161,8 @@ def encode(key: Key, tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def decode(header: bytes, payload: int) -> tuple[Key, list[torch.Tensor]]:
-    """Inverse of :func:`encode`; the tensors' contents are undefined. ``payload`` is the bytes of all of them.
-
-    Raises:
-        ValueError: this is no such header, or that of other tensors.
+    """Inverse of :func:`encode`; the tensors' contents are undefined. ``payload`` is the bytes of all of them. Raises
+    ValueError if this is no such header, or that of other tensors.
     """
     key, kinds = _parsed(header)
     try:
@@ -233,10 +229,8 @@ def index_bytes(seed: int, segment: Segment) -> bytes:
 
 
 def read_record(seed: int, place: Place, channel: str, index: int) -> tuple[Key, list[torch.Tensor]]:
-    """The record at ``place``, in new CPU tensors.
-
-    Raises:
-        CorruptFile: it is not what was written; the message names the file and the offset.
+    """The record at ``place``, in new CPU tensors. Raises CorruptFile if it is not what was written; the message names
+    the file and the offset.
     """
     segment = place.segment
 
@@ -398,9 +392,7 @@ def _next_magic(file: BinaryIO, at: int) -> int:
 
 def _vectored(parts: Sequence[bytes | memoryview], call: Callable[[list[memoryview], int], int]) -> None:
     """Move all bytes of ``parts`` by calls that may move fewer; ``call`` gets buffers and the bytes moved so far.
-
-    Raises:
-        OSError: nothing moves any more.
+    Raises OSError when nothing moves any more.
     """
     rest = deque(memoryview(part) for part in parts if len(part))
     done = 0

@@ -87,10 +87,8 @@ class Admitting:
 
     def _agree(self, turn: Round, plan: Plan, store: Store) -> InnerGroup | None:
         """Connect, move, and settle whether the replacements are in. Returns the connected group, or None if another
-        failure has ended the generation with the replacements in.
-
-        Raises:
-            GenerationAbandoned: if it has ended without them.
+        failure has ended the generation with the replacements in. Raises GenerationAbandoned if it has ended
+        without them.
         """
         inner = None
         try:

@@ -93,10 +93,7 @@ class Agreement:
 
     def hear(self, store: Store, generation: int) -> None:
         """The watcher's thread: block in ``store`` until a generation has its plan and all its replacements are ready,
-        or it has ended; those that wait are woken.
-
-        Raises:
-            DamagedRecord: what was said is no plan.
+        or it has ended; those that wait are woken. Raises DamagedRecord if what was said is no plan.
         """
         key = plan_key(generation)
         if (said := store.get(key)) != GIVEN_UP.encode():

@@ -143,10 +143,8 @@ class StateCopies:
 
     def fetch(self, generation: int) -> None:
         """Replacement: take the state while the others train. Blocks until it is here but for the newest update, or
-        until it is better, or only, had when all stand still. The program's thread.
-
-        Raises:
-            GenerationAbandoned: if another rank fails meanwhile.
+        until it is better, or only, had when all stand still. The program's thread. Raises GenerationAbandoned if
+        another rank fails meanwhile.
         """
         self._stop()
         runtime, state, store = self._runtime, self._updates.replicated, self._store.below()

@@ -89,10 +89,8 @@ class Donor:
         self._leaving.close()
 
     def drain_for_resize(self, cut: Cut) -> None:
-        """Write the replicated state at the cut to shared memory, for the workers that follow.
-
-        Raises:
-            RecoveryFailed: if it cannot be had.
+        """Write the replicated state at the cut to shared memory, for the workers that follow. Raises RecoveryFailed if
+        it cannot be had.
         """
         with self._updates.given.at_version(cut.version, cut.boundary) as (description, tensors):
             self._publisher.put(REPLICATED, b"", pieces((description, list(tensors))))

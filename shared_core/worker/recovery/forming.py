@@ -172,10 +172,7 @@ class Forming:
 
     def _start_together(self, plan: Plan, generation: int) -> NoReturn:
         """A replacement needs messages that are not on disk: their senders begin again with it (selective logging).
-        Exits in these.
-
-        Raises:
-            GenerationAbandoned: in all others, when that is known.
+        Exits in these. Raises GenerationAbandoned in all others, when that is known.
         """
         if self._env.rank in plan.leave:
             self._events.emit(

@@ -59,10 +59,8 @@ class Giving:
         return helpers(plan.donors[replacement], replicas, plan.boundaries)
 
     def give(self, inner: InnerGroup, replacement: int, boundary: StepBoundary) -> int:
-        """As donor. Returns the bytes that were sent; no update is made meanwhile.
-
-        Raises:
-            RecoveryFailed: if the state cannot be had.
+        """As donor. Returns the bytes that were sent; no update is made meanwhile. Raises RecoveryFailed if the state
+        cannot be had.
         """
         place = inner.members.index(replacement)
         with self._donor.frozen(boundary.version, boundary.index) as (description, tensors):
@@ -73,10 +71,8 @@ class Giving:
             return _send(inner, place, tensors, wanted)
 
     def help(self, inner: InnerGroup, replacement: int, boundary: StepBoundary) -> int:
-        """As one of the others. Returns the bytes that were sent; no update is made meanwhile.
-
-        Raises:
-            RecoveryFailed: if the state was changed meanwhile.
+        """As one of the others. Returns the bytes that were sent; no update is made meanwhile. Raises RecoveryFailed if
+        the state was changed meanwhile.
         """
         place = inner.members.index(replacement)
         wanted, _ = receive(inner, place, "to say what it is to be sent")

@@ -79,10 +79,8 @@ class Lifecycle:
             return self.step(event)
 
     def step(self, event: WorkerEvent) -> tuple[WorkerAction, ...]:
-        """Change the phase. Returns what is to be done about it.
-
-        Raises:
-            IllegalWorkerEvent: if it cannot happen in this phase.
+        """Change the phase. Returns what is to be done about it. Raises IllegalWorkerEvent if it cannot happen in
+        this phase.
         """
         with self._runtime.lock:
             self.phase, actions = transition(self.phase, event)

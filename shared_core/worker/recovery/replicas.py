@@ -46,11 +46,7 @@ class Sums:
 
     @classmethod
     def read(cls, raw: bytes, key: str, parameters: int) -> Sums:
-        """Parse ``raw``, read from ``key``.
-
-        Raises:
-            DamagedRecord: it is none of so many parameters.
-        """
+        """Parse ``raw``, read from ``key``. Raises DamagedRecord if it is none of so many parameters."""
         found: Sums = decode(raw, cls, key)
         if len(found.sums) != parameters:
             raise damaged(key, f"it has {len(found.sums)} sums of {parameters} parameters")

@@ -60,11 +60,9 @@ class Spare:
         return True
 
     def await_place(self) -> int:
-        """Block until the place is free. Returns the generation in which this worker takes it. The process exits if it
-        can never take the place, or the agent is gone.
-
-        Raises:
-            DamagedRecord: what the launcher has said is no generation.
+        """Block until the place is free. Returns the generation in which this worker takes it. The process exits if
+        it can never take the place, or the agent is gone. Raises DamagedRecord if what the launcher has said is
+        no generation.
         """
         env = self._env
         if any(boundary.replicas == [env.rank] for boundary in self._publisher.boundaries()):

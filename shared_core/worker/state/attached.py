@@ -48,10 +48,8 @@ class Attached:
         }
 
     def restore_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy values to the buffers. Where shape or dtype differ, the value itself becomes the buffer.
-
-        Raises:
-            Unsupported: for what an earlier version has written.
+        """Copy values to the buffers. Where shape or dtype differ, the value itself becomes the buffer. Raises
+        Unsupported for what an earlier version has written.
         """
         if not isinstance(values, Mapping):
             raise Unsupported(
@@ -102,10 +100,8 @@ class Attached:
     # -- groups ----------------------------------------------------------------------------------------
 
     def groups(self) -> list[list[dict[str, Any]]]:
-        """What the optimizers' groups hold: learning rates and the like, and the places of their parameters.
-
-        Raises:
-            Unsupported: for a parameter that was not attached.
+        """What the optimizers' groups hold: learning rates and the like, and the places of their parameters. Raises
+        Unsupported for a parameter that was not attached.
         """
         return [[self._group(group) for group in o.param_groups] for o in self._replicated.optimizers]
 

@@ -60,9 +60,7 @@ class BucketInput:
 
     def write(self, bucket: torch.Tensor, checksum: int) -> None:
         """Overwrite the bucket with what was there before its reduction: zeros for a parameter without a gradient.
-
-        Raises:
-            RecoveryFailed: the result does not have this checksum, of :func:`input_checksum`.
+        Raises RecoveryFailed if the result does not have this checksum, of :func:`input_checksum`.
         """
         with torch.no_grad():
             for parameter, part in self.parts(bucket):

@@ -59,11 +59,7 @@ class Buckets:
         self._first: dict[int, FirstIteration] = {}
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
-        """Look for DDP modules in ``modules``.
-
-        Raises:
-            Unsupported: for one that cannot be recovered.
-        """
+        """Look for DDP modules in ``modules``. Raises Unsupported for one that cannot be recovered."""
         self._attached = True
         self.modules = [m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)]
         for ddp in self.modules:
@@ -107,10 +103,7 @@ class Buckets:
 
     def note(self, ddp: DistributedDataParallel, op: Op) -> None:
         """DDP agrees on the order of the buckets of ``ddp`` by the operation ``op``; its result is recorded when it is
-        there, on the thread that completes it.
-
-        Raises:
-            ConfigError: if other modules are attached, and ``ddp`` is not.
+        there, on the thread that completes it. Raises ConfigError if other modules are attached, and ``ddp`` is not.
         """
         number = next((i for i, known in enumerate(self.modules) if known is ddp), None)
         if number is None and not self._attached:
@@ -142,10 +135,8 @@ class Buckets:
         self._inputs.agreed(ddp, places[:-1], sizes)
 
     def forward_done(self, ddp: DistributedDataParallel) -> None:
-        """A backward follows, which overwrites the buckets of ``ddp``, and in which it may learn a static graph.
-
-        Raises:
-            Unsupported: if the module was given what cannot be recovered since it was attached.
+        """A backward follows, which overwrites the buckets of ``ddp``, and in which it may learn a static graph. Raises
+        Unsupported if the module was given what cannot be recovered since it was attached.
         """
         refuse_hooks(ddp)
         for first in self._first.values():

@@ -131,10 +131,8 @@ class ExternalMutation:
         return index is not None and self.active and self.boundary < index
 
     def refuse(self) -> None:
-        """The state as it is now is to serve an earlier step boundary.
-
-        Raises:
-            RecoveryFailed: if it is not what updates have made of the state there.
+        """The state as it is now is to serve an earlier step boundary. Raises RecoveryFailed if it is not what updates
+        have made of the state there.
         """
         if self.active or (self._watch is not None and self._watch.counted):
             raise RecoveryFailed(

@@ -56,10 +56,8 @@ class Overlapped:
         self._waiting: deque[tuple[Op, BucketInput]] = deque()
 
     def bucket(self, op: Op) -> None:
-        """DDP has handed over a bucket, which ``op`` reduces; called in backward, in the order of the buckets.
-
-        Raises:
-            Unsupported: in a second backward before the step.
+        """DDP has handed over a bucket, which ``op`` reduces; called in backward, in the order of the buckets. Raises
+        Unsupported in a second backward before the step.
         """
         if self._joining() or not self._steps.may_begin:
             return

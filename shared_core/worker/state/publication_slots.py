@@ -59,10 +59,8 @@ class Slots:
         self._others: set[str] = set()
 
     def write(self, name: str, size: int, data: Sequence[Piece]) -> None:
-        """Publish ``data``, which begins with a header and has ``size`` bytes, under a name.
-
-        Raises:
-            OSError: there is no room; what had the name before still has it.
+        """Publish ``data``, which begins with a header and has ``size`` bytes, under a name. Raises OSError if there is
+        no room; what had the name before still has it then.
         """
         if not self._looked:
             self._looked = True

@@ -74,11 +74,7 @@ class RecordFile:
                 self._mirror.write(self._path.name, kept)
 
     def read(self) -> Records:
-        """All of them, in order; a torn last one is left out.
-
-        Raises:
-            CorruptFile: if one is damaged, or is none.
-        """
+        """All of them, in order; a torn last one is left out. Raises CorruptFile if one is damaged, or is none."""
         data = self._path.read_bytes()
         found: Records = []
         at = 0

@@ -68,10 +68,8 @@ class Replicated:
         return [self.index_of(each) for each in parameters] if -1 in places else places
 
     def index_of(self, parameter: torch.Tensor) -> int:
-        """Place of a parameter in the shared order.
-
-        Raises:
-            Unsupported: for one that is neither in the modules nor was in a group of the optimizers at first.
+        """Place of a parameter in the shared order. Raises Unsupported for one that is neither in the modules nor was
+        in a group of the optimizers at first.
         """
         place = self._places.get(id(parameter))
         if place is None:

@@ -124,9 +124,7 @@ class UpdateImages:
 
     def parameters_at(self, version: int, newest: list[torch.Tensor]) -> list[torch.Tensor]:
         """All parameters with ``version`` updates in them, not copied: images, or ``newest``, the parameters now.
-
-        Raises:
-            RecoveryFailed: they are no longer kept.
+        Raises RecoveryFailed if they are no longer kept.
         """
         image = self._image(version)
         if image is not None:

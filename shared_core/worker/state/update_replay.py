@@ -17,10 +17,8 @@ from shared_core.worker.state.replicated import VALUE, Replicated, beside
 
 @torch.no_grad()
 def put(replicated: Replicated, piece: Piece) -> None:
-    """Copy a piece of another worker's state to the parameters; its other tensors become optimizer state.
-
-    Raises:
-        RecoveryFailed: if shape or dtype of a parameter differ.
+    """Copy a piece of another worker's state to the parameters; its other tensors become optimizer state. Raises
+    RecoveryFailed if shape or dtype of a parameter differ.
     """
     for place, tensor in zip(piece.places, piece.tensors, strict=False):
         own = replicated.parameters[place]
@@ -39,10 +37,7 @@ def put(replicated: Replicated, piece: Piece) -> None:
 @torch.no_grad()
 def repeat(replicated: Replicated, update: LoggedUpdate) -> None:
     """Make an update that another worker has made. Neither hooks nor schedulers see it; gradients and hyper-parameters
-    are afterwards what they were.
-
-    Raises:
-        ValueError: if the optimizer has other groups here.
+    are afterwards what they were. Raises ValueError if the optimizer has other groups here.
     """
     optimizer = replicated.optimizers[update.optimizer]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -65,10 +60,8 @@ def repeat(replicated: Replicated, update: LoggedUpdate) -> None:
 
 
 def compare(replicated: Replicated, expected: Sums) -> None:
-    """Compare the sums of another worker.
-
-    Raises:
-        RecoveryFailed: parameters or optimizer state are not what they are there.
+    """Compare the sums of another worker. Raises RecoveryFailed if parameters or optimizer state are not what they
+    are there.
     """
     if sums(replicated, expected.places) != expected.sums:
         names = ", ".join(replicated.names[place] for place in expected.places[:3])

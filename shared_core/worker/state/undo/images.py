@@ -90,10 +90,8 @@ class Images:
 
     def add(self, value: Any, what: Name) -> Restore:
         """Note a value: a tensor, a constant, or lists, tuples and dictionaries of these. Returns what puts it back
-        into the same objects, valid after :meth:`copy`.
-
-        Raises:
-            UnsupportedOptimizer: the value is something else, or a sparse tensor; ``what`` names it.
+        into the same objects, valid after :meth:`copy`. Raises UnsupportedOptimizer if the value is something else,
+        or a sparse tensor; ``what`` names it.
         """
         if isinstance(value, torch.Tensor):
             return self._add_tensor(value, what)

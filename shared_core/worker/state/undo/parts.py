@@ -105,10 +105,8 @@ class Parts:
         self._done.clear()
 
     def check(self) -> Collection[torch.Tensor]:
-        """``optimizer.step()`` begins. Returns the parameters that have had their update.
-
-        Raises:
-            Unsupported: the step that the program asks for is not the one of which parts were made.
+        """``optimizer.step()`` begins. Returns the parameters that have had their update. Raises Unsupported if the
+        step that the program asks for is not the one of which parts were made.
         """
         if not self._done:
             return ()

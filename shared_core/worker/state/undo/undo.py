@@ -143,11 +143,8 @@ class Undo:
 
     def begin(self, optimizer: Optimizer) -> None:
         """An update begins: copy what it may change and has not been copied since the last commit. While armed, a hook
-        of the optimizer calls this.
-
-        Raises:
-            UnsupportedOptimizer: a gradient is sparse, or state holds something that cannot be kept. Nothing has been
-                changed then.
+        of the optimizer calls this. Raises UnsupportedOptimizer if a gradient is sparse, or state holds something
+        that cannot be kept. Nothing has been changed then.
         """
         kept = self._kept[id(optimizer)]
         kept.stepping = []
