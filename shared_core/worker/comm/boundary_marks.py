@@ -11,17 +11,11 @@ _MARK = struct.Struct("<Q")
 
 
 class BoundaryMarks:
-    """The newest published step boundary of every rank of a machine that has all ranks. Written and read without
-    a lock.
+    """The newest published step boundary of every rank of a machine that has all ranks, in the file ``path``. Written
+    and read without a lock. Raises OutOfResources if there is no room for it.
 
     A mark outlives its worker, as the publication does. A replacement that starts before the failed worker's newest
     boundary sets the mark back, before it takes part in any operation.
-
-    Args:
-        path: of the file, the same for all ranks.
-
-    Raises:
-        OutOfResources: there is no room for it.
     """
 
     def __init__(self, path: Path, rank: int, world_size: int) -> None:

@@ -167,8 +167,7 @@ class InnerGroup:
     Attributes:
         pg: gloo's process group; None after :meth:`discard`.
         rank: global rank of this process.
-        members: global ranks of all, in group order.
-        wait_timeout_s: longest wait for one of them in a recovery.
+        members: global ranks, in group order.
         severed: its connections were cut. Set before they are.
     """
 
@@ -199,10 +198,8 @@ class InnerGroup:
         """Meet the other members in ``store`` (already prefixed by generation and group) and connect to them. Blocks.
 
         Args:
-            store: where they meet.
             rank: global rank of this process.
             members: global ranks, in group order.
-            operation_timeout: of the group's operations.
             connect_timeout_s: longest time to connect the sockets.
             wait_timeout_s: longest wait for a member.
             abandoned: whether the generation has ended; asked while it waits.

@@ -17,12 +17,8 @@ _Base: Any = torch.distributed.ProcessGroup
 
 
 class GroupIdentity(_Base):  # type: ignore[misc]
-    """A process group without its operations. It has no communicator of its own: the runtime's is replaced when a
-    rank fails.
-
-    Args:
-        rank: in the group.
-        ranks: global, in group order.
+    """A process group without its operations. It has no communicator of its own: the runtime's is replaced when a rank
+    fails. ``rank`` is that in the group; ``ranks`` are global, in group order.
     """
 
     def __init__(

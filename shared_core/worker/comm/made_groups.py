@@ -30,11 +30,8 @@ class MadeGroups:
             return {"next": compat.groups_made(), "given": dict(runtime.groups.given), "groups": groups}
 
     def restore(self, captured: dict[str, Any], *, missing: bool) -> None:
-        """Make the groups of ``captured`` that are missing and have this rank, and count on from there.
-
-        Args:
-            captured: by :meth:`capture`.
-            missing: False makes none, for another number of ranks.
+        """Make the groups of ``captured`` that are missing and have this rank, and count on from there. With
+        ``missing`` False it makes none, for another number of ranks.
         """
         runtime, given = self._runtime, captured["given"]
         there = {name for name, _, _ in _there()}

@@ -31,11 +31,7 @@ from shared_core.worker.messages.group_log import Logged, same_call
 
 
 class Operations:
-    """Runs the collectives of all groups, or serves them.
-
-    Attributes:
-        served: how many were served from logs.
-    """
+    """Runs the collectives of all groups, or serves them. ``served`` counts those that were served from logs."""
 
     def __init__(
         self, state: SharedState, groups: Groups, results: Results, suspicion: Suspicion, others: OtherThreads

@@ -75,10 +75,8 @@ class P2PWork(dist.Work):
 
 
 class AnyWork(P2PWork):
-    """A receive from whoever sends first. Its channel is known when the message is there.
-
-    Args:
-        number: how many messages with its tag were received, or waited for, before it.
+    """A receive from whoever sends first. Its channel is known when the message is there. ``number`` counts the
+    messages with its tag that were received, or waited for, before it.
     """
 
     def __init__(self, channels: Channels, channel: Channel, number: int, tensor: torch.Tensor) -> None:

@@ -82,7 +82,7 @@ class GroupPlaces:
 
     Args:
         path: of the memory, the same for all members on this machine.
-        ranks: global ranks of the members, in group order.
+        ranks: global, in group order.
         own: this rank's index among them.
 
     Raises:
@@ -103,14 +103,9 @@ class GroupPlaces:
 
     def elsewhere(self, seq: int, place: bytes, *, recovered: bool) -> tuple[int, Place] | None:
         """A member that has called operation ``seq`` from a place where it must not be, and that place; None if all
-        agree or nothing is known.
+        agree or nothing is known. ``place`` is this rank's, packed; ``recovered``: a worker has failed.
 
         A mismatch before any failure is the program's own, and is allowed from then on.
-
-        Args:
-            seq: of the operation.
-            place: from where this rank has called it, packed.
-            recovered: a worker has failed.
         """
         at = _FLAGS + seq % _OPERATIONS * self._row
         if self._memory[at : at + self._row] == (_SEQ.pack(seq + 1 & _WRAP) + place) * self._size:
@@ -176,13 +171,8 @@ class GroupPlaces:
 
 
 def mismatch(rank: int, call: str, place: bytes, other: tuple[int, Place]) -> PlaceMismatch:
-    """The error for an operation that two ranks have called from different places.
-
-    Args:
-        rank: of this worker.
-        call: the operation, and which one it is of its group, in words.
-        place: from where this rank has called it, packed.
-        other: another rank, and from where it has.
+    """The error for an operation that rank ``rank`` calls from ``place``, packed, and another rank
+    from another place.
     """
     return PlaceMismatch(
         f"rank {rank} calls {call} from {Place.unpacked(place)}, and rank {other[0]} calls it from {other[1]}. What "

@@ -22,11 +22,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 class StagedWork(dist.Work):
     """The work of an operation whose results go to a device when it is done: copied on the thread that completes it,
-    which waits for the device.
-
-    Args:
-        work: of the operation on host memory.
-        outputs: the caller's tensors, nested as the caller has given them.
+    which waits for the device. ``outputs`` are the caller's tensors, nested as the caller has given them.
     """
 
     def __init__(self, work: Any, outputs: Any) -> None:
@@ -77,12 +73,8 @@ class StagedWork(dist.Work):
 
 
 class StagedReceive(dist.Work):
-    """A receive into a tensor of a device. Who waits for it first copies the message there; it has no future.
-
-    Args:
-        work: of the receive into host memory.
-        output: of the device.
-        host: where ``work`` puts the message.
+    """A receive into ``output``, a tensor of a device. Who waits for it first copies the message there from ``host``;
+    it has no future.
     """
 
     def __init__(self, work: Any, output: torch.Tensor, host: torch.Tensor) -> None:

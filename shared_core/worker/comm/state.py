@@ -19,11 +19,7 @@ from shared_core.worker.comm.places import ProgramPlace
 
 @dataclass
 class Held:
-    """Results that replacements may never ask for.
-
-    Attributes:
-        nbytes: of what is to be an entry, finished or not.
-    """
+    """Results that replacements may never ask for. ``nbytes`` counts also what is to be an entry and not finished."""
 
     entries: list[tuple[RecordKey, list[torch.Tensor]]] = field(default_factory=list)
     nbytes: int = 0
@@ -110,12 +106,8 @@ class SharedState:
 
     @contextmanager
     def waiting_beside(self, ranks: Sequence[int], what: str) -> Iterator[None]:
-        """In here the program's thread waits for others outside of its groups: the progress time-out does not run, and
-        helpers may compute.
-
-        Args:
-            ranks: who is waited for.
-            what: what they are to do, for the line that a long wait prints.
+        """In here the program's thread waits for ``ranks`` outside of its groups: the progress time-out does not run,
+        and helpers may compute. ``what`` they are to do is for the line that a long wait prints.
         """
         with self.compute_lock.passed_on():
             with self.lock:

@@ -14,11 +14,7 @@ from shared_core.worker.comm.runtime import Runtime
 
 def wait_status(runtime: Runtime, look: int, *, idle: bool) -> WaitStatus | None:
     """What the program waits for in the live generation; None if it does not wait, or if a recovery is under way, which
-    says itself whom it waits for.
-
-    Args:
-        look: number of the report.
-        idle: the process does nothing else.
+    says itself whom it waits for. ``look`` is the number of the report; ``idle``: the process does nothing else.
     """
     with runtime.lock:
         live = not runtime.broken and runtime.generation == runtime.latest

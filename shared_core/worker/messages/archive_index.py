@@ -28,7 +28,6 @@ class Index:
     """Records by channel and index. Callers hold the archive's condition.
 
     Attributes:
-        waiting: records that are not in the files yet.
         segments: the files that count, oldest first.
         doomed: segments whose records are dropped and whose files are to be deleted.
     """

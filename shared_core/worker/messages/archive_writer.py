@@ -23,16 +23,13 @@ Write = Callable[[int, Sequence[bytes | memoryview]], Any]
 
 @dataclass
 class Stats:
-    """Numbers of an archive.
+    """Numbers of an archive; ``records`` and bytes written or put are those of this process.
 
     Attributes:
-        records: written by this process.
-        bytes_written: by this process.
         bytes_on_disk: of the segments that are there now, with what is being written.
-        bytes_put: by this process, written or not.
+        bytes_put: written or not.
         bytes_waiting: put and not yet written.
         blocked_times: how often ``put`` had to wait for the disk.
-        stopped_times: how often logging stopped.
         failed: why nothing is logged now; None while it is.
     """
 

@@ -53,11 +53,7 @@ def together(groups: str, rank: int, world_size: int, local_world_size: int) -> 
 
 
 class DiskLog:
-    """The log on disk of this rank. Nothing is logged before :meth:`open`.
-
-    Attributes:
-        archive: the files; None before :meth:`open`.
-    """
+    """The log on disk of this rank. Nothing is logged before :meth:`open`, and ``archive`` is None."""
 
     def __init__(self, env: WorkerEnv) -> None:
         self._env = env
@@ -139,14 +135,8 @@ class DiskLog:
         self._note = note
 
     def put_message(self, destination: int, channel: str, index: int, boundary: int, tensor: torch.Tensor) -> None:
-        """Log a message, unless its receiver starts again together with this rank. May block for the disk.
-
-        Args:
-            destination: global rank of the receiver.
-            channel: as it is named in the log.
-            index: number in the channel.
-            boundary: the step boundary before it.
-            tensor: not copied: it must not change any more.
+        """Log a message as number ``index`` of ``channel``, unless its receiver, a global rank, starts again together
+        with this rank. ``tensor`` is not copied: it must not change any more. May block for the disk.
         """
         if self.archive is not None and destination not in self._groups[-1][1]:
             self.archive.put(Key(channel, index, boundary, self._note), [tensor])

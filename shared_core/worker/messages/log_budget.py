@@ -40,12 +40,8 @@ def leases(kept_bytes: Sequence[int], budget: int) -> list[int]:
 
 
 def advice(logged: int, batches: int, budget: int) -> Advice:
-    """What to do about what was logged since the last checkpoint was due.
-
-    Args:
-        logged: bytes, of all ranks together.
-        batches: in which they were logged.
-        budget: bytes, of all logs together; 0 is no limit.
+    """What to do about the ``logged`` bytes, of all ranks together, since the last checkpoint was due, so many batches
+    ago. ``budget`` is that of all logs together; 0 is no limit.
     """
     if not budget or logged * PARTS < budget:
         return Advice.NOTHING
@@ -53,11 +49,7 @@ def advice(logged: int, batches: int, budget: int) -> Advice:
 
 
 def segment_bytes(wanted: int, budget: int, ranks: int) -> int:
-    """Size of a file of one rank's log.
-
-    Args:
-        wanted: without a budget.
-        budget: bytes, of all logs together; 0 is no limit.
-        ranks: number of logs.
+    """Size of a file of one of ``ranks`` logs; without a budget ``wanted``. ``budget`` is that of all logs together; 0
+    is no limit.
     """
     return min(wanted, max(1, budget // (FILES * ranks))) if budget else wanted

@@ -14,12 +14,8 @@ RETRY_S = 10.0
 
 
 class Spilling:
-    """The log of one rank. Not thread-safe: callers hold the runtime's lock.
-
-    What the disk refuses stays in memory: two step boundaries' worth at most, and nothing is lost.
-
-    Args:
-        clock: seconds.
+    """The log of one rank. Not thread-safe: callers hold the runtime's lock. What the disk refuses stays in memory: two
+    step boundaries' worth at most, and nothing is lost.
     """
 
     def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:

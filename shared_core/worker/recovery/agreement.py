@@ -41,15 +41,8 @@ class Agreement:
     # -- what this rank says -----------------------------------------------------------------------
 
     def post(self, store: Store, generation: int) -> None:
-        """Say where this rank stands; does nothing a second time in a generation. The last rank to do so decides
-        for all.
-
-        Args:
-            store: of the attempt.
-            generation: that is formed.
-
-        Raises:
-            DamagedRecord: what another rank has said is no frontier.
+        """Say where this rank stands; does nothing a second time in a generation. The last rank to do so decides for
+        all. Raises DamagedRecord if what another rank has said is no frontier.
         """
         if not self._first(f"front/{generation}"):
             return

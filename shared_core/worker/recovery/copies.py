@@ -40,10 +40,8 @@ class _Given:
 
 
 class StateCopies:
-    """Copies of replicated state that are made while training continues, as giver and as replacement.
-
-    Args:
-        replicas: global ranks that train the same as this one; empty where all do.
+    """Copies of replicated state that are made while training continues, as giver and as replacement. ``replicas``
+    gives the global ranks that train the same as this one; empty where all do.
     """
 
     def __init__(
@@ -124,12 +122,8 @@ class StateCopies:
         self._events.emit("copied", rank=rank, generation=generation, **fields)
 
     def close(self, rank: int, boundary: StepBoundary, description: dict[str, Any]) -> bool:
-        """All stand still, and this worker is to give ``rank`` its state. Whether the replacement has it but for the
-        last updates, which are sent now on the thread of the copy.
-
-        Args:
-            boundary: where the replacement begins.
-            description: of the state here.
+        """All stand still, and this worker is to give ``rank`` its state, of ``description``, at ``boundary``. Whether
+        the replacement has it but for the last updates, which are sent now on the thread of the copy.
         """
         given = self._given.pop(rank, None)
         if given is None or given.generation != self._runtime.latest:
@@ -173,10 +167,7 @@ class StateCopies:
 
     def in_place(self, copied: bool, states: list[list[Any]]) -> bool:
         """All stand still. Whether the state of the donor is here, but for updates that come now; see :meth:`complete`.
-
-        Args:
-            copied: the donor has sent all of it, or is about to.
-            states: description of the donor's optimizer state.
+        ``copied``: the donor has sent all of it, or is about to; ``states`` describes its optimizer state.
         """
         if copied and self._taking is not None and not self._taking.failed:
             self._states = states

@@ -23,12 +23,7 @@ from shared_core.worker.state.updates import Updates
 
 @dataclass
 class Sent:
-    """What a copy has taken so far.
-
-    Attributes:
-        nbytes: sent.
-        began: ``time.monotonic()``.
-    """
+    """Bytes that a copy has sent so far, and when it began (``time.monotonic()``)."""
 
     nbytes: int
     began: float
@@ -39,14 +34,8 @@ class Sent:
 
 
 def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy: IncrementalCopy, sent: Sent) -> None:
-    """Send a copy until it is closed, and wait until the replacement says that it has it. Raises what
-    :func:`transfer.send` raises.
-
-    Args:
-        inner: the replacement and this worker.
-        replacement: its index in the group.
-        updates: the replicated state.
-        sent: is counted on.
+    """Send a copy until it is closed, and wait until the replacement, by its index in the group, says that it has it.
+    ``sent`` is counted on. Raises what :func:`transfer.send` raises.
     """
 
     def say(head: dict[str, Any], tensors: Any = ()) -> None:
@@ -70,12 +59,7 @@ def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy
 
 class Taking:
     """A replacement's side, on a thread of its own. It clears the optimizers' state and then writes parameters and
-    optimizer state in place; the program's thread waits meanwhile.
-
-    Args:
-        inner: the donor and this worker.
-        donor: its index in the group.
-        replicated: of this worker; nobody else uses it.
+    optimizer state in place; the program's thread waits meanwhile. ``donor`` is an index in the group.
 
     Attributes:
         level: all of the state is here, but for the newest update.
@@ -124,13 +108,8 @@ class Taking:
         return self._ended.is_set()
 
     def finish(self, states: list[list[Any]]) -> str:
-        """Block until all is here. Returns why it will not be; empty if it is.
-
-        Args:
-            states: description of the optimizer state at the donor.
-
-        Raises:
-            WaitTimeout: if it does not come.
+        """Block until all is here, in the order of ``states``, the donor's. Returns why it will not be; empty if it is.
+        Raises WaitTimeout if it does not come.
         """
         wait = Wait(
             f"rank {self._runtime.rank}",

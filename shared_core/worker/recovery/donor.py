@@ -20,13 +20,8 @@ from shared_core.worker.state.updates import Updates
 
 
 class Donor:
-    """This worker as the exchange sees it. Recovery threads call.
-
-    Args:
-        joining: whether this worker has not joined yet.
-
-    Attributes:
-        publishing: held while a step boundary is published.
+    """This worker as the exchange sees it. Recovery threads call. ``joining`` says whether it has not joined yet;
+    ``publishing`` is held while a step boundary is published.
     """
 
     def __init__(
@@ -50,13 +45,9 @@ class Donor:
     def frozen(
         self, min_version: int, boundary: int, *, wait: bool = True
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """The state at a step boundary, or at a moment when no update runs and at least ``min_version`` steps are in
-        it; no update begins inside. See :meth:`GivenState.frozen`.
-
-        Args:
-            min_version: updates at the step boundary.
-            boundary: its number.
-            wait: for such a moment, ``wait_timeout_s`` at most; else only now.
+        """The state at step boundary ``boundary``, or at a moment when no update runs and at least ``min_version``
+        steps are in it; no update begins inside. Such a moment is waited for, ``wait_timeout_s`` at most, unless
+        ``wait`` is False. See :meth:`GivenState.frozen`.
         """
         timeout_s = self._env.config.detection.wait_timeout_s if wait else 0.0
         with self._updates.given.frozen(min_version, timeout_s, boundary) as exported:

@@ -35,7 +35,6 @@ class Replaying:
 
     Attributes:
         generation: in which they joined.
-        replacements: their ranks.
         survivors: ranks that wait for them.
         complete: optimizer steps that all survivors have made: messages of earlier ones are all in logs.
         boundaries: step boundaries at which the replacements start, in their order; 0 is the beginning.

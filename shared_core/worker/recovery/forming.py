@@ -191,15 +191,7 @@ class Forming:
         raise GenerationAbandoned("others start again")
 
     def _install(self, plan: Plan, inner: InnerGroup, generation: int, replay: Replay, joins: bool) -> None:
-        """Take over what was moved, and go live.
-
-        Args:
-            replay: results to serve.
-            joins: this worker is a replacement.
-
-        Raises:
-            GenerationAbandoned: if somebody failed meanwhile.
-        """
+        """Take over what was moved, and go live. Raises GenerationAbandoned if somebody failed meanwhile."""
         runtime, lifecycle = self._runtime, self._lifecycle
         with runtime.lock:
             # From here on this worker counts as a survivor; entries are heard under the same lock.

@@ -17,10 +17,8 @@ from shared_core.worker.recovery.listener import RecoveryListener
 
 
 class FrontierBuilder:
-    """Makes this rank's frontiers, and waits for keys that ranks set.
-
-    Attributes:
-        boundaries: a replacement's: step boundaries that the failed worker has published, or that are in a checkpoint.
+    """Makes this rank's frontiers, and waits for keys that ranks set. In a replacement ``boundaries`` are the step
+    boundaries that the failed worker has published, or that are in a checkpoint.
     """
 
     def __init__(self, context: Context, donor: Donor, listener: RecoveryListener) -> None:
@@ -29,11 +27,7 @@ class FrontierBuilder:
         self.boundaries: tuple[StepBoundary, ...] = ()
 
     def front(self, boundaries: Sequence[StepBoundary] | None = None) -> Frontier:
-        """Where this rank stands.
-
-        Args:
-            boundaries: that this rank has passed, where replacements are admitted; None where they are not.
-        """
+        """Where this rank stands. Where replacements are admitted, with the step ``boundaries`` that it has passed."""
         front = self._of_replacement() if self._lifecycle.joins else self._of_survivor()
         return front if boundaries is None else replace(front, boundaries=tuple(boundaries))
 

@@ -34,11 +34,8 @@ _STUCK_S = 2.0
 
 
 def helpers(donor: int, replicas: Collection[int], replacements: Collection[int]) -> list[int]:
-    """Ranks that may give state together with ``donor``: the next ones after it, at most ``_GIVERS`` with it.
-
-    Args:
-        replicas: ranks that train the same.
-        replacements: those among them that have nothing to give.
+    """Ranks among ``replicas`` that may give state together with ``donor``: the next ones after it, at most ``_GIVERS``
+    with it. ``replacements`` have nothing to give.
     """
     able = sorted(set(replicas).difference(replacements, [donor]))
     later = [rank for rank in able if rank > donor]

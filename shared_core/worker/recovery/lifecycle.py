@@ -58,9 +58,8 @@ class Lifecycle:
         """Cut the connections of the generations before this entry: whoever waits for a failed rank must not wait for
         us. Call it while acting. Blocks until gloo has given everything back.
 
-        Returns:
-            Whether there is something left to be done about the entry. There is not where its generation or a later one
-                is installed already, because that thread came first; then nothing is cut.
+        Returns whether there is something left to be done about the entry. There is not where its generation or a later
+        one is installed already, because that thread came first; then nothing is cut.
         """
         if self._runtime.generation >= entry.generation:
             return False

@@ -12,12 +12,8 @@ from shared_core.worker.state.records import from_plain, plain
 
 
 def pack(publisher: SharedMemoryPublisher, boundary: int, groups: Collection[str]) -> bytes:
-    """What a rank has published at a step boundary, and the newest of each record that it keeps for its replacements.
-
-    Args:
-        publisher: of the rank.
-        boundary: number of the step boundary.
-        groups: names of groups: results of their operations are not for others.
+    """What a rank has published at a step boundary, and the newest of each record that it keeps for its replacements;
+    not results of operations of ``groups``, which are not for others.
     """
     newest = {
         (key.kind, key.name): (key, value)

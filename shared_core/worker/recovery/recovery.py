@@ -39,11 +39,7 @@ from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Recovery:
-    """The recovery of one worker.
-
-    Attributes:
-        replacement: whether this worker takes over from another.
-    """
+    """The recovery of one worker. ``replacement``: this worker takes over from another."""
 
     def __init__(
         self,

@@ -34,11 +34,8 @@ _APART = (
 
 @dataclass(frozen=True)
 class Sums:
-    """What a rank says of its replicated state.
-
-    Attributes:
-        version: optimizer steps that it contained when its last part was summed.
-        sums: checksums, by parameter.
+    """Checksums of a rank's replicated state, by parameter, and how many optimizer steps it contained when its last
+    part was summed.
     """
 
     version: Count

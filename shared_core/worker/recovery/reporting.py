@@ -89,10 +89,8 @@ class RecoveryReporter:
         )
 
     def recovered(self, fields: dict[str, Any]) -> None:
-        """Recovery thread of a survivor: a generation is formed.
-
-        Args:
-            fields: of the event; ``generation`` and ``detected``, in seconds since the epoch, are among them.
+        """Recovery thread of a survivor: a generation is formed. ``generation`` and ``detected``, in seconds since the
+        epoch, are among the fields of the event.
         """
         if fields.get("resolution") == "replay":
             self._rolled_back()
@@ -115,11 +113,8 @@ class RecoveryReporter:
         self._stalled_since = detected
 
     def began(self, boundary: int, whence: str) -> None:
-        """This worker has reached the place that it begins from.
-
-        Args:
-            boundary: step boundary.
-            whence: the checkpoint that all begin from, in words; empty if it is none.
+        """This worker has reached the step boundary that it begins from. ``whence`` is the checkpoint that all begin
+        from, in words; empty if it is none.
         """
         self._line = (boundary, whence)
         if self._awaited is not None:

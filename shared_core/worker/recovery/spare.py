@@ -25,13 +25,8 @@ from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Spare:
-    """The part of a worker that is a hot standby, until it has a place. In all others it does nothing.
-
-    Args:
-        publisher: publications of its rank, which the living worker writes.
-
-    Attributes:
-        waits: it has no place yet.
+    """The part of a worker that is a hot standby, until it has a place; ``waits`` while it has none. In all others it
+    does nothing. The publications are those of its rank, which the living worker writes.
     """
 
     def __init__(self, env: WorkerEnv, store: JobStore, publisher: SharedMemoryPublisher) -> None:
@@ -87,11 +82,8 @@ class Spare:
         return generation
 
     def serves(self, target: StepBoundary | None, finished: Callable[[int], bool]) -> bool:
-        """Whether the way that this one has come leads to its place.
-
-        Args:
-            target: the place; None where the others do not wait for this one.
-            finished: whether an entry call was finished, as it is known now.
+        """Whether the way that this one has come leads to ``target``, its place; None where the others do not wait for
+        this one. ``finished`` says whether an entry call was finished, as it is known now.
         """
         behind = target is not None and target.kind == "end" and target.entry in self._passed
         return not behind and all(finished(entry) == ended for entry, ended in self._finished.items())

@@ -26,10 +26,8 @@ from shared_core.worker.state.updates import Updates
 
 
 class StartPoint:
-    """What one worker begins with. Used by the program's thread.
-
-    Attributes:
-        joining: there is a place to reach, and it is not reached yet.
+    """What one worker begins with. Used by the program's thread. ``joining``: there is a place to reach, and it is not
+    reached yet.
     """
 
     def __init__(
@@ -204,15 +202,11 @@ class StartPoint:
         return target is not None and target.kind == kind and target.entry == entry
 
     def reach(self, entry: int, replicas: Sequence[int]) -> tuple[Restored, Received | None]:
-        """Get the state of the place, at the step boundary that :meth:`is_here`. Blocks.
+        """Get the state of the place, at the step boundary that :meth:`is_here`. Blocks. ``replicas`` are the ranks
+        that train the same as this one, where not all do.
 
-        Args:
-            entry: number of the entry call.
-            replicas: ranks that train the same as this one, where not all do.
-
-        Returns:
-            The state, and what was received from others; None where all begin here. Only a copy of another rank is both
-                ``added`` and received.
+        Returns the state, and what was received from others; None where all begin here. Only a copy of another rank is
+        both ``added`` and received.
         """
         if self._restored is not None:
             if self._restored.collect is not None:

@@ -116,11 +116,8 @@ def layout(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
 
 
 def room(described: Sequence[Sequence[Any]], places: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Contiguous CPU tensors of a layout, contents undefined.
-
-    Args:
-        described: from :func:`layout`.
-        places: existing ones for the first of them, which are returned themselves where they fit.
+    """Contiguous CPU tensors of a layout, contents undefined. The first of them are ``places`` themselves where
+    these fit.
     """
     found = []
     for number, (shape, dtype) in enumerate(described):
@@ -148,11 +145,8 @@ def whole(tensors: Sequence[torch.Tensor]) -> list[Span]:
 
 
 def _messages(views: Sequence[torch.Tensor], spans: Sequence[Span], *, gather: bool) -> Iterator[Message]:
-    """Both ends make the same of the same spans.
-
-    Args:
-        views: the tensors as flat uint8.
-        gather: they are read now, also from devices, to send them; else what has come is dealt out, on the host.
+    """Both ends make the same of the same spans. ``views`` are the tensors as flat uint8. With ``gather`` they are read
+    now, also from devices, to send them; else what has come is dealt out, on the host.
     """
     for bundle in bundled(spans, _ALONE, _BUNDLE):
         parts = [views[span.tensor][span.start : span.stop] for span in bundle]

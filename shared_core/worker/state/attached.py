@@ -17,8 +17,6 @@ class Attached:
     """What belongs to the attached modules and optimizers, and is neither a parameter nor an optimizer's state of one.
 
     Args:
-        modules: all that are attached.
-        replicated: their parameters, and the optimizers.
         alike: all ranks have the same modules; else groups are known by their number only, and modes by nothing.
     """
 

@@ -16,13 +16,8 @@ import torch
 
 @dataclass(frozen=True)
 class Kept:
-    """State at one step boundary.
-
-    Attributes:
-        version: updates it contains.
-        description: see :meth:`Replicated.export`.
-        tensors: copies, but for those that were left out, which are the live ones.
-        copies: by place in ``tensors``.
+    """State with ``version`` updates at one step boundary; see :meth:`Replicated.export`. ``tensors`` are copies, but
+    for those that were left out, which are live; ``copies`` has the copies by place in ``tensors``.
     """
 
     version: int
@@ -51,13 +46,8 @@ class KeptBoundaries:
     def keep(
         self, index: int, version: int, exported: tuple[dict[str, Any], list[torch.Tensor]], left_out: Collection[int]
     ) -> None:
-        """Copy the state at a step boundary.
-
-        Args:
-            index: number of the step boundary.
-            version: updates in the state.
-            exported: from :meth:`Replicated.export`.
-            left_out: places of tensors that are published elsewhere, and not copied.
+        """Copy ``exported``, of :meth:`Replicated.export`, as the state with ``version`` updates at step boundary
+        ``index``. Places in ``left_out`` are published elsewhere, and not copied.
         """
         description, tensors = exported
         copies: dict[int, torch.Tensor] = {}
@@ -73,11 +63,8 @@ class KeptBoundaries:
         self._kept[index] = Kept(version, description | {"version": version, "images": []}, state, copies)
 
     def drop_before(self, index: int, *, reuse: bool) -> None:
-        """Drop what was kept before a step boundary.
-
-        Args:
-            index: number of the step boundary.
-            reuse: nobody reads what is dropped, so its memory is used again.
+        """Drop what was kept before step boundary ``index``. With ``reuse`` nobody reads it, and its memory is
+        used again.
         """
         for old in [each for each in self._kept if each < index]:
             dropped = self._kept.pop(old)

@@ -20,12 +20,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BucketInput:
-    """The parameters of one bucket, in its order.
-
-    Args:
-        parameters: whose gradients are in it; the bucket holds them flat, one after the other.
-        scale: by which DDP multiplies them.
-    """
+    """The parameters of one bucket, which holds their gradients flat, one after the other, multiplied by ``scale``."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], scale: float) -> None:
         self._parameters, self._scale = list(parameters), scale
@@ -90,11 +85,8 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 class _Module:
-    """What is known of one DDP module's buckets.
-
-    Attributes:
-        inputs: of its buckets; empty until DDP has settled them.
-        left: buckets that it has not handed over since its last forward.
+    """What is known of one DDP module's buckets: ``inputs``, empty until DDP has settled them, and how many are
+    ``left`` that it has not handed over since its last forward.
     """
 
     def __init__(self) -> None:
@@ -121,11 +113,8 @@ class BucketInputs:
         self._tried.clear()
 
     def agreed(self, ddp: DistributedDataParallel, indices: Sequence[int], sizes: Sequence[int]) -> None:
-        """DDP has settled its buckets.
-
-        Args:
-            indices: of its parameters, bucket by bucket.
-            sizes: parameters in each bucket.
+        """DDP has settled its buckets: ``indices`` of its parameters, bucket by bucket, and how many parameters each
+        bucket has.
         """
         ignored = getattr(ddp, "parameters_to_ignore", ())
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]

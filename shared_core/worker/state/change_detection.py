@@ -90,10 +90,7 @@ class ChangeWatch:
 
     def changed(self, *, pieces: bool = True) -> str | None:
         """Name of a parameter that is not as it was noted, or "the state of an optimizer"; None if nothing is known to
-        have changed.
-
-        Args:
-            pieces: look at a piece of the values, once no longer all of them are looked at.
+        have changed. ``pieces``: look at a piece of the values, once no longer all of them are looked at.
         """
         if self._versions is None:
             return None

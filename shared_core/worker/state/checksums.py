@@ -54,11 +54,8 @@ def parts(sizes: Sequence[int], least: int = _LEAST) -> list[list[Span]]:
 
 
 class RunningSums:
-    """Checksums of a list of tensors, made part by part: what is between two calls may change the values, and ranks
-    whose tensors are equal at each call get equal sums.
-
-    Args:
-        sizes: of the tensors, in bytes.
+    """Checksums of a list of tensors of ``sizes`` bytes, made part by part: what is between two calls may change the
+    values, and ranks whose tensors are equal at each call get equal sums.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:

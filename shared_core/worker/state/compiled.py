@@ -19,11 +19,8 @@ Orders = Mapping[str, list[str]]
 
 
 class Compiled:
-    """What Dynamo has compiled in this worker.
-
-    Args:
-        origin: whose state is being restored.
-        fall_back: nobody can take a failed worker's place: all workers start again.
+    """What Dynamo has compiled in this worker. ``origin`` says whose state is being restored; ``fall_back`` has all
+    workers start again.
     """
 
     def __init__(self, origin: Callable[[], Origin], fall_back: Callable[[str], NoReturn]) -> None:

@@ -38,7 +38,7 @@ class Buckets:
         unattached: called when a module is trained and nothing is attached.
 
     Attributes:
-        eligible: step boundaries since they were attached that could have been recovery points.
+        eligible: step boundaries since :meth:`attach` that could have been recovery points.
     """
 
     def __init__(

@@ -55,10 +55,8 @@ class ExternalMutation:
         self.active = self.active or self._watch is not None
 
     def see(self, *, pieces: bool = False) -> None:
-        """See whether there is something else than what was there at the start or was made by an update.
-
-        Args:
-            pieces: look at a piece of the values, too: once in a step is enough.
+        """See whether there is something else than what was there at the start or was made by an update. ``pieces``:
+        look at a piece of the values, too: once in a step is enough.
         """
         if self._watch is not None and not self.active and (name := self._watch.changed(pieces=pieces)) is not None:
             self.active, self._changed = True, name
@@ -95,8 +93,6 @@ class ExternalMutation:
         """Replacement, at its step boundary.
 
         Args:
-            index: number of the step boundary.
-            version: updates made.
             active: what was published there.
             exact: the state is that of the step boundary.
             watched: updates that the failed worker has watched.

@@ -25,13 +25,7 @@ _OUTPUTS = "swift.outputs"
 
 
 class ForwardRecorder:
-    """Forward passes of the present batch.
-
-    Args:
-        updates: whether this worker is behind, and what it keeps.
-        parts: rank-local state, some of which forward changes.
-        joining: whether this worker has not joined yet.
-    """
+    """Forward passes of the present batch. ``joining`` says whether this worker has not joined yet."""
 
     def __init__(
         self,

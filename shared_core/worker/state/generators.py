@@ -23,11 +23,8 @@ class _Remembered:
     """The encoded state of one generator, made again only when its memory has changed.
 
     Few scripts draw from Python's and numpy's generators at each batch, and to ask these for their state takes a
-    hundred times longer than to look whether their memory is what it was.
-
-    Args:
-        memory: a copy of it; None where that is not known to say all.
-        state: asks the generator.
+    hundred times longer than to look whether their memory is what it was. ``memory`` copies that; None where it is not
+    known to say all.
     """
 
     def __init__(self, memory: Callable[[], Any], state: Callable[[], Any]) -> None:

@@ -60,13 +60,7 @@ class LoggedUpdate:
 
 @dataclass(frozen=True)
 class Piece:
-    """A copy of some parameters with their optimizer state.
-
-    Attributes:
-        places: of the parameters.
-        description: of the optimizer state, see :func:`described`.
-        tensors: the parameters, then optimizer state.
-    """
+    """A copy of the parameters at ``places`` with their optimizer state; see :func:`described`."""
 
     places: list[int]
     description: list[list[Any]]
@@ -88,10 +82,8 @@ def followable(replicated: Replicated) -> bool:
 
 
 class IncrementalCopy:
-    """One copy in the making. The program's thread logs updates, another one takes what is to be sent.
-
-    Attributes:
-        failed: why the copy is of no use; empty while it is of use.
+    """One copy in the making. The program's thread logs updates, another one takes what is to be sent. ``failed`` says
+    why the copy is of no use; empty while it is of use.
     """
 
     def __init__(self, replicated: Replicated) -> None:
@@ -247,11 +239,7 @@ class IncrementalCopy:
 
 
 class Followers:
-    """The copies that are made of one worker's state.
-
-    Attributes:
-        able: updates are made by the optimizers' ``step``.
-    """
+    """The copies that are made of one worker's state. ``able``: updates are made by the optimizers' ``step``."""
 
     def __init__(self) -> None:
         self._all: list[IncrementalCopy] = []

@@ -15,11 +15,8 @@ from shared_core.worker.state.replicated import Replicated
 
 
 class _Group:
-    """Parameters that the program zeroes together: those of one model that the same optimizers step.
-
-    Args:
-        optimizers: their numbers.
-        members: parameters by place.
+    """Parameters, by place, that the program zeroes together: those of one model that the same optimizers (by
+    number) step.
     """
 
     def __init__(self, optimizers: Collection[int], members: Mapping[int, torch.Tensor]) -> None:
@@ -78,10 +75,8 @@ class LeftoverGradients:
 
     def left(self, pending: Collection[int] = ()) -> dict[int, torch.Tensor]:
         """The gradients that are state of this step boundary, by place, live: none that are zero, and none of
-        parameters whose gradients the program zeroes before it adds to them.
-
-        Args:
-            pending: numbers of the optimizers whose gradients have changed since their last update.
+        parameters whose gradients the program zeroes before it adds to them. ``pending`` are the numbers of the
+        optimizers whose gradients have changed since their last update.
         """
         found: dict[int, torch.Tensor] = {}
         for group in self._groups:

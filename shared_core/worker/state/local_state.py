@@ -93,11 +93,8 @@ class Parts:
         return parts
 
     def restore(self, values: Mapping[str, Any], *, attached: bool = True) -> None:
-        """Put back what is in ``values``: variables of the script first, random generators last.
-
-        Args:
-            values: from :meth:`capture`.
-            attached: also what belongs to what is attached.
+        """Put back what is in ``values``, of :meth:`capture`: variables of the script first, random generators last.
+        With ``attached`` also what belongs to what is attached.
         """
         if _VARIABLES in values:
             self.variables.put_back(values[_VARIABLES])

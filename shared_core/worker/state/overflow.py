@@ -28,9 +28,6 @@ class Overflow:
 
     Args:
         folder: on disk, private to the job; made when first needed. None: there is none.
-
-    Attributes:
-        used: something may be there.
     """
 
     def __init__(self, folder: Path | None) -> None:

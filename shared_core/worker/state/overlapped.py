@@ -40,11 +40,8 @@ def check(modules: Sequence[DistributedDataParallel], optimizers: Sequence[Optim
 
 
 class Overlapped:
-    """Makes the updates of one DDP module's parameters.
-
-    Args:
-        layout: which parameters are in which bucket; empty before DDP has settled that.
-        joining: whether this worker has not joined yet.
+    """Makes the updates of one DDP module's parameters. ``layout`` says which are in which bucket, empty before DDP has
+    settled that; ``joining`` whether this worker has not joined yet.
     """
 
     def __init__(

@@ -27,11 +27,8 @@ _LENGTHS = struct.Struct("<IQ")
 
 
 def packed(head: bytes, payload: Sequence[Piece]) -> list[Piece]:
-    """The content of a file, in pieces; the first begins with a header of :data:`HEADER_BYTES`. The payload is
-    not copied.
-
-    Args:
-        head: can be read without the payload.
+    """The content of a file, in pieces; the first begins with a header of :data:`HEADER_BYTES`. ``head`` can be read
+    without the payload, which is not copied.
     """
     sizes = np.array([len(piece) for piece in payload], np.uint64)
     head = _COUNT.pack(len(payload)) + sizes.tobytes() + head
@@ -55,13 +52,8 @@ def _add_large(piece: Piece, crc: int) -> int:
 
 
 def write_file(path: Path, data: Sequence[Piece]) -> None:
-    """Write a file whole: under another name, then renamed.
-
-    Args:
-        data: from :func:`packed`.
-
-    Raises:
-        OSError: it cannot be written; nothing of it is left.
+    """Write what :func:`packed` made under another name, and rename it. Nothing is left of it where that
+    raises OSError.
     """
     temporary = f"{path}.tmp"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

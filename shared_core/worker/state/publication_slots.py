@@ -44,12 +44,7 @@ class _Slot:
 
 
 class Slots:
-    """The mapped files of one writer. Not thread-safe.
-
-    Args:
-        folder: where they lie.
-        names: how the names of such files begin.
-    """
+    """The mapped files of one writer, whose names begin with one of ``names``. Not thread-safe."""
 
     def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
         self._folder, self._names = str(folder), names

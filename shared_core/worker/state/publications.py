@@ -146,11 +146,8 @@ class SharedMemoryPublisher:
             self._mirror.sync()
 
     def publish_boundary(self, boundary: StepBoundary, parts: dict[str, Any]) -> None:
-        """Publish a step boundary.
-
-        Args:
-            parts: rank-local state; :data:`UNOPTIMIZED` in it says for each of those tensors with which boundary it
-                was written.
+        """Publish a step boundary. In ``parts``, the rank-local state, :data:`UNOPTIMIZED` says for each of those
+        tensors with which boundary it was written.
         """
         self._refers[boundary.index] = frozenset(parts.get(UNOPTIMIZED, {}).values())
         self.orders.note(boundary.index, parts)

@@ -32,14 +32,8 @@ def beside(parameter: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Ten
 
 
 class Replicated:
-    """Parameters of modules and state of optimizers, in an order that all replicas share.
-
-    Args:
-        modules: attached modules; a parameter that several share counts once.
-        optimizers: attached optimizers.
-
-    Raises:
-        UnsupportedOptimizer: if an optimizer cannot be moved.
+    """Parameters of modules and state of optimizers, in an order that all replicas share. A parameter that several
+    modules share counts once. Raises UnsupportedOptimizer if an optimizer cannot be moved.
     """
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -168,10 +162,7 @@ class Replicated:
 
     def summed(self, leave_out: Collection[int] = ()) -> list[tuple[int, torch.Tensor]]:
         """What replicas have in common, in an order that all share: each tensor, live, with its parameter's place.
-        Plain values of optimizers come as tensors of bytes.
-
-        Args:
-            leave_out: places of parameters that may differ.
+        Plain values of optimizers come as tensors of bytes. Parameters at places in ``leave_out`` may differ.
         """
         found = [((i, -1, ""), p.detach()) for i, p in enumerate(self.parameters) if i not in leave_out]
         for number, optimizer in enumerate(self.optimizers):

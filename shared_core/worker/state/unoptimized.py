@@ -21,10 +21,8 @@ SMALL = 16 << 20
 
 
 class UnoptimizedParameters:
-    """The parameters of ``replicated`` that none of its optimizers has in a group.
-
-    Args:
-        shared: identities (``id``) of parameters that ``DistributedDataParallel`` has made alike on all ranks.
+    """The parameters of ``replicated`` that none of its optimizers has in a group. ``shared`` are identities (``id``)
+    of parameters that ``DistributedDataParallel`` has made alike on all ranks.
     """
 
     def __init__(self, replicated: Replicated, shared: Collection[int]) -> None:

@@ -41,12 +41,8 @@ class UpdateImages:
     # -- whether -----------------------------------------------------------------------------------
 
     def attach(self, optimizers: int, sharded: bool, own: bool = False) -> None:
-        """Begin with this state.
-
-        Args:
-            optimizers: how many update it.
-            sharded: optimizer state is divided over the replicas.
-            own: all of it is divided over the ranks and given to nobody, so nothing is kept.
+        """Begin with a state that so many ``optimizers`` update. ``sharded``: optimizer state is divided over the
+        replicas; ``own``: all of it is divided over the ranks and given to nobody, so nothing is kept.
         """
         self._sharded, self._own = sharded, own
         self._several = self._several or optimizers > 1
@@ -162,13 +158,8 @@ class UpdateImages:
     def load(
         self, replicated: Replicated, description: dict[str, Any], tensors: Sequence[torch.Tensor], owned: bool
     ) -> None:
-        """Take over a donor's images, and copy to the parameters what they were at the step boundary.
-
-        Args:
-            replicated: has the donor's newest parameters.
-            description: of the donor's state.
-            tensors: of it.
-            owned: nobody else uses them, so they are not copied.
+        """Take over the images in a donor's state, and copy to the parameters, which are the donor's newest, what they
+        were at the step boundary. With ``owned`` nobody else uses ``tensors``, so they are not copied.
         """
         self._images = [
             (v, {p: t if owned else t.clone() for p, t in zip(places, tensors[at : at + len(places)], strict=True)})

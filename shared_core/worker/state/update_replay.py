@@ -72,13 +72,8 @@ def compare(replicated: Replicated, expected: Sums) -> None:
 
 
 def in_order(replicated: Replicated, states: Sequence[Sequence[Any]]) -> None:
-    """Bring optimizer state into the order that it has at the other worker, so that checkpoints have the same bytes.
-
-    Args:
-        states: from the description of the other's state.
-
-    Raises:
-        RecoveryFailed: if there is other state here.
+    """Bring optimizer state into the order of ``states``, of the other worker's description, so that checkpoints have
+    the same bytes. Raises RecoveryFailed if there is other state here.
     """
     for number, optimizer in enumerate(replicated.optimizers):
         theirs = [replicated.parameters[place] for each, place, _ in states if each == number]

@@ -32,9 +32,6 @@ class UpdateSteps:
     program's thread calls.
 
     Args:
-        images: parameters before each, where they are kept.
-        outside: changes that the script makes outside updates.
-        followers: copies of the state that are made while updates continue.
         after: called after each update.
         fence: blocks until what is being copied may be changed.
 
@@ -66,11 +63,8 @@ class UpdateSteps:
         self._handles: list[Any] = []
 
     def attach(self, replicated: Replicated, parts: Parts | None, own: bool = False) -> None:
-        """Watch the optimizers of ``replicated`` from now on.
-
-        Args:
-            parts: of the next update, where parts of it may be made early.
-            own: ``replicated`` is divided over the ranks.
+        """Watch the optimizers of ``replicated`` from now on. ``parts`` is given where parts of an update may be made
+        early; ``own``: the state is divided over the ranks.
         """
         self._own = own
         for hidden in self._hidden.values():
@@ -148,12 +142,9 @@ class UpdateSteps:
         return self._parts is not None and self._count.ahead == 0
 
     def make_part(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update some parameters in place before the optimizer's step, which will make the rest. Blocks while the state
+        """Update some parameters in place before the optimizer's step, which will make the rest. They have had no
+        update since the last step, and ``gradients`` do not change until the step has ended. Blocks while the state
         is held.
-
-        Args:
-            parameters: that have had no update since the last step.
-            gradients: theirs, which do not change until the step has ended.
         """
         assert self._parts is not None and self._replicated is not None
         if self._begun:

@@ -24,12 +24,6 @@ from shared_core.worker.state.update_steps import UpdateSteps
 class Updates:
     """Version of the replicated state and what happens around each update.
 
-    Attributes:
-        replicated: what is trained; None before :meth:`attach`.
-        outside: changes that the script makes outside updates.
-        followers: copies of the state that are made while updates continue.
-        given: the state as others are given it.
-
     Args:
         preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch has
             had several, so that a replacement can compute what lies between two updates exactly, and state at step
@@ -144,7 +138,6 @@ class Updates:
         """Replacement, at its step boundary: keep what the failed worker kept; all ranks must agree.
 
         Args:
-            boundary: its number.
             images: whether the failed worker kept parameters before each update.
             outside: whether it had seen changes outside updates.
             again: all workers were started again, perhaps with another script.
@@ -161,14 +154,8 @@ class Updates:
             self.outside.next_batch(self.version)
 
     def at_boundary(self, index: int = 0, stable: int = 0) -> None:
-        """A step boundary was published.
-
-        Args:
-            index: number of the step boundary.
-            stable: step boundary from which a replacement may start at the earliest.
-
-        Raises:
-            Unsupported: in the middle of an update.
+        """Step boundary ``index`` was published; a replacement may start at ``stable`` at the earliest. Raises
+        Unsupported in the middle of an update.
         """
         self.steps.refuse_torn()
         if self.outside.active:
@@ -199,10 +186,8 @@ class Updates:
         contains will do nothing.
 
         Args:
-            version: updates at the step boundary.
             description: of the state; None for the one that is here. With ``here`` the state has come before.
-            tensors: of the state.
-            owned: nobody else uses them, so they are not copied.
+            owned: nobody else uses the tensors, so they are not copied.
         """
         with self.gate.condition:
             self._count.begin(version)

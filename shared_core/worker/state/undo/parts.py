@@ -22,11 +22,8 @@ _ADVICE = "make it before backward, or set state.overlapped_update=False"
 
 @dataclass(frozen=True)
 class _Done:
-    """A parameter that has had its update.
-
-    Attributes:
-        gradient: the reduced one that was used.
-        version: of the parameter, after the update.
+    """A parameter that has had its update, with the reduced gradient that was used, and its version counter after
+    the update.
     """
 
     parameter: torch.Tensor
