@@ -89,8 +89,8 @@ class AnyWork(P2PWork):
 
 
 class Channels:
-    """All channels of one group at one rank. The runtime's lock guards them; methods that do not say "callers hold the
-    lock" take it where they need it.
+    """All channels of one group at one rank. The runtime's lock guards them: ``send``, ``recv``, ``recv_any`` and
+    ``wait`` take it, callers of the others hold it, but for :meth:`archive_all`.
 
     Args:
         suspect: told of errors of gloo that a failure may explain.
