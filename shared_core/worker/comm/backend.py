@@ -1,4 +1,4 @@
-"""Backend ``swift`` in ``torch.distributed``."""
+"""Registers backend ``swift`` with ``torch.distributed``, and has groups for gloo made with it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ _TAKEN = frozenset({"undefined", "gloo", "swift", "nccl", "cpu:gloo", "cuda:nccl
 
 
 def install(runtime: Runtime) -> None:
-    """Make every gloo group that is created from now on a swift one. Calling it again does nothing.
-
-    Args:
-        runtime: what the groups share.
+    """Make every gloo group that is created from now on a swift one. A second call does nothing, whatever its runtime.
 
     Raises:
         Unsupported: this version of torch cannot be used.

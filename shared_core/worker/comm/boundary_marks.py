@@ -11,18 +11,11 @@ _MARK = struct.Struct("<Q")
 
 
 class BoundaryMarks:
-    """The newest published step boundary of every rank of a machine that has all ranks.
+    """The newest published step boundary of every rank of a machine that has all ranks, in the file ``path``. Written
+    and read without a lock. Raises OutOfResources if there is no room for it.
 
     A mark outlives its worker, as the publication does. A replacement that starts before the failed worker's newest
     boundary sets the mark back, before it takes part in any operation.
-
-    Args:
-        path: of the file, the same for all ranks.
-        rank: of this worker.
-        world_size: number of ranks.
-
-    Raises:
-        OutOfResources: there is no room for it.
     """
 
     def __init__(self, path: Path, rank: int, world_size: int) -> None:
@@ -31,7 +24,6 @@ class BoundaryMarks:
         self._at = rank * _MARK.size
 
     def put(self, boundary: int) -> None:
-        """This rank has published this step boundary, or starts from it."""
         _MARK.pack_into(self._map, self._at, boundary)
 
     def lowest(self) -> int:

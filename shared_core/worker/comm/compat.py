@@ -1,6 +1,6 @@
 """What the backend needs of ``torch`` that is not public, and the one place where torch is changed.
 
-:data:`NAMES` says why each is needed, also those that other packages use in place; a test looks each up, so that a
+:data:`NAMES` says why each is needed, also those that other packages use in place. A test looks each up, so that a
 version that has changed one is noticed before a job meets it.
 """
 
@@ -132,13 +132,15 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 
 def called_by_reducer() -> bool:
-    """Whether the function that asks was called by DDP's reducer: C++, right inside the autograd engine."""
+    """Whether DDP's reducer called the operation that asks: C++, right inside the autograd engine. Counts frames, so
+    only methods of the group that are wrapped by ``staged_in_place`` may ask.
+    """
     frame = _caller_of_operation()
     return frame is None or frame.f_code is _ENGINE
 
 
 def _caller_of_operation() -> FrameType | None:
-    """Who calls the operation whose method asks a function that asks here."""
+    """The frame that called the operation whose method asks a function that asks here."""
     frame = sys._getframe(2)
     return frame.f_back.f_back if frame.f_back is not None else None  # the first stages tensors of devices
 
@@ -149,20 +151,20 @@ def in_backward() -> bool:
 
 
 def agreeing_on_buckets() -> Any:
-    """The ``DistributedDataParallel`` from whose forward the function that asks was called, to agree on the order of
-    its buckets; None if it was not.
+    """The ``DistributedDataParallel`` whose forward called the operation that asks, to agree on the order of its
+    buckets; None if another did. Counts frames as :func:`called_by_reducer`.
     """
     frame = _caller_of_operation()
     return frame.f_locals["self"] if frame is not None and _is_ddp_forward(frame.f_code) else None
 
 
 def graph_is_known(ddp: DistributedDataParallel) -> None:
-    """Have no backward of DDP with a static graph be taken for the first."""
+    """Mark the first backward of DDP with a static graph as done."""
     ddp._static_graph_delay_allreduce_enqueued = True
 
 
 def _is_ddp_forward(code: CodeType) -> bool:
-    """Whether this is DDP's function, or a part of it that Dynamo has made: those are called after it."""
+    """Whether this is DDP's ``_pre_forward``, or a part of it that Dynamo has made: those are named after it."""
     part = code.co_filename == _DDP_FORWARD.co_filename and _DDP_FORWARD.co_name in code.co_name
     return code is _DDP_FORWARD or part
 
@@ -173,10 +175,10 @@ _Out = TypeVar("_Out", bound=Callable[..., Any])
 
 
 def out_of_graphs(function: _Out) -> _Out:
-    """Have Dynamo neither trace a function nor what it calls; the function itself is returned.
+    """Have Dynamo neither trace a function nor what it calls. Returns the same function.
 
     ``torch.compiler.disable`` would wrap it, which costs time in each call, and adds frames between an operation and
-    who calls it.
+    its caller.
     """
     code = getattr(function, "__code__")  # noqa: B009 (a method has none of its own in mypy's eyes)
     skip = eval_frame._FrameAction.SKIP
@@ -186,7 +188,7 @@ def out_of_graphs(function: _Out) -> _Out:
 
 
 def methods_out_of_graphs(cls: type) -> None:
-    """The same for the methods of a class, and those of its bases that are not torch's."""
+    """:func:`out_of_graphs` for the methods of a class, and those of its bases in this package."""
     for each in cls.__mro__:
         if each.__module__.startswith(__package__ or "."):
             for method in vars(each).values():
@@ -195,7 +197,7 @@ def methods_out_of_graphs(cls: type) -> None:
 
 
 def profiling() -> bool:
-    """Whether a profiler records what this thread does."""
+    """Whether torch's profiler records this thread."""
     autograd: Any = torch.autograd
     return bool(autograd._profiler_enabled())
 
@@ -205,13 +207,13 @@ ANY_SIZE = "?"
 
 
 def compilations() -> list[Any]:
-    """What Dynamo tells of its newest compilations, the newest last; it keeps 64."""
+    """Dynamo's metrics of its newest compilations, the newest last; it keeps 64."""
     utils = sys.modules.get("torch._dynamo.utils")  # what is not imported has compiled nothing
     return utils.get_compilation_metrics() if utils is not None else []
 
 
 def compiled_too_often(compilation: Any) -> str:
-    """The function that Dynamo has given up to compile for other inputs; empty if it has not."""
+    """The function that Dynamo no longer compiles for other inputs, with its file and line; empty if it still does."""
     limit = sys.modules["torch._dynamo.config"].recompile_limit
     if (compilation.cache_size or 0) < limit:
         return ""
@@ -219,8 +221,8 @@ def compiled_too_often(compilation: Any) -> str:
 
 
 def sizes_compiled_for() -> dict[str, str]:
-    """For which sizes of its inputs Dynamo has compiled each function, by function and input; without parameters. After
-    a size has changed, also for which sizes older code is kept.
+    """For which sizes of its inputs Dynamo has compiled each function, by function and input, as ``8 x ?``; parameters
+    are left out. After a size has changed, also for which sizes older code is kept.
     """
     pgo = sys.modules.get("torch._dynamo.pgo")
     found: dict[str, str] = {}
@@ -240,12 +242,11 @@ def sizes_compiled_for() -> dict[str, str]:
 
 
 def is_registered(backend: str) -> bool:
-    """Whether torch knows a backend."""
     return backend.upper() in dist.Backend._plugins
 
 
 def replace_group_creation(make: Callable[[Callable[..., Any], Mapping[str, Any]], Any]) -> None:
-    """Patch: have every group be made by ``make(torch's function, its arguments by name)``, the only one of torch.
+    """Patch: have every group be made by ``make(torch's function, its arguments by name)``.
 
     Frameworks branch on the name of the backend in dozens of places (Lightning replaces AVG by SUM and a division only
     for "gloo"), so the recorded name must stay "gloo" for the same bits; but new_group() inherits the recorded name,
@@ -263,7 +264,6 @@ def replace_group_creation(make: Callable[[Callable[..., Any], Mapping[str, Any]
 
 
 def record_as_gloo(group: Any, store: Any) -> None:
-    """Have torch answer "gloo" to whoever asks for a group's backend."""
     gloo = dist.Backend("gloo")
     c10d._world.pg_map[group] = (gloo, store)
     c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(gloo))
@@ -285,12 +285,12 @@ def groups_made() -> int:
 
 
 def groups_there() -> list[Any]:
-    """All groups that the program has made and not destroyed, in the order in which they were made."""
+    """Groups that the program has made and not destroyed, oldest first."""
     return list(c10d._world.pg_map)
 
 
 def make_group(name: str, ranks: Sequence[int], timeout: timedelta, description: str) -> None:
-    """Make a group as ``new_group`` does, under a given name; this rank is a member."""
+    """Make a group as ``new_group`` does, under a given name. ``ranks`` are global, this one among them."""
     world: Any = c10d._world
     make: Any = c10d._new_process_group_helper
     backend, store = world.pg_map[dist.group.WORLD]
@@ -309,12 +309,12 @@ def make_group(name: str, ranks: Sequence[int], timeout: timedelta, description:
 
 
 def name_groups_from(made: int) -> None:
-    """Name the next group as a process does that has made just so many."""
+    """Name the next group as a process does that has made exactly so many."""
     c10d._world.group_count = made
 
 
 def skip_groups(made: int) -> None:
-    """Name the next group as a process does that has made so many."""
+    """Name the next group as a process does that has made at least so many."""
     c10d._world.group_count = max(c10d._world.group_count, made)
 
 
@@ -322,7 +322,7 @@ def skip_groups(made: int) -> None:
 
 
 def gloo_options(device: Any, timeout: timedelta) -> Any:
-    """Options of a gloo group that uses this device, and has so long to connect."""
+    """Options of a gloo group that uses this device; ``timeout`` is for connecting."""
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
     options._threads = 2  # what torch's own gloo group has
@@ -331,5 +331,4 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
 
 
 def set_operation_timeout(group: Any, timeout: timedelta) -> None:
-    """Of the operations of a gloo group."""
     group._set_default_timeout(timeout)

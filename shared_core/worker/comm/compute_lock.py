@@ -19,14 +19,14 @@ class ComputeLock:
         self._program: int | None = None
 
     def begin(self) -> None:
-        """The calling thread is the program."""
+        """The calling thread is the program. Later calls do nothing."""
         if self._program is None:
             self._lock.acquire()
             self._program = threading.get_ident()
 
     @contextmanager
     def passed_on(self) -> Iterator[None]:
-        """The program waits in here. On other threads, and where nobody ever helps, this does nothing."""
+        """The program waits in here. On other threads, and before :meth:`begin`, this does nothing."""
         if self._program != threading.get_ident():
             yield
             return
@@ -38,6 +38,6 @@ class ComputeLock:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """A helper computes in here; begins when the program waits."""
+        """A helper computes in here; blocks until the program waits."""
         with self._lock:
             yield

@@ -1,4 +1,4 @@
-"""Connecting gloo groups: those of the program, and others for the time of one generation."""
+"""Connects gloo groups: those of the program, and side groups that last one generation."""
 
 from __future__ import annotations
 
@@ -15,26 +15,17 @@ from shared_core.worker.comm.state import SharedState
 MAX_ATTEMPTS = 8
 #: Gloo now and then waits for its whole time-out before it repeats an attempt, so the first time-outs are short.
 _FIRST_S = 0.5
-#: Longest that an operation of a side group may take, unless something else is said: a failure ends it at once, and
-#: there may be none as long as a step lasts.
+#: Default time-out of an operation of a side group: a failure ends it at once, and a step may last long.
 _FOREVER = timedelta(days=10)
 
 
 class Connections:
-    """Makes inner groups, and knows the side groups."""
-
     def __init__(self, state: SharedState, groups: Groups) -> None:
         self._state, self._groups = state, groups
         self._sides: list[tuple[int, InnerGroup]] = []
 
     def meet(self, group: GroupState, generation: int, limit_s: float | None = None) -> InnerGroup:
-        """As :meth:`new_inner`, in as many attempts as it takes.
-
-        Raises:
-            GenerationAbandoned: if the generation ended meanwhile.
-            NotConnected: if the members do not reach each other.
-            WaitTimeout: if a member does not come.
-        """
+        """As :meth:`new_inner`, in up to ``MAX_ATTEMPTS`` attempts; raises what it raises."""
         for attempt in range(MAX_ATTEMPTS - 1):
             try:
                 return self.new_inner(group, generation, attempt, limit_s)
@@ -43,12 +34,9 @@ class Connections:
         return self.new_inner(group, generation, MAX_ATTEMPTS - 1, limit_s)
 
     def new_inner(self, group: GroupState, generation: int, attempt: int, limit_s: float | None = None) -> InnerGroup:
-        """A fresh gloo group for ``group``, not yet used by it.
+        """A fresh gloo group for ``group``, not yet used by it. All members call with the same generation and attempt.
 
         Args:
-            group: which one.
-            generation: for which.
-            attempt: its number.
             limit_s: longest wait for a member; ``wait_timeout_s`` if None.
 
         Raises:
@@ -78,19 +66,13 @@ class Connections:
         attempt: int | None = None,
         operation_timeout: timedelta = _FOREVER,
     ) -> InnerGroup:
-        """A group of some ranks beside those of the program, for one generation; cut when that ends.
+        """A group of some ranks beside those of the program, for one generation; cut when that ends. Blocks. Raises
+        what :meth:`new_inner` raises.
 
         Args:
             name: unique in the generation.
-            ranks: its members, this rank among them.
-            generation: which one.
-            attempt: the first ones have short time-outs; None: there is only one.
-            operation_timeout: of its operations.
-
-        Raises:
-            GenerationAbandoned: if the generation ends meanwhile.
-            NotConnected: if the members do not reach each other.
-            WaitTimeout: if one does not come.
+            ranks: global, this one among them.
+            attempt: its number: the first ones have short time-outs. None if there is only one.
         """
         state = self._state
         inner = InnerGroup.connect(
@@ -111,7 +93,7 @@ class Connections:
         return inner
 
     def drop_side(self, inner: InnerGroup) -> None:
-        """Cut a side group and forget it."""
+        """Cut a side group and forget it; nothing if it was cut already."""
         with self._state.lock:
             kept = [(generation, each) for generation, each in self._sides if each is not inner]
             if len(kept) < len(self._sides):
@@ -119,7 +101,7 @@ class Connections:
                 inner.discard()
 
     def cut_sides(self) -> None:
-        """A generation has ended: cut its side groups. Callers hold the lock."""
+        """Cut the side groups of generations that have ended. Callers hold the lock."""
         latest = self._state.latest  # the program may have met the others in one of the newest generation already
         for generation, inner in self._sides:
             if generation < latest:
@@ -127,7 +109,7 @@ class Connections:
         self._sides = [side for side in self._sides if side[0] >= latest]
 
     def backend(self, group: GroupState) -> Any:
-        """Gloo's process group, waiting for one while a recovery runs."""
+        """Gloo's process group; blocks while a recovery runs."""
         with self._state.lock:
             while group.inner is None:
                 self._state.raise_if_ended()

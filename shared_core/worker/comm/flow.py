@@ -33,9 +33,9 @@ class Flow:
     message waits for room in the socket's buffer is not woken by gloo.
 
     Args:
-        inner: the group.
         begin: starts a message of a tensor, as gloo's ``send`` and ``recv``.
-        messages: the tensors, in order, each with those among which its contents are dealt out when they are there.
+        messages: flat CPU tensors, in order, each with those to which its contents are then copied in parts. Iterated
+            on the thread, so at most four are alive at once.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Flow:
         self._finished += 1
 
     def finish(self, new_wait: Callable[[], Wait], stuck_s: float = STUCK_S) -> None:
-        """Return when all messages are complete.
+        """Block until all messages are complete.
 
         Args:
             new_wait: for one message.
-            stuck_s: how long gloo may take to give a message back after a cut.
+            stuck_s: how long gloo may take to give a message back after a cut, in seconds.
 
         Raises:
             RuntimeError: what gloo reported.

@@ -1,7 +1,5 @@
-"""What happens to the groups when a generation ends and when the next one begins.
-
-When a rank fails the inner groups are cut; what was in flight stays pending, and is served or issued again in the
-next generation.
+"""Ends a generation and begins the next. When a rank fails the inner groups are cut; what was in flight stays pending,
+and is served or issued again in the next generation.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ _STARVED_S = 1.0
 
 
 class Generations:
-    """Cuts the groups and gives them new connections."""
-
     def __init__(
         self,
         state: SharedState,
@@ -44,7 +40,14 @@ class Generations:
         self._background = False
 
     def add_group(self, group: GroupState) -> None:
-        """Take in a new group and, when a generation is live, connect it."""
+        """Take in a new group and, when a generation is live, connect it: the program's thread blocks until all members
+        are there.
+
+        Raises:
+            CollectiveTimeout: a member did not come within the group's time-out.
+            ConfigError: the first group has not all ranks.
+            NotConnected: the members do not reach each other.
+        """
         state = self._state
         with state.lock:
             first = self._groups.world is None
@@ -79,13 +82,7 @@ class Generations:
             self._background = False
 
     def _connect(self, group: GroupState, generation: int, limit_s: float | None = None) -> None:
-        """Connect ``group`` and issue what is pending in it.
-
-        Raises:
-            GenerationAbandoned: if the generation ended meanwhile.
-            NotConnected: if the members do not reach each other.
-            WaitTimeout: if a member does not come.
-        """
+        """Connect ``group`` and issue what is pending in it. Raises what :meth:`Connections.meet` raises."""
         inner = self._connections.meet(group, generation, limit_s)
         with self._state.lock:
             if self._state.latest > generation:
@@ -94,6 +91,9 @@ class Generations:
             self._reissue(group, inner)
 
     def _reissue(self, group: GroupState, inner: InnerGroup) -> None:
+        """Start pending operations and those that run again for others, in the order of their numbers. Callers hold
+        the lock.
+        """
         group.inner = inner
         works: list[Any] = []
         redo = {seq: group.log.entries[seq] for seq in self._redo.get(group.name, ()) if seq in group.log.entries}
@@ -111,8 +111,8 @@ class Generations:
         self._state.changed.notify_all()
 
     def break_off(self) -> None:
-        """A rank fails: cut every connection, and wait until gloo has given everything back. A group of this rank
-        alone continues while others are absent.
+        """A rank fails: cut every connection, and block until gloo has given everything back or is given up. A group of
+        this rank alone continues while others are absent.
         """
         state = self._state
         with state.lock:
@@ -146,14 +146,19 @@ class Generations:
         redo: Mapping[str, set[int]],
         received: Mapping[str, dict[str, int]],
     ) -> None:
-        """Serve what others had finished, issue the rest again in order, let new operations through.
+        """Serve what others had finished, issue the rest again in order, admit new operations. Groups beside the
+        default one connect in the background.
 
         Args:
-            generation: which one.
+            generation: its number.
             world_inner: the default group's connections. None while others are absent: then only groups of this rank
                 alone are connected, and all else waits.
-            redo: rank-specific operations that this rank takes part in again, by group.
-            received: what receivers have, by group and channel.
+            redo: numbers of the operations that this rank takes part in again, by group.
+            received: how many messages receivers have, by group and channel.
+
+        Raises:
+            ReplayDivergence: another operation was called than the log has.
+            PlaceMismatch: one was called from another place of the program.
         """
         state = self._state
         if world_inner is None:
@@ -210,8 +215,8 @@ def _let_go(works: list[Any]) -> None:
 
 def _give_up(groups: Sequence[GroupState]) -> None:
     """Give up on operations that gloo does not give back. (When a connection is cut while a message waits for room in
-    the socket's buffer, gloo forgets to wake the sender.) They only read from their buffers any more; their end, if it
-    ever comes, is ignored.
+    the socket's buffer, gloo forgets to wake the sender.) They only read from their buffers any more; their end, if
+    it ever comes, is ignored.
     """
     for group in groups:
         for op in group.pending.values():

@@ -1,8 +1,8 @@
 """One inner gloo group of one generation: connect with a way out, and cut it in milliseconds.
 
 Gloo has no abort: a blocked operation ignores ``abort()`` and ``shutdown()`` and ends only when its sockets do. So
-where every member listens is noted when the group connects, and cutting means shutting down the connections
-that use one of them.
+where every member listens is noted when the group connects, and cutting means shutting down the connections that use
+one of these addresses.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ STUCK_S = 0.05
 
 
 def finish(work: Any, abandoned: Callable[[], bool], what: str, wait: Wait | None = None) -> None:
-    """Wait for a collective of an inner group, which is cut when the generation is abandoned.
+    """Wait for a collective of an inner group, which another thread cuts when the generation is abandoned.
 
     Raises:
-        GenerationAbandoned: if it was cut and gloo does not give the operation back, as happens now and then.
+        GenerationAbandoned: if it was cut and gloo does not give the operation back, as happens now and then: gloo may
+            still read its tensors.
         RuntimeError: what gloo reports.
         WaitTimeout: at the limit of ``wait``, where one is given.
     """
@@ -66,14 +67,15 @@ class _RendezvousStore(_Store):  # type: ignore[misc]
     together under one key, and each reads that. Its wait ends when the generation is abandoned.
 
     Args:
-        inner: where they meet.
-        place: where this process listens.
-        own: this process' place in the group.
-        members: ranks, in group order.
+        inner: where they meet, prefixed for this group.
+        place: where this process listens, as ``"address port"``.
+        own: this process' rank in the group.
+        members: global ranks, in group order.
         abandoned: whether to give up.
+        silent: print no line about a long wait.
 
     Attributes:
-        places: where the members listen, once they are known.
+        places: where the members listen; empty before the first ``wait`` returns.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class _RendezvousStore(_Store):  # type: ignore[misc]
 
 
 def _listening() -> dict[str, str]:
-    """Listening TCP sockets of this process: inode to address and port."""
+    """Listening TCP sockets of this process: inode to ``"address port"``."""
     found: dict[str, str] = {}
     for fd, link in _socket_fds():
         try:
@@ -163,11 +165,10 @@ class InnerGroup:
     """A connected gloo group of one generation.
 
     Attributes:
-        pg: gloo's process group; the operations of the generation run on it.
+        pg: gloo's process group; None after :meth:`discard`.
         rank: global rank of this process.
-        members: global ranks of all, in group order.
-        wait_timeout_s: longest wait for one of them in a recovery.
-        severed: its connections were cut.
+        members: global ranks, in group order.
+        severed: its connections were cut. Set before they are.
     """
 
     def __init__(
@@ -194,16 +195,14 @@ class InnerGroup:
         what: str,
         silent: bool = False,
     ) -> InnerGroup:
-        """Meet the other members in ``store`` (already prefixed by generation and group) and connect to them.
+        """Meet the other members in ``store`` (already prefixed by generation and group) and connect to them. Blocks.
 
         Args:
-            store: where they meet.
-            rank: of this process, among all.
-            members: ranks, in group order.
-            operation_timeout: of the group's operations.
+            rank: global rank of this process.
+            members: global ranks, in group order.
             connect_timeout_s: longest time to connect the sockets.
             wait_timeout_s: longest wait for a member.
-            abandoned: whether the generation has ended.
+            abandoned: whether the generation has ended; asked while it waits.
             what: the group, and where, for the line that says who is waited for.
             silent: leave that line to whoever waits for the group's operations.
 
@@ -212,7 +211,7 @@ class InnerGroup:
             NotConnected: if a member cannot be reached.
             RecoveryFailed: if another user's process is in a member's place.
             WaitTimeout: if a member does not come within ``wait_timeout_s``.
-            DamagedRecord: where a member says how it can be reached stands something else.
+            DamagedRecord: if what a member wrote about how it can be reached cannot be read.
         """
         with _device_lock:
             before = _listening()
@@ -257,17 +256,15 @@ class InnerGroup:
         return not peers.unknown(ends for _, _, ends in self._connections())
 
     def discard(self) -> None:
-        """Cut the group and let it go. Its destructor waits for gloo's threads, so it runs on a thread nobody waits
-        for.
-        """
+        """Cut the group and drop it. Its destructor waits for gloo's threads, so it runs on a thread of its own."""
         self.sever()
         box = [self.pg]
         self.pg = None
         threads.start(box.clear, name="swift-drop")
 
     def sever(self) -> int:
-        """Shut down every connection of the group, from any thread; blocked operations fail at once. Returns how
-        many were cut.
+        """Shut down every connection of the group, from any thread; blocked operations fail at once. Returns how many
+        were cut.
 
         The listening socket is left alone: gloo aborts the process when it is touched.
         """
@@ -285,7 +282,9 @@ class InnerGroup:
         return self._cut.isdisjoint(link for _, link in _socket_fds())
 
     def _connections(self) -> Iterator[tuple[socket.socket, str, tuple[Place, Place]]]:
-        """Each connection of the group, with its name in ``/proc``, its own and its other end."""
+        """Each connection of the group: a duplicate that is closed after the yield, its name in ``/proc``, its
+        two ends.
+        """
         for fd, link in _socket_fds():
             try:
                 with socket.socket(fileno=os.dup(fd)) as sock:

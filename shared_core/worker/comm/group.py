@@ -1,8 +1,8 @@
 """The process group of backend ``swift``: every operation that DDP, Lightning, Accelerate and DeepSpeed use.
 
 Each method describes its operation as an :class:`~shared_core.worker.comm.op.Op` (how to start it on gloo, where its
-result lies, what the log must keep) and hands it to the runtime; nothing here knows about failures.
-``docs/design/operations.md`` lists what keeps each operation.
+result lies, what the log keeps) and hands it to the runtime; nothing here knows about failures.
+``docs/design/operations.md`` has a table of them.
 """
 
 from __future__ import annotations
@@ -44,36 +44,57 @@ def _root_detail(opts: Any) -> int:
 
 
 def _room_of(tensors: Tensors) -> Callable[[], Tensors]:
-    """Makes room for tensors like these, which it does not keep: the log would keep what FSDP has gathered."""
+    """Returns a function that allocates CPU tensors of these sizes. It holds no reference to the tensors: the log would
+    keep what FSDP has gathered.
+    """
     described = [(tensor.size(), tensor.dtype) for tensor in tensors]
     return lambda: [torch.empty(size, dtype=dtype) for size, dtype in described]
 
 
 def _reduce_detail(opts: Any) -> int:
+    """Number of the reduce operation; 0 (SUM) where ``opts`` name none."""
     return int(getattr(opts.reduceOp, "op", opts.reduceOp).value) if hasattr(opts, "reduceOp") else 0
 
 
 class SwiftProcessGroup(GroupIdentity):
-    """A process group whose communicator is replaced when a rank fails, while every user keeps this object."""
+    """A process group whose communicator is replaced when a rank fails, while every user keeps this object.
+
+    Arguments mean what they mean to torch's ``ProcessGroup``; gloo checks shapes and dtypes. ``opts`` None stands for
+    torch's defaults. Ranks (``rootRank``, ``dst``, ``src``) are ranks in this group. Any thread may call; calls of one
+    group must come in the same order at every member.
+
+    A collective returns at once with a :class:`~shared_core.worker.comm.op.SwiftWork`, on which ``wait()`` or the
+    future tells the end. Until then outputs are undefined and inputs must not change: a retry after a failure reads
+    them again, except where the method says that they are copied. Tensors of a device, where allowed, are copied to
+    host memory in the call, which blocks for it, and outputs are copied back when the operation is complete.
+
+    Raises:
+        Unsupported: by each operation, for a tensor of a device that nobody has allowed.
+        ReplayDivergence: by each collective of a replacement that is not the one the failed worker ran.
+        PlaceMismatch: by a collective that is served with what others called from another place of the program.
+        RuntimeError: where gloo refuses the arguments.
+    """
 
     # -- helpers -----------------------------------------------------------------------------------
 
     def _run(self, op: Op, tensors: Sequence[torch.Tensor] = (), *, bucket: bool = False) -> SwiftWork:
+        """Issue ``op``. ``tensors`` are its inputs, from which a start-up answers where no peer does."""
         self._runtime.operations.submit(self._state, op, tensors)
         if bucket:
             self._runtime.listener.bucket_handed_over(op)
         return SwiftWork(op, self._runtime.compute_lock)
 
     def check(self, device: torch.device, operation: str) -> None:
-        """Refuse tensors of a device, where nobody has allowed them.
+        """Refuse tensors of a device, unless ``device.experimental`` or ``on_failure="restart"`` is set.
 
         Raises:
-            Unsupported: naming the operation.
+            Unsupported: naming the operation and the device.
         """
         allowed = self._runtime.stages or self._runtime.restarts
         check_device(device, f"a tensor of {operation}", allowed=allowed)
 
     def _inputs_checksum(self, inputs: Sequence[torch.Tensor]) -> int:
+        """0 where checksums are off, and for uint8 inputs."""
         # Bytes are pickled objects (all_gather_object), whose pickles may differ though the objects are equal.
         if not self._runtime.checksums or all(t.dtype == torch.uint8 for t in inputs):
             return 0
@@ -83,6 +104,16 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged_in_place
     def allreduce(self, tensors: Any, opts: Any = None) -> SwiftWork:
+        """Reduce ``tensors``, one tensor or a list, in place. Members pass the same shapes and dtypes.
+
+        The reduction runs in pooled buffers, which are the log; the result is copied to ``tensors`` when it is there. A
+        call from DDP's reducer (one flat gradient bucket) is different: either the bucket itself is reduced and is the
+        log until DDP overwrites it, or the future's value is the pooled buffer, which aliases the log, and only
+        ``wait()`` writes the bucket. Sparse tensors are gathered, and the call blocks until the sum is in ``tensors``.
+
+        Raises:
+            Unsupported: sparse tensors, where they are several or the operation is not SUM.
+        """
         opts = opts or dist.AllreduceOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if any(tensor.is_sparse for tensor in tensors):
@@ -98,8 +129,9 @@ class SwiftProcessGroup(GroupIdentity):
         return self._pooled("all_reduce", tensors, opts, lambda inner, into: inner.allreduce(into, opts), bucket=bucket)
 
     def _sparse(self, tensors: Tensors, opts: Any) -> SwiftWork:
-        """Sum sparse tensors as gloo does: all ranks gather the parts of all, and add them in the order of the ranks.
-        The log keeps what was gathered. Returns when that is done.
+        """Sum a sparse COO tensor as gloo does: all ranks gather the parts of all, padded to the longest, and add
+        them in the order of the ranks. The log keeps what was gathered. Blocks; ``tensor`` is written before
+        this returns.
         """
         if _reduce_detail(opts) != _SUM or len(tensors) != 1:
             raise Unsupported("all_reduce of sparse tensors takes one tensor and SUM, as in gloo")
@@ -129,7 +161,11 @@ class SwiftProcessGroup(GroupIdentity):
     def _pooled(
         self, name: str, tensors: Tensors, opts: Any, call: Callable[[Any, Tensors], Any], *, bucket: bool = False
     ) -> SwiftWork:
-        """Reduce into pooled buffers: the caller's tensors stay as the input of a retry, the buffers become the log."""
+        """Reduce into pooled buffers: the caller's tensors stay as the input of a retry, the buffers become the log.
+
+        With ``bucket`` the future's value is the buffers themselves, and the caller's tensors are written in
+        ``wait()`` only.
+        """
         buffers = [self._runtime.results.buffer(t) for t in tensors]
 
         def start(inner: Any) -> Any:
@@ -150,8 +186,8 @@ class SwiftProcessGroup(GroupIdentity):
         return self._run(op, tensors, bucket=bucket)
 
     def _in_place(self, tensors: Tensors, opts: Any, source: BucketInput) -> SwiftWork:
-        """Reduce a bucket of DDP where it is. It is the log until DDP's next backward, and its input can be computed
-        again.
+        """Reduce one bucket of DDP where it is. It is the log until DDP's next backward. A retry has ``source`` write
+        the input again, which is compared with its checksum.
         """
         checksum = input_checksum(tensors)
         started = False
@@ -176,6 +212,12 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged_in_place
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> SwiftWork:
+        """Reduce a list of dense tensors in place, as one operation. The log keeps the pooled buffers that were
+        reduced into.
+
+        Raises:
+            Unsupported: for a sparse tensor.
+        """
         coalesced = dist.AllreduceCoalescedOptions()
         if opts is not None:
             coalesced.reduceOp = opts.reduceOp
@@ -187,6 +229,10 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged_in_place
     def broadcast(self, tensors: Any, opts: Any = None) -> SwiftWork:
+        """Write the root's ``tensors``, one tensor or a list, to those of all others, in place. The log keeps a copy
+        of the result. Only the root's inputs have a checksum. The end at one member does not tell that the others
+        have called.
+        """
         opts = opts or dist.BroadcastOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         root = self._state.rank == opts.rootRank
@@ -200,13 +246,15 @@ class SwiftProcessGroup(GroupIdentity):
         )
         ddp = agreeing_on_buckets()
         if ddp is not None:
-            # DDP agrees on the order of its buckets once, after the first backward; a replacement needs this whenever
-            # it joins.
+            # DDP agrees on the order of its buckets once, after the first backward. A replacement needs it at any time.
             self._runtime.listener.bucket_order(ddp, op)
         return self._run(op, tensors if root else ())
 
     @staged
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *, coalesced: bool = False) -> SwiftWork:
+        """Write ``inputs[0]`` of member r to ``outputs[0][r]``: one list of ``size`` tensors, each of the input's shape
+        and dtype. The log keeps a copy of all outputs.
+        """
         opts = opts or AllgatherOptions()
         outputs, inputs = [list(o) for o in outputs], list(inputs)
         op = Op(
@@ -220,10 +268,17 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        """As :meth:`allgather` of several tensors: input i of member r goes to ``outputs[r][i]``."""
         return self.allgather(outputs, inputs, opts, coalesced=True)
 
     @staged
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
+        """Write the inputs of all members, in rank order, to ``output``, which has ``size`` times the elements of
+        ``input`` and its dtype.
+
+        The log keeps a copy of ``output``. Of a sharded model it keeps a copy of ``input`` instead, and after a failure
+        all members run the operation again into scratch memory.
+        """
         opts = opts or AllgatherOptions()
         results = self._runtime.results
         again = results.sharded and self._state.size > 1
@@ -244,20 +299,27 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        """One :meth:`all_gather_single` for each pair, in order, each with its own number and log entry."""
         works = [self.all_gather_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return works[-1] if len(works) == 1 else _Together(works, list(outputs))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def barrier(self, opts: Any = None) -> SwiftWork:
+        """Its work is done when all members have called. The log keeps that it was passed."""
         opts = opts or dist.BarrierOptions()
         return self._run(Op(signature("barrier", []), lambda inner: inner.barrier(opts), [], value=[]))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose first member says, in gloo's words, who has not come in time.
+        """A barrier that blocks. Rank 0 says, in gloo's words, who has not come in time.
+
+        Args:
+            timeout: at most this long; that of the group if None. Zero fails at once.
+            wait_all_ranks: rank 0 names all that are missing, not only the first.
 
         Raises:
-            CollectiveTimeout: somebody has not.
+            CollectiveTimeout: somebody has not come.
+            WaitTimeout: at rank 0, if all have come and the barrier has not ended in time.
         """
         group, limit = self._state, timeout or self._state.timeout
         within = f"in {limit.total_seconds() * 1000:.0f} ms"
@@ -287,8 +349,11 @@ class SwiftProcessGroup(GroupIdentity):
     def _exclusive(
         self, name: str, inputs: Tensors, outputs: Tensors, value: Any, detail: int, call: Any, *, full: bool = True
     ) -> SwiftWork:
-        """``call(inner, inputs, outputs)`` runs the operation; inputs are copied, so that the caller may overwrite
-        its own.
+        """Issue an operation whose result differs by rank. ``call(inner, inputs, outputs)`` starts it on gloo.
+
+        Inputs are copied to pooled buffers, so that the caller may overwrite its own; inside :meth:`Results.lending`
+        they are kept as they are. After a failure every member runs the operation again, those that had finished into
+        scratch memory.
         """
         results = self._runtime.results
         kept = [t.detach() if results.lent else results.copied(t.detach()) for t in inputs]
@@ -313,6 +378,12 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged_in_place
     def reduce(self, tensors: Any, opts: Any = None) -> SwiftWork:
+        """Reduce ``tensors``, one tensor or a list, into those of the root, in place. Those of the other members keep
+        their values. The log keeps a copy of the input, at every member.
+
+        Raises:
+            Unsupported: for a sparse tensor.
+        """
         opts = opts or dist.ReduceOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         _dense("reduce", tensors)
@@ -327,6 +398,9 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        """Write ``inputs[0]`` of member r to ``outputs[0][r]`` at the root; elsewhere ``outputs`` is empty. The log
+        keeps a copy of the input, at every member.
+        """
         opts = opts or dist.GatherOptions()
         outputs, inputs = [list(o) for o in outputs], list(inputs)
         flat = [t for out in outputs for t in out]
@@ -338,6 +412,9 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        """Write ``inputs[0][r]`` of the root to ``outputs[0]`` of member r; elsewhere ``inputs`` is empty. The log
+        keeps a copy of the list, at the root.
+        """
         opts = opts or dist.ScatterOptions()
         outputs, inputs = list(outputs), [list(i) for i in inputs]
         flat = [t for group in inputs for t in group]
@@ -349,6 +426,9 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        """Reduce ``inputs[0][r]`` of all members into ``outputs[0]`` of member r: ``size`` inputs of the output's
+        shape. The log keeps a copy of all inputs, at every member.
+        """
         opts = opts or dist.ReduceScatterOptions()
         outputs, inputs = list(outputs), [list(i) for i in inputs]
         flat = [t for group in inputs for t in group]
@@ -360,6 +440,10 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> SwiftWork:  # noqa: A002
+        """Reduce part r of every ``input`` into ``output`` of member r. ``input`` has ``size`` times the elements of
+        ``output``, parts in rank order, and is not written. The log keeps a copy of it, at every member; inside
+        :meth:`Results.lending` the tensor itself.
+        """
         opts = opts or dist.ReduceScatterOptions()
 
         def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
@@ -371,6 +455,7 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        """One :meth:`reduce_scatter_single` for each pair, in order, each with its own number and log entry."""
         works = [self.reduce_scatter_single(o, i, opts) for o, i in zip(outputs, inputs, strict=True)]
         return works[-1] if len(works) == 1 else _Together(works, list(outputs))
 
@@ -385,6 +470,10 @@ class SwiftProcessGroup(GroupIdentity):
         input_splits: Any,
         opts: Any = None,  # noqa: A002
     ) -> SwiftWork:
+        """Send part r of ``input`` to member r, and write what member r sends to part r of ``output``. Splits are
+        the sizes of the parts along dimension 0; empty for equal parts. The log keeps a copy of ``input``, at
+        every member.
+        """
         opts = opts or dist.AllToAllOptions()
 
         def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
@@ -396,6 +485,9 @@ class SwiftProcessGroup(GroupIdentity):
 
     @staged
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> SwiftWork:
+        """Write ``inputs[r]`` of this member to the place in ``outputs`` of member r that has this member's rank.
+        Shapes may differ by pair of members. The log keeps a copy of all inputs, at every member.
+        """
         opts = opts or dist.AllToAllOptions()
 
         def call(inner: Any, ins: Tensors, outs: Tensors) -> Any:
@@ -406,11 +498,24 @@ class SwiftProcessGroup(GroupIdentity):
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        """Send one tensor. It is copied in the call and may change at once; the copy is the log. The work returned is
+        done: a send does not wait for its receiver.
+
+        Raises:
+            Unsupported: for a list of several tensors.
+        """
         tensor = _single(tensors)
         self.check(tensor.device, "send")
         return self._state.channels.send(to_host(tensor), dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        """Receive into one tensor, of the sent shape and dtype, in place; ``wait()`` blocks until the message is there.
+        The work has no future.
+
+        Raises:
+            Unsupported: for a list of several tensors; in a replacement's start-up, if the failed worker's message was
+                too large to be kept.
+        """
         tensor = _single(tensors)
         self.check(tensor.device, "recv")
         host = room_on_host(tensor)
@@ -418,6 +523,13 @@ class SwiftProcessGroup(GroupIdentity):
         return work if host is tensor else StagedReceive(work, tensor, host)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        """As :meth:`recv`, from whoever sends first with this tag; the work's ``source_rank()`` says who,
+        after ``wait()``.
+
+        Raises:
+            Unsupported: for a tensor of a device, with messages logged to disk, in a replacement's start-up, and for a
+                list of several tensors.
+        """
         tensor = _single(tensors)
         self.check(tensor.device, "recv")
         if not tensor.is_cpu:
@@ -425,12 +537,12 @@ class SwiftProcessGroup(GroupIdentity):
         return self._state.channels.recv_any(tensor, tag)
 
 
-#: Else Dynamo compiles them where a compiled function calls DDP, and fails.
+#: Dynamo would compile them where a compiled function calls DDP, and fail.
 methods_out_of_graphs(SwiftProcessGroup)
 
 
 class _Together(SwiftWork):
-    """Several works as one."""
+    """Several works as one. Its future's value is the outputs of all."""
 
     def __init__(self, works: list[SwiftWork], value: Any) -> None:
         super().__init__(works[-1]._op, works[-1]._compute_lock)

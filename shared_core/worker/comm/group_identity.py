@@ -1,4 +1,4 @@
-"""What a process group tells of itself."""
+"""Names, ranks and time-outs of a process group: what torch and frameworks ask of one besides operations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _Base: Any = torch.distributed.ProcessGroup
 
 
 class GroupIdentity(_Base):  # type: ignore[misc]
-    """Names, ranks and time-outs of a group, and what there is nothing to do for: its communicator is the runtime's."""
+    """A process group without its operations. It has no communicator of its own: the runtime's is replaced when a rank
+    fails. ``rank`` is that in the group; ``ranks`` are global, in group order.
+    """
 
     def __init__(
         self, runtime: Runtime, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta
@@ -29,7 +31,7 @@ class GroupIdentity(_Base):  # type: ignore[misc]
         self._desc = ""
 
     def getBackendName(self) -> str:  # noqa: N802 (name given by torch)
-        """DDP, in C++, looks for torch's own backend behind a group with the name of one."""
+        """DDP, in C++, would look for torch's own backend behind a group with the name of one."""
         return "swift"
 
     def name(self) -> str:
@@ -86,7 +88,7 @@ class GroupIdentity(_Base):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The inner gloo backend, for questions about its capabilities. Tensors of devices go there, too."""
+        """The inner gloo backend, for questions about its capabilities. Blocks while a recovery runs."""
         return self._runtime.connections.backend(self._state)
 
     def _set_default_backend(self, backend: Any) -> None:
@@ -102,6 +104,7 @@ class GroupIdentity(_Base):  # type: ignore[misc]
         return self._state.next
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Holds for receives at once, for collectives from the next generation on."""
         self._state.timeout = timeout
 
     def get_group_store(self) -> Any:

@@ -1,4 +1,4 @@
-"""All groups of a process."""
+"""The groups of a process, with their logs and channels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from shared_core.worker.messages.group_log import BufferPool, GroupLog, Logged
 
 
 class GroupState(Membership):
-    """What this rank knows of one group.
+    """What this rank knows of one group. The runtime's lock guards it.
 
     Attributes:
-        channels: its point-to-point messages.
-        log: what its collectives gave.
         next: sequence number of the next collective.
         done: finished collectives.
         pending: issued and not finished, by sequence number.
@@ -56,22 +54,21 @@ class GroupState(Membership):
 
     @property
     def over(self) -> bool:
-        """Whether the program has destroyed it and waits for nothing in it. Others may still need its log."""
+        """The program has destroyed it and waits for nothing in it. Others may still need its log."""
         return self.destroyed_at >= 0 and not self.pending and not self.channels.awaited()
 
     def destroy(self, boundary: int) -> None:
-        """The program has destroyed it, after this step boundary."""
         self.destroyed_at = boundary
 
     def start_from(self, boundary: StepBoundary) -> None:
-        """Stand where the failed worker stood at its step boundary."""
+        """Take the failed worker's counts at its step boundary."""
         self.next = boundary.groups.get(self.name, 0)
         self.done.upto = self.next
         self.channels.start_from(boundary.received.get(self.name, {}), boundary.sent.get(self.name, {}))
 
 
 class Groups(dict[str, GroupState]):
-    """By name. Callers hold the lock where others may add one.
+    """By name, in the order they were made. Callers hold the lock where others may add one.
 
     Attributes:
         world: the default group; None before it is made.
@@ -85,14 +82,11 @@ class Groups(dict[str, GroupState]):
         self.world: GroupState | None = None
 
     def all(self) -> list[GroupState]:
-        """Every group, in the order they were made."""
         return list(self.values())
 
     def add(self, group: GroupState) -> None:
-        """Take in a new group. The first one is the default group.
-
-        Raises:
-            ConfigError: if the first one has not all ranks.
+        """Take in a new group. The first one is the default group. A name that was given before gets an apostrophe for
+        each time. Raises ConfigError if the first one has not all ranks.
         """
         self.given[group.name] += 1  # destroyed and made again: others may still have the first one, or have it no more
         group.rename(group.name + "'" * (self.given[group.name] - 1))
@@ -120,5 +114,4 @@ class Groups(dict[str, GroupState]):
         return max(self._state.wait_timeout_s, group.timeout.total_seconds())
 
     def log_bytes(self) -> int:
-        """Bytes of memory that the logs hold now."""
         return sum(group.log.nbytes + group.channels.nbytes for group in self.values())

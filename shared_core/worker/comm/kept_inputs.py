@@ -16,14 +16,14 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class KeptInputs:
-    """Copies of inputs, which live as long as somebody holds them."""
+    """Contiguous copies of inputs, which live as long as somebody holds them."""
 
     def __init__(self) -> None:
         self._kept: WeakValueDictionary[tuple[int, torch.dtype, int], torch.Tensor] = WeakValueDictionary()
 
     def keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """A copy of a tensor on the CPU, and whether it is new: one that is still held serves where all bits are the
-        same.
+        """A copy of a tensor on the CPU, and whether it is new: one that is still held serves where all bits are
+        the same.
         """
         dense = tensor.detach().contiguous()
         key = (dense.numel(), dense.dtype, input_checksum([dense]))

@@ -20,7 +20,7 @@ Part = tuple[int, ...]
 
 
 class RecordKey(NamedTuple):
-    """Under what a result is kept for replacements.
+    """The key of a result that is kept for replacements.
 
     Attributes:
         entry: number of the entry call.
@@ -38,10 +38,10 @@ class RecordKey(NamedTuple):
 
 
 class BucketInput(Protocol):
-    """Where the content of a gradient bucket can be computed from while its reduction is under way."""
+    """Recomputes the content of a gradient bucket while its reduction is under way."""
 
     def write(self, bucket: torch.Tensor, checksum: int) -> None:
-        """Put into the bucket what was there before its reduction.
+        """Overwrite ``bucket``, flat and on the CPU, with what was there before its reduction.
 
         Raises:
             RecoveryFailed: the result does not have this checksum, of :func:`input_checksum`.
@@ -49,7 +49,9 @@ class BucketInput(Protocol):
 
 
 class Listener(Protocol):
-    """Given to :class:`~shared_core.worker.comm.runtime.Runtime`. Called on any thread."""
+    """Given to :class:`~shared_core.worker.comm.runtime.Runtime`. Called on any thread, some with the runtime's
+    lock held.
+    """
 
     def new_store(self, prefix: str) -> Store:
         """The launcher's store, below a prefix."""
@@ -63,13 +65,13 @@ class Listener(Protocol):
         """
 
     def record(self, key: RecordKey, results: list[torch.Tensor]) -> None:
-        """Keep what a start-up operation gave, for replacements of this rank; nothing if it was too large."""
+        """Keep what a start-up operation gave, for replacements of this rank; an empty list if it was too large."""
 
     def publish_checksum(self, group: int, seq: int, checksum: int) -> None:
-        """Keep the checksum of an operation's input, for a replacement of this rank."""
+        """Keep the checksum of an operation's input, by group id, for a replacement of this rank."""
 
     def publish_source(self, group: int, number: int, source: int) -> None:
-        """Keep the sender of a message that was received from any source, for a replacement of this rank."""
+        """Keep the sender (a rank in the group) of a message from any source, for a replacement of this rank."""
 
     def exact(self) -> bool:
         """False while a replacement computes with newer parameters than the failed worker did: its
@@ -80,7 +82,7 @@ class Listener(Protocol):
         """DDP hands over a gradient bucket, or a collective is called in a backward pass."""
 
     def bucket_input(self, bucket: torch.Tensor) -> BucketInput | None:
-        """Where the content of the bucket that DDP hands over can be computed from; None if that is not known."""
+        """Recomputes the bucket that DDP hands over; None if that cannot be done."""
 
     def bucket_handed_over(self, op: Op) -> None:
         """DDP has handed over a bucket, which this operation reduces."""
@@ -95,18 +97,18 @@ class Listener(Protocol):
         """Where the ranks are that are waited for, in a sentence and a space; empty if it is not known."""
 
     def await_absent(self) -> bool:
-        """A collective of all ranks is called while some are absent. True when they are in again, False if nobody lets
-        them in.
+        """A collective of all ranks is called on the program's thread while some are absent. Blocks. True when they are
+        in again, False if nobody admits them.
         """
 
     def cannot_complete(self, what: str) -> None:
         """An operation was called that needs absent ranks. Does not return."""
 
     def unrepeatable(self, why: str) -> None:
-        """What a replacement would have to take part in it does not do again."""
+        """A replacement would have to take part in something that it does not do again."""
 
     def unreadable(self, error: SwiftError) -> None:
-        """What a replacement needs of the log on disk cannot be read."""
+        """The log on disk, or what a replacement needs of it, cannot be read."""
 
     def failed(self, error: SwiftError) -> None:
         """The job cannot continue."""

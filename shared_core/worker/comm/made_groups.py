@@ -15,8 +15,6 @@ from shared_core.worker.comm.runtime import Runtime
 
 
 class MadeGroups:
-    """Captures them, and makes those that are missing."""
-
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
@@ -32,11 +30,8 @@ class MadeGroups:
             return {"next": compat.groups_made(), "given": dict(runtime.groups.given), "groups": groups}
 
     def restore(self, captured: dict[str, Any], *, missing: bool) -> None:
-        """Count on from there.
-
-        Args:
-            captured: by :meth:`capture`.
-            missing: make the groups that are missing; not where the ranks are others.
+        """Make the groups of ``captured`` that are missing and have this rank, and count on from there. With
+        ``missing`` False it makes none, for another number of ranks.
         """
         runtime, given = self._runtime, captured["given"]
         there = {name for name, _, _ in _there()}
@@ -52,7 +47,7 @@ class MadeGroups:
 
 
 def _there() -> list[tuple[str, Any, str]]:
-    """torch's name of each group, what is known of it, and its description."""
+    """torch's name of each group, its state, and its description."""
     return [
         (compat.group_name(group), group._state, group.group_desc)
         for group in compat.groups_there()

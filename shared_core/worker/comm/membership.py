@@ -12,16 +12,14 @@ from shared_core.worker.comm.places import GroupPlaces
 
 
 class Membership:
-    """What is known of a group without what runs in it.
+    """What is known of a group without what runs in it. The runtime's lock guards it.
 
     Attributes:
         name: unique in the job and equal on all members.
-        id: a number for the name.
+        id: CRC32 of the name.
         rank: of this process in the group.
-        size: number of members.
         ranks: global ranks of the members, in group order.
-        members: the same as a short text.
-        timeout: of an operation.
+        members: ``ranks`` as a short text.
         inner: the gloo group of the live generation; None while there is none.
         inflight: operations that gloo has not yet finished or failed.
         places: from where its members have called; None where nobody compares that.
@@ -36,17 +34,15 @@ class Membership:
         self.places: GroupPlaces | None = None
 
     def rename(self, name: str) -> None:
-        """Give the group another name."""
         self.name, self.id = name, zlib.crc32(name.encode())
 
     def cut(self) -> None:
-        """Let go of its connections, if it has any. Callers hold the lock."""
+        """Drop its connections, if it has any. Callers hold the lock."""
         inner, self.inner = self.inner, None
         if inner is not None:
             inner.discard()
 
     @property
     def pg(self) -> Any:
-        """Gloo's process group of the live generation."""
         assert self.inner is not None
         return self.inner.pg

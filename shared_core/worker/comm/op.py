@@ -21,28 +21,30 @@ Start = Callable[[Any], Any]  # inner gloo group -> inner work
 
 
 class Op:
-    """A collective.
+    """A collective. The runtime's lock guards ``seq``, ``attempt``, ``inner_work``.
 
     Attributes:
-        seq: sequence number in its group.
+        seq: number in its group; -1 before it is issued.
+        boundary: the step boundary before it.
         place: from where in the program it was called, packed.
-        signature: what must match when it is replayed.
-        start: starts it on an inner group and returns the inner work; called again after a failure.
-        results: tensors that hold the result once the inner work is done; what the log keeps.
-        install: puts a result (from the inner work or from a log) where the caller expects it; None if it is there
-            already.
-        value: what the future delivers.
-        copy_results: the log must copy ``results``, because they are the caller's own tensors.
+        attempt: a completion with another number than this is ignored.
+        signature: must match when it is replayed.
+        start: starts it on an inner group and returns the inner work. After a failure it is called again, on
+            any thread.
+        results: CPU tensors that hold the result once the inner work is done; the log keeps them.
+        install: copies ``results`` to the caller's tensors; None if they are the caller's.
+        value: of the future.
+        copy_results: the log must copy ``results``, because the caller may overwrite them.
         borrowed: ``results`` are buckets of DDP, which the log copies only if it needs them for longer than DDP.
-        lazy: ``install`` may wait until somebody calls ``wait()``: DDP's reducer takes the future's value and needs
-            no copy.
-        redo: for rank-specific operations: as ``start``, but into scratch outputs.
-        kept: inputs kept for ``redo``.
-        kept_pooled: they are in pooled buffers.
-        full: every member contributes, so its end proves that all have come so far.
+        lazy: ``install`` may wait for ``wait()``: DDP's reducer takes the future's value and needs no copy.
+        redo: of operations whose result differs by rank: as ``start``, from ``kept`` into scratch outputs.
+        kept: inputs for ``redo``.
+        kept_pooled: they are pooled buffers, which go back to the pool.
+        full: every member contributes, so its end proves that all have called it.
+        checksum: of the inputs; 0 where there is none.
         record: keeps the result for later replacements, before the caller can change it; None if nobody needs it.
-        awaited: the program's thread does nothing but wait for it.
-        begun: ``time.monotonic()`` when it was issued, in this generation.
+        awaited: the program's thread waits for it, in ``wait()``.
+        begun: ``time.monotonic()`` when it was last started on gloo.
     """
 
     __slots__ = (
@@ -111,13 +113,15 @@ class Op:
         self.future: torch.futures.Future[Any] = torch.futures.Future()
 
     def put(self) -> None:
-        """Copy the result to the caller's tensors, once."""
+        """Copy the result to the caller's tensors; a second call does nothing."""
         if self.install is not None and not self.installed:
             self.installed = True
             self.install(self.results)
 
     def serve(self, results: Sequence[torch.Tensor]) -> None:
-        """Complete with these results instead of running: every operation that gloo does not run ends here."""
+        """Complete with ``results`` instead of running; they are copied to the caller's tensors, in their shape. Every
+        operation that gloo does not run ends here.
+        """
         for own, result in zip(self.results, results, strict=True):
             if own is not result:
                 own.data.copy_(result.view(own.shape))
@@ -135,11 +139,12 @@ class SwiftWork(dist.Work):
         self._op, self._compute_lock = op, compute_lock
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the result is in the caller's tensors.
+        """Block until the result is in the caller's tensors. None or 0 waits without a limit, across failures of ranks.
 
         Raises:
             RuntimeError: what gloo reported, when no rank failed (a mismatch between ranks, say).
-            WaitTimeout: after ``timeout``, if one is given.
+            SwiftError: what ended the job.
+            WaitTimeout: after ``timeout``. The operation stays under way.
         """
         future = self._op.future
         self._op.awaited = threading.current_thread() is threading.main_thread()
@@ -160,7 +165,7 @@ class SwiftWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Future whose value is the list of result tensors, as gloo's."""
+        """Its value is the list of result tensors, as gloo's; of DDP's buckets, memory of the log."""
         return self._op.future
 
     def is_completed(self) -> bool:
@@ -181,24 +186,26 @@ class SwiftWork(dist.Work):
 
 
 def signature(name: str, tensors: Sequence[torch.Tensor], detail: int = 0) -> Signature:
-    """What a replayed call of ``name`` on ``tensors`` must match."""
+    """``detail`` is the root or the reduce operation, 0 where there is neither."""
     return name, tuple(tuple(t.shape) for t in tensors), tuple(str(t.dtype) for t in tensors), detail
 
 
 def describe(logged: Signature) -> str:
-    """A call in words."""
+    """A call in words, as ``all_reduce(float32[3, 4])``."""
     name, shapes, dtypes, _ = logged
     tensors = (dtype.removeprefix("torch.") + str(list(shape)) for shape, dtype in zip(shapes, dtypes, strict=True))
     return f"{name}({', '.join(tensors)})"
 
 
-#: Inputs up to so many bytes are summed whole, of larger ones about as many: runs of 64, evenly spaced. A run is a line
-#: of the processor's cache: to fetch it is what takes time.
+#: Inputs up to so many bytes are summed whole, of larger ones about as many: runs of 64 bytes, evenly spaced. A run is
+#: a cache line, because fetching lines takes the time.
 _SAMPLE, _RUN = 2048, 64
 
 
 def input_checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """32-bit checksum of the inputs, sampled when they are large."""
+    """32-bit CRC of the inputs' bytes, of at most 2 KiB whole and of larger ones sampled. Tensors on a device are
+    copied to the host, and the device is waited for.
+    """
     crc = 1
     for tensor in tensors:
         dense = tensor if tensor.is_contiguous() and tensor.is_cpu else tensor.detach().cpu().contiguous()

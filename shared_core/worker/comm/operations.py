@@ -1,6 +1,6 @@
 """Collectives from issue to completion.
 
-They are issued to gloo where they are called, and completed on gloo's own threads; there is no executor between, so
+Gloo starts them in the caller's thread and completes them on its own threads; there is no executor between, so
 operations overlap as they do without this product. Where gloo does not run an operation, a result is served.
 """
 
@@ -31,11 +31,7 @@ from shared_core.worker.messages.group_log import Logged, same_call
 
 
 class Operations:
-    """Runs the collectives of all groups, or serves them.
-
-    Attributes:
-        served: how many were served from logs.
-    """
+    """Runs the collectives of all groups, or serves them. ``served`` counts those that were served from logs."""
 
     def __init__(
         self, state: SharedState, groups: Groups, results: Results, suspicion: Suspicion, others: OtherThreads
@@ -49,8 +45,8 @@ class Operations:
 
     @contextmanager
     def scripted(self, results: Iterable[list[torch.Tensor]]) -> Iterator[None]:
-        """The next operations get these results, whatever their place: DDP's agreement on buckets is repeated from
-        records.
+        """Each operation in here, in any group, gets the next of these results and no number: DDP's agreement on
+        buckets is repeated from records.
         """
         self._scripted.extend(results)
         try:
@@ -60,7 +56,7 @@ class Operations:
 
     @contextmanager
     def answered(self, by: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Iterator[None]:
-        """The next operations get what this gives for their inputs, whatever their place: DDP learns a graph."""
+        """Operations in here get ``by(inputs)`` and no number: DDP learns a graph."""
         self._answers = by
         try:
             yield
@@ -68,11 +64,14 @@ class Operations:
             self._answers = None
 
     def submit(self, group: GroupState, op: Op, inputs: Sequence[torch.Tensor]) -> None:
-        """Issue, serve or queue an operation. Returns at once.
+        """Issue, serve or queue an operation. Returns at once, except while the program's thread calls an operation of
+        all ranks and some are absent.
 
         Raises:
             ReplayDivergence: if a replacement's operation is not the one the failed worker ran.
             PlaceMismatch: if it is served with what others have called from another place of the program.
+            Unsupported: in a replacement's start-up, if the result was too large to be recorded.
+            SwiftError: what ended the job, if it has ended.
             RuntimeError: if gloo refuses the arguments.
         """
         state = self._state
@@ -97,8 +96,8 @@ class Operations:
             self.serve(group, op, logged)
 
     def _issue(self, group: GroupState, op: Op) -> Logged | None:
-        """Give the operation its place in the group, and start it where that can be. Returns what it is to be served
-        with instead.
+        """Number the operation, and start it if its group is connected. Returns what it is to be served with instead,
+        or None. Callers hold the lock. If gloo refuses the arguments, the number is given back.
         """
         state = self._state
         if state.absent and group.size > 1:
@@ -124,7 +123,7 @@ class Operations:
         return None
 
     def _number(self, group: GroupState, op: Op) -> None:
-        """Give the operation the group's next number. Callers hold the lock."""
+        """Callers hold the lock."""
         state = self._state
         op.seq, op.boundary, op.place = group.next, state.boundary, state.place.packed()
         group.next += 1
@@ -132,7 +131,7 @@ class Operations:
             group.places.called(op.seq, op.place)
 
     def start(self, group: GroupState, op: Op) -> None:
-        """Run an operation on the group's connections. Callers hold the lock."""
+        """Run an operation on the group's connections. Callers hold the lock; what gloo raises is passed on."""
         with torch.no_grad():  # again on a thread that does not know the caller's mode
             op.inner_work = op.start(group.pg)
         op.attempt = attempt = op.attempt + 1
@@ -147,7 +146,9 @@ class Operations:
             future.add_done_callback(lambda done: self._finished(group, op, attempt, done))
 
     def _finished(self, group: GroupState, op: Op, attempt: int, future: Any) -> None:
-        """Runs on gloo's thread."""
+        """Runs on gloo's thread, or a waiter's, once for each attempt. Results are logged, and unless ``lazy`` in the
+        caller's tensors, before the future is done.
+        """
         state = self._state
         error: Exception | None = None
         try:
@@ -156,7 +157,7 @@ class Operations:
             error = caught
         with state.lock:
             if op.attempt != attempt:
-                return  # given up
+                return  # given up: a later attempt counts
             group.inflight -= 1
             op.inner_work = None
             apart = self._apart(group, op)
@@ -186,7 +187,7 @@ class Operations:
             op.future.set_result(op.value)
 
     def _apart(self, group: GroupState, op: Op) -> PlaceMismatch | None:
-        """The error, if another member has called this operation from a place where it must not be."""
+        """The error, if another member has called this operation from another place of the program."""
         if group.places is None:
             return None
         state = self._state
@@ -208,7 +209,7 @@ class Operations:
             op.future.set_exception(state.end(apart))
 
     def serve(self, group: GroupState, op: Op, logged: Logged) -> None:
-        """Complete an operation that has its place in the group with what the log says of that place.
+        """Complete a numbered operation with the logged result, which is copied to the caller's tensors.
 
         Raises:
             ReplayDivergence: if another operation was called there.
@@ -239,6 +240,9 @@ class Operations:
         inject.point("collective.after", operation=op.signature[0])
 
     def _check(self, group: GroupState, op: Op) -> None:
+        """Compare the input's checksum with the failed worker's, and publish it. Callers hold the lock. Raises
+        ReplayDivergence if they differ although the replacement computes with the parameters the failed worker had.
+        """
         state = self._state
         expected = state.expected.pop((group.id, op.seq), None)
         if expected is not None and expected != op.checksum and state.listener.exact():
@@ -256,7 +260,7 @@ class Operations:
     # -- what is under way -------------------------------------------------------------------------
 
     def under_way(self) -> str:
-        """An operation among several ranks that is not finished, in words; empty if there is none."""
+        """An unfinished operation among several ranks, in words for an error; empty if there is none."""
         with self._state.lock:
             for group in self._groups.all():
                 if group.size > 1 and group.pending:
@@ -267,7 +271,8 @@ class Operations:
 
     def withdraw(self) -> tuple[GroupState, Op] | None:
         """Take back the only operation under way, as if it had not been called; see :meth:`call_again`. None if there
-        is another one, or if it is not a collective of all ranks that the program's thread waits for.
+        is another one, or if it is not a collective of all ranks for which the program's thread waits. May wait 1 s
+        for that.
         """
         state = self._state
         with state.lock:
@@ -286,7 +291,7 @@ class Operations:
             return group, op
 
     def call_again(self, group: GroupState, op: Op) -> None:
-        """Issue an operation that was withdrawn."""
+        """Issue an operation that was withdrawn, under the group's next number."""
         state = self._state
         with state.lock:
             self._number(group, op)
@@ -318,7 +323,6 @@ class _Waiter:
         self._error: Exception | None = None
 
     def run(self, done: Callable[[], None]) -> None:
-        """Wait, then report."""
         try:
             self._work.wait()
         except RuntimeError as error:

@@ -1,8 +1,8 @@
 """Collectives and receives that another thread than the program's calls, as ``async_save`` of
 ``torch.distributed.checkpoint`` does.
 
-A replacement begins at a step boundary, and what a thread of the failed worker was doing there nobody does again. So
-when a worker fails while such a call reaches across a step boundary, the others would wait for ever.
+A replacement begins at a step boundary, and nobody repeats what a thread of the failed worker was doing there. So when
+a worker fails while such a call reaches across a step boundary, the others would wait for ever.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OtherThreads:
         self._at_failure: frozenset[threading.Thread] = frozenset()
 
     def called(self, what: Callable[[], str], done: Callable[[], bool]) -> None:
-        """A thread calls a collective, or a receive.
+        """The current thread calls a collective, or a receive.
 
         Args:
             what: gives it in words; most calls are the program's own, and nobody asks.
@@ -61,7 +61,7 @@ class OtherThreads:
         return any(thread.is_alive() for thread in self._callers)
 
     def at_boundary(self) -> None:
-        """The program has published a step boundary."""
+        """The program, on this thread, has published a step boundary."""
         self._program = threading.current_thread()
         alive = frozenset(threading.enumerate())
         self._at_failure &= alive
@@ -92,6 +92,6 @@ class OtherThreads:
 
 
 def _is_idle(thread: threading.Thread) -> bool:
-    """Whether a thread of a pool waits for work."""
+    """Whether a thread of a ``ThreadPoolExecutor`` waits for work."""
     frame = sys._current_frames().get(thread.ident or 0)
     return frame is not None and frame.f_code is _POOL_WORKER

@@ -1,5 +1,5 @@
-"""Point-to-point messages: one numbered sequence per (source, destination, tag), kept at the sender until the
-receiver cannot need it again.
+"""Point-to-point messages: one numbered sequence per (source, destination, tag), ranks being those in the group. The
+sender keeps a copy of each until the receiver cannot need it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ANY: Final = -1
 
 class P2PWork(dist.Work):
     """A send, done when posted, or a receive. Gloo gives no future for receives: whoever waits, waits on gloo and,
-    after a failure, for its repetition.
+    after a failure, for its repetition. The runtime's lock guards the attributes.
     """
 
     def __init__(self, channels: Channels, channel: Channel, index: int, tensor: torch.Tensor) -> None:
@@ -47,10 +47,12 @@ class P2PWork(dist.Work):
         self.keep: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is through.
+        """Block until the message is through, across failures. ``timeout`` has no effect: the group's limits
+        each attempt.
 
         Raises:
             PlaceMismatch: if it was sent from another place of the program.
+            SwiftError: what ended the job.
             RuntimeError: what gloo reported, when no rank failed.
         """
         self.channels.wait(self)
@@ -73,10 +75,8 @@ class P2PWork(dist.Work):
 
 
 class AnyWork(P2PWork):
-    """A receive from whoever sends first. Its channel is known when the message is there.
-
-    Args:
-        number: how many messages with its tag were received, or waited for, before it.
+    """A receive from whoever sends first. Its channel is known when the message is there. ``number`` counts the
+    messages with its tag that were received, or waited for, before it.
     """
 
     def __init__(self, channels: Channels, channel: Channel, number: int, tensor: torch.Tensor) -> None:
@@ -84,16 +84,16 @@ class AnyWork(P2PWork):
         self.number = number
 
     def came_from(self, source: int, index: int) -> None:
-        """The message is the one of this number that this member has sent."""
+        """The message is number ``index`` of those that ``source``, a rank in the group, sent with this tag."""
         self.channel, self.index = (source, *self.channel[1:]), index
 
 
 class Channels:
-    """All channels of one group at one rank.
+    """All channels of one group at one rank. The runtime's lock guards them: ``send``, ``recv``, ``recv_any`` and
+    ``wait`` take it, callers of the others hold it, but for :meth:`archive_all`.
 
     Args:
-        group: this rank's place in it.
-        suspect: told of errors that a failure may explain.
+        suspect: told of errors of gloo that a failure may explain.
         others: told of receives.
     """
 
@@ -112,7 +112,7 @@ class Channels:
         self._received: dict[Channel, Done] = {}
         self._log: dict[Channel, deque[tuple[int, int, torch.Tensor]]] = {}
         self._works: dict[Channel, list[P2PWork]] = {}
-        self._has: dict[str, int] = {}  # what receivers had when this generation began
+        self._has: dict[str, int] = {}  # how many messages receivers had when this generation began
         self._again: list[Any] = []  # repeated receives nobody waits for
         self._sending: deque[Any] = deque(maxlen=4096)  # gloo needs the works of sends to stay alive
         self._streams: set[Channel] = set()  # sent by a thread of their own until it is level with the program
@@ -121,7 +121,9 @@ class Channels:
     # -- use ---------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> P2PWork:
-        """Send ``tensor``; a copy stays here for a receiver that has to start over."""
+        """Send ``tensor``, of host memory; ``dst`` is a rank in the group. A contiguous copy stays here for a receiver
+        that has to start over. The work returned is done.
+        """
         channel = (self._group.rank, dst, tag)
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         with self._state.lock:
@@ -150,16 +152,14 @@ class Channels:
         return f"{self._group.name}|{channel_key(channel)}"
 
     def archive_all(self) -> None:
-        """Put everything that is kept into the archive, which has just been opened."""
+        """Put everything that is kept into the archive, which has just been opened. May block for the disk."""
         for channel, log in self._log.items():
             for index, boundary, copy in log:
                 self._archive(channel, index, boundary, copy)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
-        """Receive into ``tensor``.
-
-        Raises:
-            Unsupported: in a replacement, if the failed worker's message was too large to be kept.
+        """Receive into ``tensor``, of host memory; ``src`` is a rank in the group. Raises Unsupported in a
+        replacement's start-up, if the failed worker's message was too large to be kept.
         """
         channel = (src, self._group.rank, tag)
         with self._state.lock:
@@ -204,16 +204,14 @@ class Channels:
         return work if known is None else self.recv(tensor, known, tag)
 
     def _number_any(self, tag: int) -> int:
-        """How many messages with a tag were received, or are waited for."""
         named = sum(count for channel, count in self._posted.items() if channel[2] == tag)
         return named + len(self._works.get((_ANY, self._group.rank, tag), ()))
 
     def _any_id(self, tag: int) -> int:
-        """Under what the sources of a tag are published."""
         return zlib.crc32(f"{self._group.name}|{tag}".encode())
 
     def _check_known(self, tag: int, number: int) -> None:
-        """A failed worker has not received this message, or it is known from whom."""
+        """A failed worker has not received this message, or it is known from whom. Ends the job otherwise."""
         name = self._any_id(tag)
         if any(group == name and number < later for group, later in self._state.sources):
             self._state.listener.unrepeatable(
@@ -226,16 +224,14 @@ class Channels:
             self._state.listener.cannot_complete(f"{name} in group {self._group.name!r}")
 
     def awaited(self) -> bool:
-        """Whether a message is being waited for."""
         return any(self._works.values())
 
     def waits(self) -> P2PWork | None:
-        """The receive that the program's thread waits for. Callers hold the lock."""
+        """The receive from a named source for which the program's thread waits. Callers hold the lock."""
         named = (works for channel, works in self._works.items() if channel[0] != _ANY)
         return next((work for works in named for work in works if work.awaited and not work.done), None)
 
     def wait(self, work: P2PWork) -> None:
-        """Wait for ``work``, across failures."""
         work.awaited = threading.current_thread() is threading.main_thread()
         with self._state.compute_lock.passed_on():
             self._wait(work)
@@ -281,7 +277,7 @@ class Channels:
             self._suspect(error)
 
     def _apart(self, work: P2PWork) -> SwiftError | None:
-        """The error, if the message was sent from a place of the program where its sender must not be."""
+        """The error, if the message was sent from another place of the program."""
         group, state = self._group, self._state
         if group.places is None:
             return None
@@ -294,12 +290,12 @@ class Channels:
     # -- failures ----------------------------------------------------------------------------------
 
     def watermarks(self) -> tuple[dict[str, int], dict[str, int]]:
-        """(received, sent) counts per channel."""
+        """How many messages of each channel were received, without a gap, and sent."""
         received = {channel_key(c): done.upto for c, done in self._received.items()}
         return received, {channel_key(c): n for c, n in self._sent.items()}
 
     def held(self) -> dict[str, int]:
-        """Per channel, the first message that is still kept, in memory or on disk."""
+        """Per channel, the first message from which on all are kept, in memory or on disk."""
         return {channel_key(c): self._first(c) for c in self._sent}
 
     def _first(self, channel: Channel) -> int:
@@ -312,7 +308,6 @@ class Channels:
         return first if on_disk is None else on_disk
 
     def start_from(self, received: dict[str, int], sent: dict[str, int]) -> None:
-        """Take over a failed worker's counts at its step boundary."""
         for key, count in received.items():
             channel = _channel(key)
             self._received[channel] = Done(count)
@@ -321,7 +316,9 @@ class Channels:
             self._sent[_channel(key)] = count
 
     def repeat(self, has: dict[str, int]) -> None:
-        """Start over on a fresh inner group: ``has`` is what each receiver has. Callers hold the lock."""
+        """Start over on a fresh inner group: post the receives again, and send what receivers lack. ``has`` says per
+        channel how many messages its receiver has. Callers hold the lock.
+        """
         self._has = dict(has)
         self._again.clear()
         self._sending.clear()
@@ -351,7 +348,9 @@ class Channels:
                     self._again.append(self._group.pg.recv([torch.empty_like(like)], channel[0], channel[2]))
 
     def _stream(self, channel: Channel, index: int) -> None:
-        """Thread: send a receiver that starts far back what is on disk, while it computes, until it is level."""
+        """Thread: send a receiver that starts far back what is on disk, in order, until it is level with the program.
+        Ends with the generation.
+        """
         inner, archive = self._group.inner, self._disk.archive
         assert inner is not None and archive is not None
         try:
@@ -381,8 +380,8 @@ class Channels:
                 work.inner_work = None
 
     def fail(self, error: Exception) -> None:
-        """No failure explains why operations failed: whoever waits for such a message is told.
-        Callers hold the lock.
+        """No failure explains why operations failed: whoever waits for such a message gets ``error``. Callers hold
+        the lock.
         """
         for works in self._works.values():
             for work in works:
@@ -390,7 +389,7 @@ class Channels:
                     work.error = error
 
     def drop_before(self, boundary: int) -> None:
-        """Forget messages sent before step boundary ``boundary``."""
+        """Drop messages sent before step boundary ``boundary`` from memory. Callers hold the lock."""
         for log in self._log.values():
             while log and log[0][1] < boundary:
                 tensor = log.popleft()[2]
@@ -420,9 +419,7 @@ class Channels:
 
     def _refused(self, error: RuntimeError) -> None:
         """Gloo would not take a message: the peer is gone and the next generation repeats it, or arguments are wrong.
-
-        Raises:
-            RuntimeError: in the second case.
+        Raises RuntimeError in the second case.
         """
         if "gloo/transport" not in str(error):
             raise error

@@ -29,7 +29,7 @@ def unknown(connections: Iterable[tuple[Place, Place]]) -> int:
     """How many connections have no owner at the other end yet: not accepted so far, or closed.
 
     Args:
-        connections: own end and other end of each; those that are not within 127.0.0.0/8 are passed over.
+        connections: own end and other end of each; those outside of 127.0.0.0/8 are passed over.
 
     Raises:
         PermissionError: another user's process is at the other end of one.
@@ -45,7 +45,7 @@ def unknown(connections: Iterable[tuple[Place, Place]]) -> int:
 
 
 def _ask_kernel(own: Place, other: Place) -> tuple[int, int, int] | None:
-    """State, user and inode of the socket at ``own``; None where the kernel cannot be asked."""
+    """State, user and inode of the socket at ``own``, by ``sock_diag(7)``; None where the kernel cannot be asked."""
     places = (
         struct.pack("!H", own[1]),
         struct.pack("!H", other[1]),
@@ -64,7 +64,9 @@ def _ask_kernel(own: Place, other: Place) -> tuple[int, int, int] | None:
 
 
 def _look_up(own: Place, other: Place) -> tuple[int, int, int]:
-    """The same from a table, which takes milliseconds where there is much memory."""
+    """The same from ``/proc/net/tcp``, which takes milliseconds where there is much memory; zeros if
+    it is not there.
+    """
     ends = [f"{socket.inet_aton(host)[::-1].hex().upper()}:{port:04X}" for host, port in (own, other)]
     for line in _TABLE.read_text().splitlines()[1:]:
         columns = line.split()

@@ -31,11 +31,7 @@ _NOWHERE = bytes(SIZE)
 
 
 class ProgramPlace:
-    """Where the program of this rank is. Changed on its thread only.
-
-    Attributes:
-        now: the place.
-    """
+    """Where the program of this rank is. Changed on its thread only."""
 
     def __init__(self) -> None:
         self._program = threading.get_ident()
@@ -46,13 +42,12 @@ class ProgramPlace:
         self._program = threading.get_ident()
 
     def packed(self) -> bytes:
-        """The place of an operation that is called now; zeros on threads of the script's own, which are nowhere."""
+        """The place of an operation that is called now, ``SIZE`` bytes; zeros on threads of the script's own."""
         if threading.get_ident() == self._program or in_backward():
             return self._packed
         return _NOWHERE
 
     def enter_call(self, entry: int) -> None:
-        """An entry call begins, or ends."""
         self._go(Place(entry))
 
     def begin(self, phase: int, epoch: int | None) -> None:
@@ -60,36 +55,35 @@ class ProgramPlace:
         self._go(self.now._replace(phase=phase, epoch=-1 if epoch is None else epoch, pass_=0, batch=0))
 
     def begin_pass(self) -> None:
-        """Another training pass over data begins."""
         self._go(self.now._replace(pass_=self.now.pass_ + 1, batch=0))
 
     def end_pass(self) -> None:
-        """It was left."""
         self._go(self.now._replace(batch=AFTER))
 
     def step(self, epoch: int | None) -> None:
-        """A step boundary is passed; with the epoch where the loop tells it in no other way."""
+        """A step boundary is passed. ``epoch`` is given where the loop tells it in no other way; a new one begins its
+        first pass.
+        """
         entry, phase, now, pass_, batch = self.now
         if epoch is not None and epoch != now:
             phase, now, pass_, batch = 1, epoch, 1, 0
         self._go(Place(entry, phase, now, pass_, max(batch, 0) + 1))
 
     def capture(self) -> list[int]:
-        """Plain data."""
         return list(self.now)
 
     def restore(self, place: list[int]) -> None:
-        """A replacement is where its failed worker was."""
         self._go(Place(*place))
 
 
 class GroupPlaces:
-    """The places from which the members of one group have called its last operations.
+    """The places from which the members of one group have called its last operations: a ring in shared memory, without
+    locks. Each member writes its own entries; an entry carries its number, so a reader knows an older one.
 
     Args:
         path: of the memory, the same for all members on this machine.
-        ranks: of the members, in group order.
-        own: this rank's place among them.
+        ranks: global, in group order.
+        own: this rank's index among them.
 
     Raises:
         OutOfResources: there is no room for it.
@@ -104,17 +98,14 @@ class GroupPlaces:
     # -- collectives -------------------------------------------------------------------------------
 
     def called(self, seq: int, place: bytes) -> None:
-        """Note from where this rank calls an operation."""
         at = _FLAGS + seq % _OPERATIONS * self._row + self._own * _ENTRY
         self._memory[at : at + _ENTRY] = _SEQ.pack(seq + 1 & _WRAP) + place
 
     def elsewhere(self, seq: int, place: bytes, *, recovered: bool) -> tuple[int, Place] | None:
-        """A member that has called an operation from a place where it must not be, and that place; None if all agree.
+        """A member that has called operation ``seq`` from a place where it must not be, and that place; None if all
+        agree or nothing is known. ``place`` is this rank's, packed; ``recovered``: a worker has failed.
 
-        Args:
-            seq: of the operation.
-            place: from where this rank has called it.
-            recovered: a worker has failed.
+        A mismatch before any failure is the program's own, and is allowed from then on.
         """
         at = _FLAGS + seq % _OPERATIONS * self._row
         if self._memory[at : at + self._row] == (_SEQ.pack(seq + 1 & _WRAP) + place) * self._size:
@@ -133,7 +124,7 @@ class GroupPlaces:
         return None
 
     def _of(self, member: int, seq: int) -> Place | None:
-        """From where a member has called an operation; None if that is not known."""
+        """From where a member (an index) has called an operation; None if that is not known."""
         if seq < 0:
             return None
         at = _FLAGS + seq % _OPERATIONS * self._row + member * _ENTRY
@@ -141,19 +132,18 @@ class GroupPlaces:
         return Place.unpacked(entry[_SEQ.size :]) if entry.startswith(_SEQ.pack(seq + 1 & _WRAP)) else None
 
     def own_before(self, seq: int) -> list[tuple[int, Place]]:
-        """From where this rank has called the last operations before this one, as far as that is known."""
+        """Numbers and places of the last operations of this rank before ``seq``, as far as they are kept."""
         called = ((each, self._of(self._own, each)) for each in range(max(0, seq - _TOLD), seq))
         return [(each, place) for each, place in called if place is not None]
 
     def told(self, member: int, seq: int, place: Place) -> None:
-        """A member on another machine has called an operation from there."""
+        """A member (an index) on another machine has called operation ``seq`` from there."""
         at = _FLAGS + seq % _OPERATIONS * self._row + member * _ENTRY
         self._memory[at : at + _ENTRY] = _SEQ.pack(seq + 1 & _WRAP) + place.packed()
 
     # -- point to point ----------------------------------------------------------------------------
 
     def sent(self, channel: tuple[int, int, int], index: int, place: bytes) -> None:
-        """Note from where this rank sends a message."""
         at, key = self._message(channel, index)
         self._memory[at : at + _MESSAGE] = key + place
 
@@ -181,13 +171,8 @@ class GroupPlaces:
 
 
 def mismatch(rank: int, call: str, place: bytes, other: tuple[int, Place]) -> PlaceMismatch:
-    """The error for an operation that two ranks have called from different places.
-
-    Args:
-        rank: of this worker.
-        call: the operation, and which one it is of its group.
-        place: from where this rank has called it.
-        other: another rank, and from where it has.
+    """The error for an operation that rank ``rank`` calls from ``place``, packed, and another rank
+    from another place.
     """
     return PlaceMismatch(
         f"rank {rank} calls {call} from {Place.unpacked(place)}, and rank {other[0]} calls it from {other[1]}. What "

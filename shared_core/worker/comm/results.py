@@ -1,4 +1,4 @@
-"""What operations gave, kept until no replacement and no survivor that is behind can need it."""
+"""The logs of collectives, kept until no replacement and no survivor that is behind can need them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shared_core.worker.messages.disk_log import DiskLog
 from shared_core.worker.messages.group_log import BufferPool, LogEntry, Logged
 from shared_core.worker.messages.spilling import Spilling
 
-#: Who waits for a peer waits for its replay too, which may take longer than a program expects of an operation.
+#: A rank that waits for a peer also waits for its replay, which may take longer than a program expects of an operation.
 _REPLAY = timedelta(days=1)
-#: Before gradients are copied for ranks that are late, these are waited for: so long, or while so much is copied.
+#: Gradients are copied for late ranks only after these were waited for: as long as the copy takes, and at least this.
 _MAX_WAIT_S, _COPIED_PER_S = 0.05, 2e9
 _POLL_S = 1e-4
 
@@ -29,14 +29,13 @@ class Results:
     """The logs of all groups, in memory and on disk.
 
     Attributes:
-        pool: buffers for results.
-        max_bytes: memory above which a group's results are spilled to a file.
+        pool: buffers for results, on the CPU. Guarded by the runtime's lock.
+        max_bytes: in memory, for each group; what is above is spilled to a file.
         spilled_bytes: moved to such files so far.
-        peak_bytes: what a group's log took of memory at most.
-        inputs: of operations that can run again.
-        sharded: parameters are divided over the ranks, and gathered: their shards are kept, not what they gave.
-        padded: inputs of reduce-scatter have places that nobody has written, so no replacement has the same there.
-        lent: in here nobody overwrites the inputs of operations.
+        peak_bytes: the most that one group's log took of memory.
+        sharded: parameters are divided over the ranks and gathered: their shards are logged, not what was gathered.
+        padded: inputs of reduce-scatter contain uninitialised memory, so they have no checksum.
+        lent: nobody overwrites the inputs of operations, so they are logged without a copy.
     """
 
     def __init__(
@@ -61,12 +60,12 @@ class Results:
         self._forgets = True
 
     def shard(self, sharded: bool, *, padded: bool) -> None:
-        """See the attributes. All ranks call this at the same place of the program."""
+        """Set ``sharded`` and ``padded``. All ranks call this at the same place of the program."""
         self.sharded, self.padded = sharded, padded
 
     @contextmanager
     def lending(self) -> Iterator[None]:
-        """In here nobody overwrites the inputs of operations, so that they need no copies."""
+        """In here nobody overwrites the inputs of operations, so that the log needs no copies."""
         self.lent = True
         try:
             yield
@@ -79,16 +78,14 @@ class Results:
         return self._marks is not None
 
     def limit(self, max_bytes: int) -> None:
-        """Spill a group's results above so much memory."""
         self.max_bytes = max_bytes
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """A pooled buffer like ``like``."""
+        """A pooled CPU buffer of this shape, layout and dtype; contents undefined."""
         with self._state.lock:
             return self.pool.take(like)
 
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in a pooled buffer."""
         return self.buffer(tensor).copy_(tensor)
 
     def keep(self, group: GroupState, op: Op) -> LogEntry:
@@ -117,7 +114,9 @@ class Results:
     # -- buckets of DDP, which are the log until they are overwritten ------------------------------
 
     def borrows(self, buckets: Sequence[torch.Tensor]) -> bool:
-        """Whether buckets that DDP hands over may be reduced in place and be the log themselves."""
+        """Whether DDP's buckets may be reduced in place and be the log themselves: only a single one, where this rank
+        sees the others' step boundaries and nothing is logged to disk.
+        """
         if self._marks is None or self._disk.archive is not None or len(buckets) != 1:
             return False
         with self._state.lock:
@@ -130,10 +129,10 @@ class Results:
         return True
 
     def release(self) -> None:
-        """DDP is about to overwrite its buckets. What somebody may still ask for is copied.
+        """DDP is about to overwrite its buckets: copy those that somebody may still ask for.
 
-        Mostly all ranks have published a step boundary since, and nothing is. Ranks that have not are waited for, for
-        about as long as a copy takes: the first reduction of this backward waits for them anyway.
+        Mostly all ranks have published a step boundary since, and nothing is copied. For ranks that have not, this
+        blocks about as long as a copy takes: the first reduction of this backward waits for them anyway.
         """
         if self._marks is None:
             return
@@ -158,12 +157,11 @@ class Results:
             pause_s = min(2 * pause_s, 10 * _POLL_S)
 
     def mark(self, boundary: int) -> None:
-        """This rank has published a step boundary, or starts from it."""
         if self._marks is not None:
             self._marks.put(boundary)
 
     def settle_marked(self) -> int:
-        """Let go of what is older than the newest step boundary that every rank has published, and return that one."""
+        """Drop what is older than the newest step boundary that every rank has published, and return that one."""
         with self._state.lock:
             lowest = self._marks.lowest() if self._marks is not None and not self._state.broken else 0
             if lowest > self._state.stable:
@@ -171,12 +169,14 @@ class Results:
             return self._state.stable
 
     def archive(self, group: GroupState, seq: int, entry: LogEntry, results: Sequence[torch.Tensor]) -> None:
-        """Log to disk as well, where that is done."""
+        """Log to disk as well, if that is open. May block for the disk: callers do not hold the lock."""
         if entry.redo is None and group.size > 1:  # what nobody else takes part in nobody else can hand back
             self._disk.put_result(group.name, seq, entry, results)
 
     def settle(self, boundary: int) -> None:
-        """Nothing from before step boundary ``boundary`` can be asked for any more."""
+        """Drop what nobody can ask for any more: collectives from before ``boundary``, messages from before the one
+        before it.
+        """
         with self._state.lock:
             self._state.stable = boundary
             for group in self._groups.all():
@@ -187,10 +187,8 @@ class Results:
             self.pool.next_boundary()
 
     def logged(self, group: GroupState, seq: int) -> Logged:
-        """What was called as operation ``seq`` and what it gave.
-
-        Raises:
-            CorruptFile: if it is on disk and damaged.
+        """What was called as operation ``seq``, and its results, which alias the log. Raises CorruptFile if it is on
+        disk and damaged.
         """
         with self._state.lock:
             if seq in group.log.entries:
@@ -200,7 +198,7 @@ class Results:
         return self._disk.result(group.name, seq)
 
     def log_to_disk(self) -> None:
-        """Log to disk from now on, with all that is in memory."""
+        """Log to disk from now on, and copy there what memory holds. Group time-outs become a day at least."""
         if not self._disk.open(self._state.boundary):
             return
         with self._state.lock:

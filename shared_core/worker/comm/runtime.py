@@ -28,18 +28,12 @@ class Runtime(SharedState):
     """One per process.
 
     Args:
-        listener: what is told, and asked, the rest of the worker.
         marks: which step boundaries the ranks have published; None where they are on several machines.
 
     Attributes:
-        groups: of the program.
-        disk: the log on disk.
-        results: the logs.
-        suspicion: what becomes of operations that fail.
+        suspicion: decides what becomes of operations that fail.
         others: collectives of other threads than the program's.
-        operations: collectives.
-        connections: to the members of groups.
-        generations: what ends and begins with each.
+        generations: cuts groups and connects them again.
     """
 
     def __init__(self, env: WorkerEnv, listener: Listener, disk: DiskLog, marks: BoundaryMarks | None) -> None:
@@ -58,16 +52,13 @@ class Runtime(SharedState):
         )
 
     def passed_boundary(self, boundary: int) -> None:
-        """This rank has published a step boundary."""
         with self.lock:
             self.others.at_boundary()
             super().passed_boundary(boundary)
 
     def compare_places(self, group: GroupState) -> None:
-        """From now on members of this group on this machine see from where the others call its operations.
-
-        Raises:
-            OutOfResources: there is no room for it.
+        """From now on members of this group on this machine see from where the others call its operations. Raises
+        OutOfResources if there is no room for the shared memory.
         """
         if group.size > 1:
             self._places.mkdir(mode=0o700, exist_ok=True)
@@ -75,17 +66,16 @@ class Runtime(SharedState):
 
     @property
     def world(self) -> GroupState | None:
-        """The default group; None before it is made."""
         return self.groups.world
 
     def destroyed(self, group: GroupState) -> None:
-        """The program has destroyed a group. The default one is there as long as the worker."""
+        """The program has destroyed a group. The default one stays as long as the worker."""
         with self.lock:
             if group is not self.world:
                 group.destroy(self.boundary)
 
     def new_group(self, name: str, rank: int, size: int, ranks: Sequence[int], timeout: timedelta) -> GroupState:
-        """A group that is not known to others yet; see :meth:`Generations.add_group`."""
+        """A group that is not known to others yet; see :meth:`Generations.add_group`. ``ranks`` are global."""
         suspect, pool = self.suspicion.suspect, self.results.pool
         return GroupState(
             name,

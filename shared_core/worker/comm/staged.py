@@ -1,9 +1,8 @@
 """Operations on tensors of an accelerator over gloo: their values go through host memory.
 
-The operation itself runs on host memory, as that of a CPU tensor does, so its log, its repetition and its checksums are
-the same. What it gives reaches the device only once the operation is known to be complete: nothing of one that was cut
-off is ever there. So the host need not wait for the device before an update, as it must where the device itself runs
-collectives.
+The operation itself runs on host memory, so its log, its repetition and its checksums are those of a CPU tensor. The
+result reaches the device only once the operation is complete: nothing of one that was cut off is ever there. So the
+host need not wait for the device before an update, as it must where the device itself runs collectives.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class StagedWork(dist.Work):
-    """The work of an operation whose results go to a device when it is done.
-
-    Args:
-        work: of the operation on host memory.
-        outputs: where its results go, as the caller has given them.
+    """The work of an operation whose results go to a device when it is done: copied on the thread that completes it,
+    which waits for the device. ``outputs`` are the caller's tensors, nested as the caller has given them.
     """
 
     def __init__(self, work: Any, outputs: Any) -> None:
@@ -77,12 +73,8 @@ class StagedWork(dist.Work):
 
 
 class StagedReceive(dist.Work):
-    """A receive into a tensor of a device. Who waits for it puts the message there.
-
-    Args:
-        work: of the receive into host memory.
-        output: where the message goes.
-        host: where it is.
+    """A receive into ``output``, a tensor of a device. Who waits for it first copies the message there from ``host``;
+    it has no future.
     """
 
     def __init__(self, work: Any, output: torch.Tensor, host: torch.Tensor) -> None:
@@ -91,7 +83,7 @@ class StagedReceive(dist.Work):
         self._output: torch.Tensor | None = output
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message is through; raises what the message's own ``wait()`` raises."""
+        """Block until the message is enqueued to the device; raises what the message's own ``wait()`` raises."""
         self._work.wait(timeout)
         output, self._output = self._output, None
         if output is not None:
@@ -112,14 +104,15 @@ class StagedReceive(dist.Work):
 
 
 def staged(method: _Method) -> _Method:
-    """Make a method of a process group that takes host tensors one that takes those of devices, too: what its first
-    argument holds is written, and what others hold is read. The group's ``check`` may refuse a device.
+    """Make a method of a process group that takes host tensors also take those of devices: what its first argument
+    holds is written, what the others hold is read. With host tensors alone it calls the method and copies nothing.
+    The group's ``check`` may refuse a device.
     """
     return _staged(method, reads=False)
 
 
 def staged_in_place(method: _Method) -> _Method:
-    """As :func:`staged`, where what the first argument holds is read, too."""
+    """As :func:`staged`, where the first argument is also read."""
     return _staged(method, reads=True)
 
 
@@ -153,7 +146,9 @@ def _away(given: Any) -> bool:
 
 
 def _on_host(given: Any, twins: dict[int, torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same with host memory for each tensor of a device; the same memory for the same tensor."""
+    """The same nesting with host memory for each tensor of a device; one memory for each tensor, however often
+    it occurs.
+    """
     if isinstance(given, torch.Tensor):
         if id(given) not in twins:
             twins[id(given)] = make(given)

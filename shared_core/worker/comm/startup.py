@@ -1,5 +1,5 @@
-"""Operations and messages of a start-up: recorded for later replacements, which are given what
-the failed worker got.
+"""Operations and messages of a start-up: recorded for later replacements, which are given what the
+failed worker got.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class StartUp:
 
     def answer(self, group: str, op: Op, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """What a replacement's operation gives before its join: what the failed worker got, else something neutral,
-        because real state is loaded at the join. None where the operation is to run. Callers hold the lock.
+        because real state is loaded at the join. None if the operation is to run. Callers hold the lock. Tensors may
+        alias ``inputs``, the records or ``op.results``.
 
         Raises:
             Unsupported: in a replacement, if the result was too large to be recorded.
@@ -49,19 +50,16 @@ class StartUp:
         state = self._state
         key = self.place(group, op.signature[0])
         if not state.starting:
-            if key is not None and not (
-                state.part and compat.in_backward()
-            ):  # of a batch whose boundary was no such point
+            # Not in the backward of a batch whose boundary was no recovery point.
+            if key is not None and not (state.part and compat.in_backward()):
                 self._record(key, op)
             return None
         recorded = self.recorded(key, op.results)
         return neutral(op, inputs) if recorded is None else recorded
 
     def recorded(self, key: RecordKey | None, results: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """What the failed worker got; None if it had got nothing like these there.
-
-        Raises:
-            Unsupported: if it was too large to be recorded.
+        """What the failed worker got; None if it had got nothing of these shapes there. Raises Unsupported if it was
+        too large to be recorded.
         """
         found = self._state.records.get(key) if key is not None else None
         if found == [] and results:
@@ -75,7 +73,7 @@ class StartUp:
         return found if found is not None and [t.shape for t in found] == [t.shape for t in results] else None
 
     def place(self, group: str, name: str) -> RecordKey | None:
-        """Under what the next operation of this name is kept; None outside a start-up. Callers hold the lock."""
+        """The key of the next operation of this name; None outside a start-up. Counts it. Callers hold the lock."""
         state = self._state
         if not state.in_startup:
             return None
@@ -88,8 +86,8 @@ class StartUp:
         op.record = self.keeper(key, op.results)
 
     def keeper(self, key: RecordKey, into: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-        """What has the result kept, to be called when it is in these tensors; None if it may be parameters or
-        gradients, which are not kept. Callers hold the lock.
+        """A function that records the result, to be called when it is in the tensors ``into`` and before the caller can
+        change them. None if it may be parameters or gradients, which are not recorded. Callers hold the lock.
         """
         state, size = self._state, sum(each.nbytes for each in into)
         parameters = all(each.is_floating_point() or _is_bytes_of_a_tensor(each) for each in into)
@@ -117,7 +115,7 @@ def _is_bytes_of_a_tensor(result: torch.Tensor) -> bool:
 
 
 def _hands_out() -> bool:
-    """Whether a framework that hands out parameters has called."""
+    """Whether a framework that hands out parameters is among the callers."""
     frame = sys._getframe(2)
     while frame is not None:
         if f"{frame.f_globals.get('__name__', '')}.".startswith(_HAND_OUT):
@@ -127,7 +125,9 @@ def _hands_out() -> bool:
 
 
 def neutral(op: Op, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What an operation gives if all members give what this one does; where that is not known, what lies there."""
+    """What an operation gives if all members give what this one does; where that is not known, its
+    outputs as they are.
+    """
     name = op.signature[0]
     if name.startswith("all_reduce"):
         return [tensor.detach() for tensor in inputs]

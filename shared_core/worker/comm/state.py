@@ -1,4 +1,4 @@
-"""What the parts of the communication of one process share."""
+"""State that all parts of the communication of one process share, and the lock that guards it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ from shared_core.worker.comm.places import ProgramPlace
 
 @dataclass
 class Held:
-    """Results that replacements may never ask for.
-
-    Attributes:
-        entries: keys and results.
-        nbytes: of what is to be an entry, finished or not.
-    """
+    """Results that replacements may never ask for. ``nbytes`` counts also what is to be an entry and not finished."""
 
     entries: list[tuple[RecordKey, list[torch.Tensor]]] = field(default_factory=list)
     nbytes: int = 0
@@ -34,8 +29,7 @@ class SharedState:
     """Which generation is live, where the program is, and who waits.
 
     Attributes:
-        lock: guards everything here and in the groups; ``changed`` is its condition.
-        compute_lock: whose turn it is to compute.
+        lock: reentrant; guards everything here and in the groups. ``changed`` is its condition.
         generation: the one that is installed; -1 before the first.
         latest: the newest that was announced.
         broken: a failure is known and the next generation is not yet live.
@@ -44,21 +38,21 @@ class SharedState:
         starting: a replacement before its join: operations are answered from the failed worker's records.
         in_startup: results are recorded for later replacements, which start as this worker does.
         entry: number of the entry call; -1 before the first, and -2 - e between call e and the next.
-        part: which part of the program, that replacements run again, starts up; empty for the first.
-        keeps_small: only small results are recorded: the part repeats itself.
-        held: what is recorded in this part, which replacements may never ask for; None where it is kept at once.
+        part: of the program, which is starting up and which replacements run again; empty for the first.
+        keeps_small: only small results are recorded, because the part repeats itself.
+        held: results of this part that replacements may never ask for; None where results are recorded at once.
         records: what a failed worker has recorded.
-        expected: checksums of the failed worker's inputs, by group and sequence number.
-        sources: from whom a failed worker has received its messages from any source, by group and number.
+        expected: checksums of the failed worker's inputs, by group id and sequence number.
+        sources: from whom a failed worker has received its messages from any source, by group and tag, and number.
         boundary: index of the last published step boundary.
-        place: where the program is.
         stable: newest step boundary that every rank is known to have published.
-        operates: whether the program's operations are run here, and not by torch's own groups of a device.
-        checksums: whether inputs are summed and published.
-        bucket_checksums: whether DDP's buckets are: with unused parameters they hold leftovers that mean nothing.
+        operates: the program's operations run here, and not in torch's own groups of a device.
+        checksums: inputs have checksums, which are published.
+        bucket_checksums: the same of DDP's buckets: with unused parameters they hold leftovers that mean nothing.
         stages: operations on tensors of devices run over host memory.
         restarts: all workers start again when one fails.
-        beside: what the program's thread waits for outside of the program's groups: since when, of whom, what.
+        beside: what the program's thread waits for outside of the program's groups: since when (``time.monotonic()``),
+            of whom (global ranks), what. None if nothing.
     """
 
     def __init__(self, env: WorkerEnv, listener: Listener) -> None:
@@ -91,7 +85,7 @@ class SharedState:
         self.operates = False
 
     def end(self, error: SwiftError) -> SwiftError:
-        """Remember that the job cannot continue, wake everybody, and return ``error``."""
+        """Remember that the job cannot continue, wake everybody, and return ``error``. On any thread."""
         with self.lock:
             self.ended = error
             self.changed.notify_all()
@@ -99,13 +93,12 @@ class SharedState:
         return error
 
     def raise_if_ended(self) -> None:
-        """Raise what ended the job, if anything did."""
         if self.ended is not None:
             raise self.ended
 
     def note_waiting(self, change: int) -> None:
-        """Count operations in flight; while there are any, the progress time-out does not run. Callers hold the
-        lock.
+        """Count operations in flight. While there are any, the progress time-out does not run. Callers
+        hold the lock.
         """
         before, self._waiting = self._waiting, self._waiting + change
         if (before > 0) != (self._waiting > 0):
@@ -113,12 +106,8 @@ class SharedState:
 
     @contextmanager
     def waiting_beside(self, ranks: Sequence[int], what: str) -> Iterator[None]:
-        """In here the program waits for others outside of its groups: the progress time-out does not run, and helpers
-        may compute.
-
-        Args:
-            ranks: who is waited for.
-            what: what they are to do, for the line that a long wait prints.
+        """In here the program's thread waits for ``ranks`` outside of its groups: the progress time-out does not run,
+        and helpers may compute. ``what`` they are to do is for the line that a long wait prints.
         """
         with self.compute_lock.passed_on():
             with self.lock:
@@ -140,12 +129,12 @@ class SharedState:
             self.place.enter_call(entry)
 
     def start_up_again(self, part: Part = (), *, hold: bool = False) -> None:
-        """What the program does up to the next step boundary a replacement does again.
+        """A replacement does again what the program does up to the next step boundary.
 
         Args:
             part: what begins here; empty to continue with the same part.
-            hold: a replacement does it again only if another step boundary follows before the next part: see
-                :meth:`keep_held`.
+            hold: a replacement does it again only if another step boundary follows before the next part:
+                see :meth:`keep_held`.
         """
         with self.lock:
             self.in_startup, self.part, self.keeps_small = True, part or self.part, not part
@@ -159,26 +148,21 @@ class SharedState:
             self.listener.record(key, results)
 
     def passed_boundary(self, boundary: int) -> None:
-        """This rank has published a step boundary."""
         with self.lock:
             self.boundary, self.in_startup = boundary, False
 
     def answer_from(self, records: dict[RecordKey, list[torch.Tensor]]) -> None:
-        """From now on operations are answered from what a failed worker has recorded."""
         with self.lock:
             self.starting, self.records = True, records
 
     # -- checksums of inputs -----------------------------------------------------------------------
 
     def sum_buckets(self, on: bool) -> None:
-        """Whether DDP's buckets are summed."""
         self.bucket_checksums = on
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Inputs of operations in here are not compared with the failed worker's: they rest on the
-        clock or on files.
-        """
+        """Inputs of operations in here have no checksums: they depend on the clock or on files."""
         before, self.checksums = self.checksums, False
         try:
             yield

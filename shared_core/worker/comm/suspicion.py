@@ -21,7 +21,7 @@ class Suspicion:
         self._state, self._groups = state, groups
 
     def suspect(self, error: Exception) -> None:
-        """An operation failed."""
+        """An operation failed. Returns at once; a thread waits ``SUSPECT_S`` for the explanation."""
         state = self._state
         with state.lock:
             if state.broken or state.ended is not None:
@@ -51,8 +51,8 @@ class Suspicion:
             op.future.set_exception(why)
 
     def overdue(self, error: Exception, group: GroupState, call: str) -> Exception:
-        """What to raise for an operation that failed although nobody failed; more is said of one that ran out of
-        time.
+        """The exception for an operation that failed although no worker did: ``error``, or a CollectiveTimeout if gloo
+        timed out. ``call`` ends with an open bracket.
         """
         if not re.search("(?i)timed out", str(error)):
             return error

@@ -1,4 +1,4 @@
-"""Where this rank stands: what the program's thread waits for, and what the rank has done that others may wait for."""
+"""What the program's thread waits for, and what this rank has done that others may wait for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from shared_core.worker.comm.runtime import Runtime
 
 def wait_status(runtime: Runtime, look: int, *, idle: bool) -> WaitStatus | None:
     """What the program waits for in the live generation; None if it does not wait, or if a recovery is under way, which
-    says itself whom it waits for.
-
-    Args:
-        look: number of the report.
-        idle: whether the process does nothing else.
+    says itself whom it waits for. ``look`` is the number of the report; ``idle``: the process does nothing else.
     """
     with runtime.lock:
         live = not runtime.broken and runtime.generation == runtime.latest
@@ -34,12 +30,12 @@ def wait_status(runtime: Runtime, look: int, *, idle: bool) -> WaitStatus | None
 
 
 def finished(runtime: Runtime, look: int) -> WaitStatus:
-    """The program has ended."""
     with runtime.lock:
         return WaitStatus(runtime.rank, runtime.generation, look, **_done(runtime))
 
 
 def _wait(runtime: Runtime) -> tuple[float, dict[str, Any]] | None:
+    """Since when (``time.monotonic()``) the program waits, and fields of :class:`WaitStatus`."""
     world = runtime.world
     if runtime.beside is not None:
         begun, members, call = runtime.beside

@@ -32,7 +32,7 @@ __all__ = ["Archive", "Key", "Stats"]
 
 
 class BudgetUsed(Exception):
-    """What is to be logged has room neither on disk, by ``log.budget_bytes``, nor in memory."""
+    """There is room neither on disk, by ``log.budget_bytes``, nor in memory."""
 
     strerror = "log.budget_bytes and log.ring_bytes are used up"
     errno = -1
@@ -51,11 +51,11 @@ class Archive:
     read; the one that was open is read through. Damaged records are left out, missing segments are gaps, and a record
     the file ends in counts as never put.
 
-    Thread-safe. ``put`` may block for as long as ``stall_s``: do not hold a lock that others need.
+    Thread-safe. ``put`` may block for ``stall_s``: do not hold a lock that others need.
 
     Args:
         folder: of the segments, this archive's alone; made if absent, private to the user.
-        ring_bytes: so many bytes may wait for the disk; a single larger record is let through when nothing else waits.
+        ring_bytes: so many bytes may wait for the disk; a single larger record is accepted when nothing else waits.
         segment_bytes: a segment takes no more records beyond this size.
         owner: name of the job and rank. Records of another owner are not read.
         stall_s: logging stops when ``put`` has waited for the disk for so long, in seconds.
@@ -102,13 +102,14 @@ class Archive:
     # -- writing -----------------------------------------------------------------------------------
 
     def put(self, key: Key, tensors: Sequence[torch.Tensor]) -> None:
-        """Log ``tensors``, which must not change any more. A record that is already there is not written again.
+        """Log ``tensors`` without a copy: they must not change any more. A record that is already there is not written
+        again; nothing is logged after :meth:`close`, or while logging is stopped.
 
         Tensors on another device are copied to the CPU before this returns.
 
         Raises:
             TypeError: the note of ``key`` is not plain data.
-            ValueError: a tensor is sparse or quantized.
+            ValueError: a tensor is sparse or quantized, or the note is too long.
         """
         name = (key.channel, key.index)
         with self._changed:
@@ -135,12 +136,14 @@ class Archive:
             self._changed.notify_all()
 
     def lease(self, limit: int) -> None:
-        """Take at most so many bytes on disk from now on; what needs more waits in memory. Not less than is taken."""
+        """Take at most so many bytes on disk from now on; what needs more waits in memory. What is
+        already taken stays.
+        """
         with self._changed:
             self._writer.lease(limit)
 
     def keep(self) -> int:
-        """Give back half of what is free of the lease; how many bytes may still be taken in all."""
+        """Give back half of what is free of the lease. Returns how many bytes may still be taken in all."""
         with self._changed:
             return self._writer.keep()
 
@@ -164,12 +167,12 @@ class Archive:
 
     @property
     def stats(self) -> Stats:
-        """Numbers as they are now."""
+        """A copy of the numbers as they are now."""
         with self._changed:
             return replace(self._stats)
 
     def indices(self, channel: str) -> list[int]:
-        """Records of ``channel`` that are there, in order."""
+        """Numbers of the records of ``channel`` that are there, ascending."""
         with self._changed:
             return self._index.indices(channel)
 
@@ -177,14 +180,13 @@ class Archive:
         """The record from which on all are there, without a gap; None if the last of them is not there.
 
         Args:
-            channel: of the records.
-            before: they end before this one; at the newest put if it is None.
+            before: the last is the one before this; None for the newest that was put.
         """
         with self._changed:
             return self._index.first(channel, before)
 
     def read(self, channel: str, index: int) -> tuple[Key, list[torch.Tensor]]:
-        """A record, bit for bit as it was put, in tensors of its own.
+        """A record, bit for bit as it was put, in CPU tensors of its own.
 
         Raises:
             CorruptFile: it is damaged, and then no longer in the index, or was never there.
@@ -206,9 +208,7 @@ class Archive:
             raise
 
     def verify(self) -> list[tuple[str, int]]:
-        """Read every record in the files. Returns the (channel, index) of those that are damaged, which are no longer
-        in the index then.
-        """
+        """Read every record in the files. Returns the (channel, index) of damaged ones, which leave the index."""
         with self._changed:
             places = self._index.in_files()
         damaged = []
@@ -251,7 +251,7 @@ class Archive:
             self._stats.blocked_s += time.monotonic() - begin
 
     def _stop(self, error: Exception) -> None:
-        """Log no more until :meth:`restart`."""
+        """Drop all segments and log no more until :meth:`restart`."""
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         number = getattr(error, "errno", None)
         self._stats.failed = why

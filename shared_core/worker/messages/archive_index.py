@@ -16,7 +16,7 @@ from shared_core.worker.messages.segments import Key, Place, Segment
 
 
 class Record(NamedTuple):
-    """One that waits for the disk."""
+    """One that waits for the disk. ``size`` is in bytes, of the header and the tensors."""
 
     key: Key
     header: bytes
@@ -28,7 +28,6 @@ class Index:
     """Records by channel and index. Callers hold the archive's condition.
 
     Attributes:
-        waiting: records that are not in the files yet.
         segments: the files that count, oldest first.
         doomed: segments whose records are dropped and whose files are to be deleted.
     """
@@ -41,13 +40,9 @@ class Index:
         self._newest: dict[str, int] = {}  # put, whether or not it can be read
 
     def load(self, folder: Path, seed: int) -> tuple[int, int]:
-        """Take in the files there are.
-
-        Returns:
-            The number of the next segment, and the bytes of those that are there.
-
-        Raises:
-            OSError: if the folder cannot be read.
+        """Take in the files there are. Returns the number of the next segment, and the bytes of those that are
+        there. A file that cannot be used is passed over, with a line on the console. Raises OSError if the folder
+        cannot be read.
         """
         next_number, damaged, loaded = 0, [], []
         for number, path in sorted(files(folder)):
@@ -82,11 +77,10 @@ class Index:
         self._newest[channel] = max(index, self._newest.get(channel, index))
 
     def add(self, channel: str, index: int, place: Place) -> None:
-        """A record is in a file."""
         self._places.setdefault(channel, {})[index] = place
 
     def forget(self, channel: str, index: int, place: Place) -> bool:
-        """Leave a damaged record out. Returns whether it was still meant to be there."""
+        """Leave a damaged record out. False if another has taken its place, or it was dropped."""
         held = self._places.get(channel, {})
         if held.get(index) is not place:
             return False
@@ -94,7 +88,6 @@ class Index:
         return True
 
     def drop(self, segment: Segment) -> None:
-        """Forget the records of a segment and have its file deleted."""
         segment.gone = True
         self.segments.remove(segment)
         self.doomed.append(segment)
@@ -106,23 +99,20 @@ class Index:
     # -- questions ---------------------------------------------------------------------------------
 
     def holds(self, channel: str, index: int) -> bool:
-        """Whether a record is there."""
         return index in self._places.get(channel, ()) or (channel, index) in self.waiting
 
     def place(self, channel: str, index: int) -> Place | None:
-        """Where a record is in the files."""
+        """Where a record is in the files; None if it is not there."""
         return self._places.get(channel, {}).get(index)
 
     def in_files(self) -> list[tuple[str, int, Place]]:
-        """All records in the files."""
         return [(channel, index, place) for channel, held in self._places.items() for index, place in held.items()]
 
     def indices(self, channel: str) -> list[int]:
-        """Records of ``channel`` that are there, in order."""
         return sorted({*self._places.get(channel, ()), *(i for c, i in self.waiting if c == channel)})
 
     def first(self, channel: str, before: int | None) -> int | None:
-        """The record from which on all are there up to ``before`` or the newest put; None if the last is not there."""
+        """See :meth:`Archive.first`."""
         index = self._newest.get(channel) if before is None else before - 1
         if index is None or not self.holds(channel, index):
             return None
@@ -132,7 +122,7 @@ class Index:
 
 
 def files(folder: Path) -> Iterator[tuple[int, Path]]:
-    """(number, path) of the segments in a folder."""
+    """(number, path) of the segments in a folder, in no order."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():

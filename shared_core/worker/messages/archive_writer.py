@@ -23,17 +23,13 @@ Write = Callable[[int, Sequence[bytes | memoryview]], Any]
 
 @dataclass
 class Stats:
-    """Numbers of an archive.
+    """Numbers of an archive; ``records`` and bytes written or put are those of this process.
 
     Attributes:
-        records: written by this process.
-        bytes_written: by this process.
         bytes_on_disk: of the segments that are there now, with what is being written.
-        bytes_put: by this process, written or not.
+        bytes_put: written or not.
         bytes_waiting: put and not yet written.
         blocked_times: how often ``put`` had to wait for the disk.
-        blocked_s: how long in all, in seconds.
-        stopped_times: how often logging stopped.
         failed: why nothing is logged now; None while it is.
     """
 
@@ -52,10 +48,9 @@ class Writer:
     """Writes what is put, and deletes what is dropped.
 
     Args:
-        folder: of the segments.
-        seed: of the owner.
+        seed: of the owner; see :func:`segments.owner_seed`.
         segment_bytes: a segment takes no more records beyond this size.
-        write: appends to a segment.
+        write: appends to a segment, by descriptor.
         changed: guards the index, the numbers and what waits.
         failed: told of an error, with the condition held: logging is to stop.
     """
@@ -83,12 +78,11 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def start(self, next_number: int) -> None:
-        """Write from now on, to segments from this number on."""
         self._next_number = next_number
         self._thread = threads.start(self._run, name="swift-archive")
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end, after :meth:`close`. Returns whether it has come."""
+        """Wait for the thread's end, after :meth:`close`. False if it has not come in time."""
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
@@ -98,11 +92,9 @@ class Writer:
 
     @property
     def closing(self) -> bool:
-        """Whether :meth:`close` was called."""
         return self._closing
 
     def add(self, record: Record) -> None:
-        """Write a record when its turn comes."""
         self._ring.append(record)
         self._index.waiting[(record.key.channel, record.key.index)] = record
         self._stats.bytes_waiting += record.size
@@ -110,26 +102,25 @@ class Writer:
         self._changed.notify_all()
 
     def discard(self) -> None:
-        """Give up what waits."""
         self._ring.clear()
         self._index.waiting.clear()
         self._stats.bytes_waiting = 0
         self._changed.notify_all()
 
     def drop_before(self, boundary: int) -> None:
-        """Give up what waits from before step boundary ``boundary``."""
         while self._ring and self._ring[0].key.boundary < boundary:
             record = self._ring.popleft()
             del self._index.waiting[(record.key.channel, record.key.index)]
             self._stats.bytes_waiting -= record.size
 
     def lease(self, limit: int) -> None:
-        """Take at most so many bytes on disk from now on. What needs more waits."""
         self._lease = limit
         self._changed.notify_all()
 
     def keep(self) -> int:
-        """Give back a part of the lease; how much is left. See :mod:`shared_core.worker.messages.log_budget`."""
+        """Give back a part of the lease. Returns how much is left, in bytes; see
+        :mod:`shared_core.worker.messages.log_budget`.
+        """
         assert self._lease is not None
         self._lease = log_budget.kept(self._lease, self._stats.bytes_on_disk + self._reserved)
         return self._lease
@@ -169,8 +160,8 @@ class Writer:
                 self._seal(self._open)
 
     def _step(self) -> bool:
-        """Delete one dropped segment and write one record. Returns False at the end. References to the record's
-        tensors end with the call.
+        """Delete one dropped segment and write one record. Returns False at the end. A call of its own, so that
+        references to the record's tensors end with it.
         """
         with self._changed:
             self._reserved = 0
@@ -217,7 +208,6 @@ class Writer:
             self._changed.notify_all()
 
     def _room(self, record: Record) -> Segment:
-        """The segment that the record goes to."""
         segment = self._open
         if segment is not None and not segment.gone and segment.entries:
             if segment.size + record.size > self._segment_bytes:
@@ -225,9 +215,8 @@ class Writer:
                 segment = None
         with self._changed:
             if segment is not None and not segment.gone:
-                segment.boundary = max(
-                    segment.boundary, record.key.boundary
-                )  # from here on it is not dropped for being older
+                # From here on it is not dropped for being older.
+                segment.boundary = max(segment.boundary, record.key.boundary)
                 return segment
         make_folder(self._folder)
         number, self._next_number = self._next_number, self._next_number + 1
@@ -276,5 +265,4 @@ def _most(record: Record) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of an archive, private to the user, if it is not there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -25,14 +25,13 @@ from shared_core.worker.messages.group_log import LogEntry, Logged, read_signatu
 
 
 def together(groups: str, rank: int, world_size: int, local_world_size: int) -> tuple[int, ...]:
-    """Ranks that start again together with ``rank``, itself among them: messages between them are not logged.
+    """Ranks that start again together with ``rank``, itself among them: messages between them are not logged
+    (Swift's groups).
 
     Args:
         groups: ``worker``: each rank alone; ``machine``: the ranks of a machine; ``auto``: the second where there are
             several machines, else the first, and so is ``plan`` before anything is measured; else ranges of ranks, as
             ``0-3,4,5-7``. A rank that is not named is alone.
-        rank: logical rank.
-        world_size: number of ranks.
         local_world_size: number of ranks of each machine.
 
     Raises:
@@ -54,11 +53,7 @@ def together(groups: str, rank: int, world_size: int, local_world_size: int) -> 
 
 
 class DiskLog:
-    """The log on disk of this rank. Nothing is logged before :meth:`open`.
-
-    Attributes:
-        archive: the files; None before :meth:`open`.
-    """
+    """The log on disk of this rank. Nothing is logged before :meth:`open`, and ``archive`` is None."""
 
     def __init__(self, env: WorkerEnv) -> None:
         self._env = env
@@ -70,10 +65,7 @@ class DiskLog:
 
     def open(self, boundary: int) -> bool:
         """Log to disk from step boundary ``boundary`` on. A replacement continues with what the failed worker has left
-        on this machine.
-
-        Returns:
-            False if the log was open already.
+        on this machine, and reads all of it. Returns False if the log was open already.
         """
         if self.archive is not None:
             return False
@@ -107,7 +99,7 @@ class DiskLog:
     @property
     def together(self) -> tuple[int, ...]:
         """Ranks that have been in one group with this one since the checkpoint from which a replacement may start: of
-        what was sent to them not everything is logged. Without a log none.
+        what was sent to them not everything is logged. Empty without a log.
         """
         return tuple(sorted(frozenset[int]().union(*(ranks for _, ranks in self._groups))))
 
@@ -120,15 +112,14 @@ class DiskLog:
     # -- within the budget -------------------------------------------------------------------------
 
     def keep(self) -> tuple[int, int]:
-        """With ``log.budget_bytes``: bytes that this log keeps of its lease, and those that were put since the last
-        :meth:`checkpoint_due`.
+        """With ``log.budget_bytes``: bytes that this log keeps of its lease, and those that were put since the
+        last :meth:`checkpoint_due`.
         """
         if self.archive is None:
             return 0, 0
         return self.archive.keep(), self.archive.stats.bytes_put - self._put_before
 
     def lease(self, limit: int) -> None:
-        """See :meth:`Archive.lease`."""
         if self.archive is not None:
             self.archive.lease(limit)
 
@@ -140,33 +131,25 @@ class DiskLog:
     # -- writing and reading -----------------------------------------------------------------------
 
     def describe(self, note: dict[str, Any]) -> None:
-        """What the log says of the messages sent from now on; plain data."""
+        """Set the note of the messages sent from now on; plain data."""
         self._note = note
 
     def put_message(self, destination: int, channel: str, index: int, boundary: int, tensor: torch.Tensor) -> None:
-        """Log a message, unless its receiver starts again together with this rank.
-
-        Args:
-            destination: global rank of the receiver.
-            channel: as it is named in the log.
-            index: number in the channel.
-            boundary: the step boundary before it.
-            tensor: which must not change any more.
+        """Log a message as number ``index`` of ``channel``, unless its receiver, a global rank, starts again together
+        with this rank. ``tensor`` is not copied: it must not change any more. May block for the disk.
         """
         if self.archive is not None and destination not in self._groups[-1][1]:
             self.archive.put(Key(channel, index, boundary, self._note), [tensor])
 
     def put_result(self, group: str, seq: int, entry: LogEntry, results: Sequence[torch.Tensor]) -> None:
-        """Log what a collective gave."""
+        """Log copies of what a collective gave. May block for the disk."""
         if self.archive is not None:
             note = {"signature": entry.signature}
             self.archive.put(Key(group, seq, entry.boundary, note), [t.detach().clone() for t in results])
 
     def result(self, group: str, seq: int) -> Logged:
-        """What was called as operation ``seq`` of a group and what it gave.
-
-        Raises:
-            CorruptFile: if it is damaged.
+        """What was called as operation ``seq`` of a group, and copies of its results. Raises CorruptFile if it is
+        damaged or not there.
         """
         assert self.archive is not None
         key, results = self.archive.read(group, seq)

@@ -1,4 +1,4 @@
-"""The log of one group: results and inputs a replacement or a survivor that is behind may still need."""
+"""The log of one group in memory: results and inputs a replacement or a survivor that is behind may still need."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ Logged = tuple[Signature, list[torch.Tensor]]
 
 
 def read_signature(raw: Sequence[Any]) -> Signature:
-    """A signature that has been JSON."""
+    """Inverse of JSON, which has turned tuples into lists."""
     name, shapes, dtypes, detail = raw
     return name, tuple(tuple(shape) for shape in shapes), tuple(dtypes), detail
 
 
 def same_call(one: Signature, two: Signature) -> bool:
     """Whether two members called the same operation: a scalar and a vector of length one are the same to gloo, and
-    DeepSpeed's clipping passes the one on one stage and the other on another."""
+    DeepSpeed's clipping passes the one on one stage and the other on another. So numbers of elements are compared,
+    not shapes.
+    """
     sizes = [[math.prod(shape) for shape in each[1]] for each in (one, two)]
     return sizes[0] == sizes[1] and (one[0], one[2], one[3]) == (two[0], two[2], two[3])
 
 
 @dataclass
 class LogEntry:
-    """One logged collective.
+    """One logged collective. Tensors are on the CPU.
 
     Attributes:
-        signature: what was called.
         boundary: index of the step boundary before it.
-        results: the result, the same on every member; None while spilled and for rank-specific operations.
-        redo: for rank-specific operations: starts the operation again on an inner group, from inputs kept here,
+        results: the same on every member; None while spilled, empty where ``redo`` is given.
+        redo: of operations whose result differs by rank: starts the operation again on an inner group, from ``kept``,
             into scratch outputs.
-        pooled: whether ``results``, or else ``kept``, came from the buffer pool.
+        kept: inputs.
+        pooled: ``results``, or else ``kept``, came from the buffer pool.
         borrowed: ``results`` are the program's memory, which it overwrites later; see :meth:`GroupLog.own`.
-        spilled: place of the results in the spill file of its step boundary.
+        spilled: of each result, the offset in the spill file of its step boundary, shape and dtype.
     """
 
     signature: Signature
@@ -59,14 +61,14 @@ class LogEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
+        """Bytes held in memory; borrowed results count as none."""
         results = () if self.borrowed else self.results or ()
         return sum(t.nbytes for t in (*results, *self.kept))
 
 
 class BufferPool:
-    """Flat buffers for results, used again when the log drops them: in steady state nothing is allocated, and sizes
-    no longer asked for are let go.
+    """Flat CPU buffers for results, used again when the log drops them: in steady state nothing is allocated, and sizes
+    no longer asked for are let go. Callers hold the runtime's lock.
     """
 
     #: Sizes not asked for during so many step boundaries are let go.
@@ -94,7 +96,7 @@ class BufferPool:
         return flat.as_strided(like.shape, torch.empty_like(like).stride())
 
     def give(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Return buffers."""
+        """Return buffers, which nobody may use any more."""
         for tensor in tensors:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor.as_strided((tensor.numel(),), (1,)))
 
@@ -121,12 +123,11 @@ class GroupLog:
         self._spill_files: dict[int, Any] = {}
 
     def put(self, seq: int, entry: LogEntry) -> None:
-        """Add an entry."""
         self.entries[seq] = entry
         self.nbytes += entry.nbytes
 
     def own(self, entry: LogEntry) -> None:
-        """Copy results that are the program's memory, if they are."""
+        """Copy results that are the program's memory to pooled buffers; nothing for others."""
         if entry.borrowed and entry.results is not None:
             buffers = [self._pool.take(t) for t in entry.results]
             for buffer, result in zip(buffers, entry.results, strict=True):
@@ -139,15 +140,15 @@ class GroupLog:
         return ((seq, entry) for seq, entry in self.entries.items() if entry.borrowed)
 
     def drop(self, seq: int) -> None:
-        """Drop one entry."""
+        """Drop one entry; its pooled buffers may be used again at once."""
         entry = self.entries.pop(seq)
         self.nbytes -= entry.nbytes
         if entry.pooled and entry.results is not None:
             self._pool.give(entry.results or entry.kept)
 
     def drop_before(self, boundary: int) -> None:
-        """Drop what was issued before step boundary ``boundary``. Entries are in order, so this
-        touches only what goes.
+        """Drop what was issued before step boundary ``boundary``. Stops at the first newer entry: they are mostly
+        in order.
         """
         gone = []
         for seq, entry in self.entries.items():
@@ -162,11 +163,8 @@ class GroupLog:
                 self._spill_files.pop(spilled).close()
 
     def spill(self, keep_bytes: int) -> int:
-        """Move the oldest results to unlinked temporary files until at most ``keep_bytes`` stay in memory.
-        Returns bytes moved.
-
-        Raises:
-            OSError: the disk does not take them; all that it did not take is in memory as before.
+        """Move the oldest results to unlinked temporary files until at most ``keep_bytes`` stay in memory. Returns
+        bytes moved. Raises OSError if the disk does not take them; all that it did not take is in memory as before.
         """
         moved = 0
         for entry in self.entries.values():
@@ -197,14 +195,11 @@ class GroupLog:
 
     @property
     def folder(self) -> str:
-        """Where results are spilled to."""
         return os.environ.get("TMPDIR") or tempfile.gettempdir()
 
     def results(self, seq: int) -> list[torch.Tensor]:
-        """Results of a logged collective, the log's own, read back from disk if spilled.
-
-        Raises:
-            CorruptFile: the disk does not give them back.
+        """Results of a logged collective: the log's own tensors, not to be written, or new ones if they were spilled.
+        Raises CorruptFile if the disk does not give them back.
         """
         entry = self.entries[seq]
         self.own(entry)

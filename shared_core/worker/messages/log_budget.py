@@ -23,36 +23,25 @@ FILES = 8
 
 
 class Advice(enum.Enum):
-    """What the logs of an interval call for."""
-
     NOTHING = "nothing"
     CHECKPOINT = "a checkpoint"
     MORE = "a larger budget"
 
 
 def kept(lease: int, used: int) -> int:
-    """What a rank keeps of its lease: what it uses, and half of the rest for the batch that begins."""
+    """Bytes that a rank keeps of its lease: what it uses, and half of the rest for the batch that begins."""
     return used + max(0, lease - used) // 2
 
 
 def leases(kept_bytes: Sequence[int], budget: int) -> list[int]:
-    """The leases of all ranks from what each has kept.
-
-    Args:
-        kept_bytes: of each rank.
-        budget: of all logs together.
-    """
+    """The leases of all ranks, in bytes, from what each has kept. ``budget`` is that of all logs together."""
     free = max(0, budget - sum(kept_bytes))
     return [each + free // len(kept_bytes) for each in kept_bytes]
 
 
 def advice(logged: int, batches: int, budget: int) -> Advice:
-    """What to do about what was logged since the last checkpoint was due.
-
-    Args:
-        logged: bytes, of all ranks together.
-        batches: in which they were logged.
-        budget: of all logs together; 0 is no limit.
+    """What to do about the ``logged`` bytes, of all ranks together, since the last checkpoint was due, so many batches
+    ago. ``budget`` is that of all logs together; 0 is no limit.
     """
     if not budget or logged * PARTS < budget:
         return Advice.NOTHING
@@ -60,11 +49,7 @@ def advice(logged: int, batches: int, budget: int) -> Advice:
 
 
 def segment_bytes(wanted: int, budget: int, ranks: int) -> int:
-    """Size of a file of one rank's log.
-
-    Args:
-        wanted: without a budget.
-        budget: of all logs together; 0 is no limit.
-        ranks: number of logs.
+    """Size of a file of one of ``ranks`` logs; without a budget ``wanted``. ``budget`` is that of all logs together; 0
+    is no limit.
     """
     return min(wanted, max(1, budget // (FILES * ranks))) if budget else wanted

@@ -52,7 +52,7 @@ _BUFFERS = 1024  # the system takes so many in one call
 
 @dataclass(frozen=True)
 class Key:
-    """What a record is: unique by (channel, index).
+    """Names a record: unique by (channel, index).
 
     Attributes:
         channel: group and channel of a message, as ``"default|0,2,0"``; a group's name for its collectives.
@@ -72,7 +72,6 @@ class Segment:
     """One segment file.
 
     Attributes:
-        path: the file.
         number: names it and is part of its checksums.
         size: bytes of whole records in it, its header included.
         taken: bytes that are counted for it: also those that are being written.
@@ -92,12 +91,10 @@ class Segment:
     entries: list[tuple[str, int, int, int, int, int]] = field(default_factory=list)
 
     def add(self, key: Key, offset: int, header: int, payload: int) -> None:
-        """Note a record."""
         self.entries.append((key.channel, key.index, key.boundary, offset, header, payload))
         self.boundary = max(self.boundary, key.boundary)
 
     def close(self) -> None:
-        """Write no more."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -122,10 +119,8 @@ class _Frame(NamedTuple):
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` on the CPU, without a graph; the same memory where it was there.
-
-    Raises:
-        ValueError: sparse and quantized tensors, and those whose elements are no whole bytes.
+    """``tensor`` on the CPU, without a graph; the same memory where it was there. Raises ValueError for sparse and
+    quantized tensors, and those whose elements are no whole bytes.
     """
     if tensor.layout != torch.strided or not _has_bytes(tensor.dtype):
         raise ValueError(f"a log keeps dense tensors of whole bytes, not {tensor.layout} ones of {tensor.dtype}")
@@ -166,14 +161,8 @@ def encode(key: Key, tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def decode(header: bytes, payload: int) -> tuple[Key, list[torch.Tensor]]:
-    """Inverse of :func:`encode`; the tensors' contents are undefined.
-
-    Args:
-        header: of a record.
-        payload: bytes of its tensors.
-
-    Raises:
-        ValueError: this is no such header, or that of other tensors.
+    """Inverse of :func:`encode`; the tensors' contents are undefined. ``payload`` is the bytes of all of them. Raises
+    ValueError if this is no such header, or that of other tensors.
     """
     key, kinds = _parsed(header)
     try:
@@ -210,17 +199,14 @@ def _is_place(channel: Any, index: Any, boundary: Any) -> bool:
 
 
 def owner_seed(owner: str) -> int:
-    """Where the checksums of ``owner``'s files start."""
     return zlib.crc32(owner.encode())
 
 
 def write_all(fd: int, parts: Sequence[bytes | memoryview]) -> None:
-    """Append all of ``parts``."""
     _vectored(parts, lambda buffers, _: os.writev(fd, buffers))
 
 
 def segment_header(seed: int, number: int) -> bytes:
-    """The first bytes of a segment."""
     fixed = _SEGMENT.pack(_SEGMENT_MAGIC, FORMAT, number)
     return fixed + _CRC.pack(zlib.crc32(fixed, seed))
 
@@ -235,7 +221,6 @@ def frame(seed: int, segment: Segment, header: bytes, parts: Sequence[memoryview
 
 
 def index_bytes(seed: int, segment: Segment) -> bytes:
-    """What closes ``segment``."""
     text = json.dumps(segment.entries, separators=(",", ":")).encode()
     return frame(seed, segment, text, [], _INDEX) + _INDEX_TAIL.pack(segment.size, _TAIL)
 
@@ -244,10 +229,8 @@ def index_bytes(seed: int, segment: Segment) -> bytes:
 
 
 def read_record(seed: int, place: Place, channel: str, index: int) -> tuple[Key, list[torch.Tensor]]:
-    """The record at ``place``.
-
-    Raises:
-        CorruptFile: it is not what was written; the message names the file and the offset.
+    """The record at ``place``, in new CPU tensors. Raises CorruptFile if it is not what was written; the message names
+    the file and the offset.
     """
     segment = place.segment
 
@@ -280,11 +263,10 @@ def read_record(seed: int, place: Place, channel: str, index: int) -> tuple[Key,
 def load_segment(path: Path, seed: int, number: int) -> tuple[Segment, list[Key]]:
     """What a segment file holds, by its index or, without a good one, by reading all of it.
 
-    Returns the segment and the keys of records whose header is good and whose contents are not. A record that the
-    file ends in counts as never written.
+    Returns the segment and the keys of records whose header is good and whose contents are not. A record that the file
+    ends in counts as never written.
 
     Args:
-        path: the file.
         seed: of its owner.
         number: of the segment by its name, for a file whose header is damaged; else the header's counts.
 
@@ -308,7 +290,7 @@ def load_segment(path: Path, seed: int, number: int) -> tuple[Segment, list[Key]
 
 
 def _load_index(file: BinaryIO, seed: int, segment: Segment) -> bool:
-    """Fill ``segment`` from its index. Returns whether there is a good one."""
+    """Fill ``segment`` from its index. False if there is no good one."""
     tail = _read(file, max(0, segment.size - _INDEX_TAIL.size), _INDEX_TAIL.size)
     if len(tail) < _INDEX_TAIL.size:
         return False
@@ -338,7 +320,9 @@ def _index_entries(text: bytes, end: int) -> list[Any] | None:
 
 
 def _scan(file: BinaryIO, seed: int, segment: Segment) -> list[Key]:
-    """Fill ``segment`` record by record; after damage, on from the next good header."""
+    """Fill ``segment`` record by record; after damage, on from the next good header. Returns the keys of
+    damaged records.
+    """
     at, damaged = START, []
     while 0 <= at <= segment.size - FIXED:
         found = _frame_at(file, seed, segment.number, at, _RECORD, HEADER_LIMIT)
@@ -408,9 +392,7 @@ def _next_magic(file: BinaryIO, at: int) -> int:
 
 def _vectored(parts: Sequence[bytes | memoryview], call: Callable[[list[memoryview], int], int]) -> None:
     """Move all bytes of ``parts`` by calls that may move fewer; ``call`` gets buffers and the bytes moved so far.
-
-    Raises:
-        OSError: nothing moves any more.
+    Raises OSError when nothing moves any more.
     """
     rest = deque(memoryview(part) for part in parts if len(part))
     done = 0

@@ -14,13 +14,8 @@ RETRY_S = 10.0
 
 
 class Spilling:
-    """The log of one rank. Not thread-safe: callers hold the runtime's lock.
-
-    What the disk refuses stays in memory: two step boundaries' worth at most, and nothing is lost.
-
-    Args:
-        rank: logical rank, for the line.
-        clock: seconds.
+    """The log of one rank. Not thread-safe: callers hold the runtime's lock. What the disk refuses stays in memory: two
+    step boundaries' worth at most, and nothing is lost.
     """
 
     def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +23,9 @@ class Spilling:
         self._next, self._told = 0.0, False
 
     def spill(self, log: GroupLog, keep_bytes: int) -> int:
-        """As :meth:`GroupLog.spill`; fewer bytes, or none, where the disk does not take them."""
+        """As :meth:`GroupLog.spill`, but where the disk refuses, fewer bytes or none, and no error. Retries
+        after ``RETRY_S``.
+        """
         if self._clock() < self._next:
             return 0
         before = log.nbytes

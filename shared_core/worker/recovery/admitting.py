@@ -1,4 +1,4 @@
-"""Replacements that have asked to join are admitted, those that are ready in one round; others stay absent meanwhile.
+"""Admits replacements that have asked to join, those that are ready in one round; others stay absent meanwhile.
 
 Survivors and these replacements say where they stand, and the last to do so computes the plan for all
 (:mod:`shared_core.protocol.admission`). They connect, move what the plan says, and meet at a barrier; then the first
@@ -28,12 +28,7 @@ from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Admitting:
-    """Admits replacements, on the program's thread of all members of a round.
-
-    Args:
-        frontier_builder: where this rank stands.
-        forming: connects, and takes over what was moved.
-    """
+    """Admits replacements, on the program's thread of all members of a round."""
 
     def __init__(
         self, context: Context, publisher: SharedMemoryPublisher, frontier_builder: FrontierBuilder, forming: Forming
@@ -43,7 +38,7 @@ class Admitting:
         self._publisher, self._frontier_builder, self._forming = publisher, frontier_builder, forming
 
     def admit(self, turn: Round) -> Received:
-        """Let the replacements of a round in; all survivors stand at the same step boundary.
+        """Admit the replacements of a round; all survivors stand at the same step boundary. Blocks.
 
         Raises:
             GenerationAbandoned: if somebody failed meanwhile, and the replacements are not in.
@@ -91,17 +86,14 @@ class Admitting:
             return Agreed(None, str(error))
 
     def _agree(self, turn: Round, plan: Plan, store: Store) -> InnerGroup | None:
-        """Connect, move, and settle whether the replacements are in. A group, or None if another failure has ended the
-        generation with the replacements in.
-
-        Raises:
-            GenerationAbandoned: if it has ended without them.
+        """Connect, move, and settle whether the replacements are in. Returns the connected group, or None if another
+        failure has ended the generation with the replacements in. Raises GenerationAbandoned if it has ended
+        without them.
         """
         inner = None
         try:
             inner = self._forming.connect_round(turn, plan)
-            # Whoever is first says whether the replacements are in: one of us, or an agent that has seen another
-            # failure.
+            # The first says whether the replacements are in: one of us, or an agent that has seen another failure.
             said = store.compare_set(turn.key, "", turn.word)
             inject.point("survivor_group.agreed")
         except GenerationAbandoned:

@@ -1,8 +1,8 @@
 """How the ranks of a generation agree on its plan: one of them computes it for all.
 
-Each rank says where it stands and counts itself. Whoever is the last finds all that a plan needs: it computes the plan
-and publishes it. If it fails before, that is a failure like any other: the next generation is formed. The others wait
-for one key, in which the watcher of their ledger blocks. Whoever ends the generation sets that key too: nobody polls.
+Each rank says where it stands and counts itself. Whoever is the last finds all that a plan needs, computes the plan and
+publishes it. If it fails before, that is a failure like any other: the next generation is formed. The others wait for
+one key, in which the watcher of their ledger blocks. Whoever ends the generation sets that key too: nobody polls.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ Heard = TypeVar("Heard")
 
 
 class Agreement:
-    """What one rank says and hears before a generation is connected.
-
-    Args:
-        frontier_builder: where this rank stands.
+    """What one rank says and hears before a generation is connected. Its watcher, its recovery threads and its
+    program call.
     """
 
     def __init__(self, context: Context, frontier_builder: FrontierBuilder) -> None:
@@ -43,14 +41,8 @@ class Agreement:
     # -- what this rank says -----------------------------------------------------------------------
 
     def post(self, store: Store, generation: int) -> None:
-        """Say where this rank stands, once in a generation. The last to do so decides for all.
-
-        Args:
-            store: of the attempt.
-            generation: that is formed.
-
-        Raises:
-            DamagedRecord: what another rank has said is no frontier.
+        """Say where this rank stands; does nothing a second time in a generation. The last rank to do so decides for
+        all. Raises DamagedRecord if what another rank has said is no frontier.
         """
         if not self._first(f"front/{generation}"):
             return
@@ -75,7 +67,7 @@ class Agreement:
             return Agreed(None, str(error))
 
     def say_ready(self, store: Store, generation: int, replacements: Sequence[int]) -> None:
-        """This replacement has come to where it joins. The last of them lets all others connect."""
+        """This replacement has come to where it joins. The last of ``replacements`` lets all others connect."""
         if not self._first(f"ready/{generation}"):
             return
         key = generation_key(generation)
@@ -93,11 +85,8 @@ class Agreement:
     # -- what it hears -----------------------------------------------------------------------------
 
     def hear(self, store: Store, generation: int) -> None:
-        """The watcher's thread: return when nothing is said any more in a generation but that it has ended. Until then
-        this blocks in ``store``.
-
-        Raises:
-            DamagedRecord: what was said is no plan.
+        """The watcher's thread: block in ``store`` until a generation has its plan and all its replacements are ready,
+        or it has ended; those that wait are woken. Raises DamagedRecord if what was said is no plan.
         """
         key = plan_key(generation)
         if (said := store.get(key)) != GIVEN_UP.encode():
@@ -111,7 +100,7 @@ class Agreement:
                 self._runtime.changed.notify_all()
 
     def plan(self, store: Store, generation: int) -> Plan:
-        """The plan of a generation.
+        """Block until the plan of a generation is there.
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.
@@ -130,7 +119,7 @@ class Agreement:
         return agreed.plan_or_fail()
 
     def go(self, store: Store, generation: int, replacements: Sequence[int]) -> None:
-        """Wait until all replacements have come to where they join.
+        """Block until all replacements have come to where they join.
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.

@@ -52,10 +52,9 @@ class Commits:
         self.presses = self.pressed = False
 
     def mark(self) -> None:
-        """Tell all ranks that this one has published a step boundary, and which checkpoint it knows to be committed;
-        call right after the boundary. Nobody waits for it before the next one.
-
-        What the ranks have all left behind is dropped from the logs.
+        """Tell all ranks, by an all-reduce on the default group, that this one has published a step boundary, and which
+        checkpoint it knows to be committed. Call it right after the boundary. Its result is awaited in the next call
+        only, which drops from the logs what all ranks have left behind.
         """
         if self._mark is not None:
             work, said, boundary = self._mark
@@ -70,7 +69,7 @@ class Commits:
         self._mark = work, newest, self._runtime.boundary
 
     def _report(self) -> list[int]:
-        """What every rank keeps and has logged, as far as this one knows: its own."""
+        """What every rank keeps and has logged in bytes, as far as this one knows: its own, 0 for others."""
         if not self._budget:
             return []
         if (due := self._due_boundary()) > self._seen_due:
@@ -82,8 +81,8 @@ class Commits:
         return kept + logged
 
     def _share(self, kept: list[int], logged: list[int], boundary: int) -> None:
-        """Take this rank's lease, and find out whether the logs need a checkpoint. They were
-        measured at ``boundary``.
+        """Take this rank's lease, and find out whether the logs need a checkpoint. They were measured
+        at ``boundary``.
         """
         self._log.lease(log_budget.leases(kept, self._budget)[self._rank])
         if self._rank or boundary < self._due_boundary():

@@ -12,15 +12,6 @@ from shared_core.worker.recovery.lifecycle import Lifecycle
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """One worker, as the parts of its recovery see it.
-
-    Attributes:
-        env: what the launcher told it.
-        runtime: its groups.
-        lifecycle: its phase; says when a generation is given up.
-        store: of the job.
-    """
-
     env: WorkerEnv
     runtime: Runtime
     lifecycle: Lifecycle

@@ -35,17 +35,13 @@ _ANSWER_S = 10.0
 
 @dataclass(frozen=True)
 class _Given:
-    """A copy that this worker makes for a replacement."""
-
     generation: int
     incremental_copy: IncrementalCopy
 
 
 class StateCopies:
-    """Copies of replicated state that are made while training continues, as giver and as replacement.
-
-    Args:
-        replicas: ranks that train the same as this one, where not all do.
+    """Copies of replicated state that are made while training continues, as giver and as replacement. ``replicas``
+    gives the global ranks that train the same as this one; empty where all do.
     """
 
     def __init__(
@@ -64,7 +60,7 @@ class StateCopies:
         self._states: list[list[Any]] = []
 
     def _donor(self, absent: frozenset[int]) -> int | None:
-        """Who gives an absent rank that trains what this one does its state."""
+        """The lowest rank that is present and trains what this one does; None without one."""
         return min({*(self._replicas() or range(self._env.world_size))} - absent, default=None)
 
     def _connect(self, replacement: int, donor: int, generation: int) -> InnerGroup:
@@ -81,7 +77,9 @@ class StateCopies:
     # -- giving: a thread for each replacement --------------------------------------------------------
 
     def offer(self) -> None:
-        """A failure is announced, and this worker continues: be ready to give the replacements their state."""
+        """A failure is announced, and this worker continues: start a thread for each replacement that it is to give
+        its state.
+        """
         with self._runtime.lock:
             generation, absent = self._runtime.latest, self._runtime.absent
         mine = absent.intersection(self._replicas() or range(self._env.world_size))
@@ -124,13 +122,8 @@ class StateCopies:
         self._events.emit("copied", rank=rank, generation=generation, **fields)
 
     def close(self, rank: int, boundary: StepBoundary, description: dict[str, Any]) -> bool:
-        """All stand still, and this worker is to give ``rank`` its state. Whether it has it but for the last updates,
-        which are sent now.
-
-        Args:
-            rank: the replacement.
-            boundary: where it begins.
-            description: of the state here.
+        """All stand still, and this worker is to give ``rank`` its state, of ``description``, at ``boundary``. Whether
+        the replacement has it but for the last updates, which are sent now on the thread of the copy.
         """
         given = self._given.pop(rank, None)
         if given is None or given.generation != self._runtime.latest:
@@ -143,11 +136,9 @@ class StateCopies:
     # -- taking: the replacement's program ------------------------------------------------------------
 
     def fetch(self, generation: int) -> None:
-        """Take the state while the others train. Returns when it is here but for the newest update; or when it is
-        better, or only, had when all stand still.
-
-        Raises:
-            GenerationAbandoned: if another rank fails meanwhile.
+        """Replacement: take the state while the others train. Blocks until it is here but for the newest update, or
+        until it is better, or only, had when all stand still. The program's thread. Raises GenerationAbandoned if
+        another rank fails meanwhile.
         """
         self._stop()
         runtime, state, store = self._runtime, self._updates.replicated, self._store.below()
@@ -176,10 +167,7 @@ class StateCopies:
 
     def in_place(self, copied: bool, states: list[list[Any]]) -> bool:
         """All stand still. Whether the state of the donor is here, but for updates that come now; see :meth:`complete`.
-
-        Args:
-            copied: the donor has sent all of it, or is about to.
-            states: description of the donor's optimizer state.
+        ``copied``: the donor has sent all of it, or is about to; ``states`` describes its optimizer state.
         """
         if copied and self._taking is not None and not self._taking.failed:
             self._states = states
@@ -189,11 +177,11 @@ class StateCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether this replacement is in, and :meth:`complete` is to be called."""
+        """Whether :meth:`complete` is to be called."""
         return self._taking is not None
 
     def complete(self) -> None:
-        """Return when the last updates are made. If they do not come this worker ends; another takes the place."""
+        """Block until the last updates are made. If they do not come this process exits; another takes the place."""
         taking = self._taking
         assert taking is not None
         try:

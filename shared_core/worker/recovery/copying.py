@@ -23,36 +23,19 @@ from shared_core.worker.state.updates import Updates
 
 @dataclass
 class Sent:
-    """What a copy has taken so far.
-
-    Attributes:
-        nbytes: moved.
-        began: when, by the clock of ``time.monotonic``.
-    """
+    """Bytes that a copy has sent so far, and when it began (``time.monotonic()``)."""
 
     nbytes: int
     began: float
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
         return time.monotonic() - self.began
 
 
 def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy: IncrementalCopy, sent: Sent) -> None:
-    """Send a copy, until it is closed.
-
-    Args:
-        inner: the replacement and this worker.
-        replacement: its place in the group.
-        updates: the replicated state.
-        incremental_copy: the copy.
-        sent: is counted on.
-
-    Raises:
-        RuntimeError: if the connection breaks.
-        GenerationAbandoned: if the group was cut.
-        WaitTimeout: if the replacement does not take part in time.
+    """Send a copy until it is closed, and wait until the replacement, by its index in the group, says that it has it.
+    ``sent`` is counted on. Raises what :func:`transfer.send` raises.
     """
 
     def say(head: dict[str, Any], tensors: Any = ()) -> None:
@@ -75,16 +58,12 @@ def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy
 
 
 class Taking:
-    """A replacement's side. The program's thread waits meanwhile.
-
-    Args:
-        inner: the donor and this worker.
-        donor: its place in the group.
-        replicated: of this worker; nobody else uses it.
+    """A replacement's side, on a thread of its own. It clears the optimizers' state and then writes parameters and
+    optimizer state in place; the program's thread waits meanwhile. ``donor`` is an index in the group.
 
     Attributes:
         level: all of the state is here, but for the newest update.
-        failed: why the copy is of no use; empty if it is.
+        failed: why the copy is of no use; empty while it is of use.
     """
 
     def __init__(self, runtime: Runtime, inner: InnerGroup, donor: int, replicated: Replicated) -> None:
@@ -104,7 +83,6 @@ class Taking:
         self._ended.set()
 
     def _take(self) -> bool:
-        """One message. Whether there are more."""
         head, tensors = receive(self._inner, self._donor, "to send its state", math.inf, idle=True)
         inject.point("copy.take")
         what, replicated = head["what"], self._replicated
@@ -127,17 +105,11 @@ class Taking:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more comes."""
         return self._ended.is_set()
 
     def finish(self, states: list[list[Any]]) -> str:
-        """Return when all is here; or why it will not be, where that is so.
-
-        Args:
-            states: description of the optimizer state at the donor.
-
-        Raises:
-            WaitTimeout: if it does not come.
+        """Block until all is here, in the order of ``states``, the donor's. Returns why it will not be; empty if it is.
+        Raises WaitTimeout if it does not come.
         """
         wait = Wait(
             f"rank {self._runtime.rank}",
@@ -154,11 +126,10 @@ class Taking:
         return self.failed
 
     def stop(self) -> None:
-        """Take nothing more."""
+        """Cut the connection and wait for the thread."""
         self._runtime.connections.drop_side(self._inner)
         self._thread.join()
 
 
 def started() -> Sent:
-    """Nothing yet."""
     return Sent(0, time.monotonic())

@@ -1,5 +1,5 @@
 """What a worker gives to others: its replicated state to a replacement, and, when the number of workers changes, to
-those that follow; in between it stands still.
+those that follow. Meanwhile it makes no update.
 """
 
 from __future__ import annotations
@@ -20,13 +20,8 @@ from shared_core.worker.state.updates import Updates
 
 
 class Donor:
-    """This worker as the exchange sees it. Recovery threads call.
-
-    Args:
-        joining: whether it has not joined yet.
-
-    Attributes:
-        publishing: held while a step boundary is published.
+    """This worker as the exchange sees it. Recovery threads call. ``joining`` says whether it has not joined yet;
+    ``publishing`` is held while a step boundary is published.
     """
 
     def __init__(
@@ -38,12 +33,11 @@ class Donor:
 
     @property
     def version(self) -> int:
-        """Optimizer steps the state contains."""
         return self._updates.state_version
 
     @property
     def keeps(self) -> dict[str, Any]:
-        """What a frontier says of the states that this worker has."""
+        """Fields of a frontier: which states this worker has."""
         outside = self._updates.outside
         return {"boundary": outside.boundary, "kept": outside.boundaries.indices, "outside": outside.active}
 
@@ -51,27 +45,25 @@ class Donor:
     def frozen(
         self, min_version: int, boundary: int, *, wait: bool = True
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """The state at a step boundary, or at a moment when no update runs and at least ``min_version`` steps are in
-        it; no update begins inside. See :meth:`GivenState.frozen`.
-
-        Args:
-            min_version: updates at the step boundary.
-            boundary: its number.
-            wait: for such a moment.
+        """The state at step boundary ``boundary``, or at a moment when no update runs and at least ``min_version``
+        steps are in it; no update begins inside. Such a moment is waited for, ``wait_timeout_s`` at most, unless
+        ``wait`` is False. See :meth:`GivenState.frozen`.
         """
         timeout_s = self._env.config.detection.wait_timeout_s if wait else 0.0
         with self._updates.given.frozen(min_version, timeout_s, boundary) as exported:
             yield exported
 
     def places(self, count: int) -> list[torch.Tensor]:
-        """A replacement's parameters, into which those of its donor are received: it has no state of its own yet. None
-        where the donor has not as many.
+        """A replacement's parameters, detached views that alias them, into which those of its donor are received: it
+        has no state of its own yet. Empty if the donor has another number of them.
         """
         state = self._updates.replicated
         return [] if state is None or len(state.parameters) != count else [p.detach() for p in state.parameters]
 
     def offer(self) -> Offer:
-        """Say what this worker has, and pass no step boundary and no update any more; see :meth:`withdraw`."""
+        """Say what this worker has. From now on it passes no step boundary and makes no update,
+        until :meth:`withdraw`.
+        """
         self._leaving.close()
         self._leaving.enter_context(self.publishing)
         self._leaving.enter_context(self._updates.gate.held())
@@ -88,10 +80,8 @@ class Donor:
         self._leaving.close()
 
     def drain_for_resize(self, cut: Cut) -> None:
-        """Write the replicated state at the cut for the workers that follow.
-
-        Raises:
-            RecoveryFailed: if it cannot be had.
+        """Write the replicated state at the cut to shared memory, for the workers that follow. Raises RecoveryFailed if
+        it cannot be had.
         """
         with self._updates.given.at_version(cut.version, cut.boundary) as (description, tensors):
             self._publisher.put(REPLICATED, b"", pieces((description, list(tensors))))

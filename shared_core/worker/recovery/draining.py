@@ -18,11 +18,7 @@ from shared_core.worker.recovery.resize import local_state
 
 
 class Draining:
-    """What one worker does when the number of workers changes.
-
-    Args:
-        frontier_builder: collects what others say.
-    """
+    """What one worker does when the number of workers changes. Each method runs on a thread of its own."""
 
     def __init__(self, context: Context, donor: Donor, frontier_builder: FrontierBuilder) -> None:
         self._env, self._runtime = context.env, context.runtime
@@ -30,7 +26,7 @@ class Draining:
         self._donor, self._frontier_builder = donor, frontier_builder
 
     def drain_for_resize(self, entry: Entry) -> None:
-        """Hand on; if that cannot be done, the launcher is told, and failed workers are replaced after all."""
+        """Write the state. If that cannot be done, the launcher is told, and failed workers are replaced after all."""
         with self._lifecycle.acting:
             try:
                 self._drain_for_resize(entry)

@@ -35,7 +35,6 @@ class Replaying:
 
     Attributes:
         generation: in which they joined.
-        replacements: their ranks.
         survivors: ranks that wait for them.
         complete: optimizer steps that all survivors have made: messages of earlier ones are all in logs.
         boundaries: step boundaries at which the replacements start, in their order; 0 is the beginning.
@@ -53,15 +52,14 @@ class Received:
     """What a rank got, staged until the generation is agreed.
 
     Attributes:
-        boundary: where a replacement starts.
+        boundary: where a replacement starts; None for the beginning, and in survivors.
         description: of the replicated state; None for the one that the replacement begins with.
-        tensors: of the replicated state.
-        generation: in which this was moved.
+        tensors: of the replicated state, on the CPU. The first ones may be this worker's parameters themselves.
         nbytes: that this rank has sent and received.
         replayed: logged operations that it was given.
         replay: their results.
         replaying: replacements that run on from a checkpoint.
-        local: the donor's rank-local state, of which this replacement becomes a copy.
+        local: the donor's rank-local state, uint8, of which this replacement becomes a copy.
         seconds: that connecting and moving took.
     """
 
@@ -78,11 +76,7 @@ class Received:
 
 
 class Exchange:
-    """Connects all ranks and moves what a plan says, on all of them or on none.
-
-    Args:
-        copies: that are made of it while training continues.
-    """
+    """Connects all ranks and moves what a plan says, on all of them or on none."""
 
     def __init__(self, context: Context, publisher: SharedMemoryPublisher, donor: Donor, copies: StateCopies) -> None:
         self._rank, self._world_size = context.env.rank, context.env.world_size
@@ -102,16 +96,16 @@ class Exchange:
             self._inner.sever()
 
     def connect(self, plan: Plan, generation: int, members: Sequence[int] | None = None) -> InnerGroup:
-        """Connect the job's default group and move what the plan says, in as many attempts as it takes.
+        """Connect the job's default group and move what the plan says, in up to ``MAX_ATTEMPTS`` attempts. Blocks until
+        a barrier of all members has passed.
 
         Args:
-            plan: what is moved.
-            generation: for which.
-            members: a group of these ranks is connected instead, for this alone.
+            members: a side group of these ranks is connected instead, for this alone.
 
         Raises:
             GenerationAbandoned: if somebody failed meanwhile.
             RecoveryFailed: if it cannot be done.
+            WaitTimeout: if a member does not come, or does not move its part.
         """
         attempt = 0
         while True:
@@ -128,12 +122,7 @@ class Exchange:
                 raise RecoveryFailed(f"the log on disk cannot be read: {error}") from error
 
     def _meet(self, plan: Plan, generation: int, attempt: int, members: Sequence[int] | None) -> InnerGroup:
-        """One attempt.
-
-        Raises:
-            GenerationAbandoned: if somebody failed meanwhile.
-            NotConnected: if it broke off although nobody failed.
-        """
+        """One attempt. Raises NotConnected if it broke off although nobody failed."""
         runtime = self._runtime
 
         def given_up() -> bool:
@@ -172,7 +161,6 @@ class Exchange:
         return inner
 
     def _exchanged(self, plan: Plan, members: Sequence[int]) -> Wait:
-        """For the barrier after the exchange."""
         everyone = set(members)
         busy = {*plan.donors, *plan.donors.values()}
         busy |= {rank for each in plan.transfers for rank in (each.source, each.destination)}

@@ -25,9 +25,8 @@ def on_first_group(
 ) -> None:
     """Form the first generation. A replacement with a step boundary to reach does so there; another one joins here."""
     place_reports.begin()
-    if (
-        start_point.spare.waits
-    ):  # it goes the way of a replacement, and says nothing to the others before it has a place
+    # A hot standby goes the way of a replacement, and says nothing to the others before it has a place.
+    if start_point.spare.waits:
         runtime.answer_from(dict(recovery.publisher.records.read()))
         start_point.spare.then(wait_watchdog.begin)
         inject.point("spare.prepares")

@@ -1,4 +1,4 @@
-"""The forming of a generation, as every rank does it (DESIGN section 6, steps 4 to 7).
+"""The forming of a generation, as every rank does it.
 
 All post their frontier, one computes the plan for all (:mod:`shared_core.worker.recovery.agreement`), they connect,
 move what the plan says, and install it only after a barrier. If anybody fails meanwhile, the generation is abandoned
@@ -37,9 +37,9 @@ class Comparison:
 
     Attributes:
         generation: in which they were given their state.
-        version: optimizer steps from which on they are.
+        version: optimizer steps from which on they are compared.
         ranks: who is there.
-        start: nobody was given any: it is seen whether they are replicas at all.
+        start: nobody was given any state: it is seen whether they are replicas at all.
     """
 
     generation: int
@@ -51,12 +51,9 @@ class Comparison:
 class Forming:
     """Forms generations on the thread that calls.
 
-    Args:
-        exchange: connects and moves.
-
     Attributes:
         target: the step boundary that a replacement has prepared for; None for the beginning of the script.
-        comparison: of replicas, that is due; None before a generation was formed.
+        comparison: the newest that is due, by identity; None before a generation was formed.
     """
 
     def __init__(
@@ -76,7 +73,8 @@ class Forming:
         self._boundary: StepBoundary | None = None
 
     def prepare(self, generation: int) -> StepBoundary | None:
-        """Replacement: the step boundary where it starts, as all ranks see it; None for the beginning of the script.
+        """Replacement: the step boundary where it starts, as all ranks see it; None for the beginning of the
+        script. Blocks.
 
         Raises:
             GenerationAbandoned: if somebody failed meanwhile.
@@ -89,10 +87,8 @@ class Forming:
         return self.target
 
     def form(self, generation: int) -> Received:
-        """One attempt at a generation.
-
-        Args:
-            generation: which one.
+        """One attempt at a generation. Blocks. The process exits where this worker has to start over: its step boundary
+        can no longer be reached, or a cut message may still arrive in its parameters.
 
         Raises:
             GenerationAbandoned: if somebody failed meanwhile; nothing is installed then.
@@ -131,11 +127,8 @@ class Forming:
         return received
 
     def connect_round(self, turn: Round, plan: Plan) -> InnerGroup:
-        """Connect the members of a round, and move what its plan says. In the last round it is the default group.
-
-        Raises:
-            GenerationAbandoned: if somebody failed meanwhile.
-            RecoveryFailed: if it cannot be done.
+        """Connect the members of a round, and move what its plan says; in the last round in the default group. Raises
+        what :meth:`Exchange.connect` raises.
         """
         members = turn.members(self._env.world_size) if turn.away else None
         return self._connect(plan, turn.generation, members)
@@ -145,8 +138,6 @@ class Forming:
         has ended the generation, it does not go live.
 
         Args:
-            turn: the round.
-            plan: what was agreed.
             inner: what :meth:`connect_round` gave; None if it was abandoned with the replacements in.
         """
         runtime, lifecycle, joins = self._runtime, self._lifecycle, self._lifecycle.joins
@@ -171,7 +162,7 @@ class Forming:
         return self._exchange.take()
 
     def _connect(self, plan: Plan, generation: int, members: Sequence[int] | None = None) -> InnerGroup:
-        """See :meth:`Exchange.connect`."""
+        """As :meth:`Exchange.connect`; exits where a cut message may still arrive in the parameters."""
         try:
             return self._exchange.connect(plan, generation, members)
         except StillWriting:
@@ -181,9 +172,7 @@ class Forming:
 
     def _start_together(self, plan: Plan, generation: int) -> NoReturn:
         """A replacement needs messages that are not on disk: their senders begin again with it (selective logging).
-
-        Raises:
-            GenerationAbandoned: in all others, when that is known.
+        Exits in these. Raises GenerationAbandoned in all others, when that is known.
         """
         if self._env.rank in plan.leave:
             self._events.emit(
@@ -202,18 +191,7 @@ class Forming:
         raise GenerationAbandoned("others start again")
 
     def _install(self, plan: Plan, inner: InnerGroup, generation: int, replay: Replay, joins: bool) -> None:
-        """Take over what was moved, and go live.
-
-        Args:
-            plan: what was agreed.
-            inner: the default group's.
-            generation: which one.
-            replay: results to serve.
-            joins: this worker is a replacement.
-
-        Raises:
-            GenerationAbandoned: if somebody failed meanwhile.
-        """
+        """Take over what was moved, and go live. Raises GenerationAbandoned if somebody failed meanwhile."""
         runtime, lifecycle = self._runtime, self._lifecycle
         with runtime.lock:
             # From here on this worker counts as a survivor; entries are heard under the same lock.
@@ -233,7 +211,7 @@ class Forming:
         runtime.generations.go_live(generation, inner, plan.redo, plan.received)
 
     def _take_place(self, plan: Plan) -> None:
-        """This replacement stands where the failed worker stood at the step boundary."""
+        """Set the counts to where the failed worker stood at the step boundary. Callers hold the runtime's lock."""
         runtime, boundary = self._runtime, plan.boundaries[self._env.rank]
         self._boundary = boundary
         runtime.results.mark(0 if boundary is None else boundary.index)

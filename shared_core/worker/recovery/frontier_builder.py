@@ -1,4 +1,4 @@
-"""Where this rank stands, and waits for keys that ranks set in a generation."""
+"""This rank's frontiers, and waits for keys that ranks set in a generation."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ from shared_core.worker.recovery.listener import RecoveryListener
 
 
 class FrontierBuilder:
-    """Makes this rank's frontiers, and waits for keys that ranks set.
-
-    Args:
-        listener: says which ranks start again together with this one.
-
-    Attributes:
-        boundaries: a replacement's: step boundaries that the failed worker has published, or that are in a checkpoint.
+    """Makes this rank's frontiers, and waits for keys that ranks set. In a replacement ``boundaries`` are the step
+    boundaries that the failed worker has published, or that are in a checkpoint.
     """
 
     def __init__(self, context: Context, donor: Donor, listener: RecoveryListener) -> None:
@@ -32,11 +27,7 @@ class FrontierBuilder:
         self.boundaries: tuple[StepBoundary, ...] = ()
 
     def front(self, boundaries: Sequence[StepBoundary] | None = None) -> Frontier:
-        """Where this rank stands.
-
-        Args:
-            boundaries: that this rank has passed, where replacements are admitted; None where they are not.
-        """
+        """Where this rank stands. Where replacements are admitted, with the step ``boundaries`` that it has passed."""
         front = self._of_replacement() if self._lifecycle.joins else self._of_survivor()
         return front if boundaries is None else replace(front, boundaries=tuple(boundaries))
 
@@ -49,13 +40,11 @@ class FrontierBuilder:
         return limit_s, "detection.wait_timeout_s"
 
     def collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
-        """What ranks have set under ``name`` in a generation, in their order.
+        """Block until ``ranks`` have set ``name`` in a generation. Returns the values in their order.
 
         Args:
             store: of the attempt.
             name: of the key, below the generation's.
-            ranks: to wait for.
-            generation: that is formed.
             what: the ranks are to do, for the line that a long wait prints.
 
         Raises:

@@ -1,5 +1,5 @@
-"""A replacement is given its replicated state: by a donor, and where that is large by others that have the same, at
-once.
+"""A replacement is given its replicated state: by a donor, and where that is large by others that have the same,
+at once.
 
 The donor says what there is; the replacement divides it, asks the others for their shares, and tells the donor what is
 left for it. Whoever cannot give exactly that state at once declines.
@@ -25,21 +25,17 @@ from shared_core.worker.spans import Span, divided
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.replicated import pack
 
-#: So many give at most; and only where there is more than so much, in bytes.
+#: So many give at most, and only where the state has at least so many bytes.
 _GIVERS, _SEVERAL = 3, 64 << 20
 #: Tensors are divided at multiples of so many bytes.
 _UNIT = 64 << 10
-#: Gloo lets go at once what was to be received. A replacement that has no luck with it cannot use its parameters again.
+#: Gloo normally lets go of receive buffers at once. Where it does not, a replacement cannot use its parameters again.
 _STUCK_S = 2.0
 
 
 def helpers(donor: int, replicas: Collection[int], replacements: Collection[int]) -> list[int]:
-    """Those that may give state together with ``donor``: the next ones after it.
-
-    Args:
-        donor: gives what they do not.
-        replicas: ranks that train the same.
-        replacements: those among them that have nothing to give.
+    """Ranks among ``replicas`` that may give state together with ``donor``: the next ones after it, at most ``_GIVERS``
+    with it. ``replacements`` have nothing to give.
     """
     able = sorted(set(replicas).difference(replacements, [donor]))
     later = [rank for rank in able if rank > donor]
@@ -47,29 +43,21 @@ def helpers(donor: int, replicas: Collection[int], replacements: Collection[int]
 
 
 class Giving:
-    """Gives state, and takes it.
-
-    Args:
-        rank: of this worker.
-        copies: that are made of it while training continues.
+    """Gives state, and takes it, by :mod:`shared_core.worker.recovery.transfer`, and raises what that raises. Ranks are
+    global; the groups' indices are looked up here.
     """
 
     def __init__(self, rank: int, donor: Donor, copies: StateCopies) -> None:
         self._rank, self._donor, self._copies = rank, donor, copies
 
     def others(self, plan: Plan, replacement: int, boundary: StepBoundary, members: Collection[int]) -> list[int]:
-        """Those of some members that may give ``replacement`` its state, beside its donor."""
+        """Which of ``members`` may give ``replacement`` its state, beside its donor."""
         replicas = set(boundary.replicas or members).intersection(members)
         return helpers(plan.donors[replacement], replicas, plan.boundaries)
 
     def give(self, inner: InnerGroup, replacement: int, boundary: StepBoundary) -> int:
-        """As donor. Returns the bytes that were sent.
-
-        Raises:
-            RuntimeError: if a connection breaks.
-            GenerationAbandoned: if the group was cut.
-            RecoveryFailed: if the state cannot be had.
-            WaitTimeout: if the replacement does not take part in time.
+        """As donor. Returns the bytes that were sent; no update is made meanwhile. Raises RecoveryFailed if the state
+        cannot be had.
         """
         place = inner.members.index(replacement)
         with self._donor.frozen(boundary.version, boundary.index) as (description, tensors):
@@ -80,13 +68,8 @@ class Giving:
             return _send(inner, place, tensors, wanted)
 
     def help(self, inner: InnerGroup, replacement: int, boundary: StepBoundary) -> int:
-        """As one of the others. Returns the bytes that were sent.
-
-        Raises:
-            RuntimeError: if a connection breaks.
-            GenerationAbandoned: if the group was cut.
-            RecoveryFailed: if the state was changed meanwhile.
-            WaitTimeout: if the replacement does not take part in time.
+        """As one of the others. Returns the bytes that were sent; no update is made meanwhile. Raises RecoveryFailed if
+        the state was changed meanwhile.
         """
         place = inner.members.index(replacement)
         wanted, _ = receive(inner, place, "to say what it is to be sent")
@@ -104,15 +87,12 @@ class Giving:
             return _send(inner, place, tensors, wanted) if gives else 0
 
     def take(self, inner: InnerGroup, donor: int, others: Sequence[int]) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """As replacement. Returns the description of the state and its tensors. The first of them are the parameters of
-        this worker, where they are alike. There are none, and the description says ``here``, where the state has come
-        while the others trained.
+        """As replacement. Returns the description of the state and its tensors, on the CPU. The first of them are this
+        worker's parameters, written in place, where shape and dtype are the same. There are none, and the
+        description says ``here``, where the state has come while the others trained.
 
         Raises:
-            RuntimeError: if a connection breaks.
             StillWriting: if the group was cut, and something may still be written into the parameters.
-            GenerationAbandoned: if the group was cut.
-            WaitTimeout: if a giver does not take part in time.
         """
         at = inner.members.index
         head, _ = receive(inner, at(donor))

@@ -15,11 +15,7 @@ from shared_core.worker.comm.runtime import Runtime
 class Lifecycle:
     """Keeps the phase. What it does, it does under the runtime's lock.
 
-    Args:
-        runtime: the groups; it is told the newest generation and who is absent.
-
     Attributes:
-        phase: where this worker is in its life.
         entries: of the ledger, by generation, as far as this worker has heard them.
         born: generation in which this worker starts; of a hot standby, that in which it takes its place.
         acting: held by the thread that acts on an entry; that of a later one waits until it has given up.
@@ -33,12 +29,10 @@ class Lifecycle:
         self.acting = threading.Lock()
 
     def born_in(self, generation: int) -> None:
-        """Hot standby: it takes its place in this generation."""
         self.born = generation
 
     @property
     def newest(self) -> int:
-        """Number of the newest generation that is known."""
         return self._runtime.latest
 
     @property
@@ -62,11 +56,10 @@ class Lifecycle:
 
     def break_off(self, entry: Entry) -> bool:
         """Cut the connections of the generations before this entry: whoever waits for a failed rank must not wait for
-        us. Call it while acting.
+        us. Call it while acting. Blocks until gloo has given everything back.
 
-        Returns:
-            Whether there is something left to be done about the entry. There is not where its generation or a later one
-            is installed already, because that thread came first; then nothing is cut.
+        Returns whether there is something left to be done about the entry. There is not where its generation or a later
+        one is installed already, because that thread came first; then nothing is cut.
         """
         if self._runtime.generation >= entry.generation:
             return False
@@ -85,26 +78,22 @@ class Lifecycle:
             return self.step(event)
 
     def step(self, event: WorkerEvent) -> tuple[WorkerAction, ...]:
-        """Something has happened. Returns what is to be done about it.
-
-        Raises:
-            IllegalWorkerEvent: if it cannot happen in this phase.
+        """Change the phase. Returns what is to be done about it. Raises IllegalWorkerEvent if it cannot happen in
+        this phase.
         """
         with self._runtime.lock:
             self.phase, actions = transition(self.phase, event)
-            if self.phase not in (
-                WorkerPhase.JOINING,
-                WorkerPhase.ENDED,
-            ):  # as before, while the program's thread is in there
+            # In these it stays as it was, while the program's thread is in there.
+            if self.phase not in (WorkerPhase.JOINING, WorkerPhase.ENDED):
                 self._runtime.starting = self.phase.answers
             return actions
 
     def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until ``done()``, which an entry may make true; whether it is. Call it under the lock."""
+        """Wait until ``done()``, which an entry may make true; False after ``timeout_s``. Callers hold the lock."""
         return self._runtime.changed.wait_for(done, timeout_s)
 
     def why(self, do: str, generation: int) -> str:
-        """Why ranks are waited for that are to do something, for the line that says so."""
+        """What ranks are waited for to do, and why it takes long, for the line that says so."""
         entry = self.entries.get(generation)
         if entry is not None and None in entry.machines:
             return f"to {do} (their machine failed, and no other one has taken its place yet)"

@@ -18,7 +18,9 @@ class RecoveryListener(Protocol):
         """Why no failed worker of this job can be replaced; empty where one can."""
 
     def rerouted(self, detected: float) -> None:
-        """Recovery thread of a survivor: it continues without a rank whose failure was noticed at this time."""
+        """Recovery thread of a survivor: it continues without a rank whose failure was noticed at ``detected``, in
+        seconds since the epoch.
+        """
 
     def replaying(self, replaying: Replaying) -> None:
         """Replacements run on from a checkpoint, and this survivor waits for them."""
@@ -27,7 +29,7 @@ class RecoveryListener(Protocol):
         """Step boundaries of the checkpoints that this rank can begin from."""
 
     def together(self) -> tuple[int, ...]:
-        """Ranks that start again together with this one; none without a log on disk."""
+        """Ranks that start again together with this one; empty without a log on disk."""
 
     def await_absent(self) -> bool:
         """A collective of all ranks waits for absent ones: admit them. False if nobody admits them."""

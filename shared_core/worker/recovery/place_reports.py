@@ -30,12 +30,6 @@ _Run = tuple[Count, Count, int, int, int, Count, int]
 
 
 class PlaceReports:
-    """Compares places across machines, for one worker.
-
-    Args:
-        store: of the job.
-    """
-
     def __init__(self, env: WorkerEnv, runtime: Runtime, store: JobStore) -> None:
         self._env, self._runtime, self._store = env, runtime, store
         self._told: dict[str, int] = {}
@@ -43,7 +37,7 @@ class PlaceReports:
         self._over = threading.Event()
 
     def begin(self) -> None:
-        """From now on, where there are several machines."""
+        """Start the thread, where there are several machines."""
         if len(self._env.machines) > 1:
             at_end(self._finish)
             threads.start(self._run, name="swift-places")
@@ -55,7 +49,7 @@ class PlaceReports:
                     self._exchange()
 
     def _finish(self) -> None:
-        """The program has ended: what the others have called last is compared, too."""
+        """At the program's end: compare what the others have called last, for ``_LAST_S`` at most."""
         self._over.set()
         end = time.monotonic() + _LAST_S
         with self._lock, suppress(RuntimeError):

@@ -12,12 +12,8 @@ from shared_core.worker.state.records import from_plain, plain
 
 
 def pack(publisher: SharedMemoryPublisher, boundary: int, groups: Collection[str]) -> bytes:
-    """What a rank has published at a step boundary, and what it keeps for its replacements.
-
-    Args:
-        publisher: of the rank.
-        boundary: number of the step boundary.
-        groups: names of groups: results of their operations are not for others.
+    """What a rank has published at a step boundary, and the newest of each record that it keeps for its replacements;
+    not results of operations of ``groups``, which are not for others.
     """
     newest = {
         (key.kind, key.name): (key, value)
@@ -28,7 +24,9 @@ def pack(publisher: SharedMemoryPublisher, boundary: int, groups: Collection[str
 
 
 def unpack(publisher: SharedMemoryPublisher, packed: bytes) -> dict[str, Any]:
-    """Keep in the copy's publisher what the other has kept. Returns what it had published at the step boundary."""
+    """Keep in the copy's publisher what the other has kept. Returns what it had published at the step boundary,
+    by name.
+    """
     parts, kept = loads(packed)
     for key, value in from_plain(kept):
         publisher.records.add(key, value)

@@ -1,7 +1,8 @@
 """Recovery of one worker: its parts, wired; what its program calls, and the thread that follows the ledger.
 
 A watcher thread turns the entries of the ledger into events of this worker's phase, and starts what is to be done about
-them (:mod:`shared_core.protocol.worker_phase` decides that). Each of these actions has a class of its own.
+them (:mod:`shared_core.protocol.worker_phase` decides that). Each of these actions has a class of its own, and runs on
+a thread of its own.
 """
 
 from __future__ import annotations
@@ -38,18 +39,7 @@ from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Recovery:
-    """The recovery of one worker.
-
-    Args:
-        copies: that are made of it while training continues.
-        fatal_actions: how this worker ends what cannot continue.
-        listener: what it tells, and asks, the rest of the worker.
-
-    Attributes:
-        replacement: whether this worker takes over from another.
-        lifecycle: its phase.
-        forming: forms generations.
-    """
+    """The recovery of one worker. ``replacement``: this worker takes over from another."""
 
     def __init__(
         self,
@@ -91,8 +81,8 @@ class Recovery:
     # -- the program's thread ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Replacement: decide where to start, before the user's code has done anything that depends on it. First
-        workers: nothing.
+        """Replacement: agree with all ranks where to start, before the user's code has done anything that depends on
+        it; blocks. First workers: only start the watcher. A second call does nothing.
         """
         if self._prepared:
             return
@@ -137,8 +127,8 @@ class Recovery:
                 self._agreement.post(self.store.below(), life.newest)
 
     def join(self) -> Received:
-        """Form a generation on this thread and take over (replacement) or begin (first workers). Returns what was
-        received.
+        """Form a generation on this thread and take over (replacement) or begin (first workers). Blocks. Returns what
+        was received. What cannot be done ends the worker or the job.
         """
         life = self.lifecycle
         life.step(WorkerEvent.ARRIVED)
@@ -163,6 +153,7 @@ class Recovery:
 
         Raises:
             GenerationAbandoned: if somebody failed meanwhile, and the replacements are not in.
+            WaitTimeout: if a rank does not take part in time.
         """
         with self.lifecycle.acting:
             try:
@@ -175,7 +166,6 @@ class Recovery:
     # -- the watcher's thread ----------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Follow the ledger."""
         env, life = self.env, self.lifecycle
         try:
             # It blocks in its store, so it has a connection of its own.
@@ -197,7 +187,6 @@ class Recovery:
             self.fatal_actions.break_down(error)
 
     def _hear(self, entry: Entry) -> tuple[WorkerAction, ...]:
-        """An entry has come: begin what is to be done about it."""
         with self.runtime.lock:
             actions = self.lifecycle.hear(entry)
             if self.lifecycle.newest == entry.generation:

@@ -17,12 +17,8 @@ from shared_core.worker.recovery.exchange import Replaying
 class Replays:
     """Replays of this worker, and of others that it helps.
 
-    Args:
-        log: what is logged to disk.
-        commits: cuts that back.
-
     Attributes:
-        commits: by which the ranks agree how much is kept of what is logged.
+        commits: by which the ranks agree how much of the log is kept.
         own: set in a replacement that runs from a checkpoint, or from the beginning, until its replay has ended.
     """
 
@@ -36,7 +32,6 @@ class Replays:
         self.own = replaying
 
     def end(self) -> None:
-        """This replacement has replayed what the failed worker did."""
         self.own = None
 
     def regroup(self, together: Sequence[int]) -> None:
@@ -44,22 +39,22 @@ class Replays:
         self._log.regroup(together, self._runtime.boundary)
 
     def note_messages(self, note: dict[str, Any]) -> None:
-        """What the log on disk says of the messages sent from now on; plain data."""
+        """Set the note in the log on disk of the messages sent from now on; plain data."""
         self._log.describe(note)
 
     def help(self, helper: Callable[[Replaying], None]) -> None:
-        """Have ``helper`` called, on a thread, when others replay while this worker waits for them."""
+        """Have ``helper`` called, on a thread, when others replay while this worker waits for them. Call it on the
+        program's thread.
+        """
         self._runtime.compute_lock.begin()
         self._helper = helper
 
     def begun(self, replaying: Replaying) -> None:
-        """Others replay while this worker waits for them."""
         if self._helper is not None:
             threads.start(self._helper, (replaying,), name="swift-help")
 
     @property
     def compute_lock(self) -> ComputeLock:
-        """Held by who computes in this process."""
         return self._runtime.compute_lock
 
     def side_group(self, replaying: Replaying, name: str, ranks: Sequence[int]) -> InnerGroup:
@@ -67,5 +62,4 @@ class Replays:
         return self._runtime.connections.side_group(name, ranks, replaying.generation)
 
     def drop_side(self, inner: InnerGroup) -> None:
-        """Cut such a group."""
         self._runtime.connections.drop_side(inner)

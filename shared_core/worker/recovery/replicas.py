@@ -34,11 +34,8 @@ _APART = (
 
 @dataclass(frozen=True)
 class Sums:
-    """What a rank says of its replicated state.
-
-    Attributes:
-        version: optimizer steps that it contained when its last part was summed.
-        sums: checksums, by parameter.
+    """Checksums of a rank's replicated state, by parameter, and how many optimizer steps it contained when its last
+    part was summed.
     """
 
     version: Count
@@ -46,11 +43,7 @@ class Sums:
 
     @classmethod
     def read(cls, raw: bytes, key: str, parameters: int) -> Sums:
-        """As it was written.
-
-        Raises:
-            DamagedRecord: what is kept under ``key`` is none of so many parameters.
-        """
+        """Parse ``raw``, read from ``key``. Raises DamagedRecord if it is none of so many parameters."""
         found: Sums = decode(raw, cls, key)
         if len(found.sums) != parameters:
             raise damaged(key, f"it has {len(found.sums)} sums of {parameters} parameters")
@@ -58,12 +51,6 @@ class Sums:
 
 
 class Replicas:
-    """Compares this rank's replicated state with the others'.
-
-    Args:
-        recovery: says when a comparison is due.
-    """
-
     def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
         self._env, self._recovery, self._updates = env, recovery, updates
         #: Comparisons that are made, and of which sums are being made.
@@ -72,7 +59,8 @@ class Replicas:
         self._sums = RunningSums([])
 
     def compare(self, ranks: Sequence[int], *, alike: Callable[[], bool], last: bool = False) -> None:
-        """Call at each step boundary; acts at the first ones after all have stepped beyond a recovery, or the start.
+        """Call at each step boundary, on the program's thread; acts at the first ones after all have stepped beyond a
+        recovery, or the start. Only sums here: the lowest rank waits for the others and judges on a thread.
 
         Args:
             ranks: those that hold the same state, this one among them.
@@ -161,10 +149,10 @@ class Replicas:
 
 
 def minority(sums: Sequence[Sequence[int]]) -> tuple[list[int], int] | None:
-    """Places in ``sums`` that differ from more than half of them, and the first parameter that differs; None if all
-    are equal.
+    """Indices in ``sums`` that differ from more than half of them, and the index of the first parameter that differs;
+    None if all are equal.
 
-    Without a majority the list of places is empty.
+    Without a majority the list of indices is empty.
     """
     votes: dict[tuple[int, ...], list[int]] = {}
     for rank, each in enumerate(sums):

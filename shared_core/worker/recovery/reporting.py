@@ -19,13 +19,11 @@ Listener = Callable[[dict[str, Any]], None]
 
 
 class RecoveryReporter:
-    """The recoveries of one worker.
+    """The recoveries of one worker. The program's thread calls; :meth:`recovered` and :meth:`rerouted` are for
+    recovery threads.
 
     Args:
-        env: what the launcher told this worker.
-        events: the job's log.
-        runtime: the groups.
-        updates: says which steps were made again.
+        updates: says how many steps were made again.
         rolled_back: called when replacements have gone back to a checkpoint.
         report: tells the agent something that it shows to the user.
     """
@@ -57,7 +55,7 @@ class RecoveryReporter:
         self._stalled_since: float | None = None
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Append an event to the job's log."""
+        """Append an event to the job's log, with the rank and the generation."""
         self._events.emit(kind, rank=self._runtime.rank, generation=self._runtime.generation, **fields)
 
     def listen(self, listener: Listener) -> None:
@@ -65,7 +63,7 @@ class RecoveryReporter:
         self._listeners.append(listener)
 
     def deliver(self) -> None:
-        """Tell those that listen, on this thread, at each step boundary."""
+        """Tell those that listen, on this thread. Called at each step boundary."""
         if self._awaited is not None:
             self._boundaries += 1
             if self._boundaries > 1:  # the first batch is done, perhaps without an update
@@ -76,7 +74,7 @@ class RecoveryReporter:
                 listener(fields)
 
     def joined(self, received: Received | None, **fields: Any) -> None:
-        """This replacement has joined; with None from the beginning."""
+        """This replacement has joined; None if at the beginning of the script."""
         self._awaited = (self._awaited or {}) | {"rank": self._runtime.rank}
         self._boundaries = 1 if received else 0
         self._from_scratch = received is None
@@ -91,10 +89,8 @@ class RecoveryReporter:
         )
 
     def recovered(self, fields: dict[str, Any]) -> None:
-        """Recovery thread of a survivor: a generation is formed.
-
-        Args:
-            fields: of the event; ``generation`` is among them.
+        """Recovery thread of a survivor: a generation is formed. ``generation`` and ``detected``, in seconds since the
+        epoch, are among the fields of the event.
         """
         if fields.get("resolution") == "replay":
             self._rolled_back()
@@ -111,15 +107,14 @@ class RecoveryReporter:
         self._stalled_since = fields["detected"]
 
     def rerouted(self, detected: float) -> None:
-        """Recovery thread of a survivor that continues without a failed rank."""
+        """Recovery thread of a survivor that continues without a failed rank. ``detected`` is in seconds since
+        the epoch.
+        """
         self._stalled_since = detected
 
     def began(self, boundary: int, whence: str) -> None:
-        """This worker has reached the place that it begins from.
-
-        Args:
-            boundary: step boundary.
-            whence: the checkpoint that all begin from, if it is one.
+        """This worker has reached the step boundary that it begins from. ``whence`` is the checkpoint that all begin
+        from, in words; empty if it is none.
         """
         self._line = (boundary, whence)
         if self._awaited is not None:
@@ -128,8 +123,8 @@ class RecoveryReporter:
             console(f"the job continues from {whence}")
 
     def passed(self) -> None:
-        """This worker has come to a batch. The first worker of rank 0 says when that is its first, and from where it
-        began.
+        """This worker has come to a batch. The first worker of rank 0 says when that is its first, and from where
+        it began.
         """
         if self._begun:
             return
@@ -155,7 +150,6 @@ class RecoveryReporter:
             self._report({"rank": self._runtime.rank, "pid": os.getpid(), "time": time.time(), "behind": True})
 
     def updated(self) -> None:
-        """An update was made."""
         if self._awaited is not None:
             self._say_so()
         if self._stalled_since is not None:

@@ -1,8 +1,8 @@
 """The number of workers changes: all workers end at one step boundary, and the new ones continue from there.
 
 Those that leave hand their state on in the agent's shared memory: publications are there anyway, and one worker of each
-machine adds parameters and optimizer state. The new ones run the script from its start, as a replacement does, with
-the new world size, so that everything that depends on it (averages, samplers, gathers) is right by itself; at the batch
+machine adds parameters and optimizer state. The new ones run the script from its start, as a replacement does, with the
+new world size, so that everything that depends on it (averages, samplers, gathers) is right by itself; at the step
 boundary they take the state over and deal out what is left of the pass over the data.
 """
 
@@ -27,8 +27,6 @@ from shared_core.worker.state.publications import TALLY, SharedMemoryPublisher
 
 @dataclass(frozen=True)
 class _Old:
-    """One worker of the attempt that ended."""
-
     publisher: SharedMemoryPublisher
     boundary: StepBoundary
     parts: dict[str, Any]
@@ -39,7 +37,7 @@ def take_over(env: WorkerEnv, resized: Resized) -> Restored:
 
     Raises:
         CorruptFile: if what was handed on is damaged.
-        RecoveryFailed: if a failed worker's place in the data cannot be told.
+        RecoveryFailed: if a failed worker's place in the data cannot be told, or this machine has no state.
     """
     mine, added = local_state(env, resized)
     folder = env.rank_dir / f"attempt{env.restart}"
@@ -84,7 +82,7 @@ def local_state(env: WorkerEnv, resized: Resized) -> tuple[_Old, bool]:
 
 
 def _read(env: WorkerEnv, resized: Resized, rank: int) -> _Old | None:
-    """An old worker's newest publication up to the cut."""
+    """An old worker's newest publication up to the cut; None if it has none."""
     folder = env.job_dir / f"rank{rank}" / f"attempt{resized.attempt}"
     if not folder.is_dir():
         return None

@@ -25,13 +25,8 @@ from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Spare:
-    """The part of a worker that is a hot standby, until it has a place. In all others it does nothing.
-
-    Args:
-        publisher: publications of its rank, which the living worker writes.
-
-    Attributes:
-        waits: it has no place yet.
+    """The part of a worker that is a hot standby, until it has a place; ``waits`` while it has none. In all others it
+    does nothing. The publications are those of its rank, which the living worker writes.
     """
 
     def __init__(self, env: WorkerEnv, store: JobStore, publisher: SharedMemoryPublisher) -> None:
@@ -47,7 +42,7 @@ class Spare:
         self._then.append(call)
 
     def finished(self, entry: int) -> bool:
-        """Whether the worker of the rank has finished an entry call by now."""
+        """Whether the worker of the rank has finished an entry call by now. Remembers the answer for :meth:`serves`."""
         self._finished[entry] = self._publisher.has_end(entry)
         return self._finished[entry]
 
@@ -60,10 +55,9 @@ class Spare:
         return True
 
     def await_place(self) -> int:
-        """Wait until the place is free. Returns the generation in which this worker takes it.
-
-        Raises:
-            DamagedRecord: what the launcher has said is no generation.
+        """Block until the place is free. Returns the generation in which this worker takes it. The process exits if
+        it can never take the place, or the agent is gone. Raises DamagedRecord if what the launcher has said is
+        no generation.
         """
         env = self._env
         if any(boundary.replicas == [env.rank] for boundary in self._publisher.boundaries()):
@@ -88,11 +82,8 @@ class Spare:
         return generation
 
     def serves(self, target: StepBoundary | None, finished: Callable[[int], bool]) -> bool:
-        """Whether the way that this one has come leads to its place.
-
-        Args:
-            target: the place; None where the others do not wait for this one.
-            finished: whether an entry call was finished, as it is known now.
+        """Whether the way that this one has come leads to ``target``, its place; None where the others do not wait for
+        this one. ``finished`` says whether an entry call was finished, as it is known now.
         """
         behind = target is not None and target.kind == "end" and target.entry in self._passed
         return not behind and all(finished(entry) == ended for entry, ended in self._finished.items())

@@ -21,19 +21,13 @@ from shared_core.worker.state.updates import Updates
 
 
 class WorkerStart:
-    """The start of one worker; :meth:`begin` makes it, before anything else is asked.
+    """The start of one worker; :meth:`begin` makes its attributes, before anything else is asked.
 
     Args:
-        fatal_actions: where a checkpoint cannot be used.
-        survivor_groups: by which a replacement is admitted.
         presses: whether the logs on disk need a checkpoint; asked in rank 0.
-        spare: what this worker is until it has a place.
 
     Attributes:
-        checkpoints: of this rank.
-        start_point: what it begins with.
-        orders: the passes over the data whose rest may be dealt out to another number of workers; None where it is
-            not.
+        orders: the passes over the data whose rest may be dealt out to another number of workers; None where it is not.
     """
 
     checkpoints: Checkpoints
@@ -59,10 +53,8 @@ class WorkerStart:
         self._recovery, self._survivor_groups, self._presses, self._spare = recovery, survivor_groups, presses, spare
 
     def begin(self, env: WorkerEnv) -> None:
-        """Say where checkpoints are made, and find the one from which this worker starts.
-
-        Args:
-            env: what the launcher told this worker, with the options of checkpoints that hold.
+        """Say where checkpoints are made, and find the one from which this worker starts. ``env`` holds the final
+        options of checkpoints.
         """
         config = env.config
         checkpoints = Checkpoints(

@@ -26,16 +26,8 @@ from shared_core.worker.state.updates import Updates
 
 
 class StartPoint:
-    """What one worker begins with.
-
-    Args:
-        recovery: forms generations, and knows the failed worker's place.
-        survivor_groups: by which a replacement is admitted.
-        spare: what this worker is until it has a place.
-
-    Attributes:
-        spare: see above.
-        joining: there is a place to reach, and it is not reached yet.
+    """What one worker begins with. Used by the program's thread. ``joining``: there is a place to reach, and it is not
+    reached yet.
     """
 
     def __init__(
@@ -63,7 +55,7 @@ class StartPoint:
         self.joining = env.incarnation > 0 or self._restored is not None
 
     def _line(self) -> Restored | None:
-        """What the workers of this attempt start from, if it is not the beginning."""
+        """What the workers of this attempt start from; None for the beginning."""
         env, resized = self._env, self._env.resized
         fresh = not env.restart and not env.config.continues
         try:
@@ -85,7 +77,9 @@ class StartPoint:
             self._recovery.fatal_actions.fall_back(str(error))
 
     def prepare(self) -> None:
-        """Replacement: decide where to begin, before the user's code has done anything that depends on it."""
+        """Replacement: decide where to begin, before the user's code has done anything that depends on it. Blocks. A
+        hot standby does nothing until it has a place.
+        """
         if self.spare.waits:
             return
         self._recovery.prepare()
@@ -105,7 +99,7 @@ class StartPoint:
             self._restored = self._line()
 
     def settle(self) -> None:
-        """Hot standby: what comes now depends on the place, so wait until it is free. All others: nothing."""
+        """Hot standby: what comes now depends on the place, so block until it is free. All others: nothing."""
         if not self.spare.waits:
             return
         try:
@@ -132,14 +126,13 @@ class StartPoint:
     # -- before the place is reached ---------------------------------------------------------------
 
     def from_scratch(self) -> None:
-        """This replacement is in, and the failed worker had passed no step boundary: it begins as the
-        first workers did.
+        """This replacement is in, and the failed worker had passed no step boundary: it begins as the first
+        workers did.
         """
         self.joining = self._restored is not None
         truncation.stop()
 
     def joined(self) -> None:
-        """The place is reached."""
         self.joining = False
         truncation.stop()
 
@@ -166,7 +159,7 @@ class StartPoint:
         return target is not None and (target.entry > entry or (target.entry == entry and target.kind == "end"))
 
     def peek(self, name: str) -> Any:
-        """The value of a registered name at the place; None for none, and where the place is reached."""
+        """The value of a registered name at the place; None for none, and where the place is reached. May block."""
         if not self.joining:
             return None
         self.settle()
@@ -186,7 +179,7 @@ class StartPoint:
         return self._saved.parts if self._saved is not None else self._publisher.read_boundary(target.index)
 
     def remembered(self, kind: str) -> dict[str, Any]:
-        """What failed workers have kept under ``kind``, by name; the newest of each."""
+        """What failed workers have kept under ``kind``, by name; the newest of each. May block."""
         self.settle()
         records = self._restored.records if self._restored is not None else self._publisher.records.read()
         return {key.name: value for key, value in records if key.kind == kind}
@@ -194,7 +187,7 @@ class StartPoint:
     # -- at the place ------------------------------------------------------------------------------
 
     def is_here(self, kind: str, entry: int) -> bool:
-        """Whether a step boundary of this kind in this entry call is the place."""
+        """Whether a step boundary of this kind in this entry call is the place. May block."""
         if not self.joining:
             return False
         if self.spare.waits:
@@ -209,15 +202,11 @@ class StartPoint:
         return target is not None and target.kind == kind and target.entry == entry
 
     def reach(self, entry: int, replicas: Sequence[int]) -> tuple[Restored, Received | None]:
-        """Get the state of the place, at the step boundary that :meth:`is_here`.
+        """Get the state of the place, at the step boundary that :meth:`is_here`. Blocks. ``replicas`` are the ranks
+        that train the same as this one, where not all do.
 
-        Args:
-            entry: number of the entry call.
-            replicas: ranks that train the same as this one, where not all do.
-
-        Returns:
-            The state, and what was received from others; None where all begin here. Only a copy of another rank is
-            both ``added`` and received.
+        Returns the state, and what was received from others; None where all begin here. Only a copy of another rank is
+        both ``added`` and received.
         """
         if self._restored is not None:
             if self._restored.collect is not None:
@@ -243,7 +232,7 @@ class StartPoint:
         return Restored(boundary, parts, {}, records, *state, owned=True), received
 
     def _collect(self, restored: Restored, collect: Collect, replicas: Sequence[int]) -> None:
-        """Now it is known which layers this stage has."""
+        """Read the stage's layers from the checkpoint: only now it is known which ones it has."""
         try:
             if self._updates.replicated is None or list(replicas) != [self._env.rank]:
                 raise Unsupported(

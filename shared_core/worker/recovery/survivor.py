@@ -19,12 +19,7 @@ from shared_core.worker.recovery.listener import RecoveryListener
 
 
 class Survivor:
-    """Recovers this worker after failures of others. Each method runs on a thread of its own.
-
-    Args:
-        fatal_actions: what is done where that is impossible.
-        listener: who is told.
-    """
+    """Recovers this worker after failures of others. Each method runs on a thread of its own, and raises nothing."""
 
     def __init__(
         self,
@@ -42,7 +37,7 @@ class Survivor:
         self._fatal_actions, self._listener = fatal_actions, listener
 
     def recover(self, entry: Entry) -> None:
-        """Form the generation of an entry."""
+        """Form the generation of an entry. What cannot be done ends the worker or the job."""
         with self._lifecycle.acting:
             try:
                 self._recover(entry)

@@ -30,7 +30,7 @@ from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.comm.suspicion import SUSPECT_S
 from shared_core.worker.state.replicated import pack, unpack
 
-#: Longest that a tensor is kept until it is sent.
+#: Longest that an unsent tensor is kept.
 LONGEST_WAIT = timedelta(days=10)
 
 
@@ -43,11 +43,12 @@ class SurvivorGroupWork:
         self._waiter: threading.Thread | None = None
 
     def wait(self) -> None:
-        """Return when the message is there.
+        """Block until the message is in the tensor given to :meth:`SurvivorGroup.recv`.
 
         Raises:
             SurvivorGroupBroken: if a worker failed meanwhile.
-            RuntimeError: what gloo reported, if none was.
+            CollectiveTimeout: if gloo timed out although no worker failed.
+            RuntimeError: what else gloo reported, if no worker failed.
         """
         inject.point("survivor_group.wait")
         with self._survivor_group.waiting((self._rank,), "the training step (a message)"):
@@ -63,7 +64,7 @@ class SurvivorGroupWork:
             self._survivor_group.explain(self._error)
 
     def done(self) -> bool:
-        """Whether :meth:`wait` returns, or raises, at once."""
+        """Whether :meth:`wait` returns, or raises, at once. The first call starts a thread."""
         # Gloo cannot be asked, so somebody waits: a thread, and only for works that are asked about.
         if self._waiter is None:
             self._waiter = threads.start(self._run, name="swift-group")
@@ -85,9 +86,10 @@ class SurvivorGroup:
     Attributes:
         generation: a failure ends it.
         number: rises with each survivor group: a generation has several, each with more ranks.
-        ranks: who is connected, ascending.
-        finished: ranks that had left the program for good before this survivor group was formed; neither here nor
-            absent.
+        ranks: who is connected, ascending; global.
+        finished: ranks that had left the program for good before this survivor group was formed; neither here
+            nor absent.
+        timeout: of one operation; a failure ends it at once.
     """
 
     def __init__(
@@ -106,10 +108,11 @@ class SurvivorGroup:
         return self._runtime.latest > self.generation
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        """Send, without waiting. The tensor is kept until it is sent, and must not be changed until the step ends.
+        """Send, without waiting. The tensor is not copied: it is kept until it is sent, and must not change until the
+        step ends.
 
         Args:
-            tensor: contiguous.
+            tensor: contiguous, on the CPU.
             rank: global rank of the receiver.
             tag: at least 0; tells messages between the same two ranks apart that are under way together.
 
@@ -121,10 +124,10 @@ class SurvivorGroup:
         self._sent.put((self._issue(lambda pg: pg.send([tensor], self.ranks.index(rank), tag)), tensor))
 
     def recv(self, tensor: torch.Tensor, rank: int, tag: int) -> SurvivorGroupWork:
-        """Begin to receive into ``tensor``.
+        """Begin to receive into ``tensor``, which is undefined until :meth:`SurvivorGroupWork.wait` returns.
 
         Args:
-            tensor: contiguous, of the message's shape and type.
+            tensor: contiguous, on the CPU, of the message's shape and dtype.
             rank: global rank of the sender.
             tag: the sender's.
 
@@ -134,7 +137,7 @@ class SurvivorGroup:
         return SurvivorGroupWork(self, self._issue(lambda pg: pg.recv([tensor], self.ranks.index(rank), tag)), rank)
 
     def exchange(self, value: Any) -> dict[int, Any]:
-        """What each rank gives, by rank.
+        """What each rank gives, by global rank. All ranks call it; blocks.
 
         Args:
             value: plain data that JSON can hold.
@@ -153,7 +156,7 @@ class SurvivorGroup:
         return {rank: unpack(part[: int(size)]) for rank, part, size in zip(self.ranks, parts, sizes, strict=True)}
 
     def barrier(self) -> None:
-        """Return when all ranks have called it.
+        """Block until all ranks have called it.
 
         Raises:
             SurvivorGroupBroken: if a worker failed meanwhile; others may have returned.
@@ -170,8 +173,12 @@ class SurvivorGroup:
         return self._runtime.waiting_beside(ranks, what)
 
     def explain(self, error: RuntimeError) -> None:
-        """An operation failed. Raises SurvivorGroupBroken once a failure is announced that explains
-        it, else ``error``.
+        """An operation failed. Waits ``SUSPECT_S`` for a failure that explains it, then raises.
+
+        Raises:
+            SurvivorGroupBroken: a failure was announced.
+            CollectiveTimeout: none was, and gloo timed out.
+            RuntimeError: ``error``, if none was.
         """
         with self._runtime.lock:
             self._runtime.changed.wait_for(lambda: self.broken() or self._runtime.ended, timeout=SUSPECT_S)

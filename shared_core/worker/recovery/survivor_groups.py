@@ -33,15 +33,12 @@ from shared_core.worker.state.local_state import Position
 
 
 class _Arrivals:
-    """Looks like a store whose keys are ranks, which are there when they have come to a survivor group or have
-    finished.
-    """
+    """Looks like a store whose keys are ranks: there when they have come to a survivor group or have finished."""
 
     def __init__(self, store: Store, meeting: str) -> None:
         self._store, self._meeting = store, meeting
 
     def come(self, rank: int | str) -> bool:
-        """Whether the rank has come."""
         return bool(self._store.check([f"{self._meeting}/{rank}"]))
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -56,12 +53,11 @@ class _AnyOf:
         self._store = store
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether one of these is there."""
         return any(self._store.check([key]) for key in keys)
 
 
 class WaitFor(Enum):
-    """For whom is waited that is to be admitted."""
+    """For which absent ranks :meth:`SurvivorGroups.joining_ranks` waits."""
 
     #: For nobody: who is ready is admitted.
     NOT_AT_ALL = "nobody"
@@ -71,11 +67,7 @@ class WaitFor(Enum):
 
 
 class SurvivorGroups:
-    """Forms survivor groups, and admits replacements.
-
-    Args:
-        copies: give replacements their state while the others train.
-    """
+    """Forms survivor groups, and admits replacements. Used by the program's thread but for :meth:`await_absent`."""
 
     def __init__(self, recovery: Recovery, copies: StateCopies, position: Position) -> None:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
@@ -88,8 +80,8 @@ class SurvivorGroups:
 
     @property
     def formed(self) -> bool:
-        """Whether there has been a survivor group: then every worker uses survivor groups, and no failure is answered
-        by a replay.
+        """Whether there has been a survivor group: then every worker uses them, and no failure is
+        answered by a replay.
         """
         return self._survivor_group is not None
 
@@ -99,13 +91,15 @@ class SurvivorGroups:
         return self._runtime.absent
 
     def survivor_group(self) -> SurvivorGroup:
-        """Connect the ranks that are present; returns when all of them have called this. See :class:`SurvivorGroup`.
+        """Connect the ranks that are present; blocks until all of them have called this. See :class:`SurvivorGroup`.
 
         A worker that uses survivor groups does all communication of its training steps over them. Ask again when one
-        breaks. If a rank does not come in the time-out of the process group, the job ends.
+        breaks; one that is whole is returned again. If a rank does not come in the time-out of the process group, the
+        job ends.
 
         Raises:
             ConfigError: if ``on_failure`` is not ``reroute``.
+            NotConnected: if the ranks do not reach each other.
         """
         runtime, started = self._runtime, time.time()
         if not self._env.config.reroutes:
@@ -116,8 +110,7 @@ class SurvivorGroups:
             self._recovery.store.below().set(survivor_group_key(self._env.rank, self._env.incarnation), "1")
         while True:
             with runtime.lock:
-                # A failure before all use survivor groups, or without a replacement, is answered by forming the
-                # generation.
+                # Failures before all use survivor groups, or without a replacement, are answered by a new generation.
                 while not runtime.absent and runtime.generation < runtime.latest:
                     runtime.raise_if_ended()
                     runtime.changed.wait(1.0)
@@ -146,11 +139,10 @@ class SurvivorGroups:
             return self._survivor_group
 
     def _connect(self, generation: int, present: Sequence[int]) -> SurvivorGroup:
-        """Raises GenerationAbandoned if the generation ends meanwhile."""
+        """One survivor group of those that come. Raises GenerationAbandoned if the generation ends meanwhile."""
         runtime, rank = self._runtime, self._env.rank
         inject.point("survivor_group.connect")
-        # A generation has more survivor groups if replacements are admitted in it: each joins more ranks than the one
-        # before.
+        # A generation has several survivor groups if replacements are admitted in it, each with more ranks.
         name = f"survivor group{len(present)}"
         store, meeting = self._recovery.store.below(), f"gen/{generation}/{name}"
         store.set(f"{meeting}/{rank}", "1")
@@ -197,10 +189,8 @@ class SurvivorGroups:
         bound: str = "time-out of the process group",
         ends: str = "this ends with an error",
     ) -> None:
-        """Wait for keys, and end the job if they do not come.
-
-        Raises:
-            GenerationAbandoned: if another rank fails meanwhile.
+        """Block until the keys are there; end the job if they do not come. Raises GenerationAbandoned if another
+        rank fails.
         """
         with self._runtime.lock:
             self._runtime.note_waiting(+1)
@@ -221,20 +211,20 @@ class SurvivorGroups:
         self._admits = call
 
     def while_completed(self, call: Callable[[], None]) -> None:
-        """Have ``call`` run in a replacement that is in and gets the last updates of its state, before its program goes
-        on: the others may need it.
+        """Have ``call`` run in a replacement that is in and gets the last updates of its state, before its program
+        continues: the others may need it.
         """
         self._comes = call
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Have ``call`` run when the program has ended without an error, before this worker is done: others may need
-        it until then.
+        """Have ``call`` run when the program has ended without an error, before this worker is done: others may need it
+        until then.
         """
         link.at_end(call)
 
     def close_at_end(self, close: Callable[[], None]) -> Callable[[], None] | None:
         """As :meth:`at_end`, for what follows something of its kind: the newest ``close`` counts. Returns the one
-        before.
+        before, or None.
         """
         if self._closes is None:
             link.at_end(lambda: self._closes() if self._closes is not None else None)
@@ -242,9 +232,7 @@ class SurvivorGroups:
         return before
 
     def await_absent(self) -> bool:
-        """A collective of all ranks is called while some are absent. Whether they are in now; not if nobody lets them
-        in.
-        """
+        """See :meth:`Listener.await_absent`."""
         if self._admits is None:
             return False
         self._admits()
@@ -260,7 +248,7 @@ class SurvivorGroups:
 
         Args:
             wait: block until all absent ranks do, or one of them, or until another rank fails; otherwise this returns
-                at once. If they do not come in ``rejoin_after_s`` and ``wait_timeout_s``, the job ends.
+                at once. If they do not come in ``rejoin_after_s`` and ``wait_timeout_s`` together, the job ends.
         """
         with self._runtime.lock:
             generation, absent = self._runtime.latest, sorted(self._runtime.absent)
@@ -342,7 +330,7 @@ class SurvivorGroups:
         return True
 
     def join_request(self, entry: int) -> Received:
-        """Replacement: wait to be admitted. Returns what was received."""
+        """Replacement: block until it is admitted and its state is complete. Returns what was received."""
         runtime, recovery, rank = self._runtime, self._recovery, self._env.rank
         inject.point("survivor_group.join_request")
         store = recovery.store.below()

@@ -1,5 +1,8 @@
-"""Plain data and tensors between two members of a group that is being formed. Large tensors go from the memory where
-they are to the memory where they belong; small ones travel in bundles.
+"""Plain data and tensors between two members of a group that is being formed, named by their index in it. Large tensors
+go from the memory where they are to the memory where they belong; small ones travel in bundles.
+
+All functions that send or receive block. They raise RuntimeError if a connection breaks, GenerationAbandoned if the
+group was cut, and WaitTimeout if the other does not take part in time.
 """
 
 from __future__ import annotations
@@ -28,12 +31,8 @@ class StillWriting(GenerationAbandoned):
 
 
 def send(inner: InnerGroup, destination: int, head: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
-    """Send plain data and tensors to a rank of the group, which calls :func:`receive`.
-
-    Raises:
-        RuntimeError: if a connection breaks.
-        GenerationAbandoned: if the group was cut.
-        WaitTimeout: if the other does not take part in time.
+    """Send plain data and tensors to a member of the group, which calls :func:`receive`. Tensors may be on a device,
+    which is waited for.
     """
     await_all(apart(tensors))
     packed = pack({"head": head, "layout": layout(tensors)})
@@ -54,19 +53,13 @@ def receive(
     *,
     idle: bool = False,
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """What :func:`send` was given.
+    """What :func:`send` was given; the tensors are new and on the CPU.
 
     Args:
-        inner: the group.
-        source: place of the sender in it.
+        source: index of the sender in the group.
         what: the sender is to do, for the line that a long wait prints.
         limit_s: of one message; ``wait_timeout_s`` if None.
         idle: nothing depends on this message, so that a long wait is not worth a line.
-
-    Raises:
-        RuntimeError: if a connection breaks.
-        GenerationAbandoned: if the group was cut.
-        WaitTimeout: if the other does not take part in time.
     """
 
     def get(messages: Iterable[Message]) -> None:
@@ -84,13 +77,7 @@ def receive(
 
 
 def send_spans(inner: InnerGroup, destination: int, tensors: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
-    """Send parts of tensors whose layout the other knows; it calls :func:`receive_spans`.
-
-    Raises:
-        RuntimeError: if a connection breaks.
-        GenerationAbandoned: if the group was cut.
-        WaitTimeout: if the other does not take part in time.
-    """
+    """Send parts of tensors whose layout the other knows; it calls :func:`receive_spans`."""
     await_all(apart(tensors))
     messages = _messages([_flat(t) for t in tensors], spans, gather=True)
     _outgoing(inner, destination, messages)
@@ -99,19 +86,14 @@ def send_spans(inner: InnerGroup, destination: int, tensors: Sequence[torch.Tens
 def receive_spans(
     inner: InnerGroup, tensors: Sequence[torch.Tensor], spans: Mapping[int, Sequence[Span]], stuck_s: float
 ) -> None:
-    """Fill contiguous tensors with what several members give at once.
+    """Fill contiguous CPU tensors, in place, with what several members give at once.
 
     Args:
-        inner: the group.
-        tensors: to fill.
-        spans: by place of the member that gives them.
-        stuck_s: how long gloo may take to let the tensors go after a cut.
+        spans: by index of the member that gives them.
+        stuck_s: how long gloo may take to let the tensors go after a cut, in seconds.
 
     Raises:
-        RuntimeError: if a connection breaks.
         StillWriting: if the group was cut and something may still be written into the tensors.
-        GenerationAbandoned: if the group was cut.
-        WaitTimeout: if one of the others does not take part in time.
     """
     views = [_flat(t) for t in tensors]
     flows = {place: _incoming(inner, place, _messages(views, each, gather=False)) for place, each in spans.items()}
@@ -130,16 +112,12 @@ def receive_spans(
 
 
 def layout(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Shapes and types, as plain data."""
     return [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors]
 
 
 def room(described: Sequence[Sequence[Any]], places: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Contiguous tensors of a layout.
-
-    Args:
-        described: from :func:`layout`.
-        places: existing ones for the first of them, which are taken where they fit.
+    """Contiguous CPU tensors of a layout, contents undefined. The first of them are ``places`` themselves where
+    these fit.
     """
     found = []
     for number, (shape, dtype) in enumerate(described):
@@ -159,22 +137,16 @@ def room(described: Sequence[Sequence[Any]], places: Sequence[torch.Tensor] = ()
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of all values."""
     return sum(t.nbytes for t in tensors)
 
 
 def whole(tensors: Sequence[torch.Tensor]) -> list[Span]:
-    """All of them."""
     return [Span(place, 0, t.nbytes) for place, t in enumerate(tensors) if t.numel()]
 
 
 def _messages(views: Sequence[torch.Tensor], spans: Sequence[Span], *, gather: bool) -> Iterator[Message]:
-    """Both ends make the same of the same spans.
-
-    Args:
-        views: bytes of the tensors.
-        spans: to move.
-        gather: they are read now, also from devices, to send them; else what has come is dealt out, on the host.
+    """Both ends make the same of the same spans. ``views`` are the tensors as flat uint8. With ``gather`` they are read
+    now, also from devices, to send them; else what has come is dealt out, on the host.
     """
     for bundle in bundled(spans, _ALONE, _BUNDLE):
         parts = [views[span.tensor][span.start : span.stop] for span in bundle]
@@ -208,7 +180,6 @@ def _connected(inner: InnerGroup) -> Any:
 
 
 def _wait(inner: InnerGroup, place: int, what: str, limit_s: float | None = None, *, idle: bool = False) -> Wait:
-    """For one message."""
     return Wait(
         f"rank {inner.rank}",
         f"rank {inner.members[place]} {what}",

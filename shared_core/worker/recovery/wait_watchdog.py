@@ -40,12 +40,7 @@ AGAIN_S = 600.0
 
 
 class WaitWatchdog:
-    """Watches the waits of one worker's program, on a thread of its own.
-
-    Args:
-        recovery: knows the store, and whether there was a failure.
-        fatal_actions: ends a job of which no rank can continue.
-    """
+    """Watches the waits of one worker's program, on a thread of its own."""
 
     def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog, fatal_actions: FatalActions) -> None:
         self._env, self._recovery, self._runtime, self._events = env, recovery, recovery.runtime, events
@@ -130,7 +125,6 @@ class WaitWatchdog:
             return True
 
     def _retire(self) -> None:
-        """This rank continues: whatever it has reported is over."""
         if self._reported:
             self._reported = False
             self._store().set(self._key(self._env.rank), "")
@@ -242,5 +236,4 @@ def _when(store: Store, key: str) -> float:
 
 
 def _same(held: dict[int, tuple[int, ...]], before: dict[int, WaitStatus], now: dict[int, WaitStatus]) -> bool:
-    """Whether all of a standstill wait for what they waited for before."""
     return all(rank in before and before[rank].place == now[rank].place for rank in held)

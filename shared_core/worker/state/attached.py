@@ -17,16 +17,13 @@ class Attached:
     """What belongs to the attached modules and optimizers, and is neither a parameter nor an optimizer's state of one.
 
     Args:
-        modules: all that are attached.
-        replicated: their parameters, and the optimizers.
         alike: all ranks have the same modules; else groups are known by their number only, and modes by nothing.
     """
 
     def __init__(self, modules: Sequence[nn.Module], replicated: Replicated, *, alike: bool = True) -> None:
         self._replicated, self._alike = replicated, alike
         self._owners: list[tuple[str, nn.Module]] = []
-        # A wrapper comes last: a replacement may have the module without it, where the failed worker was between two
-        # calls.
+        # A wrapper comes last: a replacement may not have it, where the failed worker was between two calls.
         wrappers = {number: each for number, each in enumerate(modules) if isinstance(each, DistributedDataParallel)}
         bare = {number: wrappers[number].module if number in wrappers else each for number, each in enumerate(modules)}
         seen: set[int] = set()
@@ -40,7 +37,7 @@ class Attached:
     # -- buffers ---------------------------------------------------------------------------------------
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers by name, those that were assigned since as they are now."""
+        """Live buffers by name, those that were assigned since as they are now."""
         return {
             f"{path}{name}": buffer
             for path, owner in self._owners
@@ -49,10 +46,8 @@ class Attached:
         }
 
     def restore_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Put values of buffers in place, or in the place of what is there where their shapes differ.
-
-        Raises:
-            Unsupported: for what an earlier version has written.
+        """Copy values to the buffers. Where shape or dtype differ, the value itself becomes the buffer. Raises
+        Unsupported for what an earlier version has written.
         """
         if not isinstance(values, Mapping):
             raise Unsupported(
@@ -72,14 +67,13 @@ class Attached:
     # -- modes -----------------------------------------------------------------------------------------
 
     def modes(self) -> tuple[bytes, bytes]:
-        """Which modules are in training mode, and which parameters have gradients."""
+        """Which modules are in training mode, and which parameters require gradients: a byte each."""
         if not self._alike:
             return b"", b""
         training = bytes([owner.training for _, owner in self._owners])
         return training, bytes([p.requires_grad for p in self._replicated.parameters])
 
     def restore_modes(self, values: tuple[bytes, bytes]) -> None:
-        """Inverse of :meth:`modes`."""
         training, gradients = values
         for (_, owner), mode in zip(self._owners, training, strict=False):
             owner.training = bool(mode)
@@ -90,7 +84,7 @@ class Attached:
     # -- gradients -------------------------------------------------------------------------------------
 
     def with_gradients(self) -> bytes:
-        """Which parameters have a gradient, be it zero."""
+        """Which parameters have a gradient, be it zero: a byte each."""
         return bytes([p.grad is not None for p in self._replicated.parameters]) if self._alike else b""
 
     def restore_gradients(self, values: bytes) -> None:
@@ -104,10 +98,8 @@ class Attached:
     # -- groups ----------------------------------------------------------------------------------------
 
     def groups(self) -> list[list[dict[str, Any]]]:
-        """What the optimizers' groups hold: learning rates and the like, and the places of their parameters.
-
-        Raises:
-            Unsupported: for a parameter that was not attached.
+        """What the optimizers' groups hold: learning rates and the like, and the places of their parameters. Raises
+        Unsupported for a parameter that was not attached.
         """
         return [[self._group(group) for group in o.param_groups] for o in self._replicated.optimizers]
 

@@ -1,5 +1,5 @@
-"""Parameters and optimizer state as they were at step boundaries, for replacements of scripts that change them outside
-updates.
+"""Parameters and optimizer state as they were at step boundaries, for replacements of scripts that change them
+outside updates.
 
 Such a script's replacement cannot continue from newer state: what the script does in the batch would be in it already,
 or would be done to other values. With the state of its step boundary it makes the updates itself, and the changes too.
@@ -16,13 +16,8 @@ import torch
 
 @dataclass(frozen=True)
 class Kept:
-    """State at one step boundary.
-
-    Attributes:
-        version: updates it contains.
-        description: see :meth:`Replicated.export`.
-        tensors: copies, but for those that were left out, which are the live ones.
-        copies: by place in ``tensors``.
+    """State with ``version`` updates at one step boundary; see :meth:`Replicated.export`. ``tensors`` are copies, but
+    for those that were left out, which are live; ``copies`` has the copies by place in ``tensors``.
     """
 
     version: int
@@ -42,24 +37,17 @@ class KeptBoundaries:
 
     @property
     def indices(self) -> list[int]:
-        """Numbers of the step boundaries."""
         return sorted(self._kept)
 
     def get(self, index: int | None) -> Kept | None:
-        """State at a step boundary, if it is kept."""
         return self._kept.get(index) if index is not None else None
 
     @torch.no_grad()
     def keep(
         self, index: int, version: int, exported: tuple[dict[str, Any], list[torch.Tensor]], left_out: Collection[int]
     ) -> None:
-        """Copy the state at a step boundary.
-
-        Args:
-            index: number of the step boundary.
-            version: updates in the state.
-            exported: from :meth:`Replicated.export`.
-            left_out: places of tensors that are had from elsewhere.
+        """Copy ``exported``, of :meth:`Replicated.export`, as the state with ``version`` updates at step boundary
+        ``index``. Places in ``left_out`` are published elsewhere, and not copied.
         """
         description, tensors = exported
         copies: dict[int, torch.Tensor] = {}
@@ -75,17 +63,13 @@ class KeptBoundaries:
         self._kept[index] = Kept(version, description | {"version": version, "images": []}, state, copies)
 
     def drop_before(self, index: int, *, reuse: bool) -> None:
-        """Drop what was kept before a step boundary.
-
-        Args:
-            index: number of the step boundary.
-            reuse: nobody reads what is dropped.
+        """Drop what was kept before step boundary ``index``. With ``reuse`` nobody reads it, and its memory is
+        used again.
         """
         for old in [each for each in self._kept if each < index]:
             dropped = self._kept.pop(old)
             self._spare = dict(dropped.copies) if reuse else {}
 
     def clear(self) -> None:
-        """Keep nothing, and no memory."""
         self._kept.clear()
         self._spare.clear()

@@ -20,12 +20,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class BucketInput:
-    """The parameters of one bucket, in its order.
-
-    Args:
-        parameters: whose gradients are in it.
-        scale: by which DDP multiplies them.
-    """
+    """The parameters of one bucket, which holds their gradients flat, one after the other, multiplied by ``scale``."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], scale: float) -> None:
         self._parameters, self._scale = list(parameters), scale
@@ -34,7 +29,7 @@ class BucketInput:
         self._dense = same and all(_span(p) == p.numel() for p in parameters)
 
     def fits(self, bucket: torch.Tensor) -> bool:
-        """Whether a bucket has the length and type of this one, and is where its parameters are."""
+        """Whether a bucket has this one's length, dtype and device, and its parameters are dense."""
         first = self._parameters[0]
         alike = bucket.dtype == first.dtype and bucket.device == first.device
         return self._dense and bucket.numel() == self.numel and alike
@@ -59,10 +54,8 @@ class BucketInput:
         return True
 
     def write(self, bucket: torch.Tensor, checksum: int) -> None:
-        """Put into the bucket what was there before its reduction.
-
-        Raises:
-            RecoveryFailed: the result does not have this checksum, of :func:`input_checksum`.
+        """Overwrite the bucket with what was there before its reduction: zeros for a parameter without a gradient.
+        Raises RecoveryFailed if the result does not have this checksum, of :func:`input_checksum`.
         """
         with torch.no_grad():
             for parameter, part in self.parts(bucket):
@@ -77,7 +70,7 @@ class BucketInput:
             )
 
     def parts(self, bucket: torch.Tensor) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Each parameter with its part of the bucket, in its own shape."""
+        """Each parameter with its part of the bucket, a view in the parameter's shape and strides."""
         flat, at, parts = bucket.detach().view(-1), 0, []
         for parameter in self._parameters:
             part = flat[at : at + parameter.numel()]
@@ -92,11 +85,8 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 class _Module:
-    """What is known of one DDP module's buckets.
-
-    Attributes:
-        inputs: of its buckets; empty until DDP has settled them.
-        left: buckets that it has not handed over since its last forward.
+    """What is known of one DDP module's buckets: ``inputs``, empty until DDP has settled them, and how many are
+    ``left`` that it has not handed over since its last forward.
     """
 
     def __init__(self) -> None:
@@ -105,11 +95,11 @@ class _Module:
 
 
 class BucketInputs:
-    """Knows which parameters are in which bucket, as DDP modules have agreed. That a bucket is computed as is said here
-    is verified, bit for bit, before it is relied on.
+    """Knows which parameters are in which bucket, as DDP modules have agreed. That a bucket is computed in this way is
+    verified, bit for bit, before it is relied on.
     """
 
-    #: Times that a bucket which matches nothing is looked at.
+    #: A bucket that matches nothing is looked at so many times.
     _TRIES = 3
 
     def __init__(self) -> None:
@@ -118,18 +108,13 @@ class BucketInputs:
         self._tried: dict[int, int] = {}
 
     def clear(self) -> None:
-        """Forget all modules."""
         self._modules.clear()
         self._found.clear()
         self._tried.clear()
 
     def agreed(self, ddp: DistributedDataParallel, indices: Sequence[int], sizes: Sequence[int]) -> None:
-        """DDP has settled its buckets.
-
-        Args:
-            ddp: the module.
-            indices: of its parameters, bucket by bucket.
-            sizes: parameters in each bucket.
+        """DDP has settled its buckets: ``indices`` of its parameters, bucket by bucket, and how many parameters each
+        bucket has.
         """
         ignored = getattr(ddp, "parameters_to_ignore", ())
         named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
@@ -152,12 +137,14 @@ class BucketInputs:
             module.left = len(module.inputs)
 
     def layout(self, ddp: nn.Module) -> Sequence[BucketInput]:
-        """The buckets of a module in the order in which it hands them over; nothing before that is known."""
+        """The buckets of a module in the order in which it hands them over; empty before that is known."""
         module = self._modules.get(id(ddp))
         return module.inputs if module is not None else ()
 
     def of(self, bucket: torch.Tensor) -> BucketInput | None:
-        """Where the content of this bucket, which DDP hands over, can be computed from; None if that is not known."""
+        """What recomputes this bucket, which DDP hands over; None if that is not known. Each bucket once after
+        a forward.
+        """
         place = bucket.data_ptr()
         module, found = self._found.get(place) or self._find(bucket)
         if found is None or module is None or not found.fits(bucket) or module.left == 0:

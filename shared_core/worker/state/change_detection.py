@@ -35,11 +35,15 @@ class ChangeWatch:
         self._tensors: list[bool] = []
 
     def resume(self, updates: int) -> None:
-        """The failed worker has watched so many updates; values that it has seen whole are not again."""
+        """The failed worker has watched so many updates: values that it has compared whole are not compared
+        whole again.
+        """
         self._noted = min(updates, _WHOLE)
 
     def note(self, *, values: bool = True) -> None:
-        """What there is now was there at the start, or was made by an update."""
+        """What there is now was there at the start, or was made by an update. ``values`` False notes version
+        counters only.
+        """
         self._versions = self._count()
         if not values:
             return
@@ -85,10 +89,8 @@ class ChangeWatch:
         return self._versions is not None and self._versions != self._count()
 
     def changed(self, *, pieces: bool = True) -> str | None:
-        """What is not as it was noted; None if nothing is known to have changed.
-
-        Args:
-            pieces: look at a piece of the values, once no longer all of them are looked at.
+        """Name of a parameter that is not as it was noted, or "the state of an optimizer"; None if nothing is known to
+        have changed. ``pieces``: look at a piece of the values, once no longer all of them are looked at.
         """
         if self._versions is None:
             return None

@@ -1,5 +1,4 @@
-"""Checksums of tensors, at the speed of the memory they are in, and of state that is too large to be summed between two
-steps.
+"""Checksums of tensors, at the speed of the memory they are in, and of state too large to be summed between two steps.
 
 The bytes are taken as 64-bit words in blocks of 64 rows and 64 columns. All sums are of integers modulo 2^64, so that
 neither threads nor the way in which a tensor is cut change the result. Each row and each column of a block is added up;
@@ -42,7 +41,7 @@ _LEAST = 4 << 20
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """64 bits that stand for the values of a tensor."""
+    """64-bit checksum of a tensor's values. Equal bytes give equal sums, whatever the shape and the device."""
     raw = _raw(tensor)
     return _between(raw, 0, raw.numel())
 
@@ -55,11 +54,8 @@ def parts(sizes: Sequence[int], least: int = _LEAST) -> list[list[Span]]:
 
 
 class RunningSums:
-    """Checksums of a list of tensors, made part by part: what is between two calls may change the values, and ranks
-    whose tensors are equal at each call get equal sums.
-
-    Args:
-        sizes: of the tensors, in bytes.
+    """Checksums of a list of tensors of ``sizes`` bytes, made part by part: what is between two calls may change the
+    values, and ranks whose tensors are equal at each call get equal sums.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -68,14 +64,13 @@ class RunningSums:
         self._left = parts(self.sizes)
 
     def add_part(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum the next part."""
         for span in self._left.pop(0) if self._left else []:
             found = _between(_raw(tensors[span.tensor]), span.start, span.stop)
             self._sums[span.tensor] = (self._sums[span.tensor] + found) & _MASK
 
     @property
     def complete(self) -> list[int] | None:
-        """A checksum for each tensor, once all parts are summed."""
+        """A checksum for each tensor; None until all parts are summed."""
         return None if self._left else self._sums
 
 
@@ -92,7 +87,9 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _between(raw: torch.Tensor, start: int, stop: int) -> int:
-    """The share of some bytes in the sum of all; shares add up."""
+    """The share of bytes ``start`` to ``stop`` in the sum of all; shares add up. ``start`` is a
+    multiple of ``BLOCK``.
+    """
     total = 0
     blocks, end = stop // BLOCK, stop == raw.numel()
     for first in range(start // BLOCK, blocks, _MIXED):
@@ -114,10 +111,10 @@ def _between(raw: torch.Tensor, start: int, stop: int) -> int:
 
 
 def _mixed(sums: torch.Tensor, first: int, kind: int) -> int:
-    """The sum of what the sums of rows or columns become when their places are mixed in.
+    """The sum of what the sums of rows or columns become when their places are mixed in (SplitMix64's finaliser).
 
     Args:
-        sums: by block and row or column. What is in there is used up.
+        sums: int64, by block and row or column; overwritten.
         first: number of the first block.
         kind: 1 for rows, 2 for columns.
     """
@@ -134,5 +131,5 @@ def _mixed(sums: torch.Tensor, first: int, kind: int) -> int:
 
 
 def _shifted(values: torch.Tensor, by: int, out: torch.Tensor) -> torch.Tensor:
-    """To the right, zeros coming in from the left, whatever the sign."""
+    """Logical shift to the right, into ``out``: zeros come in from the left, whatever the sign."""
     return torch.bitwise_right_shift(values, by, out=out).bitwise_and_((1 << (64 - by)) - 1)

@@ -1,9 +1,9 @@
 """Compiled code that depends on what was compiled before it, which a replacement has not compiled.
 
-``torch.compile`` makes code for the sizes that it meets first. When others come, it makes code for any size, which
-need not give the same bits, and keeps the first code for the first sizes. A replacement meets the sizes of its own
-batches first. So what sizes were met, and in which order, is published. A replacement that meets them in another order
-would run other code than the failed worker: all workers go back to the newest checkpoint then.
+``torch.compile`` makes code for the sizes that it meets first. When others come, it makes code for any size, which need
+not give the same bits, and keeps the first code for the first sizes. A replacement meets the sizes of its own batches
+first. So what sizes were met, and in which order, is published. A replacement that meets them in another order would
+run other code than the failed worker: all workers go back to the newest checkpoint then.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ Orders = Mapping[str, list[str]]
 
 
 class Compiled:
-    """What Dynamo has compiled in this worker.
-
-    Args:
-        origin: whose state is being restored.
-        fall_back: nobody can take a failed worker's place: all workers start again.
+    """What Dynamo has compiled in this worker. ``origin`` says whose state is being restored; ``fall_back`` has all
+    workers start again.
     """
 
     def __init__(self, origin: Callable[[], Origin], fall_back: Callable[[str], NoReturn]) -> None:
@@ -34,7 +31,7 @@ class Compiled:
         self._before: Orders = {}
 
     def capture(self) -> dict[str, Any]:
-        """What was compiled in which order, and a function that was compiled too often; plain data."""
+        """What was compiled in which order, and a function that was compiled too often; plain data. May fall back."""
         compilations = compat.compilations()
         if compilations and compilations[-1] is not self._newest:
             self._newest = compilations[-1]
@@ -51,7 +48,9 @@ class Compiled:
         return {where: met for where, met in self._own.items() if len(met) >= len(self._before.get(where, ()))}
 
     def restore(self, found: Mapping[str, Any]) -> None:
-        """A replacement continues where a worker failed. After a restart all workers compile again."""
+        """A replacement continues where a worker failed. After a restart all workers compile again, and this
+        does nothing.
+        """
         if self._origin() != "same":
             return
         if found["too often"]:
@@ -68,11 +67,8 @@ class Compiled:
 
 
 def differs(own: Orders, before: Orders) -> str:
-    """Why a replacement cannot run the code of the worker before it, as a text; empty if it can.
-
-    Args:
-        own: what the replacement has met.
-        before: what the failed worker had met.
+    """Why a replacement that has met ``own`` cannot run the code of the worker that had met ``before``; empty if
+    it can.
     """
     for where, met in before.items():
         if compat.ANY_SIZE in met[0]:

@@ -35,13 +35,10 @@ class Buckets:
     """The DDP modules of this worker, and which of them have settled their buckets.
 
     Args:
-        runtime: serves what was agreed.
-        publisher: keeps it for replacements.
-        unattached: told that a module is trained and nothing is attached.
+        unattached: called when a module is trained and nothing is attached.
 
     Attributes:
-        modules: the DDP modules that are trained.
-        eligible: step boundaries since they were attached that could have been recovery points.
+        eligible: step boundaries since :meth:`attach` that could have been recovery points.
     """
 
     def __init__(
@@ -62,11 +59,7 @@ class Buckets:
         self._first: dict[int, FirstIteration] = {}
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
-        """Look for DDP modules in ``modules``.
-
-        Raises:
-            Unsupported: for one that cannot be recovered.
-        """
+        """Look for DDP modules in ``modules``. Raises Unsupported for one that cannot be recovered."""
         self._attached = True
         self.modules = [m for module in modules for m in module.modules() if isinstance(m, DistributedDataParallel)]
         for ddp in self.modules:
@@ -89,12 +82,11 @@ class Buckets:
         return [ddp.require_forward_param_sync for ddp in self.modules]
 
     def set_flags(self, flags: list[bool]) -> None:
-        """Inverse of :meth:`flags`."""
         for ddp, flag in zip(self.modules, flags, strict=False):
             ddp.require_forward_param_sync = flag
 
     def unsettled(self) -> bool:
-        """Whether this step boundary, which could be a recovery point, is none; call it once a boundary."""
+        """Whether this step boundary, which could be a recovery point, is none. Counts it: call it once a boundary."""
         # Until a static graph is known, a replacement runs the iteration itself in which DDP learns it.
         if any(first.begun and not first.ended for first in self._first.values()):
             return True
@@ -106,15 +98,12 @@ class Buckets:
         return 1 < self.eligible <= _BOUNDARIES
 
     def handed_over(self) -> None:
-        """DDP has handed over a bucket."""
         if not self._attached:
             self._unattached()
 
     def note(self, ddp: DistributedDataParallel, op: Op) -> None:
-        """DDP agrees on the order of the buckets of ``ddp`` by the operation ``op``.
-
-        Raises:
-            ConfigError: if other modules are attached, and ``ddp`` is not.
+        """DDP agrees on the order of the buckets of ``ddp`` by the operation ``op``; its result is recorded when it is
+        there, on the thread that completes it. Raises ConfigError if other modules are attached, and ``ddp`` is not.
         """
         number = next((i for i, known in enumerate(self.modules) if known is ddp), None)
         if number is None and not self._attached:
@@ -146,10 +135,8 @@ class Buckets:
         self._inputs.agreed(ddp, places[:-1], sizes)
 
     def forward_done(self, ddp: DistributedDataParallel) -> None:
-        """A backward follows, which overwrites the buckets of ``ddp``, and in which it may learn a static graph.
-
-        Raises:
-            Unsupported: if the module was given what cannot be recovered since it was attached.
+        """A backward follows, which overwrites the buckets of ``ddp``, and in which it may learn a static graph. Raises
+        Unsupported if the module was given what cannot be recovered since it was attached.
         """
         refuse_hooks(ddp)
         for first in self._first.values():
@@ -158,11 +145,11 @@ class Buckets:
         self._runtime.results.release()
 
     def input_of(self, bucket: torch.Tensor) -> BucketInput | None:
-        """Where the content of a bucket that DDP hands over can be computed from; None if that is not known."""
+        """What recomputes a bucket that DDP hands over; None if that is not known."""
         return self._inputs.of(bucket)
 
     def layout(self) -> Sequence[BucketInput]:
-        """The buckets of the one DDP module in the order in which it hands them over; nothing before that is known."""
+        """The buckets of the one DDP module in the order in which it hands them over; empty before that is known."""
         return self._inputs.layout(self.modules[0]) if len(self.modules) == 1 else ()
 
     def settle(self, records: Records, boundary: StepBoundary) -> None:

@@ -24,13 +24,9 @@ Answered = Callable[[Callable[[list[torch.Tensor]], list[torch.Tensor]]], Abstra
 
 
 class FirstIteration:
-    """Sees the first iteration of a module with a static graph.
-
-    Args:
-        ddp: before it.
+    """Sees the first iteration of a module with a static graph, which it is given before that.
 
     Attributes:
-        ddp: the module.
         begun: DDP has learned the graph, or is about to.
         ended: it has used it for its buckets; nothing is left to be seen.
     """
@@ -46,11 +42,9 @@ class FirstIteration:
 
     @property
     def begun(self) -> bool:
-        """See the class."""
         return self._forwards > 0
 
     def forward(self, ddp: DistributedDataParallel) -> None:
-        """A forward is done, and its backward will reduce gradients."""
         if ddp is not self.ddp:
             return
         self._forwards += 1
@@ -61,7 +55,7 @@ class FirstIteration:
         if self._forwards > 1 or self.ended:
             return
         for place, parameter in enumerate(self._parameters):
-            # DDP counts in the same place: also where a gradient is there, but not defined.
+            # DDP counts here too: also a gradient that comes and is not defined.
             node = get_gradient_edge(parameter).node
             self._handles.append(node.register_hook(lambda *_, place=place: self._count(place)))
 
@@ -69,7 +63,6 @@ class FirstIteration:
         self._counts[place] += 1
 
     def end(self) -> None:
-        """DDP has made its buckets by what it has learned."""
         self.ended = True
         self._let_go()
 
@@ -79,7 +72,9 @@ class FirstIteration:
         self._handles.clear()
 
     def seen(self) -> list[torch.Tensor]:
-        """How often the gradient of each parameter came, and how many ranks use it; int32."""
+        """How often the gradient of each parameter came, and how many ranks use it: int32, one element a parameter, on
+        the CPU.
+        """
         return [torch.tensor(self._counts, dtype=torch.int32), self._used]
 
 
@@ -94,9 +89,9 @@ def repeat(ddp: DistributedDataParallel, counts: torch.Tensor, used: torch.Tenso
 
     Args:
         ddp: before its first iteration. Gradients of its parameters are as they were, afterwards.
-        counts: how often the gradient of each parameter came.
-        used: how many ranks use each.
-        answered: by which the operations of all ranks are answered here.
+        counts: int32; how often the gradient of each parameter came.
+        used: int32; how many ranks use each.
+        answered: answers the operations of all ranks here.
 
     Raises:
         Unsupported: other parameters are trained than then.

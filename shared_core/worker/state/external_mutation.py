@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class ExternalMutation:
-    """Looks for changes that the script makes outside updates. From the first one on the state at step boundaries is
-    kept.
+    """Looks for changes that the script makes outside updates. From the first one on the state at step boundaries
+    is kept.
 
     The first step boundary after :meth:`attach` is kept in any case where a copy costs little: most scripts that change
     something do so from the first batch on. It is dropped when that batch has ended without a change.
@@ -28,7 +28,6 @@ class ExternalMutation:
     Attributes:
         active: something is changed, or will be: a replacement is given the state of its own step boundary, never a
             newer one.
-        boundaries: what is kept.
         boundary: number of the newest step boundary.
     """
 
@@ -45,12 +44,7 @@ class ExternalMutation:
         self._first_version = -1
 
     def attach(self, replicated: Replicated, unoptimized: UnoptimizedParameters | None) -> None:
-        """Watch this state from the next step boundary on.
-
-        Args:
-            replicated: what is trained.
-            unoptimized: those of its parameters that no optimizer steps; None: nothing is looked for.
-        """
+        """Watch ``replicated`` from the next step boundary on. Without ``unoptimized`` nothing is looked for."""
         watches = unoptimized is not None and self._policy != "never"
         self._replicated, self._unoptimized = replicated, unoptimized if watches else None
         self._watch = ChangeWatch(replicated) if watches else None
@@ -58,25 +52,20 @@ class ExternalMutation:
         self.active = self._unoptimized is not None and (self._policy == "always" or self._unoptimized.own)
 
     def expect(self) -> None:
-        """Changes will be made."""
         self.active = self.active or self._watch is not None
 
     def see(self, *, pieces: bool = False) -> None:
-        """See whether there is something else than what was there at the start or was made by an update.
-
-        Args:
-            pieces: look at a piece of the values, too: once in a step is enough.
+        """See whether there is something else than what was there at the start or was made by an update. ``pieces``:
+        look at a piece of the values, too: once in a step is enough.
         """
         if self._watch is not None and not self.active and (name := self._watch.changed(pieces=pieces)) is not None:
             self.active, self._changed = True, name
 
     def updated(self) -> None:
-        """An update was made."""
         if self._watch is not None and not self.active:
             self._watch.note()
 
     def part_updated(self) -> None:
-        """A part of an update was made, or taken back."""
         if self._watch is not None and not self.active:
             self._watch.note_part()
 
@@ -88,17 +77,11 @@ class ExternalMutation:
     # -- step boundaries ------------------------------------------------------------------------------------
 
     def next_batch(self, version: int) -> None:
-        """A batch begins, at a recovery point or not.
-
-        Args:
-            version: updates made.
-        """
         self.see()
         if not self.active and self.boundaries.indices and version > self._first_version:
             self.boundaries.clear()
 
     def at_boundary(self, index: int, version: int) -> None:
-        """A step boundary was published: keep the state there, if that is needed."""
         if self.active or (self._first and self._unoptimized is not None and self._unoptimized.small):
             self._keep(index, version)
         if self._first and self._watch is not None:
@@ -110,8 +93,6 @@ class ExternalMutation:
         """Replacement, at its step boundary.
 
         Args:
-            index: number of the step boundary.
-            version: updates made.
             active: what was published there.
             exact: the state is that of the step boundary.
             watched: updates that the failed worker has watched.
@@ -131,7 +112,7 @@ class ExternalMutation:
     # -- for a replacement --------------------------------------------------------------------------------
 
     def given(self, index: int | None) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """Description and tensors of the state at a step boundary, if it is kept."""
+        """Description and tensors of the state at a step boundary, not to be written; None if it is not kept."""
         kept = self.boundaries.get(index)
         return None if kept is None else (kept.description, list(kept.tensors))
 
@@ -146,10 +127,8 @@ class ExternalMutation:
         return index is not None and self.active and self.boundary < index
 
     def refuse(self) -> None:
-        """The state as it is now is to serve an earlier step boundary.
-
-        Raises:
-            RecoveryFailed: if it is not what updates have made of the state there.
+        """The state as it is now is to serve an earlier step boundary. Raises RecoveryFailed if it is not what updates
+        have made of the state there.
         """
         if self.active or (self._watch is not None and self._watch.counted):
             raise RecoveryFailed(

@@ -1,8 +1,8 @@
 """What a forward pass changed and returned, for a replacement whose parameters are already newer than that pass.
 
 The output of a DDP module is all that flows from the parameters to the user's code. It is published, with what forward
-changed, before the first gradient bucket of each backward; a replacement that is behind continues with what its
-failed worker saw. Where outputs are larger than the parameters, parameters before each update are kept instead.
+changed, before the first gradient bucket of each backward; a replacement that is behind continues with what its failed
+worker saw. Where outputs are larger than the parameters, parameters before each update are kept instead.
 """
 
 from __future__ import annotations
@@ -25,15 +25,7 @@ _OUTPUTS = "swift.outputs"
 
 
 class ForwardRecorder:
-    """Forward passes of the present batch.
-
-    Args:
-        runtime: says what the newest step boundary is.
-        publisher: where they are published.
-        updates: whether this worker is behind, and what it keeps.
-        parts: rank-local state, some of which forward changes.
-        joining: whether this worker has not joined yet.
-    """
+    """Forward passes of the present batch. ``joining`` says whether this worker has not joined yet."""
 
     def __init__(
         self,
@@ -57,11 +49,12 @@ class ForwardRecorder:
         self._buffers = buffers
 
     def at_boundary(self) -> None:
-        """A step boundary was published."""
         self._backwards, self._graph, self._outputs = 0, -1, []
 
     def before_bucket(self) -> None:
-        """DDP hands over a gradient bucket: forward is done."""
+        """DDP hands over a gradient bucket: forward is done. Publishes what it changed, or puts back what the failed
+        worker had. Called on the thread of backward.
+        """
         inject.point("bucket")
         if self._joining() or self._updates.computes_again:
             return
@@ -84,7 +77,9 @@ class ForwardRecorder:
 
     @out_of_graphs
     def after_forward(self, ddp: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook of DDP modules."""
+        """Forward hook of DDP modules. Keeps copies of the output; in a replacement that is behind it writes the failed
+        worker's output over this one's, in place, or returns it where values are no tensors.
+        """
         if not torch.is_grad_enabled() or self._joining() or self._updates.computes_again:
             return None
         if self._updates.exact:
@@ -123,7 +118,7 @@ class ForwardRecorder:
 
 
 def _copied(tensor: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
-    """A copy, in the memory of an earlier one if that is as large: new memory costs more than the copy."""
+    """A copy, in the memory of an earlier one if shape and dtype fit: new memory costs more than the copy."""
     if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
         return tensor.clone()
     return room.copy_(tensor)

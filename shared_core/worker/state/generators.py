@@ -23,11 +23,8 @@ class _Remembered:
     """The encoded state of one generator, made again only when its memory has changed.
 
     Few scripts draw from Python's and numpy's generators at each batch, and to ask these for their state takes a
-    hundred times longer than to look whether their memory is what it was.
-
-    Args:
-        memory: a copy of it; None where that is not known to say all.
-        state: asks the generator.
+    hundred times longer than to look whether their memory is what it was. ``memory`` copies that; None where it is not
+    known to say all.
     """
 
     def __init__(self, memory: Callable[[], Any], state: Callable[[], Any]) -> None:
@@ -36,7 +33,6 @@ class _Remembered:
         self._encoded = b""
 
     def encoded(self) -> bytes:
-        """The state as it is now."""
         memory = self._memory()
         if memory is None or memory != self._seen:
             self._encoded, self._seen = dumps(self._state()), memory
@@ -54,8 +50,8 @@ def python_memory(generator: random.Random) -> Any:
 
 
 def numpy_memory(generator: Any, bits: Any) -> Any:
-    """All that the state of a ``RandomState`` of numpy consists of, with its bit generator; None if it is no Mersenne
-    Twister.
+    """All that the state of a ``RandomState`` of numpy consists of, with its bit generator; None if it is no
+    Mersenne Twister.
     """
     if type(bits).__name__ != "MT19937":
         return None
@@ -94,7 +90,6 @@ _remembered: dict[str, _Remembered] = {}
 
 
 def random_state() -> dict[str, Any]:
-    """Of the global generators, as plain data."""
     # As bytes, which are several times cheaper to publish than a tensor.
     of_torch = torch.default_generator.get_state()
     state: dict[str, Any] = {"torch": bytes(memory_of(of_torch)[: of_torch.nbytes])}
@@ -113,7 +108,6 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Inverse of :func:`random_state`."""
     of_torch = state["torch"]
     torch.set_rng_state(
         torch.frombuffer(bytearray(of_torch), dtype=torch.uint8) if isinstance(of_torch, bytes) else of_torch

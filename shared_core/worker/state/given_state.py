@@ -19,12 +19,8 @@ from shared_core.worker.state.update_images import UpdateImages
 
 
 class GivenState:
-    """Waits until the state can be given, and keeps updates away meanwhile.
-
-    Args:
-        images: parameters before each.
-        outside: changes that the script makes outside updates.
-        fence: returns when what is being copied may be changed.
+    """Waits until the state can be given, and keeps updates away meanwhile. Recovery threads call. ``images`` are the
+    parameters before each update; ``fence`` blocks until what is being copied may be changed.
     """
 
     def __init__(
@@ -37,13 +33,9 @@ class GivenState:
         self._parts: Parts | None = None
 
     def attach(self, replicated: Replicated | None, sharded: bool, undo: Undo | None, parts: Parts | None) -> None:
-        """This state is given from now on.
-
-        Args:
-            replicated: what is trained; None where nothing is given.
-            sharded: its optimizer's state is divided over the replicas.
-            undo: of the updates since the last step boundary, if it is kept.
-            parts: of the next update, where parts of it are made early.
+        """This state is given from now on; nothing where ``replicated`` is None. ``sharded``: its optimizer's state is
+        divided over the replicas. ``undo`` and ``parts`` are those of the updates since the last step boundary and
+        of the next one.
         """
         self._replicated, self._sharded, self._undo, self._parts = replicated, sharded, undo, parts
 
@@ -51,7 +43,8 @@ class GivenState:
     def frozen(
         self, min_version: int, timeout_s: float, boundary: int | None = None
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """State with at least ``min_version`` updates in it, and no update running; see :meth:`Replicated.export`.
+        """State with at least ``min_version`` updates in it, and no update running; see :meth:`Replicated.export`. The
+        tensors are live, or images, not to be written.
 
         Args:
             min_version: updates at the step boundary for which it is wanted.
@@ -60,7 +53,7 @@ class GivenState:
 
         Raises:
             RecoveryFailed: if the state does not get there in time, or cannot be had because the script has changed it
-                outside updates.
+                outside updates, also when the context ends.
         """
         with self._gate.condition:
             ready = self._gate.condition.wait_for(lambda: self._has(min_version, boundary), timeout=timeout_s)
@@ -105,7 +98,9 @@ class GivenState:
                 self._outside.part_updated()
 
     def _has(self, version: int, boundary: int | None = None) -> bool:
-        """Whether a replacement that starts at ``version`` can be given the state now."""
+        """Whether a replacement that starts at ``version`` can be given the state now. Callers hold the lock of
+        the updates.
+        """
         if self._gate.installing:
             return False
         if self._outside.decided(boundary):
@@ -124,16 +119,8 @@ class GivenState:
     def at_version(
         self, version: int, boundary: int | None = None
     ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """State with ``version`` updates in it, as it was at the last step boundary; updates since then are undone.
-
-        Call while the gate is held.
-
-        Args:
-            version: updates at the step boundary.
-            boundary: its number.
-
-        Raises:
-            RecoveryFailed: if that state cannot be had.
+        """State with ``version`` updates in it, as it was at step boundary ``boundary``, the last one; updates since
+        then are undone, in place. Call while the gate is held. Raises RecoveryFailed if that state cannot be had.
         """
         kept = self._outside.given(boundary)
         if kept is not None:

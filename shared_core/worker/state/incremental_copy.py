@@ -34,11 +34,11 @@ class LoggedUpdate:
 
     Attributes:
         version: updates in the state before it.
-        optimizer: its place.
+        optimizer: its number.
         groups: hyper-parameters of its groups.
         places: of the parameters that it stepped, as far as they had been copied.
-        gradients: theirs.
-        counts: how often these had been changed.
+        gradients: theirs, live: not copied.
+        counts: version counters of the gradients.
     """
 
     version: int
@@ -50,7 +50,6 @@ class LoggedUpdate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradients."""
         return sum(each.nbytes for each in self.gradients)
 
     @property
@@ -61,13 +60,7 @@ class LoggedUpdate:
 
 @dataclass(frozen=True)
 class Piece:
-    """A copy of some parameters with their optimizer state.
-
-    Attributes:
-        places: of the parameters.
-        description: of the optimizer state, see :meth:`Replicated.described`.
-        tensors: the parameters, then optimizer state.
-    """
+    """A copy of the parameters at ``places`` with their optimizer state; see :func:`described`."""
 
     places: list[int]
     description: list[list[Any]]
@@ -76,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sums:
-    """Checksums of some parameters together with their optimizer state."""
+    """Checksums of some parameters together with their optimizer state; see :func:`sums`."""
 
     places: list[int]
     sums: list[int]
@@ -89,7 +82,9 @@ def followable(replicated: Replicated) -> bool:
 
 
 class IncrementalCopy:
-    """One copy in the making. The program's thread logs updates, another one takes what is to be sent."""
+    """One copy in the making. The program's thread logs updates, another one takes what is to be sent. ``failed`` says
+    why the copy is of no use; empty while it is of use.
+    """
 
     def __init__(self, replicated: Replicated) -> None:
         self._replicated = replicated
@@ -109,12 +104,7 @@ class IncrementalCopy:
     # -- the program's thread ----------------------------------------------------------------------
 
     def begin(self, version: int, optimizer: Optimizer) -> None:
-        """An update begins.
-
-        Args:
-            version: updates in the state before it.
-            optimizer: that makes it.
-        """
+        """An update by ``optimizer`` begins; ``version`` counts the updates in the state before it."""
         with self._changed:
             if self.failed or self._over:
                 return
@@ -139,7 +129,6 @@ class IncrementalCopy:
             self._tick()
 
     def updated(self) -> None:
-        """An update is complete."""
         with self._changed:
             self._watch.note(values=False)
             self._tick()
@@ -168,12 +157,11 @@ class IncrementalCopy:
             return not self.failed
 
     def cancel(self, why: str) -> None:
-        """The copy is of no use."""
         with self._changed:
             self._fail(why)
 
     def _tick(self) -> None:
-        """Something may be to be sent."""
+        """Wake the thread that sends. Callers hold the condition."""
         self._ticks += 1
         self._changed.notify_all()
 
@@ -181,7 +169,7 @@ class IncrementalCopy:
 
     def next_items(self, frozen: Callable[[], Any], version: Callable[[], int]) -> Iterator[Any]:
         """What is to be sent, in order: :class:`Piece`, :class:`LoggedUpdate`, :class:`Sums`; None once all but the
-        newest update is there. Ends when the copy is closed, or has failed.
+        newest update is there. Blocks between items. Ends when the copy is closed, or has failed.
 
         The newest update comes last, or when another one follows: until then it may be taken back.
 
@@ -251,11 +239,7 @@ class IncrementalCopy:
 
 
 class Followers:
-    """The copies that are made of one worker's state.
-
-    Attributes:
-        able: updates are made by the optimizers' ``step``.
-    """
+    """The copies that are made of one worker's state. ``able``: updates are made by the optimizers' ``step``."""
 
     def __init__(self) -> None:
         self._all: list[IncrementalCopy] = []
@@ -269,28 +253,24 @@ class Followers:
         return incremental_copy
 
     def end(self, incremental_copy: IncrementalCopy) -> None:
-        """It needs no more updates."""
         self._all = [each for each in self._all if each is not incremental_copy]
 
     def begin(self, version: int, optimizer: Optimizer) -> None:
-        """See :meth:`IncrementalCopy.begin`."""
         for each in self._all:
             each.begin(version, optimizer)
 
     def updated(self) -> None:
-        """See :meth:`IncrementalCopy.updated`."""
         for each in self._all:
             each.updated()
 
     def taken_back(self, version: int) -> None:
-        """See :meth:`IncrementalCopy.taken_back`."""
         for each in self._all:
             each.taken_back(version)
 
 
 def described(replicated: Replicated, places: Sequence[int]) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """Optimizer state of some parameters as plain data, and the tensors: first those parameters, then what of their
-    state is one. The tensors are live.
+    """Optimizer state of some parameters as plain data, ``[number of the optimizer, place, entries]``, and the tensors:
+    first those parameters, then what of their state is one. The tensors are live.
     """
     tensors = [replicated.parameters[place].detach() for place in places]
     rows: list[list[Any]] = []
@@ -310,7 +290,9 @@ def described(replicated: Replicated, places: Sequence[int]) -> tuple[list[list[
 
 
 def sums(replicated: Replicated, places: Sequence[int]) -> list[int]:
-    """Checksums of some parameters and their optimizer state, in the order of :func:`described`."""
+    """Checksums of some parameters and their optimizer state, in the order of :func:`described`; the last is of
+    plain values.
+    """
     rows, tensors = described(replicated, places)
     values = [value for _, _, entries in rows for _, kind, value in entries if kind == VALUE]
     return [*(checksum(tensor) for tensor in tensors), checksum(torch.tensor(bytearray(repr(values).encode())))]

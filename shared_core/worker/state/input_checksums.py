@@ -1,6 +1,6 @@
 """Checksums of the inputs of a rank's last operations, in shared memory: what its replacement computes again must have
-the same. Likewise the senders of its last receives from any source: its replacement receives from the same, in the same
-order.
+the same. Likewise the senders of its last receives from any source: its replacement receives from the same, in the
+same order.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ _ENTRIES = 8192
 
 
 class InputChecksums:
-    """A ring of the newest ones.
-
-    Args:
-        folder: where its file lies.
-        disk: takes it if it does not fit into memory.
-        name: of the file.
-    """
+    """A ring of the newest 8192. Callers of :meth:`add` hold the runtime's lock."""
 
     def __init__(self, folder: Path, disk: Overflow, name: str = "checks") -> None:
         room = _ENTRIES * _ENTRY.size
@@ -30,7 +24,7 @@ class InputChecksums:
         self._count = 0
 
     def add(self, group: int, seq: int, checksum: int) -> None:
-        """Publish the checksum of an operation's input."""
+        """``group`` is its id; for receives a number of group and tag, with the sender in place of a checksum."""
         _ENTRY.pack_into(self._ring, (self._count % _ENTRIES) * _ENTRY.size, group, checksum, seq + 1)
         self._count += 1
 

@@ -15,11 +15,8 @@ from shared_core.worker.state.replicated import Replicated
 
 
 class _Group:
-    """Parameters that the program zeroes together: those of one model that the same optimizers step.
-
-    Args:
-        optimizers: their numbers.
-        members: parameters by place.
+    """Parameters, by place, that the program zeroes together: those of one model that the same optimizers (by
+    number) step.
     """
 
     def __init__(self, optimizers: Collection[int], members: Mapping[int, torch.Tensor]) -> None:
@@ -32,7 +29,7 @@ class _Group:
         self._pending: bool | None = None  # of the boundary that no gradient has come after yet
 
     def left(self, pending: Collection[int]) -> dict[int, torch.Tensor]:
-        """What the next batch may add to; from here on it is watched what it does."""
+        """What the next batch may add to, live; from here on it is watched what it does."""
         changed = not self._optimizers.isdisjoint(pending)
         zeroed = self._zeroed.get(changed)
         if zeroed and self._watched is not None and self._watched.grad is not None:
@@ -51,7 +48,7 @@ class _Group:
             self._handle = self._watched.register_hook(self._added) if self._watched.requires_grad else None
 
     def _added(self, _gradient: torch.Tensor) -> None:
-        """A gradient is about to be added to what is there."""
+        """Hook: a gradient is about to be added to what is there."""
         if self._pending is None or self._watched is None:
             return
         changed, self._pending = self._pending, None
@@ -59,7 +56,6 @@ class _Group:
         self._zeroed[changed] = self._zeroed.get(changed, True) and (old is None or not bool(old.any()))
 
     def close(self) -> None:
-        """Watch no longer."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -78,11 +74,9 @@ class LeftoverGradients:
         self._groups = _grouped(replicated) if replicated is not None else []
 
     def left(self, pending: Collection[int] = ()) -> dict[int, torch.Tensor]:
-        """The gradients that are state of this step boundary, by place: none that are zero, and none of parameters
-        whose gradients the program zeroes before it adds to them.
-
-        Args:
-            pending: numbers of the optimizers whose gradients have changed since their last update.
+        """The gradients that are state of this step boundary, by place, live: none that are zero, and none of
+        parameters whose gradients the program zeroes before it adds to them. ``pending`` are the numbers of the
+        optimizers whose gradients have changed since their last update.
         """
         found: dict[int, torch.Tensor] = {}
         for group in self._groups:

@@ -38,7 +38,6 @@ class Position:
     rejoined: bool = False
 
     def note_rejoined(self, rejoined: bool) -> None:
-        """This worker was admitted; or somebody has acted on it. See the attribute."""
         self.rejoined = rejoined
 
     @contextmanager
@@ -60,11 +59,7 @@ class _Part:
 
 
 class Parts:
-    """What only this rank has, by name. Random generators and the variables of the script are always among it.
-
-    Args:
-        variables: of the script.
-    """
+    """What only this rank has, by name. Random generators and the variables of the script are always among it."""
 
     def __init__(self, variables: Variables | None = None) -> None:
         self._parts: dict[str, _Part] = {}
@@ -76,9 +71,8 @@ class Parts:
         """Add a part, or replace it.
 
         Args:
-            name: unique.
-            capture: returns plain data (numbers, text, containers, tensors, numpy arrays); it is serialised at
-                once, so live objects may be returned.
+            capture: returns plain data (numbers, text, containers, tensors, numpy arrays); it is serialised at once, so
+                live objects may be returned.
             restore: puts it back in a replacement, on the main thread, in the order of registration.
             forward_mutated: changed by forward; captured again before the first gradient bucket of each backward.
             main: it is rank 0's alone, also where another worker becomes rank 0.
@@ -86,11 +80,11 @@ class Parts:
         self._parts[name] = _Part(capture, restore, forward_mutated, main)
 
     def unregister(self, name: str) -> None:
-        """Forget a part."""
+        """Forget a part; nothing if there is none."""
         self._parts.pop(name, None)
 
     def capture(self, *, forward_mutated: bool = False) -> dict[str, Any]:
-        """All parts as they are now, or only those that forward changes."""
+        """All parts as they are now, or only those that forward changes. Random generators always."""
         wanted = {name: part for name, part in self._parts.items() if part.forward_mutated or not forward_mutated}
         parts = {name: part.capture() for name, part in wanted.items()}
         if not forward_mutated:
@@ -99,11 +93,8 @@ class Parts:
         return parts
 
     def restore(self, values: Mapping[str, Any], *, attached: bool = True) -> None:
-        """Put back what is in ``values``: variables of the script first, random generators last.
-
-        Args:
-            values: from :meth:`capture`.
-            attached: also what belongs to what is attached.
+        """Put back what is in ``values``, of :meth:`capture`: variables of the script first, random generators last.
+        With ``attached`` also what belongs to what is attached.
         """
         if _VARIABLES in values:
             self.variables.put_back(values[_VARIABLES])

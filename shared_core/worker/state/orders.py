@@ -19,13 +19,7 @@ _ORDER = "order."
 
 
 class OrderFiles:
-    """Those of one rank.
-
-    Args:
-        folder: where their files lie.
-        put: writes a file there, given its name, head and payload.
-        remove: removes one.
-    """
+    """The orders of one rank. ``put`` and ``remove`` write and remove files in ``folder``."""
 
     def __init__(
         self, folder: Path, put: Callable[[str, bytes, Sequence[Piece]], object], remove: Callable[[str], None]
@@ -38,7 +32,6 @@ class OrderFiles:
         self._named: dict[int, frozenset[str]] = {}
 
     def look(self) -> None:
-        """See what failed workers have left."""
         self._left = {path.name for path in self._folder.glob(f"{_ORDER}*")}
 
     def write(self, indices: list[Any]) -> str:
@@ -49,11 +42,7 @@ class OrderFiles:
         return name
 
     def read(self, name: str) -> list[Any]:
-        """The indices published under ``name``.
-
-        Raises:
-            CorruptFile: if they are damaged.
-        """
+        """The indices published under ``name``. Raises CorruptFile if they are damaged."""
         try:
             return unpack_indices(self.read_packed(name))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -66,12 +55,10 @@ class OrderFiles:
         return self._packed[name]
 
     def drop(self, name: str) -> None:
-        """Remove an order that will not be asked for."""
         self._packed.pop(name, None)
         self._remove(name)
 
     def note(self, boundary: int, parts: Any) -> None:
-        """A step boundary is about to be published with these parts."""
         if self._left:
             states = (state for _, state in loader_states(parts))
             self._named[boundary] = frozenset(str(each["order"]) for state in states for each in state["iterations"])
@@ -89,16 +76,12 @@ class OrderFiles:
             self._named.clear()
 
     def forget_boundaries(self) -> None:
-        """All step boundaries were removed."""
         self._named.clear()
 
 
 class Orders:
-    """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`.
-
-    Args:
-        may_drop: samples may be left out when the number of workers changes.
-        asked: the number may change while the job runs.
+    """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`. ``may_drop``: samples
+    may be left out when the number of workers changes; ``asked``: it may change while the job runs.
     """
 
     def __init__(self, files: OrderFiles, may_drop: bool, asked: bool) -> None:

@@ -28,9 +28,6 @@ class Overflow:
 
     Args:
         folder: on disk, private to the job; made when first needed. None: there is none.
-
-    Attributes:
-        used: something may be there.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -42,7 +39,7 @@ class Overflow:
 
         Args:
             path: in memory.
-            size: about as many bytes, for the error.
+            size: in bytes, about, for the error.
             write: makes a file, and leaves nothing where it raises.
 
         Raises:
@@ -56,12 +53,7 @@ class Overflow:
             return self.elsewhere(path, size, write, error)
 
     def elsewhere(self, path: Path, size: int, write: Callable[[Path], T], full: OSError) -> T:
-        """As :meth:`write`, after the memory has refused the file.
-
-        Raises:
-            OutOfResources: it cannot be written at all.
-            OSError: this process may do no more.
-        """
+        """As :meth:`write`, after the memory has refused the file with the error ``full``."""
         if full.errno in OF_PROCESS:
             raise full
         if full.errno not in FULL or self._folder is None:
@@ -91,7 +83,7 @@ class Overflow:
         return done
 
     def remove(self, path: Path) -> None:
-        """Remove a file, and what it links to."""
+        """Remove a file, and what it links to; nothing if it is not there."""
         if self.used:
             with suppress(OSError):  # no link, or not there
                 os.unlink(path.parent / os.readlink(path))

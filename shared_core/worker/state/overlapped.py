@@ -1,5 +1,5 @@
 """The update overlapped with communication: each gradient bucket's parameters are updated once it is reduced, while
-others are still being reduced.
+others are still being reduced (Swift's wait-free update, TPDS 2024).
 
 All of it happens on the program's own thread: as DDP hands over the next bucket, and at the end of backward, before DDP
 itself waits for its buckets. What is not known by then to be right early is left to ``optimizer.step()``, which makes
@@ -25,11 +25,7 @@ _OPTION = "state.overlapped_update"
 
 
 def check(modules: Sequence[DistributedDataParallel], optimizers: Sequence[Optimizer]) -> None:
-    """See that updates can be overlapped.
-
-    Raises:
-        Unsupported: they cannot; the message says why.
-    """
+    """Raises Unsupported, saying why, where updates cannot be overlapped."""
     if len(modules) != 1 or len(optimizers) != 1:
         raise Unsupported(
             f"{_OPTION} needs one model in DistributedDataParallel and one optimizer; there are {len(modules)} and "
@@ -44,11 +40,8 @@ def check(modules: Sequence[DistributedDataParallel], optimizers: Sequence[Optim
 
 
 class Overlapped:
-    """Makes the updates of one DDP module's parameters.
-
-    Args:
-        layout: which parameters are in which bucket; nothing before DDP has settled that.
-        joining: whether this worker has not joined yet.
+    """Makes the updates of one DDP module's parameters. ``layout`` says which are in which bucket, empty before DDP has
+    settled that; ``joining`` whether this worker has not joined yet.
     """
 
     def __init__(
@@ -60,10 +53,8 @@ class Overlapped:
         self._waiting: deque[tuple[Op, BucketInput]] = deque()
 
     def bucket(self, op: Op) -> None:
-        """DDP has handed over a bucket, which ``op`` reduces; called in backward, in the order of the buckets.
-
-        Raises:
-            Unsupported: in a second backward before the step.
+        """DDP has handed over a bucket, which ``op`` reduces; called in backward, in the order of the buckets. Raises
+        Unsupported in a second backward before the step.
         """
         if self._joining() or not self._steps.may_begin:
             return

@@ -27,11 +27,8 @@ _LENGTHS = struct.Struct("<IQ")
 
 
 def packed(head: bytes, payload: Sequence[Piece]) -> list[Piece]:
-    """The content of a file, in pieces; the first begins with a header of :data:`HEADER_BYTES`.
-
-    Args:
-        head: read without the payload.
-        payload: in pieces.
+    """The content of a file, in pieces; the first begins with a header of :data:`HEADER_BYTES`. ``head`` can be read
+    without the payload, which is not copied.
     """
     sizes = np.array([len(piece) for piece in payload], np.uint64)
     head = _COUNT.pack(len(payload)) + sizes.tobytes() + head
@@ -55,14 +52,8 @@ def _add_large(piece: Piece, crc: int) -> int:
 
 
 def write_file(path: Path, data: Sequence[Piece]) -> None:
-    """Write a file whole.
-
-    Args:
-        path: of the file.
-        data: from :func:`packed`.
-
-    Raises:
-        OSError: it cannot be written; nothing of it is left.
+    """Write what :func:`packed` made under another name, and rename it. Nothing is left of it where that
+    raises OSError.
     """
     temporary = f"{path}.tmp"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -78,7 +69,7 @@ def write_file(path: Path, data: Sequence[Piece]) -> None:
 
 
 def _write_all(fd: int, data: Sequence[Piece]) -> None:
-    """Write all pieces, in one call of the system where it takes them at once."""
+    """In one call of the system where it takes all pieces at once."""
     done = os.writev(fd, data) if len(data) <= _AT_ONCE else 0
     for each in data:
         write_all(fd, memoryview(each)[done:])
@@ -86,10 +77,8 @@ def _write_all(fd: int, data: Sequence[Piece]) -> None:
 
 
 def append_whole(fd: int, data: bytes) -> None:
-    """Append all of ``data``, or nothing: what follows half a record cannot be read.
-
-    Raises:
-        OSError: it does not fit.
+    """Append all of ``data``, or nothing: what follows half a record cannot be read. Raises OSError if
+    it does not fit.
     """
     before = os.fstat(fd).st_size
     try:
@@ -100,7 +89,7 @@ def append_whole(fd: int, data: bytes) -> None:
 
 
 def write_bare(path: Path, pieces: Sequence[bytes]) -> None:
-    """Write a file whole, with nothing added. Nothing is left where that fails."""
+    """Write a file whole, with nothing added. Nothing is left where that raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         temporary.write_bytes(b"".join(pieces))
@@ -120,7 +109,8 @@ def is_blank(path: Path) -> bool:
 
 
 def read_file(path: Path, *, payload: bool = True) -> tuple[bytes, Piece]:
-    """Head and payload of what :func:`packed` has made. There may be room behind it.
+    """Head and payload of what :func:`packed` has made; the payload is a view, empty with ``payload=False``. There may
+    be room behind it in the file.
 
     Raises:
         FileNotFoundError: also where there is only room for a publication.

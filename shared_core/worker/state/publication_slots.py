@@ -26,8 +26,6 @@ _MOST, _SMALL = 4, 1 << 16
 
 @dataclass
 class _Slot:
-    """A mapped file."""
-
     path: str
     memory: mmap.mmap
 
@@ -35,7 +33,7 @@ class _Slot:
         self.memory[:HEADER_BYTES] = _NOTHING
 
     def fill(self, data: Sequence[Piece]) -> None:
-        """Write to a slot that is clear."""
+        """Write to a slot that is clear; the header last."""
         memory, first, at = self.memory, data[0], len(data[0])
         memory[HEADER_BYTES:at] = first[HEADER_BYTES:]
         for piece in data[1:]:
@@ -46,12 +44,7 @@ class _Slot:
 
 
 class Slots:
-    """The mapped files of one writer.
-
-    Args:
-        folder: where they lie.
-        names: how the names of such files begin.
-    """
+    """The mapped files of one writer, whose names begin with one of ``names``. Not thread-safe."""
 
     def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
         self._folder, self._names = str(folder), names
@@ -61,10 +54,8 @@ class Slots:
         self._others: set[str] = set()
 
     def write(self, name: str, size: int, data: Sequence[Piece]) -> None:
-        """Publish ``data``, which begins with a header and has ``size`` bytes, under a name.
-
-        Raises:
-            OSError: there is no room; what had the name before still has it.
+        """Publish ``data``, which begins with a header and has ``size`` bytes, under a name. Raises OSError if there is
+        no room; what had the name before still has it then.
         """
         if not self._looked:
             self._looked = True
@@ -81,9 +72,7 @@ class Slots:
         self._used[name] = slot
 
     def retire(self, name: str) -> bool:
-        """What has this name is no publication any more; its memory is used again. Returns whether it was written
-        here.
-        """
+        """End the publication of this name, and use its memory again. False if it was not written here."""
         slot = self._used.pop(name, None)
         if slot is None:
             return False
@@ -115,7 +104,7 @@ class Slots:
             os.unlink(slot.path)
 
     def _look(self) -> None:
-        """See what a failed worker has left, and remove what is no publication of it."""
+        """Note what a failed worker has left, and remove what is no publication of it."""
         for each in os.scandir(self._folder):
             if not each.name.startswith(self._names):
                 continue

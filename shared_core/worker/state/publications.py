@@ -37,7 +37,7 @@ from shared_core.worker.state.records import RecordFile, Records
 
 #: The part of parameters that no optimizer steps; start of the names of the files that they are in.
 UNOPTIMIZED, _UNOPTIMIZED_FILE = "swift.unoptimized", "unoptimized."
-#: Starts of the names of files that are replaced at each batch.
+#: Starts of the names of files that are mapped, and replaced at each batch.
 _REPLACED = ("boundary.", "mid.", _UNOPTIMIZED_FILE)
 #: Start of the names of files with numbers.
 TALLY = "tally."
@@ -45,11 +45,7 @@ _TALLY = struct.Struct("<Q")
 
 
 def boundary_of(head: Piece) -> StepBoundary:
-    """The step boundary that the head of a file describes.
-
-    Raises:
-        CorruptFile: if it describes none.
-    """
+    """The step boundary that the head of a file describes; raises CorruptFile if it describes none."""
     try:
         boundary = StepBoundary(**loads(head))
         if (
@@ -65,11 +61,7 @@ def boundary_of(head: Piece) -> StepBoundary:
 
 
 class Tally:
-    """A number in shared memory that outlives the worker: how often something with an outside effect was done.
-
-    Args:
-        path: its file.
-    """
+    """A number in shared memory that outlives the worker: how often something with an outside effect was done."""
 
     def __init__(self, path: Path) -> None:
         self._map = map_file(path, _TALLY.size)
@@ -116,7 +108,6 @@ class SharedMemoryPublisher:
         self._look()
 
     def _look(self) -> None:
-        """See what failed workers have left."""
         self._kept: list[int] = sorted(int(p.name.split(".")[1]) for p in self._found("boundary."))
         self._unoptimized = [int(p.name.split(".")[1]) for p in self._found(_UNOPTIMIZED_FILE)]
         self._mids = self._found_mids()
@@ -128,19 +119,18 @@ class SharedMemoryPublisher:
         self._look()
 
     def follow(self, machines: Sequence[str | None]) -> None:
-        """The places of machines are these now; see :meth:`Mirror.follow`."""
         if self._mirror is not None:
             self._mirror.follow(machines)
 
     def sync(self) -> None:
-        """Return when the other machine has all that was published."""
+        """Block until the other machine has all that was published."""
         if self._mirror is not None:
             self._mirror.sync()
 
     # -- writing -----------------------------------------------------------------------------------
 
     def put(self, name: str, head: bytes, payload: Sequence[Piece]) -> None:
-        """Publish under a name; on disk where memory is full."""
+        """Publish under a name; on disk where memory is full. Blocks until the other machine has it."""
         data = packed(head, payload)
         size = sum(map(len, data))
         if name.startswith(_REPLACED):
@@ -156,12 +146,8 @@ class SharedMemoryPublisher:
             self._mirror.sync()
 
     def publish_boundary(self, boundary: StepBoundary, parts: dict[str, Any]) -> None:
-        """Publish a step boundary.
-
-        Args:
-            boundary: the step boundary.
-            parts: rank-local state; :data:`UNOPTIMIZED` in it says for each of those tensors with which boundary it was
-                written.
+        """Publish a step boundary. In ``parts``, the rank-local state, :data:`UNOPTIMIZED` says for each of those
+        tensors with which boundary it was written.
         """
         self._refers[boundary.index] = frozenset(parts.get(UNOPTIMIZED, {}).values())
         self.orders.note(boundary.index, parts)
@@ -188,7 +174,7 @@ class SharedMemoryPublisher:
         self.put(f"end.{entry}", b"", pieces({"result": result, "parts": parts}))
 
     def drop_before(self, boundary: int) -> None:
-        """Remove step boundaries below ``boundary``; the newest is always kept."""
+        """Remove step boundaries below ``boundary`` and what belongs to them; the newest is always kept."""
         while len(self._kept) > 1 and self._kept[0] < boundary:
             index = self._kept.pop(0)
             self._retire(f"boundary.{index}")
@@ -197,16 +183,14 @@ class SharedMemoryPublisher:
             for number in range(self._mids.pop(index)):
                 self._retire(f"mid.{index}.{number}")
         self.orders.drop_unnamed(self._kept)
-        if self._unoptimized and self._refers.keys() >= set(
-            self._kept
-        ):  # of a failed worker's boundaries it is not known
+        # What a failed worker's boundaries refer to is not known.
+        if self._unoptimized and self._refers.keys() >= set(self._kept):
             needed = frozenset().union(*self._refers.values())
             for number in [each for each in self._unoptimized if each not in needed]:
                 self._unoptimized.remove(number)
                 self._retire(f"{_UNOPTIMIZED_FILE}{number}")
 
     def _found(self, start: str) -> list[Path]:
-        """What failed workers have published under names that begin so."""
         paths = (path for path in self.folder.glob(f"{start}*") if path.suffix != ".tmp")
         return [path for path in paths if not is_blank(path)]
 
@@ -231,7 +215,6 @@ class SharedMemoryPublisher:
             self._mirror.remove(name)
 
     def forget_boundaries(self) -> None:
-        """Remove all step boundaries."""
         for number in self._unoptimized:
             self._retire(f"{_UNOPTIMIZED_FILE}{number}")
         self._unoptimized.clear()
@@ -254,13 +237,13 @@ class SharedMemoryPublisher:
                 self.publish_end(entry, result, parts)
 
     def tally(self, name: str) -> Tally:
-        """The number called ``name``."""
+        """The number called ``name``, made if it is not there."""
         return Tally(self.folder / f"{TALLY}{name}")
 
     # -- reading -----------------------------------------------------------------------------------
 
     def boundaries(self) -> list[StepBoundary]:
-        """Published step boundaries, oldest first; damaged ones are left out."""
+        """Published step boundaries, oldest first; damaged ones are left out. Reads all their files."""
         found = []
         for path in self.folder.glob("boundary.*"):
             if path.suffix == ".tmp":
@@ -272,11 +255,7 @@ class SharedMemoryPublisher:
         return sorted(found, key=lambda boundary: boundary.index)
 
     def read_boundary(self, index: int) -> dict[str, Any]:
-        """Rank-local state at a step boundary.
-
-        Raises:
-            CorruptFile: if it is damaged.
-        """
+        """Rank-local state at a step boundary, by name. Raises CorruptFile or FileNotFoundError."""
         parts: dict[str, Any] = loads(read_file(self.folder / f"boundary.{index}")[1])
         try:
             refers: Mapping[int, int] = parts.get(UNOPTIMIZED, {})
@@ -290,22 +269,22 @@ class SharedMemoryPublisher:
         return parts
 
     def read_mid(self, boundary: int, number: int) -> dict[str, Any] | None:
-        """Forward-mutated state of a backward, or None if the failed worker did not get there."""
+        """Forward-mutated state of a backward, by name; None if the failed worker did not get there.
+        Raises CorruptFile.
+        """
         try:
             return loads(read_file(self.folder / f"mid.{boundary}.{number}")[1])  # type: ignore[no-any-return]
         except FileNotFoundError:
             return None
 
     def end_file(self, entry: int) -> Path:
-        """Where the end of an entry call is published."""
         return self.folder / f"end.{entry}"
 
     def has_end(self, entry: int) -> bool:
-        """Whether the end of an entry call was published."""
         return self.end_file(entry).exists()
 
     def read_end(self, entry: int) -> tuple[Any, dict[str, Any]]:
-        """(result, parts) of a finished entry call."""
+        """(result, parts) of a finished entry call. Raises CorruptFile or FileNotFoundError."""
         stored = loads(read_file(self.folder / f"end.{entry}")[1])
         if not isinstance(stored, dict) or not stored.keys() >= {"result", "parts"}:
             raise CorruptFile(f"{self.folder}/end.{entry} holds no end of an entry call")

@@ -31,12 +31,8 @@ Records = list[tuple[RecordKey, list[torch.Tensor]]]
 
 
 class RecordFile:
-    """The file ``records`` of a rank.
-
-    Args:
-        folder: where it lies.
-        mirror: where another machine keeps a copy.
-        disk: takes what does not fit into memory.
+    """The file ``records`` of a rank, in ``folder``. On another machine there is a copy, and on disk what does not fit
+    into memory.
     """
 
     def __init__(self, folder: Path, mirror: Mirror | None, disk: Overflow) -> None:
@@ -47,12 +43,11 @@ class RecordFile:
         self._file = os.open(self._path, _APPEND, 0o600)
 
     def open_again(self) -> None:
-        """Until now another worker has written it."""
         os.close(self._file)
         self._file = os.open(self._path, _APPEND, 0o600)
 
     def add(self, key: RecordKey, results: Any) -> None:
-        """Append results."""
+        """Append results, which are serialised at once. On any thread."""
         data = _packed(key, results)
         with self._lock:
             self._added += len(data)
@@ -66,7 +61,7 @@ class RecordFile:
                 self._mirror.append(self._path.name, data)
 
     def forget(self, gone: Callable[[RecordKey], bool]) -> None:
-        """Let go of results, once so much was added that it is worth writing the others again. Where that fails, all
+        """Drop results, once so much was added that it is worth writing the others again. Where that fails, all
         are kept.
         """
         with self._lock, suppress(SwiftError, OSError):
@@ -79,11 +74,7 @@ class RecordFile:
                 self._mirror.write(self._path.name, kept)
 
     def read(self) -> Records:
-        """All of them, in order; a torn last one is left out.
-
-        Raises:
-            CorruptFile: if one is damaged, or is none.
-        """
+        """All of them, in order; a torn last one is left out. Raises CorruptFile if one is damaged, or is none."""
         data = self._path.read_bytes()
         found: Records = []
         at = 0
@@ -96,7 +87,7 @@ class RecordFile:
         return found
 
     def _move(self, payload: list[bytes]) -> None:
-        """Write all records again."""
+        """Write the file anew, to disk where memory is full."""
         self._disk.write(self._path, sum(map(len, payload)), lambda there: write_bare(there, payload))
         self.open_again()
 
@@ -114,16 +105,11 @@ class RecordFile:
 
 
 def plain(records: Records) -> list[tuple[tuple[Any, ...], list[torch.Tensor]]]:
-    """Records as plain data."""
     return [(tuple(key), results) for key, results in records]
 
 
 def from_plain(stored: Sequence[tuple[Sequence[Any], list[torch.Tensor]]]) -> Records:
-    """Inverse of :func:`plain`, also of what earlier versions have written.
-
-    Raises:
-        CorruptFile: if these are none.
-    """
+    """Inverse of :func:`plain`, also of what earlier versions have written. Raises CorruptFile if these are none."""
     try:
         return [(_key(*key), results) for key, results in stored]
     except (TypeError, ValueError) as error:

@@ -32,14 +32,8 @@ def beside(parameter: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Ten
 
 
 class Replicated:
-    """Parameters of modules and state of optimizers, in an order that all replicas share.
-
-    Args:
-        modules: attached modules; a parameter that several share counts once.
-        optimizers: attached optimizers.
-
-    Raises:
-        UnsupportedOptimizer: if an optimizer cannot be moved.
+    """Parameters of modules and state of optimizers, in an order that all replicas share. A parameter that several
+    modules share counts once. Raises UnsupportedOptimizer if an optimizer cannot be moved.
     """
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
@@ -64,15 +58,12 @@ class Replicated:
         self._places = {id(p): i for i, p in enumerate(self.parameters)}
 
     def places_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """As :meth:`index_of`, of several."""
         places = [self._places.get(id(each), -1) for each in parameters]
         return [self.index_of(each) for each in parameters] if -1 in places else places
 
     def index_of(self, parameter: torch.Tensor) -> int:
-        """Place of a parameter in the shared order.
-
-        Raises:
-            Unsupported: for one that is neither in the modules nor was in a group of the optimizers at first.
+        """Place of a parameter in the shared order. Raises Unsupported for one that is neither in the modules nor was
+        in a group of the optimizers at first.
         """
         place = self._places.get(id(parameter))
         if place is None:
@@ -89,17 +80,20 @@ class Replicated:
         return {self.names[self._places[id(p)]]: p._version for p in there if id(p) in self._places}
 
     def stepped(self) -> set[int]:
-        """Identities of the parameters that an optimizer has in a group."""
+        """Identities (``id``) of the parameters that an optimizer has in a group."""
         return {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters."""
+        """Bytes of the parameters, without optimizer state."""
         return sum(p.nbytes for p in self.parameters)
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """(description, tensors): parameters first, then optimizer state. The tensors are live; the caller keeps
         updates away meanwhile.
+
+        The description is plain data: ``parameters``, their number; ``states``, of each parameter with optimizer state
+        ``[number of the optimizer, place, entries]``; ``tensors``, shape and dtype of each.
 
         Raises:
             UnsupportedOptimizer: if optimizer state holds something that is neither a tensor nor a number.
@@ -129,13 +123,12 @@ class Replicated:
         return description, tensors
 
     def load(self, description: dict[str, Any], tensors: Sequence[torch.Tensor], *, owned: bool = False) -> None:
-        """Put exported state in place. Optimizer state is left alone when no optimizer is attached (between two
-        entry calls).
+        """Copy exported state into the parameters and put optimizer state in place. That is left alone when no
+        optimizer is attached (between two entry calls). Blocks until devices have it.
 
         Args:
-            description: of the state.
-            tensors: of the state; some may be the parameters here, which are as they should be.
-            owned: nobody else uses the tensors, so that optimizers can have them.
+            tensors: of the state, on any device; some may be the parameters here, which are as they should be.
+            owned: nobody else uses the tensors, so optimizers get them without a copy.
 
         Raises:
             ReplicaMismatch: if the parameters here differ in number or shape from the donor's.
@@ -168,11 +161,8 @@ class Replicated:
         await_all(apart(self.parameters))
 
     def summed(self, leave_out: Collection[int] = ()) -> list[tuple[int, torch.Tensor]]:
-        """What replicas have in common, in an order that all share: each tensor with its parameter's place. Plain
-        values of optimizers come as tensors of bytes.
-
-        Args:
-            leave_out: places of parameters that may differ.
+        """What replicas have in common, in an order that all share: each tensor, live, with its parameter's place.
+        Plain values of optimizers come as tensors of bytes. Parameters at places in ``leave_out`` may differ.
         """
         found = [((i, -1, ""), p.detach()) for i, p in enumerate(self.parameters) if i not in leave_out]
         for number, optimizer in enumerate(self.optimizers):
@@ -186,16 +176,12 @@ class Replicated:
 
 
 def pack(description: Any) -> torch.Tensor:
-    """A description, plain data that JSON can hold, as a tensor of bytes, for a send."""
+    """A description, plain data that JSON can hold, as a uint8 tensor on the CPU."""
     return torch.frombuffer(bytearray(json.dumps(description).encode()), dtype=torch.uint8)
 
 
 def unpack(data: torch.Tensor) -> Any:
-    """Inverse of :func:`pack`.
-
-    Raises:
-        CorruptFile: if it is none.
-    """
+    """Inverse of :func:`pack`; raises CorruptFile if it is none."""
     try:
         return parse(data.numpy().tobytes())
     except ValueError as error:

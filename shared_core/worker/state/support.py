@@ -16,11 +16,7 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state no other rank could give to a replacement.
-
-    Raises:
-        UnsupportedOptimizer: saying what to do instead.
-    """
+    """Raises UnsupportedOptimizer for one whose state no other rank could give to a replacement."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizer(
@@ -42,15 +38,7 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
 
 
 def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
-    """Refuse what a module was made with.
-
-    Args:
-        ddp: the module.
-        world_size: ranks of the job.
-
-    Raises:
-        Unsupported: saying what to do instead.
-    """
+    """Raises Unsupported for a module over a group without all ranks, and for what :func:`refuse_hooks` refuses."""
     size = ddp.process_group.size()
     if size != world_size:
         raise Unsupported(
@@ -62,10 +50,8 @@ def refuse_ddp(ddp: DistributedDataParallel, world_size: int) -> None:
 
 
 def refuse_hooks(ddp: DistributedDataParallel) -> None:
-    """Refuse what a module may be given later: communication hooks, uneven inputs.
-
-    Raises:
-        Unsupported: saying what to do instead.
+    """Raises Unsupported for what a module may be given later and cannot be recovered: communication hooks,
+    uneven inputs.
     """
     kept = [type(state) for _, state in ddp._comm_hooks if type(state).__module__.startswith(_KEEPING)]
     if kept:
@@ -82,12 +68,7 @@ def refuse_hooks(ddp: DistributedDataParallel) -> None:
 
 
 def not_attached(optimizer: Optimizer, name: str) -> ConfigError:
-    """The error for an optimizer that steps what is trained, unseen.
-
-    Args:
-        optimizer: which.
-        name: of a parameter that it has changed.
-    """
+    """The error for an optimizer that steps what is trained, unseen. ``name`` is a parameter that it has changed."""
     return ConfigError(
         f"{type(optimizer).__name__} has stepped parameter {name}, which is attached without this optimizer, so its "
         "updates and its state would not be a replacement's: pass it to attach() or prepare(), or return it from "

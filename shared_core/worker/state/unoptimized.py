@@ -21,10 +21,8 @@ SMALL = 16 << 20
 
 
 class UnoptimizedParameters:
-    """The parameters of ``replicated`` that none of its optimizers has in a group.
-
-    Args:
-        shared: identities of parameters that ``DistributedDataParallel`` has made alike on all ranks.
+    """The parameters of ``replicated`` that none of its optimizers has in a group. ``shared`` are identities (``id``)
+    of parameters that ``DistributedDataParallel`` has made alike on all ranks.
     """
 
     def __init__(self, replicated: Replicated, shared: Collection[int]) -> None:
@@ -35,7 +33,7 @@ class UnoptimizedParameters:
 
     @property
     def places(self) -> list[int]:
-        """Their places in the shared order; none where nothing is optimized."""
+        """Their places in the shared order; empty where nothing is optimized."""
         if not self._replicated.optimizers:
             return []
         stepped = self._replicated.stepped()
@@ -48,7 +46,7 @@ class UnoptimizedParameters:
 
     @property
     def small(self) -> bool:
-        """Whether a copy of all parameters costs little memory."""
+        """Whether all parameters together have at most :data:`SMALL` bytes."""
         return sum(p.nbytes for p in self._replicated.parameters) <= SMALL
 
     def capture(self) -> dict[int, torch.Tensor]:
@@ -56,21 +54,14 @@ class UnoptimizedParameters:
         return {place: self._replicated.parameters[place].detach() for place in self.places}
 
     def restore(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Put values back; between two entry calls, when nothing is optimized, there are others."""
+        """Copy values back; between two entry calls, when nothing is optimized, nothing."""
         for place, value in values.items() if self._replicated.optimizers else ():
             self._replicated.parameters[place].data.copy_(value)
         self._known.clear()
 
     def publish(self, publisher: SharedMemoryPublisher, boundary: int, values: Mapping[int, Any]) -> dict[int, int]:
-        """Write those that have changed since the last time.
-
-        Args:
-            publisher: of this rank.
-            boundary: number of the step boundary.
-            values: from :meth:`capture`.
-
-        Returns:
-            For each place the step boundary with whose file it was written.
+        """Write those that have changed since the last time. ``values`` come from :meth:`capture`. Returns for each
+        place the step boundary with whose file it was written.
         """
         changed = {}
         for place, value in values.items():

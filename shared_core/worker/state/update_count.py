@@ -20,7 +20,6 @@ class Count:
 
     @property
     def state(self) -> int:
-        """Updates that the state contains."""
         return self.applied + self.ahead
 
     def begin(self, version: int, ahead: int = 0) -> None:
@@ -32,13 +31,11 @@ class Count:
         self.ahead -= 1
 
     def one(self) -> None:
-        """An update is complete."""
         self.applied += 1
         if self.applied <= self._highest:
             self.recomputed += 1
         self._highest = max(self._highest, self.applied)
 
     def take_back(self) -> None:
-        """The last update was undone by its owner, who makes another in its place."""
         self.applied -= 1
         self._highest = self.applied

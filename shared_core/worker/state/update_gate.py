@@ -8,10 +8,12 @@ from contextlib import contextmanager
 
 
 class Gate:
-    """No update runs while somebody holds the state, and nobody takes hold of it while an update runs.
+    """No update runs while somebody holds the state, and nobody takes hold of it while an update runs. Several may hold
+    it at once.
 
     Attributes:
-        condition: its lock guards whatever changes with updates; notified when something may have become possible.
+        condition: the lock of the updates: guards whatever changes with them; notified when something may have
+            become possible.
         updating: an update runs.
         installing: a replacement is about to join, and has no state to give.
     """
@@ -24,39 +26,36 @@ class Gate:
 
     @property
     def held_now(self) -> bool:
-        """Whether somebody holds the state."""
         return self._holders > 0
 
     def begin(self) -> None:
-        """An update begins, once nobody holds the state."""
+        """An update begins; blocks until nobody holds the state."""
         with self.condition:
             self.condition.wait_for(lambda: self._holders == 0)
             self.updating = True
 
     def end(self) -> None:
-        """Under the lock: the update is complete."""
+        """The update is complete. Callers hold the lock."""
         self.updating = False
         self.condition.notify_all()
 
     def install(self, installing: bool) -> None:
-        """A replacement is about to join, or has joined."""
         with self.condition:
             self.installing = installing
             self.condition.notify_all()
 
     def hold(self) -> None:
-        """Under the lock: no update begins until :meth:`release`."""
+        """No update begins until :meth:`release`. Callers hold the lock, and have seen that none runs."""
         self._holders += 1
 
     def release(self) -> None:
-        """Somebody holds the state no longer."""
         with self.condition:
             self._holders -= 1
             self.condition.notify_all()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No update runs in here."""
+        """No update runs in here; blocks until the one that runs is complete."""
         with self.condition:
             self.condition.wait_for(lambda: not self.updating)
             self.hold()

@@ -21,8 +21,8 @@ class UpdateImages:
     """What is kept before updates, and until when.
 
     Args:
-        policy: ``always``, ``never``, or ``auto``: where a caller asks for it, and once a batch has had several
-            updates.
+        policy: ``always``, ``never``, or ``auto``: where a caller asks for it, and once a batch has had
+            several updates.
         stable: gives the newest step boundary that every rank has published.
         outside: whether the script changes the state outside updates, too: then the state at step boundaries is kept.
     """
@@ -41,13 +41,14 @@ class UpdateImages:
     # -- whether -----------------------------------------------------------------------------------
 
     def attach(self, optimizers: int, sharded: bool, own: bool = False) -> None:
-        """So many optimizers update the state, or a shard of it, or one that is given to nobody."""
+        """Begin with a state that so many ``optimizers`` update. ``sharded``: optimizer state is divided over the
+        replicas; ``own``: all of it is divided over the ranks and given to nobody, so nothing is kept.
+        """
         self._sharded, self._own = sharded, own
         self._several = self._several or optimizers > 1
 
     @property
     def kept(self) -> bool:
-        """Whether parameters are kept before each update."""
         if self._own:
             return False
         # Of a sharded stage a replica has nothing else to give: see Updates.attach().
@@ -64,15 +65,14 @@ class UpdateImages:
         self._several = self._several or at_once
 
     def resume(self, several: bool) -> None:
-        """Replacement: keep what the failed worker kept."""
         self._several = several
 
     # -- keeping -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def keep(self, replicated: Replicated, places: Iterable[int]) -> None:
-        """An update of the parameters at these places begins. Nobody is being given images meanwhile, so the memory of
-        those that were dropped is used again: memory that is new to the process costs more than the copy.
+        """An update of the parameters at these places begins: copy them. Nobody is being given images meanwhile, so the
+        memory of those that were dropped is used again: memory that is new to the process costs more than the copy.
         """
         self._drop()
         kept: dict[int, torch.Tensor] = {}
@@ -87,7 +87,6 @@ class UpdateImages:
         self._images.append((self._count.applied, kept))
 
     def at_boundary(self, index: int) -> None:
-        """The step boundary of this number was published."""
         self._several = self._several or self._wanted
         version = self._count.applied
         self._boundaries = [*(boundary for boundary in self._boundaries if boundary[1] != version), (index, version)][
@@ -96,7 +95,7 @@ class UpdateImages:
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of what no replacement asks for. All ranks have made the gradients of the newest update, so each has
+        """Drop what no replacement asks for. All ranks have made the gradients of the newest update, so each has
         published the step boundary before it; and none begins before one that every rank has published. (Step
         boundaries alone say nothing: where no collective lies between, such as at the end of a pass, one rank can be
         several ahead.)
@@ -120,14 +119,8 @@ class UpdateImages:
         return next((params for kept, params in self._images if kept == version), None)
 
     def parameters_at(self, version: int, newest: list[torch.Tensor]) -> list[torch.Tensor]:
-        """All parameters with ``version`` updates in them.
-
-        Args:
-            version: that is wanted.
-            newest: the parameters now.
-
-        Raises:
-            RecoveryFailed: they are no longer kept.
+        """All parameters with ``version`` updates in them, not copied: images, or ``newest``, the parameters now.
+        Raises RecoveryFailed if they are no longer kept.
         """
         image = self._image(version)
         if image is not None:
@@ -140,7 +133,9 @@ class UpdateImages:
         return newest
 
     def add_to(self, description: dict[str, Any], tensors: list[torch.Tensor], version: int) -> None:
-        """Add the images since ``version`` to an exported state."""
+        """Add the images since ``version`` to an exported state, in place: ``[version, places, index of the first
+        tensor]`` each.
+        """
         description["images"] = []
         for kept, params in self._images:
             if kept >= version:
@@ -163,13 +158,8 @@ class UpdateImages:
     def load(
         self, replicated: Replicated, description: dict[str, Any], tensors: Sequence[torch.Tensor], owned: bool
     ) -> None:
-        """Take over a donor's images, and put parameters where they were at the step boundary.
-
-        Args:
-            replicated: has the donor's newest parameters.
-            description: of the donor's state.
-            tensors: of it.
-            owned: nobody else uses them.
+        """Take over the images in a donor's state, and copy to the parameters, which are the donor's newest, what they
+        were at the step boundary. With ``owned`` nobody else uses ``tensors``, so they are not copied.
         """
         self._images = [
             (v, {p: t if owned else t.clone() for p, t in zip(places, tensors[at : at + len(places)], strict=True)})

@@ -1,5 +1,5 @@
-"""A copy of the replicated state that others continue changing, as the worker sees it that makes the same updates; see
-:mod:`shared_core.worker.state.incremental_copy`.
+"""A copy of the replicated state that others continue changing, as the worker sees it that makes the same updates;
+see :mod:`shared_core.worker.state.incremental_copy`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from shared_core.worker.state.replicated import VALUE, Replicated, beside
 
 @torch.no_grad()
 def put(replicated: Replicated, piece: Piece) -> None:
-    """Take over a piece of another worker's state.
-
-    Raises:
-        RecoveryFailed: if it does not fit.
+    """Copy a piece of another worker's state to the parameters; its other tensors become optimizer state. Raises
+    RecoveryFailed if shape or dtype of a parameter differ.
     """
     for place, tensor in zip(piece.places, piece.tensors, strict=False):
         own = replicated.parameters[place]
@@ -38,10 +36,8 @@ def put(replicated: Replicated, piece: Piece) -> None:
 
 @torch.no_grad()
 def repeat(replicated: Replicated, update: LoggedUpdate) -> None:
-    """Make an update that another worker has made. Neither hooks nor schedulers see it.
-
-    Raises:
-        ValueError: if the optimizer has other groups here.
+    """Make an update that another worker has made. Neither hooks nor schedulers see it; gradients and hyper-parameters
+    are afterwards what they were. Raises ValueError if the optimizer has other groups here.
     """
     optimizer = replicated.optimizers[update.optimizer]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -64,7 +60,9 @@ def repeat(replicated: Replicated, update: LoggedUpdate) -> None:
 
 
 def compare(replicated: Replicated, expected: Sums) -> None:
-    """Raises RecoveryFailed if parameters or optimizer state are not what they are at the other worker."""
+    """Compare the sums of another worker. Raises RecoveryFailed if parameters or optimizer state are not what they
+    are there.
+    """
     if sums(replicated, expected.places) != expected.sums:
         names = ", ".join(replicated.names[place] for place in expected.places[:3])
         raise RecoveryFailed(
@@ -74,14 +72,8 @@ def compare(replicated: Replicated, expected: Sums) -> None:
 
 
 def in_order(replicated: Replicated, states: Sequence[Sequence[Any]]) -> None:
-    """Bring optimizer state into the order that it has at the other worker.
-
-    Args:
-        replicated: what is copied.
-        states: from the description of the other's state.
-
-    Raises:
-        RecoveryFailed: if there is other state here.
+    """Bring optimizer state into the order of ``states``, of the other worker's description, so that checkpoints have
+    the same bytes. Raises RecoveryFailed if there is other state here.
     """
     for number, optimizer in enumerate(replicated.optimizers):
         theirs = [replicated.parameters[place] for each, place, _ in states if each == number]

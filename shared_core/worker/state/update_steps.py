@@ -28,16 +28,12 @@ from shared_core.worker.state.update_images import UpdateImages
 
 
 class UpdateSteps:
-    """Updates as they are made: held off while the state is copied, left out where the state contains them.
+    """Updates as they are made: held off while the state is copied, left out where the state contains them. The
+    program's thread calls.
 
     Args:
-        gate: keeps updates away from the state.
-        count: counts them.
-        images: parameters before each, where they are kept.
-        outside: changes that the script makes outside updates.
-        followers: copies of the state that are made while updates continue.
         after: called after each update.
-        fence: returns when what is being copied may be changed.
+        fence: blocks until what is being copied may be changed.
 
     Attributes:
         in_batch: updates that have begun in the present batch.
@@ -67,12 +63,8 @@ class UpdateSteps:
         self._handles: list[Any] = []
 
     def attach(self, replicated: Replicated, parts: Parts | None, own: bool = False) -> None:
-        """Watch the optimizers of ``replicated`` from now on.
-
-        Args:
-            replicated: what is trained.
-            parts: of the next update, where parts of it may be made early.
-            own: it is divided over the ranks.
+        """Watch the optimizers of ``replicated`` from now on. ``parts`` is given where parts of an update may be made
+        early; ``own``: the state is divided over the ranks.
         """
         self._own = own
         for hidden in self._hidden.values():
@@ -87,20 +79,12 @@ class UpdateSteps:
             ]
 
     def next_batch(self) -> None:
-        """A batch begins.
-
-        Raises:
-            Unsupported: in the middle of an update.
-        """
+        """A batch begins; see :meth:`refuse_torn`."""
         self.refuse_torn()
         self.in_batch = 0
 
     def refuse_torn(self) -> None:
-        """A batch has ended.
-
-        Raises:
-            Unsupported: in the middle of an update.
-        """
+        """A batch ends. Raises Unsupported in the middle of an update."""
         if self.torn:
             raise Unsupported(
                 "a batch ends after backward without optimizer.step(), but with state.overlapped_update the update has "
@@ -158,11 +142,9 @@ class UpdateSteps:
         return self._parts is not None and self._count.ahead == 0
 
     def make_part(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update some parameters before the optimizer's step, which will make the rest.
-
-        Args:
-            parameters: that have had no update since the last step.
-            gradients: theirs, which do not change until the step has ended.
+        """Update some parameters in place before the optimizer's step, which will make the rest. They have had no
+        update since the last step, and ``gradients`` do not change until the step has ended. Blocks while the state
+        is held.
         """
         assert self._parts is not None and self._replicated is not None
         if self._begun:
@@ -254,7 +236,7 @@ class UpdateSteps:
         self._end()
 
     def _one_more(self) -> None:
-        """Under the lock: an update is complete."""
+        """An update is complete. Callers hold the lock."""
         self._outside.updated()
         self._count.one()
         self._followers.updated()

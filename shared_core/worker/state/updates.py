@@ -1,5 +1,5 @@
-"""Optimizer updates as the recovery sees them: counted, held off while a replica is copied, left out where the
-state already contains them.
+"""Optimizer updates as the recovery sees them: counted, held off while a replica is copied, left out where the state
+already contains them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,12 @@ from shared_core.worker.state.update_steps import UpdateSteps
 class Updates:
     """Version of the replicated state and what happens around each update.
 
-    Attributes:
-        replicated: what is trained; None before :meth:`attach`.
-        outside: changes that the script makes outside updates.
-        followers: copies of the state that are made while updates continue.
-        gate: keeps updates away from the state.
-        given: the state as others are given it.
-        steps: updates as they are made.
-
     Args:
-        preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch
-            has had several, so that a replacement can compute
-            what lies between two updates exactly, and state at step boundaries once the script changes it outside
-            updates.
+        preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch has
+            had several, so that a replacement can compute what lies between two updates exactly, and state at step
+            boundaries once the script changes it outside updates.
         after: called after each update.
-        fence: returns when what is being copied may be changed.
+        fence: blocks until what is being copied may be changed.
         stable: gives the newest step boundary that every rank has published.
     """
 
@@ -81,7 +72,6 @@ class Updates:
 
     @property
     def keeps_images(self) -> bool:
-        """Whether parameters are kept before each update."""
         return self._images.needed
 
     def keep_images(self, *, at_once: bool = False) -> None:
@@ -113,7 +103,6 @@ class Updates:
         """Watch the optimizers of ``replicated`` from now on.
 
         Args:
-            replicated: what is trained.
             unoptimized: those of its parameters that no optimizer steps. Without it changes outside updates are not
                 looked for.
             undo: keep what updates overwrite until the next step boundary, for :meth:`GivenState.at_version`.
@@ -125,8 +114,8 @@ class Updates:
             parts: parts of an update may be made before the optimizer's step, by :meth:`UpdateSteps.make_part`.
 
         Raises:
-            UnsupportedOptimizer: with ``undo`` or ``parts``, for an optimizer whose updates cannot be undone, or not be
-                divided.
+            UnsupportedOptimizer: with ``undo`` or ``parts``, for an optimizer whose updates cannot be undone, or not
+                be divided.
         """
         if self._undo is not None:
             self._undo.disarm()
@@ -149,7 +138,6 @@ class Updates:
         """Replacement, at its step boundary: keep what the failed worker kept; all ranks must agree.
 
         Args:
-            boundary: its number.
             images: whether the failed worker kept parameters before each update.
             outside: whether it had seen changes outside updates.
             again: all workers were started again, perhaps with another script.
@@ -159,7 +147,6 @@ class Updates:
         self.outside.resume(boundary, self.version, outside, exact=not self._count.ahead, watched=watched)
 
     def next_batch(self) -> None:
-        """A batch begins, at a recovery point or not."""
         if self.steps.in_batch > 1:
             self._images.want()
         self.steps.next_batch()
@@ -167,11 +154,8 @@ class Updates:
             self.outside.next_batch(self.version)
 
     def at_boundary(self, index: int = 0, stable: int = 0) -> None:
-        """A step boundary was published.
-
-        Args:
-            index: number of the step boundary.
-            stable: step boundary from which a replacement may start at the earliest.
+        """Step boundary ``index`` was published; a replacement may start at ``stable`` at the earliest. Raises
+        Unsupported in the middle of an update.
         """
         self.steps.refuse_torn()
         if self.outside.active:
@@ -198,14 +182,12 @@ class Updates:
         *,
         owned: bool = False,
     ) -> None:
-        """Take over a donor's state at a step boundary of ``version``; updates that the state already contains will do
-        nothing.
+        """Take over a donor's state at a step boundary of ``version``, in place; updates that the state already
+        contains will do nothing.
 
         Args:
-            version: updates at the step boundary.
             description: of the state; None for the one that is here. With ``here`` the state has come before.
-            tensors: of the state.
-            owned: nobody else uses them.
+            owned: nobody else uses the tensors, so they are not copied.
         """
         with self.gate.condition:
             self._count.begin(version)

@@ -1,4 +1,6 @@
-"""Exact undo of optimizer updates (DESIGN section 4), and the update overlapped with backward in which it is needed."""
+"""Exact undo of optimizer updates (Swift's update-undo), and the update overlapped with backward in
+which it is needed.
+"""
 
 from shared_core.worker.state.undo.hidden import HiddenGradients
 from shared_core.worker.state.undo.parts import Parts

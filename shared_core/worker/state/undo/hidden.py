@@ -10,11 +10,7 @@ from torch.optim import Optimizer
 
 
 class HiddenGradients:
-    """Hides gradients from the rest of the present step; the program's own post-hooks see them again.
-
-    Args:
-        optimizer: whose step it is.
-    """
+    """Hides gradients from the rest of the present step; the program's own post-hooks see them again."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -35,5 +31,4 @@ class HiddenGradients:
         self._hidden.clear()
 
     def close(self) -> None:
-        """The optimizer is no longer trained with."""
         self._handle.remove()

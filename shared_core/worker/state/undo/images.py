@@ -46,7 +46,7 @@ def _same(value: Any) -> Any:
 
 
 class Buffers:
-    """Memory for copies of tensors, one buffer a tensor, kept from one step to the next."""
+    """Memory for copies of tensors, one buffer a tensor, on its device, kept from one step to the next."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -54,7 +54,7 @@ class Buffers:
         self._more: list[torch.Tensor] = []
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A buffer for a copy of the tensor, with anything in it."""
+        """A buffer with the tensor's shape and dtype, contents undefined."""
         key = id(tensor)
         if key in self._used:  # several parameters share it, and it is copied before the update of each
             self._more.append(torch.empty_like(tensor))
@@ -76,17 +76,12 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
         buffers = [*self._more, *(buffer for _, buffer in self._of.values())]
         return sum(buffer.nbytes for buffer in buffers)
 
 
 class Images:
-    """Values as they are now. Tensors are copied by :meth:`copy`, all in one call.
-
-    Args:
-        buffers: where the memory of the copies comes from.
-    """
+    """Values as they are now. Tensors are copied by :meth:`copy`, all in one call, to ``buffers``."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
@@ -94,13 +89,9 @@ class Images:
         self._copies: list[torch.Tensor] = []
 
     def add(self, value: Any, what: Name) -> Restore:
-        """Note a value: a tensor, a constant, or lists, tuples and dictionaries of these.
-
-        Returns:
-            what puts it back, valid after :meth:`copy`.
-
-        Raises:
-            UnsupportedOptimizer: the value is something else; ``what`` names it.
+        """Note a value: a tensor, a constant, or lists, tuples and dictionaries of these. Returns what puts it back
+        into the same objects, valid after :meth:`copy`. Raises UnsupportedOptimizer if the value is something else,
+        or a sparse tensor; ``what`` names it.
         """
         if isinstance(value, torch.Tensor):
             return self._add_tensor(value, what)
@@ -149,7 +140,6 @@ class Images:
 
     @torch.no_grad()
     def copy(self) -> None:
-        """Copy all noted tensors."""
         self._copies = [self._buffers.take(tensor) for tensor in self._tensors]
         if self._copies:
             torch._foreach_copy_(self._copies, self._tensors)

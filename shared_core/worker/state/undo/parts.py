@@ -22,12 +22,8 @@ _ADVICE = "make it before backward, or set state.overlapped_update=False"
 
 @dataclass(frozen=True)
 class _Done:
-    """A parameter that has had its update.
-
-    Attributes:
-        parameter: it.
-        gradient: the reduced one that was used.
-        version: of the parameter, after the update.
+    """A parameter that has had its update, with the reduced gradient that was used, and its version counter after
+    the update.
     """
 
     parameter: torch.Tensor
@@ -67,18 +63,18 @@ class Parts:
 
     @property
     def torn(self) -> bool:
-        """Whether some parameters have had their update."""
         return bool(self._done)
 
     def step(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Update those of these parameters that the optimizer has, and call no hook.
+        """Update those of these parameters that the optimizer has, in place, and call no hook. Their ``.grad`` is
+        afterwards what it was.
 
         Args:
             parameters: each at most once in a step.
             gradients: reduced ones, of the same shapes; they must not change before the step is complete.
 
         Raises:
-            Unsupported: one has had its update.
+            UnsupportedOptimizer: a gradient is sparse, or state holds something that cannot be kept.
         """
         own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         pairs = [(p, g) for p, g in zip(parameters, gradients, strict=True) if id(p) in own]
@@ -106,10 +102,8 @@ class Parts:
         self._done.clear()
 
     def check(self) -> Collection[torch.Tensor]:
-        """``optimizer.step()`` begins. Returns the parameters that have had their update.
-
-        Raises:
-            Unsupported: the step that the program asks for is not the one of which parts were made.
+        """``optimizer.step()`` begins. Returns the parameters that have had their update. Raises Unsupported if the
+        step that the program asks for is not the one of which parts were made.
         """
         if not self._done:
             return ()
@@ -127,7 +121,6 @@ class Parts:
         return self._done.keys()
 
     def commit(self) -> None:
-        """The step is complete."""
         self._done.clear()
         self._undo.commit()
 

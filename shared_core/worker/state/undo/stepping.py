@@ -12,13 +12,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def begin_after_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], begin: Callable[[], None], *, after_hooks: bool = False
 ) -> Arguments | None:
-    """For a step pre-hook: have ``begin`` called when the update begins; what the hook is to return.
-
-    Args:
-        args: of the hook: the optimizer, and the closure where it is not in ``kwargs``.
-        kwargs: of the hook.
-        begin: called now, or when the closure has returned.
-        after_hooks: also without a closure, call ``begin`` when all pre-hooks have been called.
+    """For a step pre-hook with these arguments: have ``begin`` called now, or when the closure has returned. Returns
+    what the hook is to return. With ``after_hooks`` it is called, also without a closure, when all pre-hooks have
+    been called.
     """
     closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None and not after_hooks:

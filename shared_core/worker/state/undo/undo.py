@@ -52,9 +52,9 @@ class Undo:
 
     While armed, a copy of each parameter and of its state is taken before its first update after a commit. So undo is
     exact for any arithmetic, for a step of which only some parameters had their update, and for one that was
-    interrupted inside a parameter's own update. State that an update made is removed. Hyper-parameters of the
-    groups are put back too, and gradients that a step has changed, unless the program has changed them since. Learning
-    rate schedulers and a gradient scaler are not touched: their owner puts them back.
+    interrupted inside a parameter's own update. State that an update made is removed. Hyper-parameters of the groups
+    are put back too, and gradients that a step has changed, unless the program has changed them since. Learning rate
+    schedulers and a gradient scaler are not touched: their owner puts them back.
 
     State that is loaded into an optimizer is final at once.
 
@@ -77,7 +77,7 @@ class Undo:
     # -- arming ------------------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Keep what each update overwrites, from now on."""
+        """Keep what each update overwrites, from now on. A second call does nothing."""
         if not self._handles:
             for kept in self._kept.values():
                 self._handles.append(kept.optimizer.register_step_pre_hook(self._before))
@@ -108,10 +108,8 @@ class Undo:
 
     @torch.no_grad()
     def undo(self) -> int:
-        """Put everything back to where it was at the last commit. May be called again if it was interrupted.
-
-        Returns:
-            number of parameters that were put back.
+        """Put everything back, in place, to where it was at the last commit. May be called again if it was interrupted.
+        Returns the number of parameters that were put back.
         """
         for _, _, restore in reversed(self._order):
             restore()
@@ -144,12 +142,9 @@ class Undo:
         return begin_after_closure(args, kwargs, lambda: self.begin(optimizer))
 
     def begin(self, optimizer: Optimizer) -> None:
-        """An update begins: copy what it may change and has not been copied since the last commit. While armed,
-        a hook of the optimizer calls this.
-
-        Raises:
-            UnsupportedOptimizer: a gradient is sparse, or state holds something that cannot be kept. Nothing has been
-                changed then.
+        """An update begins: copy what it may change and has not been copied since the last commit. While armed, a hook
+        of the optimizer calls this. Raises UnsupportedOptimizer if a gradient is sparse, or state holds something
+        that cannot be kept. Nothing has been changed then.
         """
         kept = self._kept[id(optimizer)]
         kept.stepping = []
@@ -184,7 +179,6 @@ class Undo:
         self.end(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
-        """The update is complete."""
         kept = self._kept[id(optimizer)]
         for parameter in kept.stepping:
             if parameter in kept.gradients:
@@ -200,11 +194,7 @@ class Undo:
 
 
 def check(optimizer: Optimizer) -> None:
-    """Make sure that updates of an optimizer can be undone.
-
-    Raises:
-        UnsupportedOptimizer: they cannot; the message says why.
-    """
+    """Raises UnsupportedOptimizer, saying why, if updates of an optimizer could not be undone."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedOptimizer(f"{name} is not a torch.optim.Optimizer; if it wraps one, give that one")
@@ -244,7 +234,7 @@ def _changes_gradients(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _one(optimizer: Optimizer, parameter: torch.Tensor, images: Images) -> Restore:
-    """Note a parameter and its state; what puts both back."""
+    """Note a parameter and its state. Returns what puts both back."""
     value = images.add(parameter, "a parameter")
     state = optimizer.state
     if parameter not in state:
@@ -264,7 +254,7 @@ def _one(optimizer: Optimizer, parameter: torch.Tensor, images: Images) -> Resto
 
 
 def _group(optimizer: Optimizer, group: dict[str, Any], images: Images) -> Restore:
-    """Note the hyper-parameters of a group."""
+    """Note the hyper-parameters of a group. Returns what puts them back."""
     what = f"{type(optimizer).__name__}.param_groups"
     entries = {key: images.add(group[key], (what, key)) for key in group if key not in _PARAMS}
 
@@ -279,7 +269,7 @@ def _group(optimizer: Optimizer, group: dict[str, Any], images: Images) -> Resto
 
 def _whole(optimizer: Optimizer, of_torch: bool, images: Images) -> Restore:
     """Note what belongs to no parameter or group: state under other keys and, of an optimizer that is not torch's own,
-    its attributes.
+    its attributes. Returns what puts it back.
     """
     name = type(optimizer).__name__
     others = {
