@@ -146,8 +146,13 @@ def test_models_that_differ_are_refused_by_name() -> None:
     with pytest.raises(ReplicaMismatch, match="the donor has 5 parameters, this rank 2"):
         Replicated([small], [torch.optim.SGD(small.parameters())]).load(description, tensors)
     net = nn.Sequential(nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 5))
-    with pytest.raises(ReplicaMismatch, match=r"parameter 2.weight has shape \(5, 8\) here and \(3, 8\) at the donor"):
+    differs = r"parameter 2.weight has shape \(5, 8\) and torch.float32 here, and \(3, 8\) and torch.float32 at the donor"
+    with pytest.raises(ReplicaMismatch, match=differs):
         Replicated([net], [torch.optim.SGD(net.parameters())]).load(description, tensors)
+    halved, _ = made("SGD", {"lr": 0.1})
+    halved.bfloat16()
+    with pytest.raises(ReplicaMismatch, match="torch.bfloat16 here, and .* torch.float32 at the donor"):
+        Replicated([halved], [torch.optim.SGD(halved.parameters())]).load(description, tensors)
 
 
 def test_every_bit_of_parameters_and_state_is_in_the_checksums() -> None:

@@ -555,6 +555,10 @@ class _Together(SwiftWork):
         joined = torch.futures.collect_all([work.get_future() for work in self._works])
         return joined.then(lambda _: self._value)
 
+    def result(self) -> Any:
+        self.wait()
+        return self._value
+
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 

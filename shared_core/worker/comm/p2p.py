@@ -153,9 +153,10 @@ class Channels:
 
     def archive_all(self) -> None:
         """Put everything that is kept into the archive, which has just been opened. May block for the disk."""
-        for channel, log in self._log.items():
-            for index, boundary, copy in log:
-                self._archive(channel, index, boundary, copy)
+        with self._state.lock:
+            kept = [(channel, *item) for channel, log in self._log.items() for item in log]
+        for channel, index, boundary, copy in kept:
+            self._archive(channel, index, boundary, copy)
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> P2PWork:
         """Receive into ``tensor``, of host memory; ``src`` is a rank in the group. Raises Unsupported in a

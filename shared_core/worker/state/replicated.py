@@ -131,7 +131,7 @@ class Replicated:
             owned: nobody else uses the tensors, so optimizers get them without a copy.
 
         Raises:
-            ReplicaMismatch: if the parameters here differ in number or shape from the donor's.
+            ReplicaMismatch: if the parameters here differ in number, shape or dtype from the donor's.
         """
         count = description["parameters"]
         if self.optimizers and count != len(self.parameters):
@@ -139,9 +139,10 @@ class Replicated:
                 f"the donor has {count} parameters, this rank {len(self.parameters)}: the models differ between ranks"
             )
         for name, own, theirs in zip(self.names, self.parameters, tensors[:count], strict=False):
-            if own.shape != theirs.shape:
+            if own.shape != theirs.shape or own.dtype != theirs.dtype:
                 raise ReplicaMismatch(
-                    f"parameter {name} has shape {tuple(own.shape)} here and {tuple(theirs.shape)} at the donor"
+                    f"parameter {name} has shape {tuple(own.shape)} and {own.dtype} here, and {tuple(theirs.shape)} and "
+                    f"{theirs.dtype} at the donor"
                 )
             if own.data_ptr() != theirs.data_ptr():
                 own.data.copy_(theirs)
