@@ -23,18 +23,7 @@ Failed = list[tuple[LiveWorker, Death]]
 
 
 class WorkerFailures:
-    """Answers the deaths of workers.
-
-    Args:
-        config: options of the job.
-        alone: there is no other machine.
-        attempts: the attempt under way.
-        worker_pool: the processes.
-        wakeup: ends the agent's waits.
-        job_reporter: says what happens.
-        book: judges deaths.
-        resizing: the number of workers.
-    """
+    """Answers the deaths of workers. ``alone``: there is no other machine."""
 
     def __init__(
         self,
@@ -51,7 +40,9 @@ class WorkerFailures:
         self._wakeup, self._job_reporter, self._book, self._resizing = wakeup, job_reporter, book, resizing
 
     def handle_worker_exits(self, dead: list[tuple[LiveWorker, int]]) -> None:
-        """Workers died, with these exit codes: write the next generation, then see to replacements."""
+        """Workers died, with these exit codes: write the next generation first, then start replacements or end
+        the attempt.
+        """
         detected, attempts = time.time(), self._attempts
         if attempts.phase is AgentPhase.ENDING:
             _note_late(dead)
@@ -69,7 +60,7 @@ class WorkerFailures:
         restart = everyone or self._config.restarts
         entry: Entry | None = None
         if ending is None and not restart:
-            # First of all what the survivors wait for; the telling comes last.
+            # First what the survivors wait for; the user is told last.
             entry = self._write(deaths, detected)
             if entry is None:
                 self._wakeup.tell()  # another machine ended this attempt first
@@ -89,7 +80,7 @@ class WorkerFailures:
             self._job_reporter.generation(entry)
 
     def _write(self, deaths: list[Death], detected: float) -> Entry | None:
-        """The generation that follows. Among several machines a failed worker is replaced by its own; alone, the others
+        """The generation that follows. With several machines a failed worker is replaced by its own; on one, the others
         may continue without it.
         """
         attempts = self._attempts
@@ -98,11 +89,11 @@ class WorkerFailures:
         return attempts.now.next_generation(deaths, detected, stay)
 
     def _answer(self, entry: Entry, failed: Failed, verdicts: list[Verdict]) -> bool:
-        """Do what the generation says. Returns whether all have to start again instead."""
+        """Do what the generation asks for; True if all workers have to start again instead."""
         attempts, resizing = self._attempts, self._resizing
         if entry.kind is EntryKind.DRAIN:
             if not entry.stay:
-                return True  # nobody is left who could hand over
+                return True  # nobody is left who could give its state
             resizing.begin(entry.stay, len(entry.stay) if self._alone else resizing.target)
             attempts.step(AgentEvent.CHANGE)
             return False
@@ -131,7 +122,7 @@ class WorkerFailures:
         first = verdict.first
         self._job_reporter.console_reporter.fails(verdict.reason)
         self._job_reporter.ends("failed", rank=first.rank, reason=verdict.reason)
-        # torchelastic has its own words for signals and for what is in an error file
+        # torchelastic has its own texts for signals and for the content of an error file
         words = first.cause if first.exit_code >= 0 and not first.error_file else ""
         if verdict.reason.endswith(AS_ANY):
             words = verdict.reason
