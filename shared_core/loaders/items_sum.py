@@ -1,4 +1,4 @@
-"""Checksums of what a stream has given: who reads it again sees whether it is the same."""
+"""Checksums of what a stream has given: they tell whether it gives the same when it is read again."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
 
 def summed(item: Any, before: int) -> int:
-    """The checksum of all items up to this one.
-
-    Args:
-        item: tensors, arrays and plain data, in containers; of other objects only the type counts.
-        before: of the items before.
+    """The checksum of all items up to this one; ``before`` is that of the items before. Tensors, arrays and plain data,
+    in containers; of other objects only the type counts.
     """
     if isinstance(item, torch.Tensor):
         return _of_tensor(item, before)
