@@ -285,9 +285,7 @@ class Agent:
     # -- slow looks ---------------------------------------------------------------------------------------------------
 
     def _tick(self) -> bool:
-        """At most once in ``_tick_s``: look for workers that are alive but stopped, or without progress. False if it is
-        too early.
-        """
+        """At most once in ``_tick_s``: look for stopped workers and those without progress. False if too early."""
         now = time.monotonic()
         if now - self._last_tick < self._tick_s:
             return False

@@ -168,8 +168,9 @@ class Attempt:
         return [rank for rank in ranks if self._client.check([self._done_keys[rank]])]
 
     def append(self, make: Callable[[], Entry | None]) -> Entry | None:
-        """As :meth:`Ledger.append`; other agents are woken. The goodbyes of failed ranks are deleted: their
-        replacements say it again.
+        """As :meth:`Ledger.append`; wakes other agents.
+
+        Deletes goodbyes of failed ranks: their replacements say them.
         """
 
         def checked() -> Entry | None:

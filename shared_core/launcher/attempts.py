@@ -35,13 +35,7 @@ from shared_core.waiting import Wait, ranks_text
 
 @dataclass(frozen=True)
 class Happened:
-    """What actions need to know of the event that they answer.
-
-    Attributes:
-        entry: the one in the ledger that ends the attempt.
-        delay_s: wait before the next one.
-        reached: step boundaries that workers of this machine have passed.
-    """
+    """What actions need to know of the event. ``reached``: step boundaries that workers here have passed."""
 
     entry: Entry = Entry()
     delay_s: float = 0.0
@@ -49,7 +43,7 @@ class Happened:
 
 
 class Attempts:
-    """Begins and ends attempts on this machine. Called by the agent's loop only.
+    """Begins and ends attempts on this machine. Its methods are for the agent's loop.
 
     Args:
         store_port: port of the first attempt's store for the script's process groups; 0 for a free one.

@@ -74,13 +74,7 @@ class Change:
 
 
 class ConsoleReporter:
-    """Prints the lines of one agent.
-
-    Args:
-        say: prints a line.
-        begun: when the launcher was started, in seconds since the epoch.
-        clock: seconds since the epoch.
-    """
+    """Prints the lines of one agent, with ``say``. ``begun`` and ``clock`` are in seconds since the epoch."""
 
     def __init__(self, say: Callable[[str], None], begun: float, clock: Callable[[], float] = time.time) -> None:
         self._say, self._begun, self._clock = say, begun, clock
@@ -103,14 +97,8 @@ class ConsoleReporter:
         machines: Sequence[str] = (),
         note: str = "",
     ) -> None:
-        """The first workers run; only the first call prints.
-
-        Args:
-            script: as the user named it.
-            workers: how many there are on all machines.
-            pids: of the workers of this machine, by rank.
-            machines: names of all, where there are several.
-            note: something else to say.
+        """The first workers run; only the first call prints. ``workers`` counts those of all machines; ``pids`` are
+        this machine's, by rank; ``machines`` is empty for a single one.
         """
         self._pids = dict(pids)
         if self._started:
@@ -134,13 +122,8 @@ class ConsoleReporter:
         self._failures += failed
 
     def failed(self, rank: int, cause: str, detected: float, pid: int = 0, *, continues: bool = False) -> None:
-        """A worker of this machine failed, or this machine takes a rank over from another.
-
-        Args:
-            cause: how it ended, in words.
-            detected: when that was noticed, in seconds since the epoch.
-            pid: of the worker; 0 if it ran on another machine.
-            continues: the others do not wait for its replacement.
+        """A worker of this machine failed; or this machine takes a rank over from another, with ``pid`` 0. ``detected``
+        is in seconds since the epoch. ``continues``: the others do not wait for its replacement.
         """
         self._failures += bool(pid)
         before = self._away.get(rank)
@@ -163,9 +146,7 @@ class ConsoleReporter:
             self._away.pop(rank, None)
 
     def changes(self, change: Change, *, tell: bool = True) -> None:
-        """All workers end and others begin, because of the failures so far. ``tell``: this agent is the one that
-        prints it.
-        """
+        """All workers end and others begin, because of the failures so far. ``tell``: this agent prints it."""
         if self._change is not None:  # the change before was not complete
             change.detected = min(change.detected, self._change.detected)
             change.reached = max(change.reached, self._change.reached)

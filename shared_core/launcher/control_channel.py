@@ -1,6 +1,4 @@
-"""What reaches the agent: entries of other agents and messages of workers in the job's store, requests at its
-own socket.
-"""
+"""What reaches the agent: entries of other agents, messages of workers in the store, requests at its socket."""
 
 from __future__ import annotations
 

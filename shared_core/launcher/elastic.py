@@ -41,12 +41,7 @@ def raise_failure(name: str, failures: dict[int, ProcessFailure]) -> NoReturn:
 
 
 def failure_of(local_rank: int, pid: int, code: int, error_file: str, message: str) -> ProcessFailure:
-    """A worker's failure in torchelastic's form.
-
-    Args:
-        error_file: that the worker may have written; a damaged one is ignored.
-        message: replaces the text in the file, unless it is empty.
-    """
+    """A worker's failure in torchelastic's form. A damaged error file is ignored; ``message`` replaces its text."""
     try:
         failure = ProcessFailure(local_rank, pid, code, error_file)
         failure.timestamp_isoformat()

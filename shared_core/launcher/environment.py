@@ -86,9 +86,7 @@ def environment_of(
 
 
 def _device(environ: Mapping[str, str], local_rank: int) -> str:
-    """The one device that a worker sees with ``--virtual-local-rank``, chosen as torchelastic does. Raises ValueError
-    if ``CUDA_VISIBLE_DEVICES`` has too few.
-    """
+    """The one device that a worker sees with ``--virtual-local-rank``, as in torchelastic. May raise ValueError."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return str(local_rank)

@@ -40,9 +40,7 @@ class WorkerFailures:
         self._wakeup, self._job_reporter, self._book, self._resizing = wakeup, job_reporter, book, resizing
 
     def handle_worker_exits(self, dead: list[tuple[LiveWorker, int]]) -> None:
-        """Workers died, with these exit codes: write the next generation first, then start replacements or end
-        the attempt.
-        """
+        """Workers died, with these exit codes: write the next generation first, then answer."""
         detected, attempts = time.time(), self._attempts
         if attempts.phase is AgentPhase.ENDING:
             _note_late(dead)
@@ -80,9 +78,7 @@ class WorkerFailures:
             self._job_reporter.generation(entry)
 
     def _write(self, deaths: list[Death], detected: float) -> Entry | None:
-        """The generation that follows. With several machines a failed worker is replaced by its own; on one, the others
-        may continue without it.
-        """
+        """The next generation. With several machines a failed worker is replaced; on one, the others may continue."""
         attempts = self._attempts
         shrinks = self._alone and self._resizing.shrinks(attempts.now.goodbyes())
         stay = sorted(set(attempts.places.ranks) - attempts.roster.failed) if shrinks else []

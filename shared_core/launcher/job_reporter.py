@@ -25,10 +25,7 @@ from shared_core.system.process import begun
 
 
 class JobReporter:
-    """Reports one agent's job.
-
-    ``run_id``, of this start of the job, becomes equal on all machines with :meth:`call`.
-    """
+    """Reports one agent's job. ``run_id`` becomes equal on all machines with :meth:`call`."""
 
     def __init__(self, program: Program, options: AgentOptions, job_dir: Path, book: FailureBook, run_id: str) -> None:
         self._program, self._options, self._job_dir, self._book = program, options, job_dir, book
@@ -151,14 +148,7 @@ class JobReporter:
         self._change(what, why, whence, reached, line, 0, tell=places.speaks)
 
     def resizes(self, before: int, places: Places, line: Resized | None, reached: int) -> None:
-        """Another number of workers continues.
-
-        Args:
-            before: their number so far.
-            places: of this machine in the next attempt.
-            line: what they continue from.
-            reached: step boundaries that had been passed.
-        """
+        """Another number of workers continues, from ``line``; ``before``: their number so far."""
         workers = places.world_size
         what = f"{count(workers, 'worker')} {'continues' if workers == 1 else 'continue'}"
         whence = "" if line is None else f"from step boundary {line.boundary}"

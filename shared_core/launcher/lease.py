@@ -34,7 +34,7 @@ _UNREADABLE = -1
 
 @dataclass
 class Observations:
-    """When the counters of other machines last changed, by this machine's clock. Pure."""
+    """When the counters of other machines last changed, by this machine's clock. Plain data."""
 
     lease_s: float
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -189,9 +189,7 @@ class Lease:
             self._changed()
 
     def _come(self) -> int:
-        """How many machines have come. Checked, as the store cuts the connection of who adds to something else than
-        a number.
-        """
+        """How many machines have come; checked, as ``add`` to anything but a number cuts the connection."""
         return int(decode(self._store.get(_COUNT), _Come, _COUNT)) if self._store.check([_COUNT]) else 0
 
     def _read_beat(self, name: str, raw: bytes) -> int:

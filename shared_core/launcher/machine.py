@@ -117,8 +117,9 @@ class MachineMembership:
         return self._rendezvous.address
 
     def team(self, before: Attempt | None, number: int) -> Team | None:
-        """This machine's place in the attempt that begins; None before it has one. ``before`` is the attempt that ends;
-        None if this machine was just given its place.
+        """This machine's place in the attempt that begins; None before it has one.
+
+        ``before``: the attempt that ends.
         """
         team = self._rendezvous.team
         if team is not None and self._sender is None:
@@ -208,9 +209,7 @@ class MachineMembership:
         return self._rendezvous.line
 
     def gather(self, machines: Sequence[str | None], line: Resized) -> None:
-        """Get all publications of the attempt before that are not here, and the replicated state written for
-        the change.
-        """
+        """Get all publications of the attempt before that are not here, and the replicated state of the change."""
 
         def here(rank: int) -> Path:
             return self._job_dir / f"rank{rank}" / f"attempt{line.attempt}"

@@ -134,9 +134,7 @@ def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, jo
 
 
 def fetch_replicated(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> int:
-    """Get the replicated state that one of ``ranks`` has written for a change of their number. Returns its bytes, 0 if
-    nobody has it.
-    """
+    """Get the replicated state that one of ``ranks`` wrote for a change. Returns its bytes, 0 if nobody has it."""
     key = secret.of_job(job_dir)
     for machine in machines:
         for rank in ranks if machine is not None else ():

@@ -51,8 +51,7 @@ def _low_priority() -> None:
 
 
 class NeighbourCopies:
-    """What this machine's memory holds of checkpoints: its own snapshots, and a copy of its neighbour's. Any thread
-    may call.
+    """What this machine's memory holds of checkpoints: its own snapshots, and a copy of its neighbour's.
 
     ``folder``, of this machine's snapshots, is made when there is something to keep.
 
@@ -82,9 +81,7 @@ class NeighbourCopies:
                 lock.release()
 
     def hold(self, why: str, *keys: Key | None) -> None:
-        """Keep these snapshots of this machine, replacing those kept for the same reason. Raises OSError if that cannot
-        be written.
-        """
+        """Keep these snapshots of this machine, replacing those of the same reason. Raises OSError."""
         with self._holding:
             self._holds[why] = {key for key in keys if key is not None}
             held: set[Key] = set().union(*self._holds.values())

@@ -46,9 +46,7 @@ class Persisting:
         self._starts, self._early_deaths, self._rank, self._run = 0, 0, 0, ""
 
     def look(self, rank: int = 0, run: str = "") -> None:
-        """Start the writer if it is needed and does not run. Cheap: call it often. ``rank``, the first of this machine,
-        is its name for test faults.
-        """
+        """Start the writer if it is needed and does not run. Cheap: call it often. ``rank``: for test faults."""
         self._run = run
         if self._process is not None:
             if self.running:

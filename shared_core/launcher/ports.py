@@ -113,12 +113,8 @@ class StoreConnection:
 
 
 def serve_store(host: str, listener: socket.socket, timeout_s: float = 300.0) -> TCPStore:
-    """The server of a store behind this listener; torch's own listens on every interface of the machine.
-
-    Args:
-        host: by which it is reached.
-        listener: the store owns its descriptor from now on.
-        timeout_s: of waits for keys.
+    """The server of a store behind this listener, which it owns from now on. ``timeout_s`` is of waits for keys.
+    torch's own listens on every interface of the machine.
     """
     port = int(listener.getsockname()[1])
     return TCPStore(

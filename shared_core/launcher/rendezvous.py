@@ -44,7 +44,7 @@ _LAST_S = 10.0
 
 
 class SwiftRendezvousHandler(RendezvousHandler):
-    """One machine's part in the rendezvous. Used by the agent's loop.
+    """One machine's part in the rendezvous.
 
     Attributes:
         team: this machine's place, once it has one.
@@ -138,9 +138,7 @@ class SwiftRendezvousHandler(RendezvousHandler):
         return self.store is not None and self._register.backend == C10D
 
     def leave(self, *, over: bool) -> None:
-        """Leave, and tell the others. The store's host leaves last. ``over``: the job is over, not only for
-        this machine.
-        """
+        """Leave, and tell the others; the store's host leaves last. ``over``: not only for this machine."""
         lease = self.lease
         if lease is None or lease.fenced:
             return

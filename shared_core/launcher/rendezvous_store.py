@@ -69,12 +69,7 @@ def own_address(peer: tuple[str, int]) -> str:
 
 
 def probe(place: tuple[str, int], timeout_s: float = 1.0) -> None:
-    """Return if somebody listens there.
-
-    Raises:
-        Gone: if the machine answers and nobody listens.
-        OSError: if it cannot be reached.
-    """
+    """Return if somebody listens there. Raises Gone if the machine answers and nobody does; else OSError."""
     try:
         socket.create_connection(place, timeout_s).close()
     except ConnectionRefusedError as error:

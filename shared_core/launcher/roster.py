@@ -44,10 +44,7 @@ class Roster:
         self._due.append((time.monotonic() + delay_s, local_rank))
 
     def replace_all(self, places: Mapping[int, int]) -> None:
-        """Start replacements of all failed ranks now, unless they are already due.
-
-        ``places``: local rank of each rank.
-        """
+        """Start replacements of all failed ranks now, unless due already. ``places``: local rank of each rank."""
         waiting = {place for _, place in self._due}
         for rank in sorted(self.failed & places.keys()):
             if places[rank] not in waiting:

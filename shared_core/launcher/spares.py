@@ -80,9 +80,7 @@ class Spares:
         self._job_reporter.emit("prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held)
 
     def start(self, local_rank: int, start: AttemptStart) -> bool:
-        """Start a worker: a hot standby takes the place if there is one, else a process is asked for. Returns whether
-        its process is there already.
-        """
+        """Start a worker: a hot standby if there is one, else a process is asked for. True if its process exists."""
         rank = start.places.workers[local_rank].global_rank
         if start.attempt.incarnations[rank] and self._take(rank, start):
             return True

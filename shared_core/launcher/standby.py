@@ -147,9 +147,7 @@ class Standby:
 
 
 def start_fresh(request: StartRequest) -> int:
-    """Start a worker in a fresh interpreter, without any standby; returns its pid. Raises OSError if no process can
-    be started.
-    """
+    """Start a worker in a fresh interpreter; returns its pid. Raises OSError if no process can be started."""
     read, write = os.pipe()
     line = request.to_json().encode()
     try:

@@ -41,13 +41,8 @@ class AttemptStart:
 
 
 class Starter:
-    """Starts workers.
-
-    Args:
-        make_logs: called with the ranks of this machine; makes the log files.
-
-    Attributes:
-        config: options of the job, with what the script has said of its checkpoints.
+    """Starts workers. ``make_logs`` gets the ranks of this machine. ``config`` has the script's options of
+    checkpoints, too.
     """
 
     def __init__(

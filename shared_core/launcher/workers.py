@@ -91,7 +91,7 @@ class LiveWorker:
 
 
 class WorkerPool:
-    """Starts workers and reaps every child of the agent. Used by the agent's loop only.
+    """Starts workers and reaps every child of the agent.
 
     Args:
         selector: the agent's; pidfds and standbys are registered there, to wake it.
@@ -102,7 +102,7 @@ class WorkerPool:
         wait_timeout_s: longest time that a zygote may import when a worker waits for it.
 
     Attributes:
-        live: workers that run, by pid.
+        live: workers that run, by pid; the lease's thread reads them, too.
         spares: hot standbys that run, by pid.
     """
 
@@ -244,10 +244,7 @@ class WorkerPool:
         return fallen
 
     def cancel_starts(self) -> None:
-        """Forget workers that have no process yet.
-
-        One that a zygote is just forking is killed when its pid is known.
-        """
+        """Forget workers without a process. One that a zygote is just forking is killed when its pid is known."""
         self._waiting.clear()
         for worker in self._starting.values():
             worker.cause = CANCELLED
