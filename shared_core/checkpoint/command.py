@@ -47,7 +47,7 @@ class Command:
 
     @classmethod
     def of(cls, target: str, args: Sequence[str], *mode: str) -> Command:
-        """The command that runs ``target``, a path or another name of the program. ``mode`` tells apart ways to run it.
+        """The command that runs ``target``, a path or another name of the program; ``mode`` tells apart ways to run it.
         ``--resume-from`` and numbers of workers among the arguments do not count.
         """
         counting = [*mode, target, *_counting(args)]

@@ -54,9 +54,7 @@ class CostMeter:
         self._found: deque[Cost] = deque(maxlen=SAVES)
 
     def step(self, seconds: float) -> None:
-        """A step has taken so long, without the stall of a checkpoint. Several writes at once share its
-        slowdown equally.
-        """
+        """A step took so long, without a checkpoint's stall. Several writes at once share its slowdown equally."""
         if not self._writes:
             self._outside.append(seconds)
             return

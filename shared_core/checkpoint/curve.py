@@ -74,12 +74,7 @@ class Fit:
 
 
 class CurveFitter:
-    """Takes losses, and fits when asked.
-
-    Attributes:
-        start: step at which the present piece begins.
-        restarts: where and why earlier pieces ended.
-    """
+    """Takes losses, and fits when asked. ``restarts``: where and why earlier pieces ended."""
 
     def __init__(self) -> None:
         self.start = 0

@@ -83,14 +83,8 @@ def append(path: str | os.PathLike[str], run: Run) -> None:
 
 
 def read(path: str | os.PathLike[str], *, group: str | None = None, now: float | None = None) -> History:
-    """The runs of a file; none if there is no file. Lines that cannot be read are skipped, and the user is told.
-
-    Args:
-        group: only runs of this group.
-        now: seconds since the epoch.
-
-    Raises:
-        OSError: there is a file that cannot be read.
+    """The runs of a file (of one group); none if there is no file. Lines that cannot be read are skipped, and the user
+    is told. ``now`` is in seconds since the epoch. Raises OSError.
     """
     now = time.time() if now is None else now
     last: dict[str, Run] = {}

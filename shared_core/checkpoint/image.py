@@ -59,13 +59,7 @@ _CHUNK = 16 << 20
 
 @dataclass(frozen=True)
 class ImageEntry:
-    """Where a tensor lies in an image.
-
-    Attributes:
-        dtype: a key of :data:`DTYPES`.
-        start: first byte, from the beginning of the file.
-        end: one past the last.
-    """
+    """Where a tensor lies in an image, in bytes from the beginning of the file. ``dtype``: a key of :data:`DTYPES`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -109,9 +103,7 @@ class Image:
         self._fd = -1
 
     def begin(self) -> None:
-        """Make the file with its header. Raises StorageFull if the memory file system is full; :meth:`discard` the
-        image then.
-        """
+        """Make the file with its header. Raises StorageFull if there is no room; :meth:`discard` it then."""
         with _says_full(self.path, self.nbytes):
             _operation()
             self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o600)
@@ -121,11 +113,8 @@ class Image:
             _write_at(self._fd, self._head, 0)
 
     def seal(self) -> None:
-        """Copy the present values and give the file its name; mostly without the GIL.
-
-        Raises:
-            StorageFull: the memory file system is full; :meth:`discard` the image.
-            Changed: a tensor was changed in place since this was made.
+        """Copy the present values and give the file its name; mostly without the GIL. Raises StorageFull, or Changed
+        for a tensor changed in place since this was made; :meth:`discard` it then.
         """
         if self._fd < 0:
             self.begin()

@@ -214,9 +214,7 @@ class Contents:
 
 
 def folders(where: store.Where, key: str | None = None) -> Iterator[Folder]:
-    """The folders of all runs (or of those of one command), the oldest layout first; only their names are read. Raises
-    OSError if the storage cannot be read.
-    """
+    """Folders of all runs (or of one command), the oldest layout first; reads names only. Raises OSError."""
     storage = open_storage(where) if isinstance(where, str | os.PathLike) else where
     own = _FOLDER.fullmatch(storage.root.rstrip("/").rpartition("/")[2])
     if own is not None:  # ``where`` is the folder of one run
@@ -230,13 +228,8 @@ def folders(where: store.Where, key: str | None = None) -> Iterator[Folder]:
 
 
 def contents(where: store.Where, key: str | None = None) -> Contents:
-    """What a folder holds (of one command, or of all); only manifests are read.
-
-    A run's folder that this user may not read is passed over.
-
-    Raises:
-        OSError: the storage cannot be read.
-        SwiftError: storage of an unknown kind.
+    """What a folder holds (of one command, or of all); only manifests are read. A run's folder that this user may not
+    read is passed over. Raises OSError, or SwiftError for storage of an unknown kind.
     """
     saved: list[Saved] = []
     ended: dict[str, frozenset[str]] = {}
@@ -287,10 +280,7 @@ def candidates(found: Contents, key: str) -> list[Saved]:
 
 def adoptable(where: str) -> list[Saved]:
     """What ``--resume-from`` may mean, the newest first: the checkpoint whose folder is named, or all in a folder.
-
-    Raises:
-        OSError: the storage cannot be read.
-        SwiftError: storage of an unknown kind.
+    Raises OSError, or SwiftError for storage of an unknown kind.
     """
     return to_adopt(where)[0]
 
@@ -334,12 +324,7 @@ def tell_passed(passed: Iterable[PassedOver], taken: Saved | None = None, say: C
 
 
 def none_usable(where: str, passed: int, who: str = "") -> NoUsableCheckpoint:
-    """The error of a start that would lose what is there.
-
-    Args:
-        passed: how many are there that cannot be used.
-        who: the rank that raises it.
-    """
+    """The error of a start that would lose checkpoints; ``passed``: how many cannot be used."""
     return NoUsableCheckpoint(
         f"{who}{where} holds checkpoints of this command ({passed} were passed over, see above), and none can be used. "
         "To start from scratch: checkpoint.resume='never' (SWIFT_RECOVERY_CHECKPOINT_RESUME=never); to begin with "
@@ -431,9 +416,7 @@ class Next:
 
 
 def mark_ended(folder: str, step: int) -> None:
-    """Note that the run of this folder has ended well: the next start of its command starts from scratch. May
-    raise OSError.
-    """
+    """Note that this run has ended well: its command's next start begins from scratch. May raise OSError."""
     payload = json.dumps({"step": step, "time": time.time(), _ORDERED: True}).encode()
     open_storage(folder).write(ENDED, [payload], len(payload))
 

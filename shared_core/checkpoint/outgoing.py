@@ -80,8 +80,8 @@ class Outgoing:
         return False
 
     def make_room(self, warn: Callable[[str], None]) -> None:
-        """Remove old checkpoints until the quota and the device have room; raises StorageFull if they have not.
-        ``warn`` is called if the quota leaves one checkpoint only meanwhile.
+        """Remove old checkpoints until quota and device have room; raises StorageFull if they have not. ``warn`` is
+        called if the quota leaves only one checkpoint meanwhile.
         """
         storage, need = self.storage, self.nbytes
         store.prune(storage, max(2, self.target.keep), self.ours, spare=[self.step])

@@ -73,11 +73,8 @@ class RunLock:
         self.renew()
 
     def renew(self) -> None:
-        """Write a lease again if it is time; does nothing where the kernel keeps the lock. Any thread may call it.
-
-        Raises:
-            RunInUse: another job has taken it, because this one had not renewed it in time.
-            OSError: the storage cannot be written.
+        """Write a lease again if it is time. Any thread may call it. Raises RunInUse if another job took it, as this
+        one had not renewed it in time; OSError.
         """
         if self._renewed >= 0 and time.monotonic() >= self._renewed + RENEW_S:
             found = self._read_lease()

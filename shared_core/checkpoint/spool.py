@@ -161,7 +161,7 @@ class Spool:
         return path
 
     def spare(self, name: str, to: Path) -> bool:
-        """Move a file that is no longer needed, and held a part called ``name``, to ``to``; False if there is none. Its
+        """Move a file that held a part called ``name`` and is no longer needed to ``to``; False if there is none. Its
         pages exist already: to write to it takes half as long as to a new one.
         """
         for found in sorted((self.folder / _SPARE).glob(f"{name}~*")):
@@ -182,10 +182,7 @@ class Spool:
             )
 
     def seal(self, part: Sealed) -> None:
-        """Note that a rank's files are whole, and ring the bell.
-
-        Raises StorageFull if there is no room for the note.
-        """
+        """Note that a rank's files are whole, and ring the bell. Raises StorageFull if there is no room."""
         meta = {**part.meta, "attempt": self.attempt, "world_size": part.world_size}
         body = json.dumps(asdict(part) | {"meta": meta})
         _replace(self._path(part.step) / f"rank{part.rank}{SEALED}", body)
@@ -310,9 +307,7 @@ class Spool:
             _replace(self._status, json.dumps(asdict(status)))
 
     def wait_committed(self, step: int, timeout_s: float) -> bool:
-        """Wait until a checkpoint of ``step`` or a later one of this attempt is committed. False if that failed or
-        ``timeout_s`` has passed.
-        """
+        """Wait until a checkpoint of ``step`` or later of this attempt is committed; False on failure or time-out."""
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.status()

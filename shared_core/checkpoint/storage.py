@@ -189,9 +189,7 @@ class LocalStorage:
 
     @contextlib.contextmanager
     def _opened(self, folder: str) -> Iterator[int]:
-        """The descriptor of a folder in the storage, or of the storage itself; raises OSError for a link, or if there
-        is none.
-        """
+        """Descriptor of a folder in the storage, or of the storage itself; raises OSError for a link or none."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         fds = [os.open(self.root.rstrip("/") or "/", flags)]
         try:
@@ -347,9 +345,7 @@ def check_place(option: str, where: str) -> Storage:
 
 
 def _check_kind(url: str) -> None:
-    """Check that fsspec knows such URLs and has what it needs for them; does not connect. Raises
-    as :func:`open_storage`.
-    """
+    """Check, offline, that fsspec knows such URLs and has what it needs. Raises as :func:`open_storage`."""
     try:
         import fsspec
     except ImportError as error:

@@ -152,9 +152,7 @@ class PassedOver:
 
 
 def read_all(dir: Where) -> tuple[list[Checkpoint], list[PassedOver]]:
-    """Checkpoints whose manifest can be read, and those that have one that cannot; oldest first. Parts are not read.
-    Raises OSError if the storage cannot be read.
-    """
+    """Readable checkpoints, and those with a damaged manifest; oldest first. Parts are not read. Raises OSError."""
     storage, found, passed = _open(dir), [], []
     for step in steps(storage):
         try:
@@ -195,9 +193,7 @@ class Found:
 
 
 def survey(dir: Where, *, check: bool = True) -> list[Found]:
-    """All folders of steps, oldest first; with ``check`` all parts are read and compared with their checksums. Raises
-    OSError if the storage cannot be read.
-    """
+    """All folders of steps, oldest first; ``check`` reads all parts and their checksums. Raises OSError."""
     storage = _open(dir)
     found = []
     for step in steps(storage):
@@ -390,13 +386,7 @@ def left_over(name: str, of: Iterable[str]) -> bool:
 
 
 def load_manifest(dir: Where, step: int) -> Checkpoint:
-    """The checkpoint of a step; its parts are not read.
-
-    Raises:
-        NeverCompleted: there is no manifest.
-        CorruptFile: the manifest is damaged.
-        OSError: it cannot be read.
-    """
+    """The checkpoint of a step; parts are not read. Raises NeverCompleted (no manifest), CorruptFile or OSError."""
     storage = _open(dir)
     try:
         manifest = _unseal(read_file(storage, f"{folder_name(step)}/{MANIFEST}"))

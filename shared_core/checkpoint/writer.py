@@ -44,9 +44,7 @@ RETRY_S, RETRY_MOST_S = 1.0, 60.0
 
 
 class Writer:
-    """The work of the process, without its waiting. Called on one thread; its own look-out thread only calls what
-    is locked.
-    """
+    """The work of the process, without its waiting. Used by one thread, and by its own look-out thread."""
 
     def __init__(self, spool: Spool, events: EventLog) -> None:
         self._spool, self._events = spool, events
@@ -381,9 +379,7 @@ class Writer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Work until standard input ends, then finish what is there: for as many seconds as its last line says,
-    or ``--grace``.
-    """
+    """Work until standard input ends; then finish within the seconds of its last line, or ``--grace``."""
     parser = argparse.ArgumentParser(prog="python -m shared_core.checkpoint.writer", description=__doc__)
     parser.add_argument("folder", type=Path, help="the spool")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds to continue when whoever started it has died")

@@ -33,9 +33,7 @@ LARGE_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Value:
-    """Checkpoints where they pay. ``price``: what one costs beyond time (storage, bandwidth, money), in units of
-    the loss.
-    """
+    """Checkpoints where they pay. ``price``: of one, beyond time (storage, money), in units of the loss."""
 
     price: float = 0.0
     guards: Guards = field(default_factory=Guards)
