@@ -110,9 +110,7 @@ for _phase in AgentPhase:
 
 
 def transition(phase: AgentPhase, event: AgentEvent) -> Outcome:
-    """The phase that follows, and the actions in order. Raises IllegalAgentEvent if the event cannot happen in
-    the phase.
-    """
+    """The next phase, and the actions in order. Raises IllegalAgentEvent for an impossible event."""
     try:
         return _TABLE[phase, event]
     except KeyError:

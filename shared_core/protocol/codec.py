@@ -105,9 +105,7 @@ class Record:
 
     @classmethod
     def from_json(cls, raw: bytes | str, key: str = "", rank: int | None = None) -> Self:
-        """Inverse of :meth:`to_json`. Raises DamagedRecord if it does not fit, or is not of ``rank`` where that
-        is given.
-        """
+        """Inverse of :meth:`to_json`. Raises DamagedRecord if it does not fit, or is not of ``rank``."""
         found: Self = decode(raw, cls, key or cls.__name__)
         if rank is not None and rank != (said := getattr(found, "rank", None)):
             raise damaged(key, f"its rank is {said}")

@@ -101,12 +101,7 @@ class Verdict:
 
 @dataclass
 class FailureBook:
-    """Counts failures and judges each.
-
-    Attributes:
-        budget: replacements left.
-        loop_limit: deaths of a rank in a row, alike and without progress, that end the job.
-    """
+    """Counts failures and judges each. ``budget``: replacements left; ``loop_limit``: see :data:`LOOP_LIMIT`."""
 
     budget: int
     loop_limit: int = LOOP_LIMIT

@@ -99,10 +99,10 @@ class GroupFrontier:
     Attributes:
         ranks: its members, as in :mod:`shared_core.protocol.members`.
         next: sequence number the next collective will get.
+        done: finished collectives, as :meth:`Done.to_json`.
         log: sequence numbers whose result this rank can send to others.
-        log: sequence numbers whose result this rank can hand to others.
-        exclusive: sequence numbers, still held, of collectives whose result differs by rank; all members take part
-            in them again.
+        exclusive: sequence numbers, still held, of collectives whose result differs by rank; all members take part in
+            them again.
         received: per channel, number of messages received.
         sent: per channel, number of messages sent.
         held: per channel, number of the first message that can be sent again.
@@ -151,9 +151,7 @@ class Frontier(Record):
 
 
 def read_frontiers(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: int) -> dict[int, Frontier]:
-    """Decode and check the frontiers of some ranks; raises DamagedRecord. ``raws`` are from the store, by rank;
-    ``keys`` are where they were, for messages.
-    """
+    """Decode and check the frontiers of some ranks; raises DamagedRecord. ``keys``: where they were, for messages."""
     frontiers: dict[int, Frontier] = {}
     alike: dict[bytes, Frontier] = {}  # most differ only in the rank, which comes first; decoding takes the time
     for rank, raw in raws.items():

@@ -276,9 +276,7 @@ def _without_messages(
 
 
 def _redo(group: _Group, boundaries: Mapping[int, StepBoundary | None]) -> set[int]:
-    """Rank-specific collectives that those who have finished them run again. Raises RecoveryFailed if one of them has
-    dropped its input.
-    """
+    """Finished rank-specific collectives to run again. Raises RecoveryFailed if an input was dropped."""
     redo = set()
     for seq, _ in group.run(boundaries):
         for rank, done in group.done.items():

@@ -75,12 +75,7 @@ class Decision:
 
 
 def decide(wanted: int | str, ranks: Sequence[int], measured: Measured, on_failure: str, prepared: int = 0) -> Decision:
-    """How many of a machine's ranks have a hot standby.
-
-    Args:
-        wanted: a number, or ``auto``.
-        prepared: standbys that exist already: their memory is not free any more.
-    """
+    """How many of a machine's ranks have a hot standby. The memory of those ``prepared`` is not free any more."""
     if on_failure in ("restart", "shrink"):
         return Decision(0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a failed rank's place")
     takes = f"the script takes {measured.startup_s:.1f} s to its first batch"

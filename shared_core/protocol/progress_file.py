@@ -43,9 +43,7 @@ class Pace:
     log_bytes: int
 
     def steps_per_s(self, now: float) -> float | None:
-        """Batches a second; None before there are two step boundaries. It falls while a batch takes longer than the
-        mean. ``now`` in seconds since the epoch.
-        """
+        """Batches a second; None before two step boundaries. Falls while a batch takes longer than the mean."""
         steps, took = self.boundaries - self.since_boundaries, self.newest - self.since
         if steps <= 0 or took <= 0:
             return None

@@ -58,13 +58,8 @@ class Resizing:
     def machines(
         self, machines: Sequence[str | None], alive: Sequence[str], *, changed: bool, now: float
     ) -> tuple[str, ...] | None:
-        """The machines that are to continue, if their number is to change now; else None.
-
-        Args:
-            machines: who holds which place.
-            alive: machines that have a lease, in the order in which they came.
-            changed: places have just changed hands.
-            now: of :func:`time.monotonic`.
+        """The machines that are to continue, if their number is to change now; else None. ``alive`` are in the order in
+        which they came. ``changed``: places have just changed hands.
         """
         self.declined = self.declined and not changed
         if self.declined:

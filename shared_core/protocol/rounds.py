@@ -29,9 +29,7 @@ def admitting_key(generation: int, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Round:
-    """Replacements that are admitted together. ``absent``: ranks absent before; ``ranks``: those of them that
-    are admitted.
-    """
+    """Replacements that are admitted together: ``ranks`` of those ``absent`` before."""
 
     generation: int
     absent: frozenset[int]
@@ -88,8 +86,9 @@ def ranks_in(said: bytes | str, key: str, absent: frozenset[int]) -> frozenset[i
 
 
 def still_absent(generation: int, absent: frozenset[int], look: Callable[[str], bytes | None]) -> frozenset[int]:
-    """The ranks that are absent after the rounds of a generation; raises DamagedRecord. ``absent``: when it began;
-    ``look`` reads a key, None if it is not set.
+    """The ranks that are absent after the rounds of a generation; raises DamagedRecord.
+
+    ``look`` reads a key, or None.
     """
     while absent:
         key = admit_key(generation, len(absent))

@@ -38,14 +38,7 @@ _LEFT = "environment.json"
 
 @dataclass(frozen=True)
 class Resized(Record):
-    """The attempt before, which had another number of workers and has written its state.
-
-    Attributes:
-        attempt: its number.
-        world_size: its number of logical ranks.
-        stay: those of them that continue.
-        boundary: the step boundary from which the job continues.
-    """
+    """The attempt before, with another number of workers, that wrote its state. ``stay``: its ranks that continue."""
 
     attempt: Count
     world_size: Count

@@ -146,9 +146,7 @@ for _phase in (*_NOT_JOINED, WorkerPhase.LIVE, WorkerPhase.RECOVERING):
 
 
 def transition(phase: WorkerPhase, event: WorkerEvent) -> Outcome:
-    """The phase that follows, and the actions in order. Raises IllegalWorkerEvent if the event cannot happen in
-    the phase.
-    """
+    """The next phase, and the actions in order. Raises IllegalWorkerEvent for an impossible event."""
     if event is WorkerEvent.REPLACED:
         return WorkerPhase.ENDED, (WorkerAction.EXIT,)
     if event is WorkerEvent.OVER:
