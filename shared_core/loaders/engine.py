@@ -93,7 +93,7 @@ def _says_where_in_workers(stream: Any) -> bool:
 
 
 class Engine:
-    """Iterates a loader and notes what is needed to do so again. Used on the script's thread.
+    """Iterates a loader and notes what is needed to do so again.
 
     Args:
         loader: any iterable.

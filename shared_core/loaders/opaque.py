@@ -58,9 +58,7 @@ class OpaqueWatch:
         ]
 
     def changed(self) -> str:
-        """Name of what has changed since :meth:`look`; empty if nothing has. There may be new objects then: make
-        another watch.
-        """
+        """Name of what has changed since :meth:`look`, else empty. Make another watch then: objects may be new."""
         for (name, item), before in zip(self._points, self._before, strict=True):
             if not _same(before, self._glance(item)):
                 return name

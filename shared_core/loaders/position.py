@@ -29,7 +29,7 @@ class _Mark:
 
 
 class Position(Iterator[Any]):
-    """The iterator that a ``ResumableLoader`` returns. Used on the script's thread.
+    """The iterator that a ``ResumableLoader`` returns.
 
     Args:
         ahead: items that are fetched before their use.
@@ -127,14 +127,8 @@ class Position(Iterator[Any]):
         told: list[Note],
         items: list[Any],
     ) -> None:
-        """Continue where the pass of a failed worker was.
-
-        Args:
-            record: of that pass.
-            inner: the loader's iterator, at that place.
-            drawing: draws its indices.
-            told: by loader workers with the batches fetched ahead of their use.
-            items: those fetched last.
+        """Continue where the pass of a failed worker was, with the loader's iterator at that place. ``told`` came from
+        loader workers with batches fetched ahead of their use; ``items`` were fetched last.
         """
         self._told, self._latest = deque(told), None  # what was seen before tells nothing of generators that were set
         self.inner, self.record, self._drawing, self.last_items, self._keep = inner, record, drawing, items, 0

@@ -20,12 +20,8 @@ _DREW = "a global random generator with the items of a stream"
 
 
 class Asked:
-    """An index, or those of a batch, with orders for the loader worker that reads it.
-
-    Args:
-        index: as the sampler gave it.
-        state: put back before it is read; see :attr:`Note.state`.
-        passed_over: nothing is read.
+    """An index, or those of a batch, for a loader worker. ``state`` (see :attr:`Note.state`) is put back first; with
+    ``passed_over`` nothing is read.
     """
 
     def __init__(self, index: Any = None, state: dict[str, Any] | None = None, passed_over: bool = False) -> None:

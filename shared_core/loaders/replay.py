@@ -22,7 +22,7 @@ Reached = tuple[Record, Iterator[Any], Drawing | None, list[Note]]
 
 
 def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[Any]) -> Reached | None:
-    """Put the loader where its newest pass was; None if there was no pass. Draws from the global generators.
+    """Put the loader where its newest pass was; None if there was no pass. Leaves global generators undefined.
 
     Args:
         state: of a failed worker's loader.

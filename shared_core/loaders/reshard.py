@@ -137,7 +137,7 @@ def pack_indices(indices: Sequence[Any]) -> Any:
 
 
 def rest_of(packed: Mapping[str, Any], done: int) -> Any:
-    """Packed indices without the first ``done``. Slices, no copy of the arrays."""
+    """Packed indices without the first ``done``; arrays are sliced, not copied."""
     if "items" in packed:
         return {"items": packed["items"][done:]}
     lengths = packed["lengths"]
@@ -158,10 +158,8 @@ def unpack_indices(packed: Mapping[str, Any]) -> list[Any]:
 
 
 def advance(state: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
-    """Batches used at a later boundary by a worker of which only an earlier one is known.
-
-    ``state`` is its state at the earlier boundary; ``before`` and ``after`` are another worker's at both. Raises
-    RecoveryFailed if another pass over the data has begun in between.
+    """Batches used at a later boundary by a worker of which only an earlier one, ``state``, is known. ``before`` and
+    ``after`` are another worker's at both. Raises RecoveryFailed if another pass began in between.
     """
     if not before["live"] or before["count"] != after["count"]:
         raise RecoveryFailed("a pass over the data began while the worker failed, and its order is not known")

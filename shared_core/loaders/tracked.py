@@ -174,7 +174,7 @@ class Pass:
 
 
 class Loaders:
-    """All loaders of one training loop. Used on the script's thread."""
+    """All loaders of one training loop."""
 
     def __init__(self, worker: LoaderOwner, config: SwiftConfig) -> None:
         self._worker, self._config = worker, config
@@ -211,9 +211,7 @@ class Loaders:
         self._attached[key] = self.track(loader, key)
 
     def look_around(self, frame: types.FrameType | None, phase: int) -> None:
-        """Find what the script's variables hold now; what they held at an earlier call is forgotten. ``frame`` is that
-        of the loop, ``phase`` its number.
-        """
+        """Find what the script's variables hold now, at the loop of ``frame``; ``phase`` is its number."""
         known = {id(tracked.loader.wrapped): tracked for tracked in self._found.values()}
         attached = {id(tracked.loader.wrapped) for tracked in self._attached.values()}
         self._found, self._streams, self._beside = {}, {}, {}
@@ -232,9 +230,7 @@ class Loaders:
             self._found[key] = self._publish(key, tracked)
 
     def begin(self, given: Any, epoch: int) -> Pass:
-        """The script begins a pass over ``given``. Raises Unsupported if that reads from an iterator that other passes
-        also read.
-        """
+        """The script begins a pass. Raises Unsupported if ``given`` reads from an iterator of other passes, too."""
         loader = given
         if not isinstance(given, DataLoader) and "iterable" in getattr(given, "__dict__", {}):
             loader = given.iterable
@@ -304,9 +300,7 @@ class Loaders:
         }
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Put loaders where those of the failed worker were; passes follow when they are begun. Raises Unsupported for
-        the state of an earlier version.
-        """
+        """Put loaders where the failed worker's were; passes follow when begun. Raises Unsupported for old states."""
         if "passes" not in states:
             raise Unsupported(
                 f"rank {self._worker.rank}: this checkpoint was made by an earlier version of swift-recovery, which "
