@@ -71,14 +71,8 @@ def _end_spare(reason: str) -> None:
 
 
 def wait_for_change(runtime: Runtime, whom: str, done: Callable[[], bool], *, speaks: bool = True) -> None:
-    """Wait on ``runtime.changed``, whose lock the caller holds, until ``done()``.
-
-    Args:
-        whom: who is to do what, for the user.
-        speaks: whether this rank says so when it takes long.
-
-    Raises:
-        WaitTimeout: after ``detection.wait_timeout_s``.
+    """Wait on ``runtime.changed``, whose lock the caller holds, until ``done()``. ``whom`` is text for the user. Raises
+    WaitTimeout after the runtime's ``wait_timeout_s``.
     """
     advice = "See above why that does not happen; raise detection.wait_timeout_s if it is only slow."
     who, limit_s = f"rank {runtime.rank}", runtime.wait_timeout_s

@@ -20,9 +20,7 @@ class JobStore:
         self._lock = threading.Lock()
 
     def below(self, prefix: str = "") -> Below:
-        """The keys of this attempt that begin with ``prefix``, which is empty or ends with a slash. Raises WaitTimeout
-        if the launcher cannot be reached.
-        """
+        """Keys of this attempt that begin with ``prefix``: empty, or ends with a slash. May raise WaitTimeout."""
         return Below(self._connected(), self._env.prefix + prefix)
 
     def tell(self, name: str, value: Any) -> None:

@@ -58,9 +58,7 @@ def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> Re
 
 
 def wish(options: Mapping[str, Any], where: WorkerEnv) -> None:
-    """Have this machine's agent use these checkpoint options, plain data by full name, for workers it starts from now
-    on. Raises WaitTimeout if the agent cannot be reached.
-    """
+    """Ask this machine's agent to use checkpoint options (by full name) for later workers. Raises WaitTimeout."""
     try:
         with local.connect(where.job_dir / AGENT) as link:
             link.send(WISH, data=[json.dumps(dict(options)).encode()])
@@ -77,6 +75,7 @@ def tell(store: Store, name: str, value: Any, *, prefix: str | None = None) -> N
 
     Setting the key alone works too; the agent then notices it at its next tick (``--monitor-interval``).
 
+    Args:
         store: a client of the agent's store in which no other thread waits for a key.
         name: key without prefix.
         value: plain data, stored as JSON.
@@ -89,11 +88,8 @@ def tell(store: Store, name: str, value: Any, *, prefix: str | None = None) -> N
 
 
 def report(store: Store, value: Mapping[str, Any], *, prefix: str) -> None:
-    """Show something to the user through this machine's agent. Reports queue up: none overwrites another.
-
-    Args:
-        store: a client of the agent's store in which no other thread waits for a key.
-        prefix: key prefix of the attempt.
+    """Show something to the user through this machine's agent. Reports queue up: none overwrites another. No other
+    thread may wait for a key in ``store``.
     """
     slot = os.environ.get("GROUP_RANK", "0")
     store.queue_push(f"{prefix}{REPORTS}/{slot}", json.dumps(value))
@@ -101,17 +97,13 @@ def report(store: Store, value: Mapping[str, Any], *, prefix: str) -> None:
 
 
 def mark_failed(code: int | None = None) -> None:
-    """The user's program ended with an error: no goodbye follows. ``code`` is the exit code; None leaves it to
-    the interpreter.
-    """
+    """The user's program failed: no goodbye follows. ``code``: exit code; None leaves it to the interpreter."""
     global _failed, _leaves_with
     _failed, _leaves_with = True, code
 
 
 def at_end(call: Callable[[], None]) -> None:
-    """Have ``call`` run when the user's program has ended without an error, before the goodbye; the last one
-    given first.
-    """
+    """Run ``call`` when the user's program has ended without an error, before the goodbye; in reverse order."""
     _at_end.append(call)
 
 

@@ -18,9 +18,7 @@ _TROUBLE_S = 5.0
 
 
 class Mirror:
-    """Copies of one rank's publications. Any thread may call; a lock orders the calls. Without a link the calls
-    do nothing.
-    """
+    """Copies of one rank's publications. Any thread may call. Without a link the calls do nothing."""
 
     def __init__(self, rank: int, attempt: int, slot: int, folder: Path, key: bytes) -> None:
         self._rank, self._attempt, self._slot, self._folder, self._key = rank, attempt, slot, folder, key
@@ -30,9 +28,7 @@ class Mirror:
         self._trouble = threading.Timer(0.0, lambda: None)
 
     def follow(self, machines: Sequence[str | None]) -> None:
-        """These are the places of machines now. If another machine is to keep the copies, it gets them all, on a thread
-        of its own; publications wait for that.
-        """
+        """These machines hold the places now. A new keeper gets all copies, on a thread; publications wait for that."""
         chosen = keeper(machines, self._slot)
         if chosen == self._keeper:
             return

@@ -38,9 +38,7 @@ def divided(sizes: Sequence[int], count: int, unit: int) -> list[list[Span]]:
 
 
 def bundled(spans: Iterable[Span], alone: int, most: int) -> Iterator[list[Span]]:
-    """Consecutive spans that travel together: those of at least ``alone`` bytes by themselves, others in bundles of up
-    to ``most`` bytes.
-    """
+    """Consecutive spans that travel together: those of ``alone`` bytes or more alone, others up to ``most`` bytes."""
     bundle: list[Span] = []
     for span in spans:
         if bundle and (span.size >= alone or sum(each.size for each in bundle) + span.size > most):

@@ -110,10 +110,7 @@ class Checkpoints:
         return self._job_store.below()
 
     def look_at_failed_worker(self) -> None:
-        """A replacement passes step boundaries again.
-
-        It decides only beyond those that the failed worker had passed.
-        """
+        """A replacement passes step boundaries again, and decides only beyond those of the failed worker."""
         env = self._env
         progress = progress_file.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
@@ -250,9 +247,7 @@ class Checkpoints:
             self.pricing.heed(self.newest_boundary, status.failed)
 
     def _await(self, boundary: StepBoundary, taken: bool) -> bool:
-        """Wait until the checkpoint is committed; returns whether it is. A failure ends the wait: the failed rank's
-        part may never come. So does ``_AWAIT_S``.
-        """
+        """Whether the checkpoint gets committed within ``_AWAIT_S``. A failure ends the wait: a part may never come."""
         if not taken or self._snapshots is None:
             return False
         self._snapshots.fence()

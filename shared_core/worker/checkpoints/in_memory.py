@@ -1,7 +1,4 @@
-"""Snapshots in the machines' memories, seen from a worker.
-
-The agents' part is :mod:`~shared_core.launcher.neighbour`.
-"""
+"""Snapshots in the machines' memories, seen from a worker; :mod:`~shared_core.launcher.neighbour` keeps them."""
 
 from __future__ import annotations
 
@@ -45,12 +42,10 @@ class _Source:
 def find(
     machines: Iterable[str | None], rank: int, world_size: int, secret: bytes
 ) -> list[tuple[int, Mapping[str, Any], Callable[[str], bytes]]]:
-    """Snapshots in the memory of any machine that hold a rank's part, oldest first. Machines that do not answer are
-    passed over.
+    """Snapshots in any machine's memory with a rank's part, oldest first: step, meta, and a reader of its files.
 
-    Returns:
-        For each its step, its meta, and what reads a file of it from any machine that has it; that
-            raises CorruptFile.
+    Machines that do not answer are passed over. A reader takes a file from any machine that has it, or
+    raises CorruptFile.
     """
     names = [machine for machine in machines if machine is not None]
     if not names:

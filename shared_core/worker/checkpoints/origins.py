@@ -35,8 +35,7 @@ class Origins:
         return absolute(self._env.config.checkpoint.resume_from) if self._env.config.checkpoint.resume_from else ""
 
     def choose(self, limit_s: float | None) -> Loaded | None:
-        """The checkpoint that this attempt begins with, once all ranks have read it; None for none. All ranks
-        call this.
+        """The checkpoint that this attempt begins with, read by all ranks; None for none. All ranks call this.
 
         Args:
             limit_s: longest wait for other ranks, in seconds; None for ``wait_timeout_s``.
@@ -91,11 +90,7 @@ class Origins:
         return lineage.left_behind(self._where, env.command.key, how, continues=env.config.continues, again=again)
 
     def _hold(self, run: str) -> None:
-        """Lock a run against other jobs. Rank 0 does that, and not its replacements. Storage errors are only printed.
-
-        Raises:
-            RunInUse: another job holds it.
-        """
+        """Lock a run against other jobs: rank 0 only, no replacements. Raises RunInUse; storage errors are printed."""
         env = self._env
         if env.rank or env.incarnation or run in self._held:
             return
@@ -112,9 +107,7 @@ class Origins:
             self._held[run] = lock
 
     def _own(self) -> tuple[list[Line], lineage.Contents]:
-        """What it may continue from, and what the storage holds; the latter empty if it does not continue
-        earlier starts.
-        """
+        """What it may continue from; and what the storage holds, empty if it continues no earlier start."""
         env = self._env
         found: list[Line] = []
         if env.machines:
@@ -128,9 +121,7 @@ class Origins:
         return mine, there if env.config.continues else lineage.Contents()
 
     def _before(self, line: Line, there: lineage.Contents) -> bool:
-        """Whether this attempt may begin with this line: another attempt made it, of this job or of a run that
-        it continues.
-        """
+        """Whether this attempt may begin with it: another one made it, of this job or of a run that it continues."""
         meta, env = line.meta, self._env
         if line.session == self._session() or meta.get("command") != env.command.key or not line.world_size:
             return False

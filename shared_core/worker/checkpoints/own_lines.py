@@ -22,9 +22,7 @@ class OwnLines:
         self._of_failed_worker: set[int] | None = None
 
     def boundaries(self) -> list[StepBoundary]:
-        """Step boundaries at which this rank's state can be read, oldest first. Reads each of them; damaged ones
-        are told.
-        """
+        """Step boundaries at which this rank's state can be read, oldest first. Reads all; damaged ones are told."""
         found: dict[int, StepBoundary] = {}
         for line in self._all():
             if line.step in found:

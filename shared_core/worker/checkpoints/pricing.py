@@ -73,12 +73,7 @@ class Pricing:
     # -- what happens ------------------------------------------------------------------------------
 
     def step(self, boundary: int, waited_s: float, version: int, optimizers: Iterable[Optimizer]) -> None:
-        """A step boundary is passed.
-
-        Args:
-            waited_s: seconds that updates have waited for checkpoints, since the start of the process.
-            version: updates made.
-        """
+        """A step boundary is passed. ``waited_s``: seconds of waits for checkpoints since the process started."""
         if self._wants_curve:
             rates = [float(group.get("lr", 0.0)) for optimizer in optimizers for group in optimizer.param_groups]
             if why := self._pieces.at_boundary(boundary, version, rates):
@@ -96,9 +91,7 @@ class Pricing:
         self._last, self._waited, self._boundary = now, waited_s, boundary
 
     def begun(self, boundary: int, stall_s: float, taken: bool) -> None:
-        """A checkpoint was begun at this step boundary (``taken``), or could not be; training stood still
-        for ``stall_s``.
-        """
+        """A checkpoint was begun here (``taken``), or could not be; training stood still for ``stall_s``."""
         self._last += stall_s
         self._undone = (self._saved_boundary, self._saved_s, self._rework_s)
         # One that could not be is not tried again at once.

@@ -167,11 +167,7 @@ def in_storage(found: lineage.Contents, world_size: int | None = None) -> list[L
 
 
 def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
-    """Checkpoints in ``where`` that the job was told to begin with.
-
-    Raises:
-        Unsupported: ``where`` cannot be read; or nothing is there, and ``needed``.
-    """
+    """Checkpoints in ``where``; raises Unsupported if it cannot be read, or if there is none and ``needed``."""
     try:
         found, passed = lineage.to_adopt(where)
     except (OSError, SwiftError) as error:

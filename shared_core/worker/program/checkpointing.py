@@ -19,9 +19,7 @@ class Checkpointing:
 
     @property
     def near(self) -> bool:
-        """In rank 0: whether a checkpoint may be made at the next step boundary. Flush what it counts as written
-        before that.
-        """
+        """Rank 0: whether a checkpoint may be made at the next boundary; first flush what it counts as written."""
         return self._start.checkpoints.near(self._position.boundaries + 1)
 
     @property

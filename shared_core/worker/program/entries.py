@@ -73,8 +73,9 @@ class Entries:
         return EntryDecision(True, result)
 
     def skipped(self) -> None:
-        """Call after a skipped entry call, when all that it makes has been made. A replacement joins here if its failed
-        worker was between this call and the next.
+        """Call after a skipped entry call.
+
+        A replacement joins here if its failed worker was between two entry calls.
         """
         skip_groups(self._groups)  # hooks of the call may have made some that are not made here
         self._joining.at("end")

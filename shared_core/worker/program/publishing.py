@@ -57,12 +57,7 @@ class Publishing:
             self.publish(kind, grads)
 
     def publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
-        """Publish the present step boundary.
-
-        Args:
-            grads: pending gradients, by place.
-            save: whether a checkpoint may be made.
-        """
+        """Publish the present step boundary. ``grads``: pending ones, by place; ``save``: a checkpoint may be made."""
         if kind != "batch":  # at a batch's boundary that was just looked at, and nothing has run since
             self._updates.outside.see()
         if self._trained.shard is not None:

@@ -20,9 +20,7 @@ _MAX_DEFERRED = 16
 
 
 class StepBoundaries:
-    """Counts step boundaries, and publishes those that are recovery points. ``resizes``: the number of workers
-    may change.
-    """
+    """Counts step boundaries, and publishes those that are recovery points."""
 
     def __init__(
         self,

@@ -29,9 +29,7 @@ _TOO_MUCH = (
 
 
 class Unmarked:
-    """Counts updates between step boundaries. ``irreplaceable``: why a failed worker cannot be replaced; empty if
-    it can.
-    """
+    """Counts updates between step boundaries. ``irreplaceable``: why no worker can be replaced; else empty."""
 
     def __init__(self, position: Position, runtime: Runtime, budget_bytes: int) -> None:
         self._position, self._runtime = position, runtime
@@ -63,9 +61,7 @@ class Unmarked:
             raise Unsupported(_TOO_MUCH.format(self._runtime.rank, self._updates, log_bytes, self._limit))
 
     def trains_unattached(self) -> None:
-        """A ``DistributedDataParallel`` module is trained and nothing is attached: drop the logs, and keep none from
-        now on.
-        """
+        """A ``DistributedDataParallel`` module is trained and nothing is attached: drop the logs, keep none."""
         if self.irreplaceable:
             return
         self.irreplaceable = NOTHING_ATTACHED

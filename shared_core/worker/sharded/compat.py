@@ -64,10 +64,7 @@ def reduce_by(modules: Iterable[Any], reduce_scatter: Any) -> None:
 
 
 def forget_forward(modules: Iterable[Any]) -> None:
-    """Clear the order of the last forwards, which no backward follows (an evaluation):
-
-    FSDP would gather ahead by it.
-    """
+    """Clear the order of the last forwards: no backward follows (an evaluation), and FSDP would gather ahead by it."""
     for group in _groups(modules):
         group._post_forward_indices.clear()
         if hasattr(group.comm_ctx, "post_forward_order"):  # from the first forward on

@@ -79,9 +79,7 @@ def find_script(target: str, *, module: bool) -> Path | None:
 
 
 def modules_for(script: Path | None, extra: Iterable[str] = ()) -> list[str]:
-    """What a zygote for ``script`` imports, in order and without repeats: ``module`` or ``module:attribute``.
-    ``extra``: modules asked for with ``--preload``.
-    """
+    """What a zygote for ``script`` imports, in order: ``module`` or ``module:attribute``; ``extra`` are added."""
     chosen = list(ALWAYS)
     if script is not None:
         found = _look_around(script)
@@ -143,9 +141,7 @@ def is_there(module: str) -> bool:
 
 
 def load(name: str) -> None:
-    """Import ``module``, or ``module:attribute``, which packages with lazy attributes import then. Raises what the
-    import raises.
-    """
+    """Import ``module``, or ``module:attribute``, which lazy packages import then. Raises what the import raises."""
     module, _, attribute = name.partition(":")
     loaded = importlib.import_module(module)
     if attribute and not hasattr(loaded, attribute):

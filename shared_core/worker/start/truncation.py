@@ -32,18 +32,14 @@ _watching = False
 
 
 def training_begins(job_dir: Path, rank: int) -> None:
-    """The first batch of a rank in an attempt: marks the time from which files of the script are new, and stops
-    the warnings.
-    """
+    """First batch of a rank in an attempt: from now on files of the script are new. Stops the warnings."""
     stop()
     with suppress(OSError):  # no room: then nobody is warned
         (job_dir / f"{TRAINS}{rank}").touch()
 
 
 def watch() -> None:
-    """Where the script runs again: warn of each file that it truncates, until :func:`stop`. Adds an audit hook
-    for good.
-    """
+    """Where the script runs again: warn of each file that it truncates, until :func:`stop`. The hook stays."""
     global _watching
     if not worker_env.launched():
         return

@@ -42,9 +42,7 @@ _STUCK = "!"
 
 
 def is_bare(frame: types.FrameType) -> bool:
-    """Whether the ``for`` of a script iterates directly the result of the call that runs in this frame, with nothing
-    around it.
-    """
+    """Whether a script's ``for`` iterates directly the result of the call that runs in this frame."""
     return is_script(frame.f_code, frame.f_globals) and _iterates_next(frame.f_code, frame.f_lasti)
 
 
@@ -204,11 +202,8 @@ class Walks:
         self._walks: list[_Walk] = []
 
     def begin(self, thing: Any, what: str, *, bare: bool = False) -> None:
-        """A loop of the script asks ``thing`` for its first item. ``thing`` calls this itself.
-
-        Args:
-            what: a word for it: epochs, steps.
-            bare: nothing is around it; see :func:`is_bare`.
+        """``thing`` calls this itself when a loop asks it for its first item. ``what`` is a word for it; ``bare``:
+        see :func:`is_bare`.
         """
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and not is_script(frame.f_code, frame.f_globals):

@@ -13,8 +13,8 @@ _BYTES = 8
 
 
 def digests(values: Iterable[Any], rows: Iterable[Any]) -> dict[str, dict[str, bytes]]:
-    """A digest of each variable's value, by scope and name. Within one run equal values have equal digests. ``values``
-    are the scopes of a capture, as they were read; ``rows`` describe its objects.
+    """A digest of each variable's value, by scope and name. Within one run equal values have equal digests; what cannot
+    be read always differs. ``values`` are the scopes of a capture, as they were read; ``rows`` describe its objects.
     """
     described = {row[0]: row[1:] for row in rows if row is not None}
     found: dict[str, dict[str, bytes]] = {}

@@ -1,6 +1,4 @@
-"""What a replacement does with objects of a type: restore them from their value, leave them alone, or only
-compare them.
-"""
+"""What a replacement does with objects of a type: restore from their value, leave alone, or only compare."""
 
 from __future__ import annotations
 

@@ -78,9 +78,7 @@ class Scope:
 
 
 class Told:
-    """Attributes of one object, listed again when their number or names have changed. ``leaves``: names that do
-    not count.
-    """
+    """Attributes of one object, listed again when their names change. ``leaves``: names that do not count."""
 
     def __init__(self, name: str, thing: Any, leaves: frozenset[str]) -> None:
         self._name, self._own, self._leaves = name, vars(thing), leaves

@@ -58,9 +58,7 @@ _Change = tuple[Scope, str, Any, Any]
 
 
 class _Untold:
-    """Attributes that a framework had told of in the other run, and not yet in this one; ``graft`` is None if there
-    are none.
-    """
+    """Attributes that a framework had told of in the other run, and not yet here. ``graft``: None if none."""
 
     def __init__(self, graft: Graft | None, origin: Origin) -> None:
         self.graft, self.origin = graft, origin
@@ -109,7 +107,7 @@ class Variables:
     Args:
         rank: of this worker; None where nobody replaces it: then nothing is captured.
         origin: whose variables are put back.
-        refuse: called with a reason and the origin if the worker cannot continue; may return in tests only.
+        refuse: ends what cannot continue; called with a reason and the origin.
     """
 
     def __init__(
@@ -188,9 +186,7 @@ class Variables:
         self._told.pop(name, None)
 
     def attach(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """Leave these to others, except attributes that classes of the script have added to the modules. Replaces
-        earlier ones.
-        """
+        """Leave these to others, except attributes that classes of the script added. Replaces earlier ones."""
         for name in self._attached:
             self.forget(name)
         for each in self._parts.values():
@@ -377,9 +373,7 @@ class Variables:
             self._refuse(refusal, origin)
 
     def check_data(self) -> None:
-        """In a replacement, after the batches were read again: refuse changes that the script made to data sets
-        and samplers.
-        """
+        """In a replacement, after the batches were read again: refuse the script's changes to data sets."""
         if self._of_data is None:
             return
         (theirs, origin), self._of_data = self._of_data, None
@@ -402,9 +396,7 @@ class Variables:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """:meth:`put_back` inside takes effect at the end: batches are read again with what the script held at
-        its start.
-        """
+        """:meth:`put_back` inside takes effect at the end: batches are read again with the script's first values."""
         self._holds = self._writer.data = True
         try:
             yield

@@ -119,10 +119,7 @@ class _OwnReader(pickle.Unpickler):
 
 
 def read_own(data: bytes) -> Any:
-    """Reads what this process itself has just written: no checks, so it is twenty times as fast.
-
-    Never for other bytes.
-    """
+    """Reads, without checks, what this process itself has just written: twenty times as fast. Never other bytes."""
     return _OwnReader(io.BytesIO(data)).load()
 
 
@@ -153,7 +150,7 @@ class _Followed:
 
 
 class Writer:
-    """Writes values, and remembers what has not changed since it was first written. Not for several threads.
+    """Writes values, and remembers what has not changed since it was first written.
 
     Args:
         restored: whether the object with this id is restored by others, because it is attached.
@@ -212,9 +209,7 @@ class Writer:
         return known.is_same(version, data)
 
     def same_list(self, items: list[Any]) -> bool:
-        """Whether a long list is as it was at the first look. Each call compares one part of ``_ROWS`` elements,
-        in turn.
-        """
+        """Whether a long list is as at the first look. Each call compares ``_ROWS`` elements, in turn."""
         known = self._lists.get(id(items))
         if known is None or known[0] is not items:
             if len(self._lists) >= _LISTS:
@@ -242,9 +237,7 @@ class Writer:
         return known[1]
 
     def digest(self, thing: Any) -> int | None:
-        """A checksum of an object of a C type; None where it shows nothing. A slow one is taken again only after
-        a while.
-        """
+        """A checksum of an object of a C type; None where it shows nothing. A slow one is not taken each time."""
         if self._inner and hasattr(type(thing), "__next__"):
             return zlib.crc32(name_of(type(thing)).encode())
         known = self._digests.get(id(thing))
