@@ -20,7 +20,7 @@ _OWNER = ("run",)
 
 
 class QuotaFull(StorageFull):
-    pass
+    """The user's own limit is reached."""
 
 
 @dataclass
@@ -152,6 +152,7 @@ def _pieces(path: Path) -> Iterator[memoryview]:
 
 
 def write_note(storage: Storage, step: int, name: str, meta: Mapping[str, Any]) -> None:
+    """Leave a note for the writers of other machines in a checkpoint's folder."""
     payload = json.dumps(dict(meta)).encode()
     storage.write(f"{store.folder_name(step)}/{name}", [payload], len(payload))
 

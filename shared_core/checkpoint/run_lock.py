@@ -25,6 +25,7 @@ from shared_core.errors import CorruptFile, RunInUse
 from shared_core.plain_json import is_count, parse
 from shared_core.system.process import state_of
 
+#: Name of the file in the folder of a run.
 FILE = "in_use.json"
 #: An unchanged lease is free after so long; its holder renews it this often; in seconds.
 LEASE_S, RENEW_S = 30.0, 5.0

@@ -34,6 +34,7 @@ from shared_core.faults import inject
 from shared_core.plain_json import is_count, parse
 from shared_core.resources import FULL
 
+#: Name of the folder in the job's folder.
 FOLDER = "checkpoints"
 BELL = "bell"
 SEALED = ".sealed"

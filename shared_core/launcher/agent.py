@@ -54,6 +54,7 @@ from shared_core.transport.store import StoreError
 
 #: Least free memory for publications, in bytes for each worker.
 _LEAST_ROOM_BYTES = 256 << 10
+#: A worker is killed after so many looks in a row that find it in state T.
 STOPPED_LOOKS = 2
 #: Bounds of a tick, in seconds: a stopped worker is noticed within one.
 TICK_S = (0.05, 0.4)

@@ -18,6 +18,7 @@ from shared_core.protocol.failure_policy import AS_ANY
 MAX_WAIT_S = 5.0
 #: And explained again after so many seconds.
 AGAIN_S = 60.0
+#: A line names so many pids at most.
 _MOST = 16
 
 
@@ -295,6 +296,7 @@ def steps(number: int) -> str:
 
 
 def host_of(machine: str) -> str:
+    """``node2 (10.0.0.2)`` for the name of a machine; see :class:`SwiftRendezvousHandler`."""
     place, _, mark = machine.partition("#")
     host, address = mark.rpartition(".")[0], place.rpartition(":")[0]
     return f"{host} ({address})" if host and host != address else address

@@ -23,6 +23,7 @@ from shared_core.errors import ConfigError
 from shared_core.kinds import open_regular
 
 ETCD = "etcd"
+#: Keys of all jobs begin with this.
 PREFIX = "/swift-recovery/"
 #: Life of the key's lease, in seconds: etcd then removes what an abandoned job has left.
 _TTL_S = 7 * 86400

@@ -43,7 +43,7 @@ class JobOver(SwiftError):
 
 
 class Again(Exception):  # noqa: N818 (not an error)
-    pass
+    """The machines must meet again."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ class RendezvousOptions:
 
 
 class Listener(Protocol):
+    """The agent of this machine, as the rendezvous sees it."""
+
     @property
     def number(self) -> int:
         """Of the attempt that this machine is in."""

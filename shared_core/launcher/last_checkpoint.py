@@ -21,6 +21,7 @@ from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.protocol.keys import EARLY_SIGNALS, ENDING
 
+#: Share of the grace time that is kept for ending the workers.
 _RESERVE = 0.15
 
 

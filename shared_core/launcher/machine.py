@@ -78,9 +78,7 @@ class MachineMembership:
         if self._server is None:
             ports = self._rendezvous.ports
             if ports.store:
-                ports.take(
-                    address, ports.store
-                ).close()  # checks that it is free, in case this machine is to host the script's store
+                ports.take(address, ports.store).close()  # if this machine is to host the script's store
             listener = ports.take(address, ports.copies)
             self._server = MirrorServer(self._job_dir / MIRROR, self._serve, key=self._key, listener=listener)
         return self._server.port
@@ -110,6 +108,7 @@ class MachineMembership:
 
     @property
     def run_id(self) -> str:
+        """Of this start of the job, equal on all machines."""
         return self._rendezvous.run_id
 
     @property
@@ -206,6 +205,7 @@ class MachineMembership:
 
     @property
     def line(self) -> str:
+        """What the attempt continues from in which this machine was given its place; see :class:`Resizing`."""
         return self._rendezvous.line
 
     def gather(self, machines: Sequence[str | None], line: Resized) -> None:

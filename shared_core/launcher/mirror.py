@@ -110,9 +110,7 @@ class MirrorServer:
         elif kind == SYNC:
             link.send(_OK)
         elif kind == GET:
-            here = (
-                self._folder.parent / f"rank{rank}" / f"attempt{attempt}"
-            )  # the rank's own, if it runs on this machine
+            here = self._folder.parent / f"rank{rank}" / f"attempt{attempt}"  # the rank's own, on its machine
             for path in sorted((here if here.exists() else folder).glob("*")):
                 if path.suffix != ".tmp" and (path.name == name if name else path.name != REPLICATED):
                     link.send(WRITE, rank, attempt, path.name, [path.read_bytes()])

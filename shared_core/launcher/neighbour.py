@@ -200,9 +200,7 @@ class NeighbourCopies:
     def _give(self, link: Link, header: Mapping[str, Any]) -> None:
         (attempt, step), name = map(int, header["key"]), str(header["name"])
         spool = self._spool(header["where"], attempt)
-        parts = (
-            spool.parts(step).values() if _NAME.fullmatch(name) else ()
-        )  # the notes from another machine decide which files it has
+        parts = spool.parts(step).values() if _NAME.fullmatch(name) else ()  # what another sent says which files it has
         part = next((each for each in parts if name in each.files), None)
         if part is None:
             return link.send(PART, data=[SIZE.pack(-1)])

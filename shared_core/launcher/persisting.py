@@ -23,6 +23,7 @@ PROGRAM = "shared_core.checkpoint.writer"
 #: After so many deaths in a row, each soon after the start, it is not started again.
 GIVE_UP_AFTER = 5
 _SOON_S = 5.0
+#: Stands for no limit, in seconds.
 _PATIENT_S = 1e9
 
 

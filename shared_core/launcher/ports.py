@@ -22,6 +22,7 @@ class Ports:
 
     @property
     def store(self) -> int:
+        """Of the job's store, on the machine that hosts it."""
         return self.first
 
     @property

@@ -131,6 +131,7 @@ class SwiftRendezvousHandler(RendezvousHandler):
 
     @property
     def store(self) -> MemoryStore | None:
+        """The job's store, if this machine has it."""
         return self._gathering.store
 
     @property

@@ -139,9 +139,7 @@ class WorkerPool:
         self._refusals = Retries(say)
         self._warned_threads = False
         self._early = early
-        self._foreign = set(
-            process.children()
-        )  # children of the process that became the agent with exec: not to be killed here
+        self._foreign = set(process.children())  # of whoever became the agent with exec: not ours to end
         self._foreign.discard(early.pid if early else 0)
 
     # -- starting -----------------------------------------------------------------------------------------------------

@@ -173,9 +173,7 @@ class Engine:
         place = self.place if self.kind is LoaderKind.SEEDED else None
         self.indices = Indices(getattr(loader, name), name == "batch_sampler", known, self.workers, place)
         if listed:
-            self.indices.announce = (
-                self.notary
-            )  # without a reference to this object: a cycle would keep worker processes
+            self.indices.announce = self.notary  # without a reference to this: a cycle would keep worker processes
         # Written past __setattr__: DataLoader forbids changing these names once it is built.
         own: dict[str, Any] = {name: self.indices, "_iterator": None}
         if self.kind is LoaderKind.SEEDED:

@@ -100,6 +100,8 @@ def decode(raw: bytes | str, shape: Any, key: str, advice: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Record:
+    """A record whose JSON has its fields."""
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 

@@ -122,7 +122,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        pass
+        """Value of the option that chooses it."""
 
     def due(self, now: Situation) -> Decision:
         """Whether to make one now. Cheap enough for every step boundary."""

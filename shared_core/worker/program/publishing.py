@@ -58,7 +58,7 @@ class Publishing:
 
     def publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
         """Publish the present step boundary. ``grads``: pending ones, by place; ``save``: a checkpoint may be made."""
-        if kind != "batch":  # at a batch's boundary that was just looked at, and nothing has run since
+        if kind != "batch":  # a batch has been begun, and nothing has run since
             self._updates.outside.see()
         if self._trained.shard is not None:
             self._trained.shard.reshard()

@@ -9,6 +9,7 @@ from shared_core.events import console_once
 from shared_core.worker.comm import Runtime
 from shared_core.worker.state.local_state import Position
 
+#: Updates without a boundary after which the user is told: before the first boundary, and between two.
 _FIRST, _LATER = 3, 100
 #: So many updates more, and the size of the log is limited: a script may make some before its loop.
 _GRACE = 7

@@ -8,6 +8,16 @@ from typing import Any, Protocol
 
 
 class OwnState(Protocol):
+    """Parameters and optimizer state that this rank publishes, because no other rank has all of them.
+
+    Attributes:
+        unsettled: there is what belongs to no shard (gradients that are not reduced yet), so no replacement can begin
+            here. All ranks agree, because it follows from the script.
+        step_bytes: about what the logs of one step take of memory.
+        padded: inputs of reductions have places that nobody has written.
+        apart: no operation of the model is of all ranks.
+    """
+
     @property
     def unsettled(self) -> bool: ...
     @property
@@ -24,13 +34,13 @@ class OwnState(Protocol):
         """All of it: live tensors, to be written before the next update."""
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        pass
+        """Inverse of :meth:`capture`."""
 
     def gradients(self) -> dict[int, Any]:
         """Pending gradients by place, as plain data; only where nothing is ``unsettled``."""
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
-        pass
+        """Inverse of :meth:`gradients`."""
 
 
 class Owner(ABC):

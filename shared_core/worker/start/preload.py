@@ -91,6 +91,7 @@ def modules_for(script: Path | None, extra: Iterable[str] = ()) -> list[str]:
 
 
 def beside(folder: Path) -> set[str]:
+    """Names of the modules and packages in a folder; empty if it cannot be read."""
     found = set()
     with suppress(OSError):
         for path in folder.iterdir():

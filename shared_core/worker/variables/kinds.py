@@ -93,6 +93,7 @@ IGNORED = (
     np.random.BitGenerator,
     Store,
 )
+#: Types whose objects are restored by name only.
 NAMED = (
     type,
     types.ModuleType,
@@ -134,6 +135,7 @@ VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 
 def of_libraries(file: str | None) -> bool:
+    """Whether this file of code is part of Python or of an installed package."""
     return file is None or file.startswith(("<frozen", *_LIBRARIES)) or "site-packages" in file
 
 

@@ -56,6 +56,7 @@ _OURS = ("shared_core", "lightning_swift", "accelerate_swift")
 _SIMPLE, _DEEPEST = (int, float, str, bool, bytes, type(None)), 6
 
 
+#: In place of a checksum: a data set or a sampler holds an object that cannot be read.
 OF_DATA = "of data"
 #: Functions and types that the bytes name.
 _NAMES = frozenset({_numbered, plain._scalar, plain._dtype, torch.Size, deque, complex})
@@ -68,6 +69,8 @@ class TooLarge(Exception):
 
 
 class Large:
+    """Stands for a value beyond the limit, of which a sample is compared."""
+
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
@@ -81,7 +84,7 @@ class Unwritten(Large):
 
 
 class Unbound:
-    pass
+    """Stands for the value of a variable that has none."""
 
 
 class _Rows:
@@ -386,6 +389,7 @@ def _function(_: Writer, thing: Any) -> tuple[Any, ...]:
     return (name_of(thing), cells, own)
 
 
+#: C modules whose objects compute a checksum.
 _CHECKSUMS = frozenset("_hashlib _blake2 _md5 _sha1 _sha2 _sha256 _sha512 _sha3".split())
 
 
