@@ -11,18 +11,17 @@ from shared_core.events import console
 def choose(
     where: str, command: Command, world_size: int, *, continues: bool, told: str
 ) -> tuple[lineage.Saved, bool] | None:
-    """The newest whole checkpoint that serves, and whether it is of another command; None for none, and a line says
-    what is left behind.
+    """The newest whole checkpoint that serves, and whether it is of another command.
+
+    None if there is none; then the user is told what is left behind.
 
     Args:
-        where: the folder of checkpoints.
-        command: of the script.
-        world_size: number of its processes; a checkpoint of another number is passed over.
+        world_size: number of the script's processes; a checkpoint of another number is passed over.
         continues: the script continues from its own checkpoints.
         told: where the checkpoint lies that it was told to begin with; empty for none.
 
     Raises:
-        ConfigError: there is no whole one of what it was told to begin with.
+        ConfigError: no checkpoint at ``told`` is whole.
         NoUsableCheckpoint: there are some of its own, and it can use none of them.
     """
     there = lineage.Contents()

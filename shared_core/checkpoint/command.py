@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from shared_core.errors import ConfigError
 from shared_core.plain_json import parse
 
-#: Options of scripts that say on how many workers it runs, which may differ between two starts.
+#: Options of scripts that set the number of workers, which may differ between two starts.
 _WORKERS = frozenset(
     {
         "devices",
@@ -26,10 +26,10 @@ _WORKERS = frozenset(
         "num-machines",
     }
 )
-#: Options that say where the first start begins.
+#: Options that set where the first start begins.
 _ORIGIN = frozenset({"resume-from"})
 _COUNT = re.compile(r"-?\d+|auto")
-#: Words longer than this are cut at the end where they are stored, in the middle where they stand in a sentence.
+#: Longer words are cut at the end where they are stored, in the middle where they stand in a sentence.
 _STORED, _SHOWN = 2000, 100
 
 
@@ -39,7 +39,7 @@ class Command:
 
     Attributes:
         key: equal in the next start of the same command.
-        words: the same for people; empty where nobody noted them.
+        words: the same for people; empty if they were not noted.
     """
 
     key: str = ""
@@ -47,14 +47,8 @@ class Command:
 
     @classmethod
     def of(cls, target: str, args: Sequence[str], *mode: str) -> Command:
-        """The command that runs ``target``, a path or what else the program is known by.
-
+        """The command that runs ``target``, a path or another name of the program; ``mode`` tells apart ways to run it.
         ``--resume-from`` and numbers of workers among the arguments do not count.
-
-        Args:
-            target: the program.
-            args: its arguments.
-            mode: how it is run, where there are several ways.
         """
         counting = [*mode, target, *_counting(args)]
         key = hashlib.sha256(json.dumps(counting).encode()).hexdigest()[:16]
@@ -63,7 +57,6 @@ class Command:
 
     @property
     def short(self) -> str:
-        """What stands in a sentence."""
         if not self.words:
             return f"command {self.key[:8] or 'unknown'}"
         if len(self.words) <= _SHOWN:
@@ -73,21 +66,15 @@ class Command:
 
     @property
     def stem(self) -> str:
-        """Of the program, for the name of a folder."""
         name = self.words.split(" ")[0].removesuffix(".py")
         return re.sub(r"[^A-Za-z0-9_.]+", "_", name)[:40].strip("_.") or "run"
 
     def to_json(self) -> str:
-        """Inverse of :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, raw: str) -> Command:
-        """Inverse of :meth:`to_json`; of nothing, no command.
-
-        Raises:
-            ConfigError: it names none.
-        """
+        """Inverse of :meth:`to_json`; an empty text gives an empty command. Raises ConfigError for anything else."""
         try:
             found = cls(**parse(raw)) if raw else cls()
         except (ValueError, TypeError) as error:
@@ -98,7 +85,7 @@ class Command:
 
 
 def _counting(args: Sequence[str]) -> list[str]:
-    """Arguments without those that two starts of the same command may differ in."""
+    """Arguments without those in which two starts of the same command may differ."""
     counting: list[str] = []
     skip = False
     for word, following in itertools.pairwise([*args, ""]):

@@ -6,19 +6,19 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-#: Steps outside of a write that the normal duration is the median of; checkpoints that the cost is the median of.
+#: A normal step takes the median of so many steps outside of a write; a checkpoint costs the median of so many.
 STEPS, SAVES = 101, 5
-#: Fewer steps than this outside of a write tell nothing yet.
+#: Fewer steps outside of a write than this are not used.
 ENOUGH = 5
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one checkpoint.
+    """Of one checkpoint, in seconds.
 
     Attributes:
         stall_s: training stands still.
-        slowdown_s: seconds that the steps take longer in all while it is written.
+        slowdown_s: the steps take longer in all while it is written.
         persist_s: from its begin until it is durable.
     """
 
@@ -44,9 +44,8 @@ class _Write:
 
 
 class CostMeter:
-    """Measures the cost from step times: their median outside of writes, and the sum of what exceeds it inside.
-
-    Medians over several checkpoints: one that coincides with a validation epoch does not count.
+    """Measures the cost from step times: their median outside of writes, and the sum of what exceeds it inside. Medians
+    over several checkpoints: one that coincides with a validation epoch does not count.
     """
 
     def __init__(self) -> None:
@@ -55,9 +54,7 @@ class CostMeter:
         self._found: deque[Cost] = deque(maxlen=SAVES)
 
     def step(self, seconds: float) -> None:
-        """A step has taken so long, stalls of a save not counted. While several are being written, each gets its part
-        of the slowdown.
-        """
+        """A step took so long, without a checkpoint's stall. Several writes at once share its slowdown equally."""
         if not self._writes:
             self._outside.append(seconds)
             return
@@ -66,11 +63,11 @@ class CostMeter:
             write.seconds += seconds / len(self._writes)
 
     def begun(self, step: int, stall_s: float) -> None:
-        """Saving the state of ``step`` has stalled training for so long; its write continues."""
+        """The checkpoint of ``step`` has stalled training for so long; its write continues."""
         self._writes[step] = _Write(stall_s)
 
     def durable(self, step: int, persist_s: float) -> None:
-        """It is durable, so long after it was begun."""
+        """It is durable, so many seconds after it was begun."""
         write = self._writes.pop(step, None)
         if write is None:
             return
@@ -78,12 +75,11 @@ class CostMeter:
         self._found.append(Cost(write.stall_s, max(0.0, slowdown), persist_s))
 
     def failed(self, step: int) -> None:
-        """It was not written after all."""
         self._writes.pop(step, None)
 
     @property
     def step_s(self) -> float:
-        """Normal duration of a step, 0 before the first."""
+        """Median duration of a step in seconds; 0 before the first."""
         return statistics.median(self._outside) if self._outside else 0.0
 
     @property

@@ -1,10 +1,10 @@
 """A robust fit of the loss against steps, while training continues.
 
-Losses arrive as floats, many at a time: whoever trains lets them gather on the device and hands them over now and then,
-so that no step waits for one. Bins of equal width in the logarithm of the step, each a winsorised mean; then a shifted
-power ``L + A (k + d + 1)^-a`` by a grid over ``a`` and ``d``, and at each point a non-negative least-squares fit of
-``L`` and ``A``, re-weighted after Huber. No starting point is needed, and spikes do no harm. Needs NumPy (extra
-``checkpoint``), which is imported when the first fit is made.
+Losses arrive as floats, many at a time: they gather on the device and are handed over now and then, so that no step
+waits for one. Bins of equal width in the logarithm of the step, each a winsorised mean; then a shifted power ``L + A (k
++ d + 1)^-a`` by a grid over ``a`` and ``d``, and at each point a non-negative least-squares fit of ``L`` and ``A``,
+re-weighted after Huber. No starting point is needed, and spikes do no harm. Needs NumPy (extra ``checkpoint``), which
+is imported when the first fit is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Array = npt.NDArray[np.float64]
 
-#: Most values that are kept; when there are more, neighbours are merged.
+#: If more values are kept than this, neighbours are merged.
 KEPT = 8192
 BINS, FEWEST_BINS, FEWEST_IN_BIN, FIRST_STEP = 48, 8, 3, 10
 #: Grid of the power and number of shifts; a power at either end means that the form does not fit.
@@ -37,14 +37,8 @@ MISSING = "fitting the loss needs NumPy: pip install 'swift-recovery[checkpoint]
 
 @dataclass(frozen=True)
 class Curve:
-    """``floor + scale (k + 1)^-power`` with ``k`` in steps since ``start - shift``; a :class:`LossCurve`.
-
-    Attributes:
-        floor: loss that is approached.
-        scale: loss above it at ``k = 0``.
-        power: how fast.
-        shift: steps that the power law is ahead.
-        start: step at which this piece of the curve begins.
+    """``floor + scale (k + 1)^-power`` with ``k`` in steps since ``start - shift``; a :class:`LossCurve`. ``floor`` is
+    the limit of the loss, ``scale`` its height above that at ``k = 0``, ``start`` the step at which this piece begins.
     """
 
     floor: float
@@ -54,11 +48,10 @@ class Curve:
     start: float = 0.0
 
     def loss(self, step: float) -> float:
-        """Loss after so many steps."""
         return float(self.floor + self.scale * (max(step - self.start, 0.0) + self.shift + 1) ** -self.power)
 
     def slope(self, step: float) -> float:
-        """Its derivative there."""
+        """Derivative of the loss, per step."""
         base = max(step - self.start, 0.0) + self.shift + 1
         return float(-self.power * self.scale * base ** (-self.power - 1))
 
@@ -68,9 +61,9 @@ class Fit:
     """What a fit found.
 
     Attributes:
-        curve: of the present piece; a typical one while there are too few losses or none; None where none will do.
+        curve: of the present piece; a typical one while there are too few losses; None if the losses do not follow one.
         exponential: COCI's form, for comparison.
-        why: why the curve is not a fitted one.
+        why: why the curve is not a fitted one; empty if it is.
         deviation: standard deviation of a loss around the curve.
     """
 
@@ -81,12 +74,7 @@ class Fit:
 
 
 class CurveFitter:
-    """Takes losses, and fits when asked.
-
-    Attributes:
-        start: step at which the present piece begins.
-        restarts: where and why earlier pieces ended.
-    """
+    """Takes losses, and fits when asked. ``restarts``: where and why earlier pieces ended."""
 
     def __init__(self) -> None:
         self.start = 0
@@ -99,7 +87,7 @@ class CurveFitter:
         self._found: Fit | None = None
 
     def feed(self, steps: Sequence[int], losses: Sequence[float]) -> None:
-        """Take losses of ascending steps. Those that are not finite are left out."""
+        """Take losses of ascending steps; those that are not finite are left out."""
         for step, loss in zip(steps, losses, strict=True):
             if step >= self.start and math.isfinite(loss):
                 self._open.append((step, loss))
@@ -108,9 +96,7 @@ class CurveFitter:
                     self._losses.append(sum(each[1] for each in self._open) / len(self._open))
                     self._open.clear()
         while len(self._steps) > KEPT:
-            pairs = range(0, len(self._steps) - 1, 2)
-            self._steps = [(self._steps[i] + self._steps[i + 1]) / 2 for i in pairs]
-            self._losses = [(self._losses[i] + self._losses[i + 1]) / 2 for i in pairs]
+            self._steps, self._losses = _halved(self._steps), _halved(self._losses)
             self._stride *= 2
             self._checked //= 2
 
@@ -135,12 +121,12 @@ class CurveFitter:
         return found
 
     def _check(self, fit: Fit, np: Any) -> None:
-        """CUSUM of what came since the last fit, both ways."""
+        """CUSUM of the losses since the last fit, in both directions."""
         steps, losses = np.asarray(self._steps[self._checked :]), np.asarray(self._losses[self._checked :])
         if not len(steps) or fit.curve is None:
             return
         predicted = np.array([fit.curve.loss(k) for k in steps])
-        # A fit of losses without noise is still no truth: nothing below a two-hundredth of the fall is drift.
+        # A fit of losses without noise is not exact either: less than a two-hundredth of the fall is no drift.
         size = max(fit.deviation, (fit.curve.loss(self.start) - fit.curve.loss(steps[-1])) / 200, 1e-12)
         residuals = np.clip((losses - predicted) / size, -CLIP, CLIP)
         for sign in (1, -1):
@@ -153,7 +139,7 @@ class CurveFitter:
 
 
 def _bins(x: Array, y: Array, np: Any) -> tuple[Array, Array, Array]:
-    """Mean step, winsorised mean and its standard error of each bin."""
+    """Mean step, winsorised mean and its standard error of each bin; three arrays of one length."""
     edges = np.unique(np.round(np.geomspace(FIRST_STEP, max(x[-1] + 1, FIRST_STEP + 1), BINS + 1)))
     found = []
     places = np.searchsorted(x, edges)
@@ -201,8 +187,8 @@ def _fit(x: Array, y: Array, start: int, np: Any) -> Fit:
 
 
 def _typical(losses: Array, start: int) -> Curve:
-    """From the first losses towards 0 with the root of the step. Early checkpoints are worth most, and for the question
-    when to make them only the form counts; without a failure its scale is 1.
+    """A curve from the first losses towards 0 with the root of the step. Early checkpoints are worth most, and only the
+    form of the curve decides when to make them; without a failure its scale is 1.
     """
     return Curve(0.0, float(sorted(losses)[len(losses) // 2]) if len(losses) else 1.0, 0.5, 0.0, float(start))
 
@@ -220,9 +206,8 @@ def _non_negative(form: Array, y: Array, weight: Array, np: Any) -> tuple[Array,
 
 
 def fit_exponential(steps: Array, losses: Array) -> Exponential | None:
-    """COCI's form: least squares of ``exp(decay k + level)``, from the logarithm's by Gauss and Newton.
-
-    Each value counts for the steps up to its neighbours. None where a loss is not above 0.
+    """COCI's form: least squares of ``exp(decay k + level)``, started from the logarithm's, by Gauss-Newton. Each value
+    counts for the steps up to its neighbours. None where a loss is not above 0.
     """
     import numpy as np
 
@@ -238,3 +223,8 @@ def fit_exponential(steps: Array, losses: Array) -> Exponential | None:
         if abs(shift) < 1e-10 and abs(slope * steps[-1]) < 1e-10:
             break
     return Exponential(float(decay), float(level)) if math.isfinite(decay) and math.isfinite(level) else None
+
+
+def _halved(values: list[float]) -> list[float]:
+    """The mean of each two, and the last as it is if there is an odd number."""
+    return [sum(values[i : i + 2]) / len(values[i : i + 2]) for i in range(0, len(values), 2)]

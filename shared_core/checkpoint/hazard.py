@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-#: Weights and mean times between faults of one worker, in hours, that the prior is a mixture of, each counting as one
-#: fault. Together one in some 280 worker-hours; a few real ones tell which of the scales holds.
+#: Weights and mean times between faults of one worker, in hours, of the prior's mixture; each counts as one fault.
+#: Together one fault in some 280 worker-hours; a few real ones tell which of the scales holds.
 PRIOR = ((0.001, 1.0), (0.01, 10.0), (0.1, 100.0), (0.5, 1e3), (0.3, 1e4), (0.089, 1e5))
 
 
@@ -18,7 +18,7 @@ class Hazard:
 
     Attributes:
         faults: seen so far.
-        worker_s: seconds of work that they were seen in, over all workers.
+        worker_s: seconds of work in which they were seen, summed over all workers.
         prior: pairs of weight and mean time between faults of one worker, in hours.
     """
 
@@ -31,11 +31,10 @@ class Hazard:
             raise ValueError(f"weights and hours must be above 0, got {self.prior}")
 
     def seen(self, faults: int, worker_s: float) -> Hazard:
-        """After so many more faults in so many more worker-seconds."""
         return replace(self, faults=self.faults + faults, worker_s=self.worker_s + worker_s)
 
     def mean(self, workers: int) -> float:
-        """Faults a second of so many workers, on average: each scale's ``(1 + n) / (M + E)``, by how likely it makes
+        """Expected faults a second of ``workers``: each scale's ``(1 + n) / (M + E)``, weighted by its likelihood of
         ``n`` faults in a time ``E``.
         """
         scales = [(math.log(weight), hours * 3600) for weight, hours in self.prior]

@@ -1,6 +1,6 @@
-"""The job-history file: how runs ended, a JSON line for each thing that happened to one.
+"""The job-history file: how runs ended, one JSON line for each event of a run.
 
-A run that is killed cannot write that it was. So each run says when it begins, from time to time how far it is, and
+A run that is killed cannot write that it was. So each run writes when it begins, from time to time how far it is, and
 at a proper end how it ended; one that has fallen silent without an end was killed. A run that continues after a restart
 keeps its name, and with it its place in the file.
 """
@@ -21,7 +21,7 @@ from shared_core.plain_json import parse
 
 #: ``running`` while it lasts; ``completed`` as planned; ``stopped`` early with its state saved; ``killed`` without.
 ENDS = ("running", "completed", "stopped", "killed")
-#: A run that has said nothing for so long was killed.
+#: A run that has written nothing for so many seconds was killed.
 SILENT_S = 6 * 3600.0
 _APPEND = os.O_RDWR | os.O_APPEND | os.O_CREAT
 
@@ -36,7 +36,7 @@ class Run:
         useful_s: useful seconds that it has trained.
         worker_s: seconds that its workers were at work, added up.
         rolled_back: by tier, how often it went back to a checkpoint.
-        group: which runs resemble each other, such as a project's name.
+        group: equal in runs that resemble each other, such as a project's name.
         time: when this was written, seconds since the epoch.
     """
 
@@ -55,25 +55,17 @@ class Run:
 
 @dataclass(frozen=True)
 class History:
-    """The runs of a file.
-
-    Attributes:
-        runs: in the order in which they were first named.
-        skipped: lines that could not be read.
-    """
+    """The runs of a file, in the order in which they were first named; ``skipped`` lines could not be read."""
 
     runs: tuple[Run, ...] = ()
     skipped: int = 0
 
 
 def append(path: str | os.PathLike[str], run: Run) -> None:
-    """Add a line, in one write, so that lines of several jobs never mix. What was torn before it is ended first.
+    """Add a line, in one write, so that lines of several jobs never mix. A torn line before it is ended first.
 
     While another job writes, the file may seem to end in the middle of that job's line (its size grows page by page):
-    then an empty line follows it, which says nothing and is no damage.
-
-    Raises:
-        OSError: the file cannot be written.
+    then an empty line follows it, which is no damage. Raises OSError if the file cannot be written.
     """
     line = json.dumps(asdict(run) | {"time": run.time or time.time()}, separators=(",", ":")).encode() + b"\n"
     fd = open_fd(path, _APPEND, 0o644)
@@ -91,15 +83,8 @@ def append(path: str | os.PathLike[str], run: Run) -> None:
 
 
 def read(path: str | os.PathLike[str], *, group: str | None = None, now: float | None = None) -> History:
-    """The runs of a file; none if there is no file. Lines that cannot be read are passed over, and that is said.
-
-    Args:
-        path: the file.
-        group: only runs of this group.
-        now: seconds since the epoch.
-
-    Raises:
-        OSError: there is a file that cannot be read.
+    """The runs of a file (of one group); none if there is no file. Lines that cannot be read are skipped, and the user
+    is told. ``now`` is in seconds since the epoch. Raises OSError.
     """
     now = time.time() if now is None else now
     last: dict[str, Run] = {}

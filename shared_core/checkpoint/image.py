@@ -28,7 +28,7 @@ from shared_core.resources import FULL
 if TYPE_CHECKING:
     import torch
 
-#: Names of element types in the format, with torch's and their sizes in bytes.
+#: Element types of the format, with torch's names and their sizes in bytes.
 DTYPES: dict[str, tuple[str, int]] = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -51,22 +51,15 @@ _NAMES = {f"torch.{torch_name}": name for name, (torch_name, _) in DTYPES.items(
 _LENGTH = struct.Struct("<Q")
 #: Longest header that readers of the format accept, in bytes.
 _LONGEST = 100 << 20
-#: Key of the metadata that holds, as JSON, names of tensors that are another: ``{name: stored name}``.
+#: Metadata key: names of tensors that are the same as another, as JSON ``{name: stored name}``.
 SHARED = "shared"
-#: Tensors are copied in such pieces, in bytes.
+#: Tensors are copied in pieces of this size, in bytes.
 _CHUNK = 16 << 20
 
 
 @dataclass(frozen=True)
 class ImageEntry:
-    """Where a tensor lies in an image.
-
-    Attributes:
-        dtype: element type, a key of :data:`DTYPES`.
-        shape: sizes.
-        start: first byte, from the beginning of the file.
-        end: one past the last.
-    """
+    """Where a tensor lies in an image, in bytes from the beginning of the file. ``dtype``: a key of :data:`DTYPES`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -75,25 +68,25 @@ class ImageEntry:
 
 
 class Changed(SwiftError):
-    """A tensor was changed while its snapshot was taken; the snapshot is worth nothing."""
+    """A tensor was changed while its snapshot was taken; the snapshot is useless."""
 
 
 class Image:
     """A file that is being filled with the values that tensors have when they are copied.
 
     Tensors that are one and the same (shared parameters) are stored once; the header's metadata names the others.
-
-    Attributes:
-        path: where the file will be.
-        nbytes: its size.
+    Making an image waits for the work enqueued on the tensors' devices.
 
     Args:
         path: where to put it; its folder exists.
-        tensors: by name; any device, not changed.
+        tensors: by name; any device, not changed. No copy is kept.
         metadata: text that goes with them.
 
+    Attributes:
+        nbytes: size of the file.
+
     Raises:
-        Unsupported: a tensor has no counterpart in the format (sparse, quantised, complex128, without data).
+        Unsupported: the format has no place for a tensor (sparse, quantised, complex128, without data).
     """
 
     def __init__(
@@ -110,25 +103,18 @@ class Image:
         self._fd = -1
 
     def begin(self) -> None:
-        """Make the file.
-
-        Raises:
-            StorageFull: the memory file system is full; :meth:`discard` the image.
-        """
+        """Make the file with its header. Raises StorageFull if there is no room; :meth:`discard` it then."""
         with _says_full(self.path, self.nbytes):
             _operation()
             self._fd = os.open(self._temporary, os.O_RDWR | os.O_CREAT, 0o600)
             _operation()
-            os.ftruncate(self._fd, self.nbytes)  # of another's file that is used again
+            os.ftruncate(self._fd, self.nbytes)  # a reused file may be longer
             _operation()
             _write_at(self._fd, self._head, 0)
 
     def seal(self) -> None:
-        """Copy the present values and give the file its name. Without the GIL for the most part.
-
-        Raises:
-            StorageFull: the memory file system is full; :meth:`discard` the image.
-            Changed: a tensor was changed in place since this was made.
+        """Copy the present values and give the file its name; mostly without the GIL. Raises StorageFull, or Changed
+        for a tensor changed in place since this was made; :meth:`discard` it then.
         """
         if self._fd < 0:
             self.begin()
@@ -157,10 +143,8 @@ class Image:
 
 
 def write_file(path: Path, payload: bytes) -> None:
-    """Put ``payload`` into the job's folder in memory, with its name once it is whole.
-
-    Raises:
-        StorageFull: the memory file system is full; nothing is left.
+    """Put ``payload`` into the job's folder in memory, with its name once it is whole. Raises StorageFull if the memory
+    file system is full; nothing is left then.
     """
     temporary = temporary_of(path)
     with _says_full(path, len(payload)):
@@ -179,16 +163,11 @@ def write_file(path: Path, payload: bytes) -> None:
 
 
 def temporary_of(path: Path) -> Path:
-    """What a file in memory is called until it is whole."""
     return path.with_name(f".{path.name}.part")
 
 
 def read_header(file: mmap.mmap | bytes | bytearray) -> tuple[dict[str, ImageEntry], dict[str, str]]:
-    """Where each tensor lies, and the metadata.
-
-    Raises:
-        CorruptFile: it is no image, or a part of one.
-    """
+    """Where each tensor lies, and the metadata. Raises CorruptFile if this is no whole image."""
     try:
         (length,) = _LENGTH.unpack_from(file)
         if length > min(_LONGEST, len(file) - _LENGTH.size):
@@ -215,14 +194,11 @@ def read_header(file: mmap.mmap | bytes | bytearray) -> tuple[dict[str, ImageEnt
 
 
 def load(source: str | os.PathLike[str] | bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors by name and metadata of an image, given as a file or as its bytes.
+    """Tensors by name and metadata of an image, given as a file or as its bytes. CPU tensors.
 
     The tensors of a file are views of a private mapping: pages are read when they are used, so copy what you need
-    before the next snapshot is taken, which may use the file's memory again. Shared parameters are one tensor under
-    each of their names.
-
-    Raises:
-        CorruptFile: it is no image, or a part of one.
+    before the next snapshot is taken, which may reuse the file's memory. Those of bytes are views of a copy. Shared
+    parameters are one tensor under each of their names. Raises CorruptFile if it is no whole image.
     """
     data: mmap.mmap | bytearray
     if isinstance(source, bytes):
@@ -245,11 +221,7 @@ def load(source: str | os.PathLike[str] | bytes) -> tuple[dict[str, torch.Tensor
 def _tensors(
     data: mmap.mmap | bytearray, entries: Mapping[str, ImageEntry], metadata: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
-    """Views of an image's tensors, under all of their names.
-
-    Raises:
-        CorruptFile: torch has no such shape, or a name is that of no tensor.
-    """
+    """Views of an image's tensors, under all of their names; raises CorruptFile for impossible shapes and names."""
     import torch
 
     tensors = {}
@@ -278,20 +250,18 @@ class Stager:
         self._lock = threading.Lock()
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on a thread; waits for the one before."""
+        """Run ``work`` on a thread; waits for the one before. Runs it here if no thread can be started."""
         self.fence()
         thread = threading.Thread(target=self._run, args=(work,), name="swift-stager", daemon=True)
         try:
             thread.start()
             self._thread = thread
-        except RuntimeError:  # the system has no thread left: then the caller waits
+        except RuntimeError:  # no thread can be started: then the caller waits
             work()
 
     def fence(self) -> None:
-        """Wait until the work is done: what it reads may be changed afterwards. Costs nothing when there is none.
-
-        Raises:
-            BaseException: whatever ``work`` raised, once.
+        """Wait until the work is done; what it reads may be changed afterwards. Costs nothing when there is none.
+        Raises once whatever ``work`` raised.
         """
         if self._thread is None:
             return
@@ -311,7 +281,7 @@ class Stager:
 
 
 def _unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors without those that are another of them, and whose name those have."""
+    """The distinct tensors, detached; and for each name of the same tensor the name under which it is stored."""
     unique: dict[str, torch.Tensor] = {}
     shared: dict[str, str] = {}
     seen: dict[Any, str] = {}
@@ -332,7 +302,7 @@ def _unique(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Counts the changes made in place; tensors made in inference mode have no count."""
+    """torch's count of changes in place; always 0 for tensors made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -363,14 +333,14 @@ def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 
 
 def _await(tensors: Iterable[torch.Tensor]) -> None:
-    """The snapshot shows what all work that was enqueued so far gives."""
+    """Wait for all work that was enqueued so far: the snapshot shows its results."""
     from shared_core import devices
 
     devices.await_all(devices.apart(tensors))
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in row-major order."""
+    """The bytes of a tensor in row-major order. A piece is valid until the next one is asked for."""
     import torch
 
     if not tensor.numel():

@@ -31,11 +31,11 @@ from shared_core.errors import CorruptFile, NoUsableCheckpoint, SwiftError
 from shared_core.events import console
 from shared_core.plain_json import parse
 
-#: In the file that says that a run has ended well: its name was chosen to be later than all that were there.
+#: Key in ``ended.json``: the run's name was chosen to be later than all that were there.
 _ORDERED = "ordered"
-#: A file in a run's folder, and a folder of earlier versions: the run has ended well.
+#: The run has ended well: a file in its folder, and in earlier versions an entry in this folder.
 ENDED, _ENDED_BEFORE = "ended.json", "ended"
-#: In the place of a run's name: the folder may hold any.
+#: Stands for a run's name: the folder may hold any.
 _ANY = "unknown"
 _STAMPED = r"\d{8}T\d{6}-[0-9a-f]{6}"
 _FOLDER = re.compile(rf".+-(?P<command>[0-9a-f]{{8}})-(?P<run>{_STAMPED}|[0-9a-f]{{12}})")
@@ -61,12 +61,11 @@ def _now() -> str:
 
 
 def age_key(run: str) -> str:
-    """Sorts runs by age, the oldest first."""
+    """Sorts runs by age, the oldest first; empty for names of earlier versions."""
     return run if re.fullmatch(_STAMPED, run) else ""
 
 
 def folder_of(where: str, command: Command, run: str) -> str:
-    """Where a run's checkpoints lie."""
     return f"{where.rstrip('/')}/{command.stem}-{command.key[:8]}-{run}"
 
 
@@ -83,19 +82,17 @@ def meta_of(
     attempt: int = 0,
     job: str = "",
 ) -> dict[str, Any]:
-    """What a checkpoint says of itself; equal on all ranks.
+    """Metadata of a checkpoint; equal on all ranks.
 
     Args:
         boundary: step boundaries passed.
         version: updates made.
         session: a name that no other attempt has.
         run: a name that a run keeps over all restarts.
-        command: the program and its arguments.
-        world_size: ranks of the job.
         continues: the next start of the command continues with it.
         adopted: what the run was told to begin with; empty for nothing.
         attempt: number of the session in its job.
-        job: name of the launcher's job; none without one.
+        job: name of the launcher's job; empty without one.
     """
     who = {"attempt": attempt, "session": session, "job": job, "run": run, "adopted": adopted}
     what = {"command": command.key, "words": command.words, "continues": continues}
@@ -103,17 +100,16 @@ def meta_of(
 
 
 def command_of(meta: Mapping[str, Any]) -> Command:
-    """The command that a checkpoint names."""
     return Command(str(meta.get("command", "")), str(meta.get("words", "")))
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder with the checkpoints of one run, or of several in the layout of earlier versions.
+    """A folder with the checkpoints of one run, or of several in the layout of earlier versions. All reads may
+    raise OSError.
 
     Attributes:
-        storage: where it lies.
-        run: whose it is; empty for the layout of earlier versions.
+        run: empty for the layout of earlier versions.
         command: how the key of its command begins; empty likewise.
     """
 
@@ -122,21 +118,13 @@ class Folder:
     command: str = ""
 
     def ended(self) -> frozenset[str]:
-        """Runs in it that have ended well.
-
-        Raises:
-            OSError: the storage cannot be read.
-        """
+        """Runs in it that have ended well."""
         if not self.run:
             return frozenset(self.storage.names(_ENDED_BEFORE))
         return frozenset({self.run} if ENDED in self.storage.names() else ())
 
     def unsure(self) -> PassedOver | None:
-        """Why nobody knows whether the end of its run came after other runs; None for no reason.
-
-        Raises:
-            OSError: the storage cannot be read.
-        """
+        """Why it is not known whether this run ended after the other runs; None if it is known."""
         if age_key(self.run)[:15].replace("T", "") <= _now() or ENDED not in self.storage.names():
             return None
         with suppress(CorruptFile, ValueError):
@@ -147,51 +135,35 @@ class Folder:
         return PassedOver(self.storage.root, reason, run=self.run)
 
     def saved(self) -> list[Saved]:
-        """Its committed checkpoints, oldest first.
-
-        Raises:
-            OSError: the storage cannot be read.
-        """
         return self.read()[0]
 
     def read(self) -> tuple[list[Saved], list[PassedOver]]:
-        """The same, and those that are there and cannot be used.
-
-        Raises:
-            OSError: the storage cannot be read.
-        """
+        """The same, and those that are there and cannot be used."""
         found, passed = store.read_all(self.storage)
         return [Saved(each) for each in found], [replace(each, run=self.run) for each in passed]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint of a run.
-
-    Attributes:
-        checkpoint: itself; its parts were not looked at.
-    """
+    """A committed checkpoint of a run; its parts were not read."""
 
     checkpoint: store.Checkpoint
 
     @property
     def step(self) -> int:
-        """Step boundaries passed."""
         return self.checkpoint.step
 
     @property
     def run(self) -> str:
-        """Whose it is."""
         return str(self.checkpoint.meta.get("run", ""))
 
     @property
     def command(self) -> Command:
-        """Of the run."""
         return command_of(self.checkpoint.meta)
 
     @property
     def time(self) -> float:
-        """When it was committed, in seconds since the epoch; 0 where nobody knows."""
+        """When it was committed, in seconds since the epoch; 0 if unknown."""
         if self.checkpoint.time:
             return self.checkpoint.time
         path = self.checkpoint.storage.local(f"{self.checkpoint.folder}/{store.MANIFEST}")
@@ -205,10 +177,9 @@ class Contents:
     """What a folder of checkpoints holds.
 
     Attributes:
-        saved: committed checkpoints.
-        ended: by the beginning of a command's key (empty: unknown), its runs that have ended well.
-        passed: checkpoints and folders of runs that are there and cannot be used; those without a run may be anybody's.
-        unsure: runs that have ended, and nobody knows whether after others.
+        ended: runs that have ended well, by the beginning of a command's key (empty: unknown command).
+        passed: checkpoints and folders of runs that cannot be used; those without a run may be anybody's.
+        unsure: runs that have ended, not known whether after others.
     """
 
     saved: tuple[Saved, ...] = ()
@@ -217,11 +188,9 @@ class Contents:
     unsure: tuple[PassedOver, ...] = ()
 
     def ended_of(self, key: str) -> frozenset[str]:
-        """Runs of a command that have ended well."""
         return self.ended.get(key[:8], frozenset()) | self.ended.get("", frozenset())
 
     def continues(self, run: str, key: str) -> bool:
-        """Whether the next start of a command may continue with one of its runs."""
         return continues(run, self.ended_of(key), [each.run for each in self.unsure])
 
     def unusable(self, key: str) -> list[PassedOver]:
@@ -230,7 +199,7 @@ class Contents:
         return sorted(found, key=lambda each: (age_key(each.run), each.step), reverse=True)
 
     def doubts(self, key: str) -> list[PassedOver]:
-        """Runs of a command of which nobody knows whether they ended after others that the next start may look at."""
+        """Runs of a command that may have ended after others which the next start may continue."""
         looked = [age_key(each.run) for each in candidates(self, key)]
         looked += [age_key(each.run) for each in self.unusable(key)]
         return [each for each in self.unsure if any(run < age_key(each.run) for run in looked)]
@@ -245,14 +214,10 @@ class Contents:
 
 
 def folders(where: store.Where, key: str | None = None) -> Iterator[Folder]:
-    """The folders of all runs (or of those of one command), the oldest layout first; only their names are read.
-
-    Raises:
-        OSError: the storage cannot be read.
-    """
+    """Folders of all runs (or of one command), the oldest layout first; reads names only. Raises OSError."""
     storage = open_storage(where) if isinstance(where, str | os.PathLike) else where
     own = _FOLDER.fullmatch(storage.root.rstrip("/").rpartition("/")[2])
-    if own is not None:  # somebody has named the folder of one run
+    if own is not None:  # ``where`` is the folder of one run
         yield Folder(storage, own["run"], own["command"])
         return
     yield Folder(storage)
@@ -264,11 +229,7 @@ def folders(where: store.Where, key: str | None = None) -> Iterator[Folder]:
 
 def contents(where: store.Where, key: str | None = None) -> Contents:
     """What a folder holds (of one command, or of all); only manifests are read. A run's folder that this user may not
-    read is passed over.
-
-    Raises:
-        OSError: the storage cannot be read.
-        SwiftError: nobody knows such storage.
+    read is passed over. Raises OSError, or SwiftError for storage of an unknown kind.
     """
     saved: list[Saved] = []
     ended: dict[str, frozenset[str]] = {}
@@ -291,9 +252,8 @@ def contents(where: store.Where, key: str | None = None) -> Contents:
 
 
 def read(where: str, key: str, say: Callable[[str], None] = console) -> Contents:
-    """What a folder holds of a command; nothing where it cannot be read, which is said.
-
-    A local folder that this user may not read counts as one that cannot be used, not as an empty one.
+    """As :func:`contents`; empty where that cannot be read, and the user is told. A local folder that this user may not
+    read counts as one that cannot be used, not as an empty one.
     """
     try:
         return contents(where, key)
@@ -305,35 +265,28 @@ def read(where: str, key: str, say: Callable[[str], None] = console) -> Contents
 
 
 def continues(run: str, ended: Iterable[str], unsure: Iterable[str] = ()) -> bool:
-    """Whether the next start of a command may continue with one of its runs: neither it nor a later one has ended.
-
-    Args:
-        run: of the command.
-        ended: runs of the command that have ended well.
-        unsure: those of them of which nobody knows when: they hide no other.
+    """Whether the next start of a command may continue with one of its runs: neither it nor a later one has ended well.
+    ``unsure``: ended runs that may have ended before others; they hide no other.
     """
     ends = set(ended)
     return run not in ends and all(age_key(run) >= age_key(other) for other in ends.difference(unsure))
 
 
 def candidates(found: Contents, key: str) -> list[Saved]:
-    """With what the next start of a command may continue: of its newest run first, and of that the newest first."""
+    """What the next start of a command may continue with: of its newest run first, and of that the newest first."""
     mine = [each for each in found.saved if each.command.key == key and found.continues(each.run, key)]
     return sorted(mine, key=lambda each: (age_key(each.run), each.step), reverse=True)
 
 
 def adoptable(where: str) -> list[Saved]:
     """What ``--resume-from`` may mean, the newest first: the checkpoint whose folder is named, or all in a folder.
-
-    Raises:
-        OSError: the storage cannot be read.
-        SwiftError: nobody knows such storage.
+    Raises OSError, or SwiftError for storage of an unknown kind.
     """
     return to_adopt(where)[0]
 
 
 def to_adopt(where: str) -> tuple[list[Saved], list[PassedOver]]:
-    """As :func:`adoptable`, and what is there and cannot be used."""
+    """As :func:`adoptable`, and what cannot be used."""
     parent, _, name = where.rstrip("/").rpartition("/")
     step = store.step_of(name)
     if step is not None:
@@ -348,7 +301,7 @@ def to_adopt(where: str) -> tuple[list[Saved], list[PassedOver]]:
 
 
 def first_whole(found: Iterable[Saved], say: Callable[[str], None] = console) -> Saved | None:
-    """The first one all of whose checksums hold; others are passed over with a line each."""
+    """The first one all of whose checksums hold; others are passed over, and the user is told."""
     for each in found:
         try:
             store.verify(each.checkpoint)
@@ -363,13 +316,7 @@ def first_whole(found: Iterable[Saved], say: Callable[[str], None] = console) ->
 
 
 def tell_passed(passed: Iterable[PassedOver], taken: Saved | None = None, say: Callable[[str], None] = console) -> None:
-    """Say which checkpoints cannot be used, a line each: those that a start would have taken before the one it takes.
-
-    Args:
-        passed: all that cannot be used.
-        taken: with what the start continues; None for nothing.
-        say: prints a line.
-    """
+    """Print which checkpoints cannot be used: those that a start would have taken before ``taken``, or all for None."""
     last = ("", -1) if taken is None else (age_key(taken.run), taken.step)
     for each in passed:
         if each.step < 0 or (age_key(each.run), each.step) > last:
@@ -377,13 +324,7 @@ def tell_passed(passed: Iterable[PassedOver], taken: Saved | None = None, say: C
 
 
 def none_usable(where: str, passed: int, who: str = "") -> NoUsableCheckpoint:
-    """The error of a start that would lose what is there.
-
-    Args:
-        where: the folder of checkpoints.
-        passed: how many are there that cannot be used.
-        who: the rank that says so.
-    """
+    """The error of a start that would lose checkpoints; ``passed``: how many cannot be used."""
     return NoUsableCheckpoint(
         f"{who}{where} holds checkpoints of this command ({passed} were passed over, see above), and none can be used. "
         "To start from scratch: checkpoint.resume='never' (SWIFT_RECOVERY_CHECKPOINT_RESUME=never); to begin with "
@@ -392,12 +333,10 @@ def none_usable(where: str, passed: int, who: str = "") -> NoUsableCheckpoint:
 
 
 def left_behind(where: str, key: str, how: str, *, continues: bool, again: str) -> str:
-    """Why a start of a command starts from scratch, although there are checkpoints; empty if there are none.
+    """Text: why a start of a command starts from scratch, although there are checkpoints; empty if there are none.
 
     Args:
-        where: the folder.
-        key: of the command.
-        how: the option that adopts what is another's.
+        how: the option that adopts a checkpoint of another command.
         continues: it would have continued with a checkpoint of its own.
         again: the option that has it do so.
     """
@@ -405,7 +344,7 @@ def left_behind(where: str, key: str, how: str, *, continues: bool, again: str) 
         found = contents(where, key)
         other = _newest(where) if not found.saved else None
     except (OSError, SwiftError):
-        return ""  # said where it is read or written
+        return ""  # told where it is read or written
     bad = [each for each in found.unusable(key) if each.run]
     if bad and not found.saved:
         return f"{bad[0]}; this run starts from scratch"
@@ -432,13 +371,7 @@ def _newest(where: str) -> Saved | None:
 
 
 def next_start(found: Contents, command: Command, whole: Callable[[Saved], bool] = lambda each: True) -> Next:
-    """What the next start of a command does.
-
-    Args:
-        found: what the folder holds.
-        command: which one.
-        whole: whether a checkpoint can be read.
-    """
+    """What the next start of a command does. ``whole`` tells whether a checkpoint can be read."""
     rest = candidates(found, command.key)
     picked = next((each for each in rest if whole(each)), None)
     if picked is not None:
@@ -455,10 +388,9 @@ def next_start(found: Contents, command: Command, whole: Callable[[Saved], bool]
 
 @dataclass(frozen=True)
 class Next:
-    """What the next start of a command does.
+    """What the next start of a command does; as text, a sentence.
 
     Attributes:
-        command: which one.
         saved: what it continues from, or would with ``--resume``; None for nothing.
         reason: why it starts from scratch; empty if it continues.
         fails: it ends with an error instead.
@@ -484,21 +416,14 @@ class Next:
 
 
 def mark_ended(folder: str, step: int) -> None:
-    """Say that the run whose folder this is has ended well: the next start of its command starts from scratch.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Note that this run has ended well: its command's next start begins from scratch. May raise OSError."""
     payload = json.dumps({"step": step, "time": time.time(), _ORDERED: True}).encode()
     open_storage(folder).write(ENDED, [payload], len(payload))
 
 
 def forget_ended(folder: str, meta: Mapping[str, Any]) -> None:
-    """Remove the checkpoints of earlier runs of the same command that have ended well.
-
-    Args:
-        folder: of the run that has taken their place.
-        meta: of its checkpoints.
+    """Remove the checkpoints of earlier runs of the same command that have ended well. ``folder`` is that of the run
+    that takes their place, ``meta`` of its checkpoints.
     """
     where, _, own = folder.rstrip("/").rpartition("/")
     if _FOLDER.fullmatch(own) is None:

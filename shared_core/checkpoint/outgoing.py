@@ -1,4 +1,4 @@
-"""A snapshot of this machine on its way to storage: its parts, what is asked of their place, and their durability."""
+"""A snapshot of this machine on its way to storage: its parts, room for them, and their durability."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared_core.checkpoint.storage import CHUNK, TEMPORARY, Storage
 from shared_core.errors import CorruptFile, StorageFull
 from shared_core.plain_json import parse
 
-#: What in the meta says whose a checkpoint is; only one's own are removed.
+#: What in the metadata tells whose a checkpoint is; only one's own are removed.
 _OWNER = ("run",)
 
 
@@ -28,14 +28,11 @@ class Outgoing:
     """A complete snapshot of this machine, on its way to storage.
 
     Attributes:
-        spool: of its attempt.
         step: step boundaries passed.
         parts: of this machine's ranks, by rank.
-        storage: where to.
-        target: the same with its limits.
         begun: ``time.monotonic()`` at the first byte.
-        durable: when this machine's parts were; 0 before.
-        marks: of other ranks, when it was looked last.
+        durable: ``time.monotonic()`` when this machine's parts were; 0 before.
+        marks: of other ranks, at the last look.
     """
 
     spool: Spool
@@ -49,7 +46,6 @@ class Outgoing:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Attempt and step."""
         return self.spool.attempt, self.step
 
     @property
@@ -59,7 +55,6 @@ class Outgoing:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What the ranks say of the checkpoint."""
         return self.one.meta
 
     @property
@@ -69,11 +64,9 @@ class Outgoing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
         return sum(self.spool.path_of(part, name).stat().st_size for part in self.parts.values() for name in part.files)
 
     def ours(self, found: store.Checkpoint) -> bool:
-        """Whether a checkpoint is of the same run."""
         return all(found.meta.get(key) == self.meta.get(key) for key in _OWNER)
 
     def same_start(self, note: Mapping[str, Any]) -> bool:
@@ -82,19 +75,13 @@ class Outgoing:
 
     @property
     def committed(self) -> bool:
-        """Whether it is in storage already."""
         with contextlib.suppress(CorruptFile, OSError):
             return store.load_manifest(self.storage, self.step).meta == self.meta
         return False
 
     def make_room(self, warn: Callable[[str], None]) -> None:
-        """See that the quota and the device hold the step.
-
-        Args:
-            warn: says to the user that the quota leaves one checkpoint only meanwhile.
-
-        Raises:
-            StorageFull: they do not.
+        """Remove old checkpoints until quota and device have room; raises StorageFull if they have not. ``warn`` is
+        called if the quota leaves only one checkpoint meanwhile.
         """
         storage, need = self.storage, self.nbytes
         store.prune(storage, max(2, self.target.keep), self.ours, spare=[self.step])
@@ -124,16 +111,12 @@ class Outgoing:
             )
 
     def persist(self) -> None:
-        """Make this machine's parts durable.
-
-        Raises:
-            OSError, SwiftError: if that cannot be.
-        """
+        """Make this machine's parts durable. Raises OSError or SwiftError if that cannot be."""
         storage, folder = self.storage, store.folder_name(self.step)
         if storage.is_link(folder):  # the user keeps an old checkpoint of this step elsewhere
             storage.remove_folder(folder)
         names = set(storage.names(folder))
-        if store.MANIFEST in names:  # of another attempt, or damaged: it is not true from now on
+        if store.MANIFEST in names:  # of another attempt, or damaged: from now on it is wrong
             storage.remove(f"{folder}/{store.MANIFEST}")
         store.sign(storage, self.step)
         if not self.alone and 0 in self.one.local:
@@ -145,7 +128,7 @@ class Outgoing:
         storage, folder = self.storage, store.folder_name(self.step)
         mark = store.read_mark(storage, self.step, rank)
         if mark is not None and mark.meta == part.meta and mark.parts.keys() == set(part.files) <= names:
-            return  # a writer before this one got as far; what it has written is never touched again
+            return  # an earlier writer got as far; what it has written is never touched again
         for name in (f"rank{rank}{end}" for end in (store.DONE, store.MISSED, store.LAST)):
             if name in names:
                 storage.remove(f"{folder}/{name}")
@@ -161,7 +144,7 @@ class Outgoing:
 
 
 def _pieces(path: Path) -> Iterator[memoryview]:
-    """A file piece by piece."""
+    """A file in pieces; each is valid until the next one is asked for."""
     buffer = bytearray(CHUNK)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -175,7 +158,7 @@ def write_note(storage: Storage, step: int, name: str, meta: Mapping[str, Any]) 
 
 
 def read_note(storage: Storage, step: int, name: str) -> dict[str, Any] | None:
-    """Another writer's note; None where there is none that can be read."""
+    """Another writer's note; None if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, CorruptFile):
         found = parse(store.read_file(storage, f"{store.folder_name(step)}/{name}"))
         return found if isinstance(found, dict) else None

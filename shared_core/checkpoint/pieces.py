@@ -15,7 +15,7 @@ FACTOR, STEADY = 1.5, 20
 
 
 class Pieces:
-    """Watches one job, step boundary by step boundary. Pure: what it answers depends on what it was told only."""
+    """Watches one job, step boundary by step boundary. Pure: no clock, no files."""
 
     def __init__(self) -> None:
         self._rates: deque[tuple[float, ...]] = deque(maxlen=STEADY)
@@ -25,12 +25,8 @@ class Pieces:
         self._batches = 0
 
     def at_boundary(self, boundary: int, version: int, rates: Sequence[float]) -> str:
-        """Why a new piece begins with the batch after this boundary; empty where none does.
-
-        Args:
-            boundary: step boundaries passed.
-            version: updates made.
-            rates: learning rates of all parameter groups.
+        """Why a new piece begins with the batch after this boundary; empty where none does. ``version`` counts updates;
+        ``rates`` are the learning rates of all parameter groups.
         """
         batches = self._accumulation(boundary, version)
         return self._jump(tuple(rates)) or batches
@@ -51,7 +47,7 @@ class Pieces:
         return why
 
     def _accumulation(self, boundary: int, version: int) -> str:
-        """Two updates after another number of batches than before: one alone may end an epoch."""
+        """Two updates in a row after another number of batches than before: one alone may end an epoch."""
         if self._version < 0:
             self._version, self._since = version, boundary
         if version <= self._version:

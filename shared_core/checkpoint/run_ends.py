@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from shared_core.checkpoint.history import Run
 
-#: With fewer early ends than this a hazard is not divided further.
+#: With fewer early ends than this in a bin, a hazard is not divided further.
 ENDS_A_BIN = 10
 MOST_BINS = 8
 #: Weight of the priors: of a hazard, in ends; of the share of abrupt ends, in graceful ends.
@@ -25,6 +25,9 @@ class Ending:
         since_s: where each rate begins, in useful seconds of a run; the first is 0.
         rates: early ends a second from there on.
         abrupt: share of them after which only a durable checkpoint is left.
+
+    Raises:
+        ValueError: for values out of range.
     """
 
     since_s: tuple[float, ...]
@@ -46,11 +49,10 @@ class Ending:
 
     @classmethod
     def constant(cls, rate: float, abrupt: float) -> Ending:
-        """The same hazard throughout."""
         return cls((0.0,), (rate,), abrupt)
 
     def rate(self, useful_s: float) -> float:
-        """Early ends a second then."""
+        """Early ends a second, at this time of a run."""
         return self.rates[bisect.bisect_right(self.since_s, useful_s) - 1]
 
     def cumulative(self, useful_s: float) -> float:

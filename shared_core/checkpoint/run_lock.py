@@ -1,7 +1,7 @@
 """One job at a time writes to the folder of a run, or continues with it.
 
 In a local folder the kernel keeps the lock: each process of the job that needs it holds a shared ``flock`` on one file,
-and the file says whose it is. It is free as soon as none of them lives. Behind a URL, and where a file system has no
+and the file says whose it is. It is free as soon as none of them is alive. Behind a URL, and on a file system without
 ``flock``, the file is a lease: its holder writes it again every few seconds, and it is free once it has not changed for
 :data:`LEASE_S`, by the clock of who looks. Does not import torch.
 """
@@ -25,27 +25,24 @@ from shared_core.errors import CorruptFile, RunInUse
 from shared_core.plain_json import is_count, parse
 from shared_core.system.process import state_of
 
-#: Its name in the folder of a run.
+#: Name of the file in the folder of a run.
 FILE = "in_use.json"
-#: A lease that has not changed for so long is free; its holder renews it this often; in seconds.
+#: An unchanged lease is free after so long; its holder renews it this often; in seconds.
 LEASE_S, RENEW_S = 30.0, 5.0
-#: How long a start waits for another job to leave, such as the writer of one that was killed, in seconds.
+#: A start waits so long for another job to leave, such as the writer of one that was killed, in seconds.
 WAIT_S = 10.0
 _LOOK_S = 0.1
-#: More bytes than this the file never has.
+#: A larger file is not ours.
 _MOST_BYTES = 1 << 16
-#: Two jobs that take a lease at the same time see so much later which one was last, in seconds.
+#: Two jobs that take a lease at the same time see after so many seconds which one was last.
 _SETTLE_S = 0.5
-#: What a file system says that has no ``flock``.
+#: Errors of file systems without ``flock``.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
 class RunLock:
-    """The lock of one run's folder for one job. Used by one thread, but for :meth:`renew`.
-
-    Args:
-        storage: the folder of the run; made when the lock is taken.
-        owner: a name of the job that no other has; its processes share the lock.
+    """The lock of one run's folder for one job. Used by one thread, except for :meth:`renew`. ``storage`` is the folder
+    of the run, made when the lock is taken. ``owner`` is a unique name of the job; its processes share the lock.
     """
 
     def __init__(self, storage: Storage, owner: str) -> None:
@@ -55,11 +52,10 @@ class RunLock:
         self._beat = 0
 
     def take(self, wait_s: float = 0.0) -> None:
-        """Take it, or see that it is held still.
+        """Take it, or check that it is still held.
 
-        Args:
-            wait_s: how long to wait for another job to leave, in seconds. A lease is watched until it has ended or was
-                renewed; with 0 it is not.
+        ``wait_s``: how long to wait for another job to leave, in seconds. A lease is watched until it has ended or was
+        renewed; with 0 it is not.
 
         Raises:
             RunInUse: another job holds it.
@@ -78,11 +74,8 @@ class RunLock:
         self.renew()
 
     def renew(self) -> None:
-        """Write a lease again if it is time; nothing where the kernel keeps the lock. Any thread may call it.
-
-        Raises:
-            RunInUse: another job has taken it, as this one had not renewed it for long.
-            OSError: the storage cannot be written.
+        """Write a lease again if it is time. Any thread may call it. Raises RunInUse if another job took it, as this
+        one had not renewed it in time; OSError.
         """
         if self._renewed >= 0 and time.monotonic() >= self._renewed + RENEW_S:
             found = self._read_lease()
@@ -97,7 +90,6 @@ class RunLock:
         return self._renewed >= 0
 
     def release(self) -> None:
-        """Let it go; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -160,7 +152,7 @@ class RunLock:
         self._write_lease()
         time.sleep(_SETTLE_S)
         found = self._read_lease()
-        if found is None:  # another process of this job is just renewing it, or a job has let it go
+        if found is None:  # another process of this job is just renewing it, or a job has released it
             time.sleep(_SETTLE_S)
             found = self._read_lease()
         if not found or found.get("owner") != self._owner:
@@ -168,9 +160,8 @@ class RunLock:
             raise _in_use(self._storage.root, found)
 
     def _read_lease(self) -> dict[str, Any] | None:
-        """What the file says: None where it is absent, nothing where it cannot be read.
-
-        Behind a URL, a file that is just written may look empty. That is no free lease, so it is looked at again.
+        """Content of the file: None where it is absent, empty where it cannot be read. Behind a URL, a file that is
+        being written may look empty. That is no free lease, so it is read again.
         """
         deadline = time.monotonic() + _SETTLE_S
         while True:
@@ -197,7 +188,7 @@ class RunLock:
 
 
 def owner_of(meta: Mapping[str, Any]) -> str:
-    """The job that has made a checkpoint, by which its processes know each other."""
+    """The job that has made a checkpoint; its processes share one lock."""
     return str(meta.get("job") or meta.get("session") or "")
 
 
@@ -217,14 +208,13 @@ def _content(raw: bytes) -> dict[str, Any] | None:
 
 
 def _is(fd: int, path: Path) -> bool:
-    """Whether the file that is open is still the one at the path."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     return False
 
 
 def _place() -> str:
-    """Where a process id means something: this start of this machine, and the namespace of processes."""
+    """The scope of a process id: this boot of this machine, and the pid namespace. Empty if unknown."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -232,7 +222,7 @@ def _place() -> str:
 
 
 def _is_dead(found: dict[str, Any]) -> bool:
-    """Whether the holder of a lease was a process of this machine that is no more."""
+    """Whether the holder of a lease was a process of this machine that has ended."""
     pid: Any = found.get("pid")
     here = _place()
     return bool(here) and found.get("place") == here and is_count(pid) and state_of(pid) in (None, "Z", "X")

@@ -18,8 +18,8 @@ from shared_core.errors import StorageFull, SwiftError
 if TYPE_CHECKING:
     import torch
 
-#: Snapshots of a rank that may lie in memory: the newest whole one, one that is being written, one that is being taken;
-#: and one more where another machine has a copy of it.
+#: Snapshots of a rank in memory, at most: the newest whole one, one being written, one being taken; one more may be
+#: held because another machine has a copy of it.
 MOST = 3
 
 
@@ -27,11 +27,9 @@ class Snapshots:
     """Takes the snapshots of one rank and hands them to the machine's writer. Any thread may wait at the fence.
 
     Attributes:
-        waited_s: seconds that were waited at the fence, in all.
+        waited_s: seconds of waits at the fence, in all.
 
     Args:
-        rank: logical rank.
-        world_size: ranks of the job.
         local: ranks of this machine.
         target: where checkpoints are written; None keeps them in memory only.
         say: prints a line for the user; called once for each cause until a snapshot succeeds.
@@ -55,7 +53,7 @@ class Snapshots:
         self._said: set[str] = set()
 
     def into(self, folder: str) -> None:
-        """Have the next snapshots written to this folder or URL; nothing changes where they stay in memory."""
+        """Have the next snapshots written to this folder or URL; does nothing where they stay in memory."""
         if self._target is not None and self._target.where != folder:
             self._target = replace(self._target, where=folder)
 
@@ -66,7 +64,7 @@ class Snapshots:
         images: Mapping[str, tuple[Mapping[str, torch.Tensor], Mapping[str, str]]],
         meta: Mapping[str, Any],
     ) -> bool:
-        """Take a snapshot of the present values; the caller continues before all of them are copied.
+        """Take a snapshot of the present values; returns before all of them are copied, see :meth:`fence`.
 
         Args:
             step: step boundaries passed.
@@ -75,7 +73,7 @@ class Snapshots:
             meta: of the checkpoint, equal on all ranks and in all generations.
 
         Returns:
-            Whether it was taken; otherwise (no memory) the user was told, once for each cause.
+            False if there was no room: the user is told, once for each cause.
 
         Raises:
             Unsupported: a tensor has no place in an image.

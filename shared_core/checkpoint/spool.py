@@ -34,18 +34,18 @@ from shared_core.faults import inject
 from shared_core.plain_json import is_count, parse
 from shared_core.resources import FULL
 
-#: Its name in the job's folder.
+#: Name of the folder in the job's folder.
 FOLDER = "checkpoints"
 BELL = "bell"
 SEALED = ".sealed"
 _STATUS, _SPARE, _HELD, _CLAIM = "status.json", "spare", "held.json", "claim.json"
 _STEP = re.compile(r"step-(\d{10,})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-#: Ranks of the largest job: the writer looks for the part of each.
+#: A larger world size is refused: the writer looks for the part of each rank.
 _MOST_RANKS = 1 << 20
 #: Share of the machine's memory that snapshots leave free.
 _RESERVE = 0.05
-#: How often somebody who waits for a commit looks, in seconds.
+#: Who waits for a commit looks so often, in seconds.
 _LOOK_S = 0.01
 
 
@@ -70,13 +70,12 @@ class Sealed:
 
     Attributes:
         step: step boundaries passed.
-        rank: logical rank.
-        world_size: ranks of the job; as many parts make a checkpoint.
+        world_size: ranks of the job; a checkpoint has one part of each.
         local: ranks of this machine: its writer waits for all of them.
-        files: names of parts, each a file in the snapshot's folder; no two ranks use the same name.
+        files: names of files in the snapshot's folder; no two ranks use the same name.
         meta: plain data of the checkpoint, equal on all ranks and in all generations; ``attempt`` and ``world_size``
-            are added. Parts whose meta differ never make a checkpoint together; ``run`` says whose it is: old
-            checkpoints of the same run are removed.
+            are added. Parts whose meta differ never make a checkpoint together; ``run`` is its owner: old checkpoints
+            of the same run are removed.
         target: where it is to be written; None keeps it in memory only.
     """
 
@@ -91,19 +90,19 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Status:
-    """What the writer says.
+    """What the writer reports.
 
     Attributes:
         pid: of the writer.
         committed: meta of the newest checkpoint it knows to be committed, with ``step``; empty for none.
-        attempt: that the next three are of.
+        attempt: of the job, to which the next three belong.
         writing: step under way; -1 for none.
         waiting: step that is next; -1 for none.
         failed: step of the newest one that was given up since the last commit; -1 for none.
         cause: why, in one word (``full``, ``quota``, ``read-only``, ``gone``, ``config``, ``incomplete``, ``error``).
         message: the same, for people.
-        seconds: that the newest committed one took, from its first byte to the manifest.
-        bytes: that it took from this machine.
+        seconds: duration of the newest committed one, from its first byte to the manifest.
+        bytes: written by this machine for it.
     """
 
     pid: int = 0
@@ -119,11 +118,7 @@ class Status:
 
 
 def sealed_of(raw: str | bytes) -> Sealed:
-    """The part of a snapshot that a note seals.
-
-    Raises:
-        CorruptFile: it is no such note.
-    """
+    """The part of a snapshot that a note seals. Raises CorruptFile for anything else."""
     try:
         body = parse(raw)
         target = None if body["target"] is None else Target(**body["target"])
@@ -151,11 +146,8 @@ def _is_like(one: Target | Status, other: Target | Status) -> bool:
 
 
 class Spool:
-    """The folder, seen from a worker or the writer. Any process of the machine may make one.
-
-    Args:
-        folder: ``JOB_DIR/checkpoints``; made when first written to, mode 0700.
-        attempt: of the job; snapshots of others are not seen.
+    """The folder, seen from a worker or the writer. Any process of the machine may make one. ``folder`` is
+    ``JOB_DIR/checkpoints``, made with mode 0700 when first written to. Snapshots of other attempts are not seen.
     """
 
     def __init__(self, folder: Path, attempt: int = 0) -> None:
@@ -170,23 +162,18 @@ class Spool:
         return path
 
     def spare(self, name: str, to: Path) -> bool:
-        """Move a file that nobody needs, and that held a part called ``name``, to ``to``, if there is one.
-
-        Its pages are there already: to write to it takes half as long as to a new one.
+        """Move a file that held a part called ``name`` and is no longer needed to ``to``; False if there is none. Its
+        pages exist already: to write to it takes half as long as to a new one.
         """
         for found in sorted((self.folder / _SPARE).glob(f"{name}~*")):
-            with contextlib.suppress(FileNotFoundError):  # another took it
+            with contextlib.suppress(FileNotFoundError):  # another process took it
                 _operation()
                 os.rename(found, to)
                 return True
         return False
 
     def check_room(self, nbytes: int) -> None:
-        """See whether the machine's memory holds so much more.
-
-        Raises:
-            StorageFull: it does not; the snapshot must be skipped.
-        """
+        """Raises StorageFull if the machine's memory does not hold so many more bytes; skip the snapshot then."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stat = os.statvfs(self.folder)
         free = min(stat.f_bavail * stat.f_frsize, available_memory())
@@ -196,18 +183,14 @@ class Spool:
             )
 
     def seal(self, part: Sealed) -> None:
-        """A rank's files are whole: note it, and ring the bell.
-
-        Raises:
-            StorageFull: no room for the note.
-        """
+        """Note that a rank's files are whole, and ring the bell. Raises StorageFull if there is no room."""
         meta = {**part.meta, "attempt": self.attempt, "world_size": part.world_size}
         body = json.dumps(asdict(part) | {"meta": meta})
         _replace(self._path(part.step) / f"rank{part.rank}{SEALED}", body)
         self.ring()
 
     def ring(self) -> None:
-        """Make the writer look. Never blocks; without a writer nothing happens (it looks when it starts)."""
+        """Make the writer look. Never blocks. Without a writer it does nothing: a writer looks when it starts."""
         with contextlib.suppress(OSError):
             fd = os.open(self.folder / BELL, os.O_WRONLY | os.O_NONBLOCK)
             try:
@@ -216,7 +199,6 @@ class Spool:
                 os.close(fd)
 
     def steps(self) -> list[int]:
-        """Steps of which there is something, oldest first."""
         with contextlib.suppress(FileNotFoundError):
             matches = (_STEP.fullmatch(name) for name in os.listdir(self.folder / f"attempt{self.attempt}"))
             return sorted(int(match.group(1)) for match in matches if match)
@@ -233,7 +215,6 @@ class Spool:
         return found
 
     def path_of(self, part: Sealed, name: str) -> Path:
-        """Where a part's file lies."""
         return self._path(part.step) / name
 
     def complete(self, step: int) -> bool:
@@ -245,7 +226,6 @@ class Spool:
         return all(rank in parts and parts[rank].meta == one.meta for rank in one.local)
 
     def newest_complete(self) -> int | None:
-        """The newest step that is :meth:`complete`."""
         return next((step for step in reversed(self.steps()) if self.complete(step)), None)
 
     def drop(self, step: int) -> None:
@@ -253,7 +233,7 @@ class Spool:
         path, spare = self._path(step), self.folder / _SPARE
         _operation()
         spare.mkdir(mode=0o700, exist_ok=True)
-        for note in path.glob(f"*{SEALED}"):  # first: what is no longer whole must not look so
+        for note in path.glob(f"*{SEALED}"):  # first, so that it does not look whole any more
             note.unlink(missing_ok=True)
         for file in sorted(path.glob("*")):
             if file.name.startswith(".") or any(spare.glob(f"{file.name}~*")):
@@ -264,12 +244,12 @@ class Spool:
         shutil.rmtree(path, ignore_errors=True)
 
     def hold(self, keys: Collection[tuple[int, int]]) -> None:
-        """Have these snapshots (attempt and step) stay until other ones are named; used by the agent."""
+        """Keep these snapshots (attempt and step) until the next call. Used by the agent."""
         _replace(self.folder / _HELD, json.dumps(sorted(keys)))
         self.ring()
 
     def held(self) -> set[tuple[int, int]]:
-        """What is to stay; nothing if that is damaged."""
+        """(attempt, step) of the snapshots to be kept; empty if the file is damaged."""
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
             keys = {(attempt, step) for attempt, step in parse((self.folder / _HELD).read_bytes())}
             if all(is_count(number) for key in keys for number in key):
@@ -277,18 +257,15 @@ class Spool:
         return set()
 
     def claim(self, where: str, owner: str) -> None:
-        """Have the writer hold the lock of a run.
-
-        Args:
-            where: the run's folder.
-            owner: the job, see :mod:`shared_core.checkpoint.run_lock`.
+        """Have the writer hold the lock of a run. ``where`` is the run's folder, ``owner`` the job,
+        see :mod:`shared_core.checkpoint.run_lock`.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _replace(self.folder / _CLAIM, json.dumps([where, owner]))
         self.ring()
 
     def claimed(self) -> tuple[str, str] | None:
-        """What was claimed last; None for nothing, or if that is damaged."""
+        """The newest claim; None if there is none, or if it is damaged."""
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
             where, owner = parse((self.folder / _CLAIM).read_bytes())
             if isinstance(where, str) and isinstance(owner, str):
@@ -301,13 +278,12 @@ class Spool:
         return (Spool(self.folder, number) for number in sorted(numbers, reverse=True))
 
     def drop_attempt(self) -> None:
-        """Remove all snapshots of this attempt."""
         for step in self.steps():
             self.drop(step)
         shutil.rmtree(self.folder / f"attempt{self.attempt}", ignore_errors=True)
 
     def status(self) -> Status:
-        """What the writer said last; an empty one before it has said anything, or where that is damaged."""
+        """The writer's newest report; an empty one before the first, or if it is damaged."""
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
             status = Status(**parse(self._status.read_bytes()))
             if _is_like(status, Status()) and (not status.committed or is_count(status.committed.get("step"))):
@@ -315,26 +291,24 @@ class Spool:
         return Status()
 
     def news(self) -> Status | None:
-        """What the writer says, if it has said something since the last call; costs microseconds where it has not."""
+        """The writer's report if it is new since the last call; else None. Costs microseconds then."""
         try:
             stat = os.stat(self._status)
         except OSError:
             return None
-        stamp = stat.st_mtime_ns, stat.st_ino  # clocks of file systems are coarse: two may be of one time
+        stamp = stat.st_mtime_ns, stat.st_ino  # clocks of file systems are coarse: two may have one time
         if stamp == self._seen:
             return None
         self._seen = stamp
         return self.status()
 
     def set_status(self, status: Status) -> None:
-        """Used by the writer."""
+        """Used by the writer only."""
         with contextlib.suppress(OSError):  # it lies in memory, which may be full
             _replace(self._status, json.dumps(asdict(status)))
 
     def wait_committed(self, step: int, timeout_s: float) -> bool:
-        """Wait until a checkpoint of ``step`` or a later one of this attempt is committed; False if that failed or time
-        ran out.
-        """
+        """Wait until a checkpoint of ``step`` or later of this attempt is committed; False on failure or time-out."""
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.status()
@@ -349,14 +323,14 @@ class Spool:
 
 
 def available_memory() -> int:
-    """Bytes that this machine's memory still holds, a reserve taken off; what the control group allows counts too."""
+    """Free memory of this machine in bytes, less a reserve; the limit of the control group counts too."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (1024 * int(lines[name].split()[0]) for name in ("MemTotal", "MemAvailable"))
     with contextlib.suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup") / _control_group()
-        limit = int((group / "memory.max").read_text())  # "max" where there is none
+        limit = int((group / "memory.max").read_text())  # raises ValueError for "max": no limit
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Pages of files can be given back, but those of memory file systems cannot.
+        # Pages of files can be freed, but those of memory file systems cannot.
         reclaimable = int(stat["file"]) - int(stat["shmem"])
         total, free = min(total, limit), min(free, limit - int((group / "memory.current").read_text()) + reclaimable)
     return max(0, free - int(_RESERVE * total))
@@ -374,7 +348,7 @@ def _operation() -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Put ``text`` at ``path``, whole or not at all."""
+    """Put ``text`` at ``path``, whole or not at all. Raises StorageFull if there is no room."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         _operation()

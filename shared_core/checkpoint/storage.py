@@ -1,7 +1,7 @@
 """Where checkpoints lie: a local folder, or anything that fsspec reaches by a URL. Does not import torch.
 
 A file in a local folder is written under a temporary name, flushed to the device and renamed, and its folder is flushed
-too. Object stores have no rename; there a file that was cut off is told by its checksum, which is written after it.
+too. Object stores have no rename; there a file that was cut off fails its checksum, which is written after it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from shared_core.resources import FULL, write_all
 TEMPORARY = ".tmp-"
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _GONE = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTCONN, errno.ENODEV})
-#: Files are read in such pieces, in bytes.
+#: Files are read in pieces of this size, in bytes.
 CHUNK = 4 << 20
-#: Written bytes are sent to the device at least so often: the system then holds little that is not there yet.
+#: Written bytes are flushed to the device at least so often: the system then holds few that are not there yet.
 _FLUSH = 64 << 20
 
 
@@ -61,62 +61,45 @@ class Storage(Protocol):
         """
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """A file piece by piece.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """A file in pieces; raises FileNotFoundError."""
 
     def names(self, folder: str = "") -> list[str]:
-        """What is in a folder, temporary files included; nothing where it is absent."""
+        """Names in a folder, temporary files included; empty where it is absent."""
 
     def exists(self) -> bool:
         """Whether the folder itself is there."""
 
     def size(self, name: str) -> int:
-        """Of a file, in bytes.
-
-        Raises:
-            FileNotFoundError: it is not there.
-        """
+        """Of a file, in bytes; raises FileNotFoundError."""
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens where there is none, or where its folder is a link."""
+        """Remove a file; does nothing where there is none, or where its folder is a link."""
 
     def remove_folder(self, folder: str, first: str = "") -> None:
         """Remove the files of a folder, and the folder if nothing else is in it, as far as possible.
 
-        No link is followed: one in the place of the folder goes as a link, and what it names stays.
-
-        Args:
-            folder: its name; empty for the storage itself, which is removed only if it is empty.
-            first: the file that goes before all others.
+        No link is followed: a link in place of the folder is removed itself, and its target stays. ``folder`` is empty
+        for the storage itself, which is removed only if it is empty. The file ``first`` is removed before all others.
         """
 
     def is_link(self, folder: str = "") -> bool:
-        """Whether a link stands in the place of a folder, or of the storage itself."""
+        """Whether a folder, or the storage itself, is a link."""
 
     def free(self) -> int | None:
-        """Bytes that can still be written; None where nobody knows."""
+        """Bytes that can still be written; None if unknown."""
 
     def local(self, name: str = "") -> Path | None:
-        """The path of a file where it is a local one."""
+        """The path of a file; None where the storage is not local."""
 
 
 @dataclass(frozen=True)
 class LocalStorage:
-    """A local folder; it is made when something is written.
-
-    Attributes:
-        root: the folder.
-        mode: permissions of new files.
-    """
+    """A local folder, made when something is written; ``mode``: permissions of new files."""
 
     root: str
     mode: int = 0o600
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
-        """See :class:`Storage`."""
         path = Path(self.root, name)
         temporary = path.with_name(f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}")
         written = 0
@@ -155,33 +138,28 @@ class LocalStorage:
         except OSError as error:
             if error.errno in FULL:
                 with contextlib.suppress(OSError):
-                    path.parent.rmdir()  # only where it is empty
+                    path.parent.rmdir()  # only if it is empty
                 raise _no_room(size, str(path), error) from error
             raise
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """See :class:`Storage`."""
         with open_regular(os.path.join(self.root, name)) as file:
             while chunk := file.read(CHUNK):
                 yield chunk
 
     def names(self, folder: str = "") -> list[str]:
-        """See :class:`Storage`."""
         try:
             return sorted(os.listdir(os.path.join(self.root, folder)))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def exists(self) -> bool:
-        """See :class:`Storage`."""
         return os.path.isdir(self.root)
 
     def size(self, name: str) -> int:
-        """See :class:`Storage`."""
         return os.stat(os.path.join(self.root, name)).st_size
 
     def remove(self, name: str) -> None:
-        """See :class:`Storage`."""
         operation()
         folder, _, file = name.rpartition("/")
         if not self.is_link(folder):
@@ -189,7 +167,6 @@ class LocalStorage:
                 os.unlink(file, dir_fd=fd)
 
     def remove_folder(self, folder: str, first: str = "") -> None:
-        """See :class:`Storage`."""
         operation()
         with contextlib.suppress(OSError):
             if not folder:
@@ -202,22 +179,17 @@ class LocalStorage:
                 with self._opened(folder) as fd:
                     for name in sorted(os.listdir(fd), key=lambda each: (each != first, each)):
                         operation()
-                        with contextlib.suppress(OSError):  # a folder in it is nobody's of ours
+                        with contextlib.suppress(OSError):  # a folder in it is not ours
                             os.unlink(name, dir_fd=fd)
                 operation()
                 os.rmdir(folder, dir_fd=parent)
 
     def is_link(self, folder: str = "") -> bool:
-        """See :class:`Storage`."""
         return os.path.islink(os.path.join(self.root.rstrip("/"), folder).rstrip("/"))
 
     @contextlib.contextmanager
     def _opened(self, folder: str) -> Iterator[int]:
-        """The descriptor of a folder in the storage, or of the storage itself, which are no links.
-
-        Raises:
-            OSError: one is a link, or not there.
-        """
+        """Descriptor of a folder in the storage, or of the storage itself; raises OSError for a link or none."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         fds = [os.open(self.root.rstrip("/") or "/", flags)]
         try:
@@ -229,7 +201,6 @@ class LocalStorage:
                 os.close(fd)
 
     def free(self) -> int | None:
-        """See :class:`Storage`."""
         path = Path(self.root).absolute()
         while not path.exists() and path != path.parent:
             path = path.parent
@@ -237,7 +208,6 @@ class LocalStorage:
         return found.f_bavail * found.f_frsize
 
     def local(self, name: str = "") -> Path | None:
-        """See :class:`Storage`."""
         return Path(self.root, name)
 
 
@@ -245,14 +215,13 @@ class LocalStorage:
 class UrlStorage:
     """Files behind an fsspec URL. A file that was cut off fails its checksum; nothing is renamed.
 
-    It is reached when something is asked of it, and again after each failure: a server that is down now may be up
-    later. Whatever the library behind the URL raises is an ``OSError`` here.
+    Each operation connects if needed, again after each failure: a server that is down now may be up later. Whatever the
+    library behind the URL raises becomes an ``OSError``.
     """
 
     root: str
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
-        """See :class:`Storage`."""
         digest = hashlib.sha256()
         with self._at(name) as (files, path):
             try:
@@ -275,13 +244,11 @@ class UrlStorage:
         return digest.hexdigest()
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """See :class:`Storage`."""
         with self._at(name) as (files, path), files.open(path, "rb", cache_type="none") as file:
             while chunk := file.read(CHUNK):
                 yield bytes(chunk)
 
     def names(self, folder: str = "") -> list[str]:
-        """See :class:`Storage`."""
         with self._at(folder) as (files, path):
             files.invalidate_cache()
             try:
@@ -291,24 +258,20 @@ class UrlStorage:
             return sorted(each.rstrip("/").rpartition("/")[2] for each in found)
 
     def exists(self) -> bool:
-        """See :class:`Storage`."""
         with self._at("") as (files, path):
             files.invalidate_cache()
             return bool(files.exists(path))
 
     def size(self, name: str) -> int:
-        """See :class:`Storage`."""
         with self._at(name) as (files, path):
             return int(files.size(path))
 
     def remove(self, name: str) -> None:
-        """See :class:`Storage`."""
         operation()
         with self._at(name) as (files, path), contextlib.suppress(FileNotFoundError):
             files.rm_file(path)
 
     def remove_folder(self, folder: str, first: str = "") -> None:
-        """See :class:`Storage`."""
         operation()
         with contextlib.suppress(OSError), self._at(folder) as (files, path):
             if folder and _is_link(files, path):
@@ -316,21 +279,18 @@ class UrlStorage:
                 return
             for name in sorted(self.names(folder) if folder else (), key=lambda each: (each != first, each)):
                 operation()
-                with contextlib.suppress(OSError):  # a folder in it is nobody's of ours
+                with contextlib.suppress(OSError):  # a folder in it is not ours
                     files.rm_file(f"{path}/{name}")
             files.rmdir(path)
 
     def is_link(self, folder: str = "") -> bool:
-        """See :class:`Storage`."""
         with self._at(folder) as (files, path):
             return _is_link(files, path)
 
     def free(self) -> int | None:
-        """See :class:`Storage`."""
         return None
 
     def local(self, name: str = "") -> Path | None:
-        """See :class:`Storage`."""
         return None
 
     @contextlib.contextmanager
@@ -349,19 +309,17 @@ class UrlStorage:
 
 
 def absolute(where: str | os.PathLike[str]) -> str:
-    """A folder whatever the current one will be; a URL as it is."""
+    """Absolute path of a folder; a URL as it is."""
     text = os.fspath(where)
     return text if "://" in text else os.path.abspath(text)
 
 
 def open_storage(where: str | os.PathLike[str]) -> Storage:
-    """Storage for a local folder or a URL such as ``s3://bucket/run``; ``file://`` is a local folder.
-
-    Nothing is reached yet.
+    """Storage for a local folder or a URL such as ``s3://bucket/run``; ``file://`` is a local folder. Does not connect.
 
     Raises:
         MissingExtra: a URL, and fsspec or what it needs for it is not installed.
-        ConfigError: fsspec knows no such kind of URL.
+        ConfigError: fsspec does not know this kind of URL.
     """
     text = os.fspath(where)
     if text.startswith("file://"):
@@ -373,10 +331,10 @@ def open_storage(where: str | os.PathLike[str]) -> Storage:
 
 
 def check_place(option: str, where: str) -> Storage:
-    """The storage there, which need not be there yet.
+    """The storage of an option's value; it need not exist yet.
 
     Raises:
-        ConfigError: it cannot be a folder, or fsspec knows no such kind of URL; the message names ``option``.
+        ConfigError: it cannot be a folder, or fsspec does not know this kind of URL; the message names ``option``.
         MissingExtra: as :func:`open_storage`.
     """
     storage = open_storage(where)
@@ -387,12 +345,7 @@ def check_place(option: str, where: str) -> Storage:
 
 
 def _check_kind(url: str) -> None:
-    """See whether fsspec knows such URLs, and has what it needs for them; nothing is reached.
-
-    Raises:
-        MissingExtra: it has not, or is not there.
-        ConfigError: it knows no such kind.
-    """
+    """Check, offline, that fsspec knows such URLs and has what it needs. Raises as :func:`open_storage`."""
     try:
         import fsspec
     except ImportError as error:
@@ -410,12 +363,12 @@ def _check_kind(url: str) -> None:
 
 
 def _kinds(url: str) -> list[str]:
-    """Of a URL, or of the parts of one such as ``simplecache::s3://bucket``."""
+    """Of a URL, or of the parts of a chained one such as ``simplecache::s3://bucket``."""
     return [part.partition("://")[0] for part in url.split("::")]
 
 
 def _file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL (it keeps one for each), which may connect now, and the path in it."""
+    """fsspec's file system for a URL (it keeps one for each), and the path in it. May connect."""
     _check_kind(url)
     import fsspec
 
@@ -437,7 +390,6 @@ def _forget(url: str) -> None:
 
 
 def _is_link(files: Any, path: str) -> bool:
-    """Whether a link stands there, on storage that has links."""
     try:
         found = files.info(path)
     except OSError:

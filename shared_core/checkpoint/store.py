@@ -1,12 +1,12 @@
 """Atomic checkpoints: bytes in, bytes out, with checksums.
 
-A checkpoint of step 40 is the folder ``step-0000000040`` holding one file for each part and, written last,
+A checkpoint of step 40 is the folder ``step-0000000040`` with one file for each part and, written last,
 ``manifest.json`` with the SHA-256 of every part. A folder without a manifest is not a checkpoint. Each file is written
 under a temporary name, flushed to the device and renamed, so that a kill or a power cut at any moment leaves the
 earlier checkpoints as they were.
 
-Without a coordinator the folder also holds one mark for each rank, ``rank0.done``, which says that the rank's parts are
-durable and what they are; whoever finds the marks of all ranks writes the manifest. Does not import torch.
+Without a coordinator the folder also holds one mark for each rank, ``rank0.done``: the rank's parts are durable, with
+these checksums. Who finds the marks of all ranks writes the manifest. Does not import torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from shared_core.system.marker import MADE
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-#: Suffixes of files that are no parts: a rank's parts are durable; it has none of this step; none of a newer one comes;
-#: the step was chosen.
+#: Suffixes of files that are no parts: a rank's parts are durable; it has none of this step; it will have none of a
+#: newer one. The last name: the step was chosen.
 DONE, MISSED, LAST, BEGUN = ".done", ".missed", ".last", "begun.json"
-#: More bytes than this no manifest, mark or note has.
+#: No manifest, mark or note has more bytes than this.
 MOST_BYTES = 64 << 20
 _FOLDER = re.compile(r"step-(\d{10,})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -49,7 +49,6 @@ class Checkpoint:
     """A complete checkpoint.
 
     Attributes:
-        storage: where it lies.
         step: step boundaries passed when it was taken.
         parts: SHA-256 (hexadecimal) of each part, by name.
         meta: plain data given to :func:`commit`, ``world_size`` among it.
@@ -66,36 +65,29 @@ class Checkpoint:
 
     @property
     def folder(self) -> str:
-        """Its name in the storage."""
         return folder_name(self.step)
 
     @property
     def path(self) -> Path:
-        """Its folder; of a URL, what to show."""
+        """Its folder; for a URL, only to be shown."""
         return self.storage.local(self.folder) or Path(self.storage.root, self.folder)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What one rank has made durable.
-
-    Attributes:
-        parts: SHA-256 and size in bytes of each part, by name.
-        meta: of the checkpoint that they are for.
-    """
+    """What one rank has made durable: SHA-256 and size in bytes of each part, by name; metadata of their checkpoint."""
 
     parts: Mapping[str, tuple[str, int]]
     meta: Mapping[str, Any]
 
 
 def copy_part(dir: Where, step: int, name: str, chunks: Iterable[bytes | memoryview], size: int) -> str:
-    """Write one part, of ``size`` bytes, of the checkpoint of ``step``; nobody reads it before :func:`commit` lists it.
+    """Write one part, of ``size`` bytes; it is not read before :func:`commit` lists it. Returns its SHA-256.
 
-    Ranks write their parts at the same time, each under its own name. Returns the SHA-256 of the part, for the
-    manifest.
+    Ranks write their parts at the same time, each under its own name.
 
     Raises:
-        StorageFull: no room; what was begun is removed, earlier checkpoints are as they were.
+        StorageFull: no room; the begun file is removed, earlier checkpoints are as they were.
         ValueError: ``name`` is no plain file name, or ``step`` is negative.
     """
     if not _NAME.fullmatch(name) or name in (MANIFEST, BEGUN, MADE) or _MARK.fullmatch(name):
@@ -137,18 +129,17 @@ def commit(
 
 
 class NeverCompleted(CorruptFile):
-    """The folder of a step has no manifest: no checkpoint, only what somebody who was killed has left."""
+    """The folder of a step has no manifest: it is no checkpoint, only what a killed writer has left."""
 
 
 @dataclass(frozen=True)
 class PassedOver:
-    """A checkpoint, or the folder of a run, that is there and cannot be used.
+    """A checkpoint, or the folder of a run, that cannot be used.
 
     Attributes:
-        path: where it lies.
         reason: why, for people.
         step: of a checkpoint; -1 for a folder.
-        run: whose it is; empty where nobody knows.
+        run: whose it is; empty if unknown.
     """
 
     path: str
@@ -161,12 +152,7 @@ class PassedOver:
 
 
 def read_all(dir: Where) -> tuple[list[Checkpoint], list[PassedOver]]:
-    """Checkpoints whose manifest can be read, and those that have one that cannot; oldest first. Parts are not looked
-    at.
-
-    Raises:
-        OSError: the storage cannot be read.
-    """
+    """Readable checkpoints, and those with a damaged manifest; oldest first. Parts are not read. Raises OSError."""
     storage, found, passed = _open(dir), [], []
     for step in steps(storage):
         try:
@@ -180,12 +166,11 @@ def read_all(dir: Where) -> tuple[list[Checkpoint], list[PassedOver]]:
 
 
 def committed(dir: Where) -> list[Checkpoint]:
-    """Checkpoints whose manifest can be read, oldest first; parts are not looked at."""
+    """Checkpoints whose manifest can be read, oldest first; parts are not read."""
     return read_all(dir)[0]
 
 
 def cannot_be_read(error: OSError) -> str:
-    """Why a folder or a file is passed over, for people."""
     return f"it cannot be read ({error.strerror or error})"
 
 
@@ -194,10 +179,9 @@ class Found:
     """What lies in the folder of a step.
 
     Attributes:
-        step: of the folder.
-        state: ``valid``, ``unchecked`` (parts were not looked at), ``incomplete`` or ``damaged``.
+        state: ``valid``, ``unchecked`` (parts were not read), ``incomplete`` or ``damaged``.
         reason: why it is not valid.
-        checkpoint: what the manifest says, where one can be read.
+        checkpoint: content of the manifest, where one can be read.
         bytes: that the folder takes.
     """
 
@@ -209,11 +193,7 @@ class Found:
 
 
 def survey(dir: Where, *, check: bool = True) -> list[Found]:
-    """Everything that is there, oldest first; with ``check`` all parts are read and compared with their checksums.
-
-    Raises:
-        OSError: the storage cannot be read.
-    """
+    """All folders of steps, oldest first; ``check`` reads all parts and their checksums. Raises OSError."""
     storage = _open(dir)
     found = []
     for step in steps(storage):
@@ -235,30 +215,20 @@ def survey(dir: Where, *, check: bool = True) -> list[Found]:
 
 
 def verify(checkpoint: Checkpoint) -> None:
-    """Compare all parts with the manifest.
-
-    Raises:
-        CorruptFile: one is not what was committed, or is missing.
-    """
+    """Compare all parts with the manifest; raises CorruptFile for one that differs or is missing."""
     for name in checkpoint.parts:
         for _ in part_chunks(checkpoint, name):
             pass
 
 
 def read_part(checkpoint: Checkpoint, name: str) -> bytes:
-    """A part, as it was written.
-
-    Raises:
-        CorruptFile: they are not those that were committed, or there is no part of this name.
-    """
+    """A part, as it was written. Raises CorruptFile if it is damaged, or if there is none of this name."""
     return b"".join(part_chunks(checkpoint, name))
 
 
 def part_chunks(checkpoint: Checkpoint, name: str) -> Iterator[bytes]:
-    """A part piece by piece; nothing may be done with the pieces before the end has been reached.
-
-    Raises:
-        CorruptFile: at the end, when they are not those that were committed; there is no part of this name.
+    """A part in pieces. Do not use the pieces before the end has been reached: it is checked there. Raises CorruptFile
+    at the end if they are damaged, and at once if there is no part of this name.
     """
     if name not in checkpoint.parts:
         raise CorruptFile(
@@ -325,7 +295,7 @@ def remove(dir: Where, step: int) -> None:
 
 
 def made_here(dir: Where, step: int) -> bool:
-    """Whether this product has made the folder of a step: it has a manifest that can be read, or a marker."""
+    """Whether this product has made the folder of a step: it has a readable manifest, or a marker."""
     storage = _open(dir)
     with contextlib.suppress(CorruptFile, OSError):
         load_manifest(storage, step)
@@ -336,17 +306,13 @@ def made_here(dir: Where, step: int) -> bool:
 
 
 def write_mark(dir: Where, step: int, rank: int, mark: Mark) -> None:
-    """Say that a rank's parts are durable.
-
-    Raises:
-        StorageFull: no room.
-    """
+    """Note that a rank's parts are durable. Raises StorageFull if there is no room."""
     body = {"format": FORMAT, "step": step, "parts": {name: list(each) for name, each in mark.parts.items()}}
     _write(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}", _seal(body | {"meta": dict(mark.meta)}))
 
 
 def read_mark(dir: Where, step: int, rank: int) -> Mark | None:
-    """What a rank has made durable of a step; None if it has not said so, or nobody can read it."""
+    """A rank's mark for a step; None if there is none that can be read."""
     with contextlib.suppress(OSError, CorruptFile, ValueError, LookupError, TypeError, AttributeError, OverflowError):
         body = _unseal(read_file(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}"))
         if body["format"] == FORMAT and body["step"] == step:
@@ -359,7 +325,7 @@ def read_mark(dir: Where, step: int, rank: int) -> Mark | None:
 def commit_marked(dir: Where, step: int, world_size: int, meta: Mapping[str, Any]) -> Checkpoint | None:
     """Commit a step if the marks of all ranks are there and of this ``meta``; None if one is missing yet.
 
-    Whoever does it, the manifest is the same, but for its time.
+    Whoever does it, the manifest is the same, except for its time.
 
     Raises:
         CorruptFile: two ranks have written a part of the same name, or a part is gone.
@@ -387,11 +353,7 @@ def commit_marked(dir: Where, step: int, world_size: int, meta: Mapping[str, Any
 
 
 def folder_name(step: int) -> str:
-    """Folder of a checkpoint.
-
-    Raises:
-        ValueError: ``step`` is negative.
-    """
+    """Folder of a checkpoint; raises ValueError for a negative step."""
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
     return f"step-{step:010d}"
@@ -410,7 +372,7 @@ def steps(dir: Where) -> list[int]:
 
 
 def parts_size(storage: Storage, step: int) -> int:
-    """Bytes that the folder of a step takes; what vanishes meanwhile counts nothing."""
+    """Bytes in the folder of a step; files that vanish meanwhile count nothing."""
     total = 0
     for name in storage.names(folder_name(step)):
         with contextlib.suppress(OSError):
@@ -419,17 +381,12 @@ def parts_size(storage: Storage, step: int) -> int:
 
 
 def left_over(name: str, of: Iterable[str]) -> bool:
-    """Whether ``name`` is a temporary file of one of these, left by somebody who was killed."""
+    """Whether ``name`` is a temporary file of one of these, left by a killed writer."""
     return any(name.startswith(f"{TEMPORARY}{each}-") for each in of)
 
 
 def load_manifest(dir: Where, step: int) -> Checkpoint:
-    """The checkpoint of a step, its parts not looked at.
-
-    Raises:
-        CorruptFile: there is none, or its manifest is damaged.
-        OSError: it cannot be read.
-    """
+    """The checkpoint of a step; parts are not read. Raises NeverCompleted (no manifest), CorruptFile or OSError."""
     storage = _open(dir)
     try:
         manifest = _unseal(read_file(storage, f"{folder_name(step)}/{MANIFEST}"))
@@ -467,23 +424,14 @@ def _open(dir: Where) -> Storage:
 
 
 def sign(dir: Where, step: int) -> None:
-    """Say in the folder of a step, which is made if it is not there, that this product has made it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Note in the folder of a step, made if needed, that this product has made it. Raises OSError."""
     storage, folder = _open(dir), folder_name(step)
     if MADE not in storage.names(folder):
         _write(storage, f"{folder}/{MADE}", marker.make(folder))
 
 
 def read_file(storage: Storage, name: str, most: int = MOST_BYTES) -> bytes:
-    """A file of at most so many bytes.
-
-    Raises:
-        CorruptFile: it has more.
-        OSError: it cannot be read.
-    """
+    """A file of at most ``most`` bytes. Raises CorruptFile if it has more, OSError if it cannot be read."""
     found = bytearray()
     for chunk in storage.chunks(name):
         found += chunk
@@ -497,7 +445,7 @@ def _write(storage: Storage, name: str, payload: bytes) -> None:
 
 
 def _seal(body: Mapping[str, Any]) -> bytes:
-    """JSON that checks itself: a flipped bit in a checksum or in meta must not go unseen."""
+    """JSON with its own checksum: a flipped bit in a part's checksum or in meta must be noticed."""
     text = json.dumps(body, sort_keys=True)
     return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": text}).encode()
 
@@ -515,4 +463,4 @@ def _is_wanted(storage: Storage, step: int, wanted: Callable[[Checkpoint], bool]
     try:
         return wanted(load_manifest(storage, step))
     except (CorruptFile, OSError):
-        return True  # whosever it was, nobody can read it
+        return True  # it cannot be read, whoever made it

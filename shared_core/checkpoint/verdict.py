@@ -1,4 +1,4 @@
-"""What a job that was told to end says last: whether its last checkpoint is committed, and what its next start does."""
+"""The last line of a job that was told to end: is its last checkpoint committed, and what does its next start do?"""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from shared_core.checkpoint.command import Command
 from shared_core.checkpoint.spool import Spool
 from shared_core.errors import SwiftError
 
-#: Longest wait for the storage to say what it holds, in seconds: the job is being ended.
+#: Longest wait for the storage's answer, in seconds: the job is being ended.
 READ_S = 1.0
 
 
 def verdict(where: str, command: Command, spool: Spool, reached: int, *, continues: bool) -> str:
-    """The one line, of what the storage holds now. Call it when nobody writes any more.
+    """The line, from what the storage holds now. Call it when nobody writes any more.
 
     Args:
-        where: the folder of checkpoints.
-        command: of the job.
         spool: of this machine.
         reached: step boundaries that the job has passed; 0 if none since it was started.
         continues: the job began with what an earlier start of its command had left.
@@ -42,7 +40,6 @@ def sentence(reached: int, committed: int, following: str, *, ended: bool = Fals
     """As :func:`verdict`.
 
     Args:
-        reached: see there.
         committed: step boundary of the newest checkpoint of this run in storage; -1 for none.
         following: what the next start does.
         ended: the run has ended well.
@@ -65,7 +62,7 @@ def _run_in(spool: Spool) -> str:
 
 
 def _read(where: str, key: str) -> lineage.Contents | None:
-    """What the storage holds of a command; None if it does not answer."""
+    """What the storage holds of a command; None if it does not answer within ``READ_S``."""
     answer: list[Any] = []
 
     def read() -> None:

@@ -35,7 +35,7 @@ from shared_core.errors import SwiftError
 from shared_core.events import RUN, EventLog, console
 from shared_core.faults import inject
 
-#: How often other machines' marks and notes are looked for, in seconds: in a folder, and behind a URL.
+#: Other machines' marks and notes are looked for so often, in seconds: in a folder, and behind a URL.
 LOOK_S, LOOK_URL_S = 0.1, 1.0
 #: A step is given up, if a newer one waits, when no other machine's mark has come for so long, in seconds.
 MAX_WAIT_S = 60.0
@@ -44,7 +44,7 @@ RETRY_S, RETRY_MOST_S = 1.0, 60.0
 
 
 class Writer:
-    """The work of the process, without its waiting."""
+    """The work of the process, without its waiting. Used by one thread, and by its own look-out thread."""
 
     def __init__(self, spool: Spool, events: EventLog) -> None:
         self._spool, self._events = spool, events
@@ -52,7 +52,7 @@ class Writer:
         self._open: Outgoing | None = None
         self._done: set[tuple[int, int]] = set()
         self._retry: tuple[tuple[int, int], float, float] | None = None
-        self._cleared = False  # what ended runs of the same command had left was removed
+        self._cleared = False  # whether the leftovers of ended runs of the same command were removed
         self._said: set[str] = set()
         self._warned: set[str] = set()
         self._follows, self._hurry, self._hurries_since = False, False, 0.0
@@ -60,13 +60,8 @@ class Writer:
         self._held: dict[str, RunLock] = {}
 
     def work(self, *, hurry: bool = False) -> float | None:
-        """Do all that can be done now.
-
-        Args:
-            hurry: the job ends: what failed is tried once more and then given up.
-
-        Returns:
-            Seconds until it should be called again even if no bell rings; None for no such time.
+        """Do all that can be done now. ``hurry``: the job ends; what failed is tried once more and then given up.
+        Returns the seconds until it should be called again even if no bell rings; None for no such time.
         """
         if hurry and not self._hurry:
             self._hurry, self._retry, self._hurries_since = True, None, time.monotonic()
@@ -93,14 +88,13 @@ class Writer:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left that could be written."""
         return self._open is None and self._newest() is None
 
     # -- what to do next ----------------------------------------------------------------------------------------------
 
     def _newest(self) -> Outgoing | None:
-        """The newest complete snapshot, if it is to be written and was not; older ones are let go."""
-        with self._lock, contextlib.suppress(FileNotFoundError):  # the job's folder goes while this looks
+        """The newest complete snapshot, if it is to be written and was not; older ones are dropped."""
+        with self._lock, contextlib.suppress(FileNotFoundError):  # the job's folder is removed at its end
             return self._find_newest()
         return None
 
@@ -120,7 +114,7 @@ class Writer:
                 return None
             try:
                 return Outgoing(spool, step, parts, open_storage(target.where), target)
-            except SwiftError as error:  # nobody knows such storage
+            except SwiftError as error:  # storage of an unknown kind
                 self._done.add((spool.attempt, step))
                 self._tell("config", f"no checkpoint of step {step}: {error}; training continues")
                 self._set(attempt=spool.attempt, failed=step, cause="config", message=str(error))
@@ -128,7 +122,7 @@ class Writer:
         return None
 
     def _choose(self) -> Outgoing | None:
-        """What to write now; None if there is nothing, or another machine has to say which first."""
+        """What to write now; None if there is nothing, or another machine has to choose first."""
         self._follows = False
         job = self._newest()
         if job is None or (self._retry and self._retry[0] == job.key and time.monotonic() < self._retry[1]):
@@ -157,7 +151,7 @@ class Writer:
         return None
 
     def _ended_without(self, job: Outgoing) -> bool:
-        """At the end: whether no machine comes to this step any more, or one does not whose part of it is missing."""
+        """At the end: whether the other machines skip this step, or one whose part is missing has written its last."""
         if not self._hurry:
             return False
         with self._reports(job):
@@ -180,7 +174,7 @@ class Writer:
         for spool in self._spool.all_attempts():
             step = spool.newest_complete()
             parts = spool.parts(step) if step is not None else {}
-            if step is None or not parts:  # or its folder has just gone, with the job
+            if step is None or not parts:  # or its folder was removed with the job's
                 continue
             one = next(iter(parts.values()))
             if one.target is not None and len(parts) < one.world_size:
@@ -213,7 +207,6 @@ class Writer:
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _persist(self, job: Outgoing) -> None:
-        """Make this machine's parts durable."""
         job.begun = time.monotonic()
         inject.set_step(job.step)
         self._set(attempt=job.spool.attempt, writing=job.step, waiting=-1)
@@ -225,7 +218,7 @@ class Writer:
 
     @contextlib.contextmanager
     def _looking_around(self, job: Outgoing) -> Iterator[None]:
-        """Meanwhile newer snapshots come, and a write may block for long: a thread lets go of all but the newest."""
+        """While a write blocks: a thread renews leases, and drops all snapshots but the newest."""
         over = threading.Event()
 
         def look() -> None:
@@ -249,15 +242,12 @@ class Writer:
     # -- locks of runs ------------------------------------------------------------------------------------------------
 
     def _hold(self, storage: Storage, owner: str) -> None:
-        """Take the lock of a run, or see that it is held."""
         lock = self._held.get(storage.root) or RunLock(storage, owner)
         lock.take()
         self._held[storage.root] = lock
 
     def _keep_locks(self) -> None:
-        """Hold what the job has claimed, and renew what must be renewed. What fails is told where something is
-        written.
-        """
+        """Hold the locks that the job has claimed, and renew leases. Errors are told where something is written."""
         claim = self._spool.claimed()
         with contextlib.suppress(OSError, SwiftError):
             if claim is not None and claim[0] not in self._held:
@@ -267,12 +257,11 @@ class Writer:
                 lock.renew()
 
     def release(self) -> None:
-        """Let all locks go."""
         for lock in self._held.values():
             lock.release()
 
     def _finish(self, job: Outgoing) -> bool:
-        """Commit if all ranks' parts are durable. Whether this step is over, one way or the other."""
+        """Commit if all ranks' parts are durable. Returns whether this step is over, one way or the other."""
         names = job.storage.names(store.folder_name(job.step))
         mine = [name for rank, part in job.parts.items() for name in (f"rank{rank}{store.DONE}", *part.files)]
         if not set(mine) <= set(names):
@@ -289,8 +278,8 @@ class Writer:
             job.marks, job.durable = marks, time.monotonic()
         missed = any(name.endswith(store.MISSED) for name in names)
         late = time.monotonic() - job.durable > MAX_WAIT_S
-        # All workers have started again since, and the machine whose part is missing may fail. If its writer is only
-        # slower it commits the step itself: the parts and marks of this machine stay.
+        # All workers have started again since, and the machine whose part is missing may have failed. If its writer is
+        # only slow, it commits the step itself: the parts and marks of this machine stay.
         late = late or (newest is not None and newest.spool.attempt > job.spool.attempt)
         if 0 not in job.one.local and not missed:
             missed = self._chosen_newer(job)
@@ -362,7 +351,7 @@ class Writer:
 
     @contextlib.contextmanager
     def _reports(self, job: Outgoing) -> Iterator[None]:
-        """Storage errors outside a step's own writing are told and cost nothing."""
+        """Tell storage errors outside a step's own writing, and ignore them."""
         try:
             yield
         except (OSError, SwiftError) as error:
@@ -390,15 +379,13 @@ class Writer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Work until standard input ends, then finish what is there: for as many seconds as its last line says, or
-    ``--grace``.
-    """
+    """Work until standard input ends; then finish within the seconds of its last line, or ``--grace``."""
     parser = argparse.ArgumentParser(prog="python -m shared_core.checkpoint.writer", description=__doc__)
     parser.add_argument("folder", type=Path, help="the spool")
     parser.add_argument("--grace", type=float, default=5.0, help="seconds to continue when whoever started it has died")
     parser.add_argument("--events", help="events.jsonl of the job")
     options = parser.parse_args(argv)
-    # Whoever started it decides when it ends; a scheduler's notices go to every process of a job.
+    # The parent process decides when this one ends; a scheduler's signals go to every process of a job.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -407,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         bell = _open_bell(spool.folder / BELL)
     except FileNotFoundError:
-        return 0  # the job's folder has been removed meanwhile: nobody would ever remove another
+        return 0  # the job's folder has been removed: nobody would remove another
     ends = threading.Event()
     threading.Thread(target=_watch, args=(options.grace, ends, bell), name="swift-lifeline", daemon=True).start()
     writer = Writer(spool, EventLog(options.events, os.environ.get(RUN, ""), spool.folder.parent))
@@ -430,17 +417,17 @@ def _open_bell(path: Path) -> int:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         os.mkfifo(path, 0o600)
-    return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # for writing too: it never ends
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)  # for writing too: so it never reads an end of file
 
 
 def _watch(grace_s: float, ends: threading.Event, bell: int) -> None:
-    """Wait for the end of standard input, and see to it that the process ends in time, whatever it is doing."""
+    """Wait for the end of standard input, then end the process in time, whatever it is doing."""
     said = b""
     while more := os.read(sys.stdin.fileno(), 4096):
         said += more
     ends.set()
     with contextlib.suppress(BlockingIOError):
-        os.write(bell, b".")  # not by its path: the job's folder may have gone
+        os.write(bell, b".")  # not by its path: the job's folder may have been removed
     with contextlib.suppress(ValueError, IndexError):
         grace_s = float(said.split()[-1])
     time.sleep(min(grace_s, threading.TIMEOUT_MAX))

@@ -1,7 +1,7 @@
 """The agent of one machine: it starts the workers, notices within milliseconds when one fails, and replaces that one.
 
 It takes torchelastic's worker specification, rendezvous handler, result and events; the loop is its own. It waits on
-descriptors (pidfds, standbys, signals, workers' words) and never sleeps; a tick of ``monitor_interval`` looks for
+descriptors (pidfds, standbys, signals, messages of workers) and never sleeps; a tick of ``monitor_interval`` finds
 workers that are stopped or make no progress. The store is hosted here, so any worker may die, rank 0 too.
 """
 
@@ -52,16 +52,16 @@ from shared_core.system import process
 from shared_core.system.jobdir import MEMORY, JobDir
 from shared_core.transport.store import StoreError
 
-#: Room without which no worker can begin, in bytes for each of them.
+#: Least free memory for publications, in bytes for each worker.
 _LEAST_ROOM_BYTES = 256 << 10
-#: Looks in a row that must find a worker in state T before it is killed.
+#: A worker is killed after so many looks in a row that find it in state T.
 STOPPED_LOOKS = 2
 #: Bounds of a tick, in seconds: a stopped worker is noticed within one.
 TICK_S = (0.05, 0.4)
 
 
 class Agent:
-    """Runs the workers of one machine.
+    """Runs the workers of one machine. Call on the main thread: it takes over the signals.
 
     Args:
         spec: torchelastic's specification; ``max_restarts`` is the number of workers that may be replaced in all.
@@ -69,9 +69,10 @@ class Agent:
         early: a zygote that was started before torch was imported here.
 
     Attributes:
-        records: torchelastic's events of this job.
-        job_dir: private folder of the job.
-        folders: that the job makes on this machine, and removes at its end.
+        folders: folders that the job makes on this machine, and removes at its end.
+
+    Raises:
+        OutOfResources: if there is no room for what the workers publish.
     """
 
     def __init__(
@@ -168,7 +169,6 @@ class Agent:
 
     @property
     def logs_used(self) -> bool:
-        """Whether workers wrote log files, not only error files."""
         return self._starter.logs_used
 
     def run(self) -> RunResult:
@@ -182,7 +182,7 @@ class Agent:
         self._wakeup.handle(self._last_checkpoint.signals(self._options.signals))
         try:
             if self._program.mode != "exec":
-                self._worker_pool.fill_standbys()  # they import while the rendezvous continues
+                self._worker_pool.fill_standbys()  # they import during the rendezvous
             result = self._run()
             self.records.result(result, self._attempts.roster.pids)
             return result
@@ -272,21 +272,21 @@ class Agent:
         return min(times) - time.monotonic()
 
     def _pause(self, seconds: float) -> None:
-        """Wait while this machine has no place; standbys and signals are seen to."""
+        """Wait while this machine has no place; standbys and signals are handled meanwhile."""
         self._wakeup.wait(seconds)
         self._worker_pool.started()
         self._worker_pool.reap()
         self._check_signals()
 
     def _stop_at_once(self) -> None:
-        """From a thread; the loop sees to the rest."""
+        """Kill the workers; the loop does the rest. Called on a thread of the lease."""
         for pid in list(self._worker_pool.live):
             process.kill_group(pid)
 
     # -- slow looks ---------------------------------------------------------------------------------------------------
 
     def _tick(self) -> bool:
-        """Look for workers that live but do not run: stopped, or without progress. False if it is not yet time."""
+        """At most once in ``_tick_s``: look for stopped workers and those without progress. False if too early."""
         now = time.monotonic()
         if now - self._last_tick < self._tick_s:
             return False

@@ -20,28 +20,23 @@ from shared_core.protocol.keys import WORDS
 from shared_core.protocol.preparing import place_key
 from shared_core.transport.store import Store
 
-#: Where the store for the process groups of a script on one machine listens, unless the user says otherwise.
+#: Default address of the store for the process groups of a script on one machine.
 LOOPBACK = "127.0.0.1"
 _FIRST = "first"
 
 
 class _First(TypedDict):
-    """Shape of what an attempt begins with."""
+    """JSON of what an attempt begins with."""
 
     machines: list[str | None]
     line: str
 
 
 def host_store(host: str, port: int) -> Any:
-    """The server of the script's own store, for groups of plain gloo, at this address only: torch's would listen on
-    every interface. Nothing of this product is kept there.
+    """The server of the script's own store, for plain gloo groups, at this address only: torch's would listen on all.
 
-    Args:
-        host: an address of this machine, or its name.
-        port: 0 for a free one.
-
-    Raises:
-        ConfigError: if it cannot listen there.
+    Nothing of this product is kept there. ``host`` is an address or name of this machine; ``port`` 0 takes a free one.
+    Raises ConfigError if it cannot listen there.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -55,16 +50,12 @@ def host_store(host: str, port: int) -> Any:
 
 
 def prefix_of(number: int) -> str:
-    """Prefix of the keys of an attempt."""
     return f"swift/{number}/"
 
 
 def first_of(store: Store, number: int) -> dict[str, Any] | None:
-    """With what an attempt begins: ``machines`` in their places, and ``line`` (see :class:`Resizing`); None if no agent
-    has begun it.
-
-    Raises:
-        DamagedRecord: what is there is something else.
+    """What an attempt begins with: ``machines`` in their places, and ``line`` (see :class:`Resizing`); None if no agent
+    has begun it. Raises DamagedRecord.
     """
     key = prefix_of(number) + _FIRST
     return decode(store.get(key), _First, key) if store.check([key]) else None
@@ -75,11 +66,9 @@ class Team:
     """The place of this agent among those of several machines.
 
     Attributes:
-        slot: which machine's place this agent holds, from 0.
-        machines: who holds which place in generation 0 of the attempt.
-        number: of the attempt.
+        slot: number of this machine's place, from 0.
+        machines: names of the machines in generation 0 of the attempt, by place.
         host: of the store for the script's process groups (``MASTER_ADDR``).
-        port: its port.
         keeper: name of the machine that has the job's store.
     """
 
@@ -97,18 +86,11 @@ class Attempt:
     Alone on its machine the agent has a fresh store for each, so that nothing of the attempt before can be read by
     mistake; several agents share one store, and the attempts' keys differ.
 
-    Attributes:
-        number: whole-job restarts before this attempt.
-        ledger: generations, incarnations, machines.
-        host: of the store for the script's process groups.
-        port: its port.
-
     Args:
-        number: see above; part of every key.
+        number: whole-job restarts before this attempt; part of every key.
         place: host and port of the store for the script's process groups, 0 for a free port.
         connect: gives the job's store; its waits have no time-out.
         ranks: of this machine.
-        world_size: number of logical ranks.
         wake: called on a thread when there is something to look at.
         team: the other agents, if there are any.
     """
@@ -138,12 +120,11 @@ class Attempt:
         self._watcher = KeyWatcher(connect, self.key(""), wake, slot=self._slot, ranks=ranks)
 
     def begin(self, machines: Sequence[str | None], line: str) -> None:
-        """Say with what this attempt begins; the first agent's word counts."""
+        """Write what this attempt begins with; the first agent that writes it wins."""
         self._client.compare_set(self.key(_FIRST), "", json.dumps({"machines": list(machines), "line": line}))
 
     @property
     def generation(self) -> int:
-        """Number of the newest generation."""
         return self.ledger.generation
 
     @property
@@ -152,20 +133,18 @@ class Attempt:
         return self.ledger.incarnations
 
     def key(self, name: str) -> str:
-        """Full name of a key of this attempt."""
         return prefix_of(self.number) + name
 
     def next_generation(
         self, deaths: Sequence[Death], detected: float, stay: Sequence[int] = (), *, ends: bool = False
     ) -> Entry | None:
-        """Write the generation that follows these failures, and return what was written; None if all is over.
+        """Write the generation that follows these failures, and return what was written; None if the attempt is over.
 
         Args:
-            deaths: who failed.
-            detected: when that was noticed.
-            stay: ranks that hand their state on, because the number of workers changes. A change that is under way
-                continues with those that are left.
-            ends: it is given up.
+            detected: when they were noticed, in seconds since the epoch.
+            stay: ranks that continue because the number of workers changes. A change that is under way continues with
+                those that are left.
+            ends: the change under way is given up.
         """
         entry = Entry(causes=tuple(Cause(death.kind, death.cause, death.rank) for death in deaths), detected=detected)
 
@@ -175,7 +154,6 @@ class Attempt:
         return self.append(make)
 
     def set(self, name: str) -> None:
-        """Set a key that workers look at."""
         self._client.set(self.key(name), "1")
 
     def give_place(self, rank: int, incarnation: int) -> None:
@@ -183,19 +161,21 @@ class Attempt:
         self._client.set(self.key(place_key(rank, incarnation)), str(self.generation))
 
     def goodbyes(self) -> bool:
-        """Whether any worker has finished."""
+        """Whether any worker of the job has said goodbye."""
         return any(self._client.check([key]) for key in self._done_keys)
 
     def finished(self, ranks: Sequence[int]) -> list[int]:
-        """Which of these have finished."""
         return [rank for rank in ranks if self._client.check([self._done_keys[rank]])]
 
     def append(self, make: Callable[[], Entry | None]) -> Entry | None:
-        """As :meth:`Ledger.append`; those that fail come back and say goodbye again, and other agents are woken."""
+        """As :meth:`Ledger.append`; wakes other agents.
+
+        Deletes goodbyes of failed ranks: their replacements say them.
+        """
 
         def checked() -> Entry | None:
             entry = make()
-            # Before the entry, so that whoever finds all goodbyes after it has found new ones.
+            # Before the entry, so that who finds all goodbyes after it has found new ones.
             for rank in entry.failed if entry is not None else ():
                 self._client.delete_key(self.key(f"done/{rank}"))
             return entry
@@ -208,14 +188,14 @@ class Attempt:
         return entry
 
     def look(self) -> list[tuple[str, Any]]:
-        """What workers said since the last look; see :meth:`KeyWatcher.look`."""
+        """What workers wrote since the last look; see :meth:`KeyWatcher.look`."""
         return self._watcher.look()
 
     def release(self) -> bool:
-        """Let the workers exit if all ranks said goodbye that are there; whether they may."""
+        """Let the workers exit if all present ranks have said goodbye; returns whether they may."""
 
-        # The goodbyes are read with the view that is then appended to: a failure in between comes before us, and its
-        # rank's goodbye is gone.
+        # The goodbyes are read with the view that is then appended to. A failure in between comes first, and has
+        # deleted its rank's goodbye.
         def everyone() -> Entry | None:
             keys = [self._done_keys[rank] for rank in self.ledger.present()]
             return Entry(kind=EntryKind.RELEASE) if keys and self._client.check(keys) else None
@@ -232,5 +212,5 @@ class Attempt:
             self._client.set(self.key("release"), "1")  # wakes those that said goodbye; they look for stop
 
     def close(self) -> None:
-        """Stop watching. The server goes with this object."""
+        """Stop watching. The server ends with this object."""
         self._watcher.close()

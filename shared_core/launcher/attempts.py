@@ -35,13 +35,7 @@ from shared_core.waiting import Wait, ranks_text
 
 @dataclass(frozen=True)
 class Happened:
-    """What actions need to know of the event that they answer.
-
-    Attributes:
-        entry: of the ledger, that ends the attempt.
-        delay_s: to wait before the next one.
-        reached: step boundaries that workers of this machine have passed.
-    """
+    """What actions need to know of the event. ``reached``: step boundaries that workers here have passed."""
 
     entry: Entry = Entry()
     delay_s: float = 0.0
@@ -49,22 +43,16 @@ class Happened:
 
 
 class Attempts:
-    """Begins and ends attempts on this machine.
+    """Begins and ends attempts on this machine. Its methods are for the agent's loop.
 
     Args:
-        spec: torchelastic's, of the job.
         store_port: port of the first attempt's store for the script's process groups; 0 for a free one.
-        tick_s: how often the workers are looked at.
-        job: private folder of the job.
-        book: counts failures.
+        tick_s: how often the workers are looked at while they are being killed.
         membership: the other machines, if there are any.
 
     Attributes:
-        phase: of the agent.
-        places: of this machine's workers.
         number: of the attempt, from 0.
         roster: which of its ranks are held.
-        spares: see above.
         result: of the job, once it is over here.
     """
 
@@ -112,12 +100,10 @@ class Attempts:
 
     @property
     def begun(self) -> bool:
-        """Whether there is an attempt."""
         return self._attempt is not None
 
     @property
     def now(self) -> Attempt:
-        """The attempt that is under way."""
         assert self._attempt is not None
         return self._attempt
 
@@ -133,29 +119,26 @@ class Attempts:
         return self.phase is AgentPhase.ENDING or bool(self.result is not None and self.result.return_values)
 
     def progress_file(self, rank: int) -> Path:
-        """Where a worker of this machine says how far it is."""
         return progress_file.path_of(self._job.path, rank)
 
     def set_key(self, name: str) -> None:
-        """Set a key that workers look at; before there is an attempt nothing."""
+        """Set a key that workers look at; does nothing before there is an attempt."""
         if self._attempt is not None:
             self._attempt.set(name)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
     def step(self, event: AgentEvent, happened: Happened | None = None) -> None:
-        """Something has happened: change the phase, and do what is to be done."""
         self.phase, actions = transition(self.phase, event)
         for action in actions:
             self._actions[action](happened or Happened())
 
     def place(self, machine: int, machines: int) -> None:
-        """This machine has a place: start its workers."""
         self._take(Places.of(self._spec, machine, machines, self._spec.local_world_size))
         self.step(AgentEvent.PLACED)
 
     def restart_all(self, reason: str, delay_s: float, *, line: Resized | None) -> None:
-        """End this attempt for all agents, unless another did, and begin the next."""
+        """End this attempt for all agents, unless another agent did, and begin the next."""
         entry = self.now.append(lambda: Entry(kind=EntryKind.RESTART, reason=reason, line=line))
         if entry is None:
             self._wakeup.tell()
@@ -170,12 +153,10 @@ class Attempts:
         self.step(AgentEvent.PLACED)
 
     def resize(self, entry: Entry) -> None:
-        """The ledger says that the next attempt has another number of workers."""
         self.step(AgentEvent.RESIZED, Happened(entry, reached=self.reached))
         self.step(AgentEvent.PLACED)
 
     def fail(self, rank: int, pid: int, code: int, error_file: str, message: str) -> None:
-        """The job has failed, with this worker's error."""
         self.write_failure(rank, message)
         failure = failure_of(self.places.local_rank(rank), pid, code, error_file, message)
         self.result = RunResult(WorkerState.FAILED, failures={rank: failure})
@@ -187,16 +168,14 @@ class Attempts:
         self.now.stop()
 
     def succeed(self, event: AgentEvent) -> None:
-        """The job is over, and this machine has done its part."""
         if event is AgentEvent.ENDED_ELSEWHERE:
-            self._take(Places(self._spec))  # none of its workers is to be reported
+            self._take(Places(self._spec))  # so that none of its workers is recorded
         self.result = RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.places.ranks))
         self.step(event)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def announce(self, one: LiveWorker) -> None:
-        """The process of a worker exists."""
         self.roster.arrived(one)
         self._job_reporter.console_reporter.replacement(one.rank, one.pid)
         if one.incarnation:
@@ -211,23 +190,20 @@ class Attempts:
         self._job_reporter.start(self._worker_pool.live.values(), self._starter.config)
 
     def start_due(self) -> None:
-        """Start replacements whose time has come."""
         for local_rank in self.roster.take_due():
             self._start(local_rank)
 
     def kill_ranks(self, killed: Collection[int], cause: str) -> None:
-        """Kill the workers of these ranks that are here."""
         for one in list(self._worker_pool.live.values()):
             if one.rank in killed:
                 one.kill(cause)
 
     def close(self) -> None:
-        """End the attempt's threads."""
         if self._attempt is not None:
             self._attempt.close()
 
     def look_after_spares(self) -> None:
-        """Prepare standbys while all is well."""
+        """Prepare hot standbys while no rank is without a worker."""
         if self.phase is AgentPhase.RUNNING and not self.roster.failed and not self.roster.missing:
             self.spares.look(self._in_what())
 
@@ -291,12 +267,12 @@ class Attempts:
         self._job_reporter.restarts(happened.entry, self.places, self._starter.config, happened.reached)
 
     def _kill_all(self, _: Happened) -> None:
-        """SIGKILL to every worker, those that are just being forked included; returns when all are reaped."""
+        """SIGKILL to every worker, also those being forked; returns when all are reaped."""
         worker_pool = self._worker_pool
         self.roster.forget_due()
         self.spares.clear()
         worker_pool.cancel_starts()
-        # One that hangs in a file system cannot be killed, and its place must not be taken twice.
+        # No time limit: a process that hangs in a file system cannot be killed, and its place must not be taken twice.
         whom = lambda: f"{ranks_text(one.rank for one in worker_pool.live.values())} to end, killed with SIGKILL"  # noqa: E731
         wait = Wait("the launcher", whom, math.inf, ends="it continues when they have ended")
         while worker_pool.live or worker_pool.starting:
@@ -332,7 +308,7 @@ class Attempts:
         self._take(places)
         self._job_reporter.resizes(before, places, entry.line, happened.reached)
         self._resizing.done(time.monotonic(), entry.workers, entry.line)
-        self._book.forget_ranks()  # they are others now
+        self._book.forget_ranks()  # their ranks mean other workers now
 
     def _forget(self, _: Happened) -> None:
         self.close()
@@ -342,7 +318,7 @@ class Attempts:
         self._resizing.start_over(None)
 
     def _let_go(self, _: Happened) -> None:
-        """What is still on its way has nothing left to do."""
+        """Replacements still on their way have nothing left to do: the job ends without these ranks."""
         absent = set(range(len(self.now.incarnations))).difference(self.now.ledger.present())
         if absent:
             self._job_reporter.ends_without(absent, ranks(sorted(absent)))

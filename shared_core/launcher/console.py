@@ -14,11 +14,11 @@ from typing import Any
 from shared_core.config import SwiftConfig
 from shared_core.protocol.failure_policy import AS_ANY
 
-#: A wait that is longer is explained, in seconds.
+#: A longer wait is explained, in seconds.
 MAX_WAIT_S = 5.0
-#: And again after so many, in seconds.
+#: And explained again after so many seconds.
 AGAIN_S = 60.0
-#: Most pids that a line names.
+#: A line names so many pids at most.
 _MOST = 16
 
 
@@ -27,10 +27,8 @@ class Away:
     """A rank whose worker failed and that is not back yet.
 
     Attributes:
-        rank: its logical rank.
-        cause: how its worker ended, in words.
         detected: when that was noticed, in seconds since the epoch.
-        pid: of the worker; 0 if it ran on another machine.
+        pid: of the failed worker; 0 if it ran on another machine.
         replacement: pid of the worker that takes its place; 0 before there is one.
         begun: when that one was started, in seconds since the epoch.
         behind: the replacement computes again what the others have done since the beginning of the job.
@@ -50,7 +48,6 @@ class Away:
 
     @property
     def who(self) -> str:
-        """The failed worker, and why it failed."""
         return f"pid {self.pid}: {self.cause}" if self.pid else self.cause
 
 
@@ -60,12 +57,12 @@ class Change:
 
     Attributes:
         detected: when the failure was noticed, or the change began, in seconds since the epoch.
-        what: the new workers, in words.
-        why: what has led to it.
-        whence: where they begin, if the agent knows.
+        what: text about the new workers.
+        why: text about what led to it.
+        whence: text about where they begin, if the agent knows.
         reached: step boundaries that the workers before had passed.
         boundary: step boundary at which they begin, if the agent knows.
-        before: number of workers before, if it changes.
+        before: number of workers before, if it changes; else 0.
     """
 
     detected: float
@@ -78,13 +75,7 @@ class Change:
 
 
 class ConsoleReporter:
-    """Prints the lines of one agent.
-
-    Args:
-        say: prints a line.
-        begun: when the launcher was started, in seconds since the epoch.
-        clock: seconds since the epoch.
-    """
+    """Prints the lines of one agent, with ``say``. ``begun`` and ``clock`` are in seconds since the epoch."""
 
     def __init__(self, say: Callable[[str], None], begun: float, clock: Callable[[], float] = time.time) -> None:
         self._say, self._begun, self._clock = say, begun, clock
@@ -107,16 +98,8 @@ class ConsoleReporter:
         machines: Sequence[str] = (),
         note: str = "",
     ) -> None:
-        """The first workers run; only the first call has an effect.
-
-        Args:
-            script: the user's, as the user named it.
-            workers: how many there are on all machines.
-            pids: of those of this machine, by rank.
-            config: options of the job.
-            events: path of ``events.jsonl``.
-            machines: names of all, where there are several; this one's workers are ``pids``.
-            note: something else to say.
+        """The first workers run; only the first call prints. ``workers`` counts those of all machines; ``pids`` are
+        this machine's, by rank; ``machines`` is empty for a single one.
         """
         self._pids = dict(pids)
         if self._started:
@@ -131,24 +114,17 @@ class ConsoleReporter:
         )
 
     def checkpoints(self, folder: str | None) -> None:
-        """The script has said where checkpoints go, and not the launcher."""
+        """The script, not the launcher, has set where checkpoints go."""
         self._say(f"checkpoints: {_short(folder)}, as the script says")
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def counts(self, failed: int) -> None:
-        """So many workers failed on other machines."""
         self._failures += failed
 
     def failed(self, rank: int, cause: str, detected: float, pid: int = 0, *, continues: bool = False) -> None:
-        """A worker of this machine failed, or a rank is taken over from another machine.
-
-        Args:
-            rank: its logical rank.
-            cause: how it ended, in words.
-            detected: when that was noticed, in seconds since the epoch.
-            pid: of the worker; 0 if it ran on another machine.
-            continues: the others do not wait for its replacement.
+        """A worker of this machine failed; or this machine takes a rank over from another, with ``pid`` 0. ``detected``
+        is in seconds since the epoch. ``continues``: the others do not wait for its replacement.
         """
         self._failures += bool(pid)
         before = self._away.get(rank)
@@ -162,24 +138,17 @@ class ConsoleReporter:
             self._next = 0.0
 
     def replacement(self, rank: int, pid: int) -> None:
-        """The process exists that takes a rank's place."""
         self._pids[rank] = pid
         if rank in self._away:
             self._away[rank].replacement, self._away[rank].begun = pid, self._clock()
 
     def forget(self, absent: Iterable[int]) -> None:
-        """These ranks are not needed any more."""
         for rank in absent:
             self._away.pop(rank, None)
 
     def changes(self, change: Change, *, tell: bool = True) -> None:
-        """All workers end and others begin, because of the failures so far.
-
-        Args:
-            change: to what.
-            tell: this agent is the one of several that says so.
-        """
-        if self._change is not None:  # before the others had begun
+        """All workers end and others begin, because of the failures so far. ``tell``: this agent prints it."""
+        if self._change is not None:  # the change before was not complete
             change.detected = min(change.detected, self._change.detected)
             change.reached = max(change.reached, self._change.reached)
             change.before = self._change.before or change.before
@@ -195,10 +164,8 @@ class ConsoleReporter:
         self._next = 0.0
 
     def report(self, said: Mapping[str, Any]) -> tuple[float, int, int | None] | None:
-        """A worker says that it trains: see :class:`~shared_core.worker.recovery.reporting.RecoveryReporter`.
-
-        Returns:
-            Where this ends a :class:`Change`: the stall in seconds, steps lost, and the step boundary they began at.
+        """A worker reports that it trains: see :class:`~shared_core.worker.recovery.reporting.RecoveryReporter`. If
+        this ends a :class:`Change`: the stall in seconds, steps lost, and the step boundary at which the workers began.
         """
         rank, when, whence = int(said["rank"]), float(said["time"]), str(said.get("whence", ""))
         done = None
@@ -247,13 +214,12 @@ class ConsoleReporter:
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody fails, and nothing changes."""
         return not self._away and self._change is None
 
     # -- waits --------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Say what is waited for, if that takes long."""
+        """Print what is waited for, if that takes long. Call at each tick."""
         waiting, now = self._waiting(), self._clock()
         if waiting is None or now < max(waiting[1] + MAX_WAIT_S, self._next):
             return
@@ -281,7 +247,6 @@ class ConsoleReporter:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def succeeds(self, workers: int) -> None:
-        """The job is done."""
         if self._change is not None:
             self.report({"rank": 0, "time": self._clock()})
         if self._away:
@@ -291,9 +256,8 @@ class ConsoleReporter:
         self._say(f"done after {took:.1f} s with start-up, on {many}; {failed}")
 
     def fails(self, reason: str) -> None:
-        """The job ends with an error."""
         for away in self._away.values():
-            if not reason.endswith(AS_ANY):  # the error is printed, and no worker failed by accident
+            if not reason.endswith(AS_ANY):  # then the error is printed, and it was no accident of one worker
                 self._say(f"rank {away.rank} failed ({away.who})")
         self._away.clear()
         if self._change is not None:
@@ -305,7 +269,6 @@ class ConsoleReporter:
 
 
 def named_pids(pids: Sequence[int]) -> str:
-    """``pid 7`` or ``pids 7, 8, 9``; of many the first and the last."""
     named = [str(pid) for pid in pids]
     if len(named) > _MOST:
         named = [*named[: _MOST - 1], f"... {named[-1]}"]
@@ -313,7 +276,6 @@ def named_pids(pids: Sequence[int]) -> str:
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 1 and 3``, ``ranks 0 to 7``."""
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
@@ -322,29 +284,25 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def count(number: int, what: str) -> str:
-    """``1 worker``, ``2 workers``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def steps(number: int) -> str:
-    """``1 step``, ``0 steps``."""
     return count(number, "step")
 
 
 def host_of(machine: str) -> str:
-    """The host of a machine's name and its address: ``node2 (10.0.0.2)``. See :class:`SwiftRendezvousHandler`."""
+    """``node2 (10.0.0.2)`` for the name of a machine; see :class:`SwiftRendezvousHandler`."""
     place, _, mark = machine.partition("#")
     host, address = mark.rpartition(".")[0], place.rpartition(":")[0]
     return f"{host} ({address})" if host and host != address else address
 
 
 def _answer(config: SwiftConfig) -> str:
-    """What is done about a failed worker."""
     if config.restarts:
         return "if one fails, all start again" + (" from the newest checkpoint" if config.checkpoint.dir else "")
     if config.shrinks:
@@ -355,7 +313,6 @@ def _answer(config: SwiftConfig) -> str:
 
 
 def _short(path: str | None) -> str:
-    """As the user would name it."""
     if path is None:
         return "none"
     here = os.path.join(os.getcwd(), "")

@@ -1,4 +1,4 @@
-"""What reaches the agent: entries of other agents and words of workers in the job's store, wishes at its own socket."""
+"""What reaches the agent: entries of other agents, messages of workers in the store, requests at its socket."""
 
 from __future__ import annotations
 
@@ -25,13 +25,7 @@ from shared_core.protocol.generation import CauseKind, Entry, EntryKind
 
 
 class ControlChannel:
-    """Reads the store and the agent's socket, and acts on what is there.
-
-    Args:
-        machines: the other machines, if there are any.
-        book: counts failures.
-        last_checkpoint: that the end waits for.
-    """
+    """Reads the store and the agent's socket, and acts on what is there. ``machines``: None without other machines."""
 
     def __init__(
         self,
@@ -85,7 +79,6 @@ class ControlChannel:
             self._machines.look()
 
     def _follow(self, entry: Entry) -> None:
-        """Another agent's entry."""
         attempts = self._attempts
         if entry.kind is EntryKind.RELEASE:
             attempts.step(AgentEvent.RELEASED)
@@ -121,7 +114,7 @@ class ControlChannel:
         self._wakeup.tell()  # look at the signals again
 
     def _wish(self, pid: int, wish: dict[str, Any]) -> None:
-        """What the script says of its checkpoints, where the launcher was told nothing."""
+        """A script on this machine asks for checkpoints of which the launcher was not told."""
         before = self._starter.config
         try:
             if pid not in self._worker_pool.live:
@@ -143,7 +136,7 @@ class ControlChannel:
     def _restart(self, said: Any) -> None:
         reason = said.reason
         if self._book.take():
-            # No line: a worker that says so could not continue from the present one.
+            # No line: a worker that asks for this could not continue from the present one.
             self._attempts.restart_all(reason, 0.0, line=None)
             return
         reason += "; no replacements are left (--max-restarts)"

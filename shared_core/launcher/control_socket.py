@@ -1,5 +1,4 @@
-"""The agent's Unix socket in the private folder of the job: the store of a job on one machine, and the wishes of this
-machine's workers."""
+"""The agent's Unix socket in the job's private folder: the store of a job on one machine, requests of its workers."""
 
 from __future__ import annotations
 
@@ -23,14 +22,8 @@ _TAKEN = b"."
 
 
 class ControlSocket:
-    """Listens for this machine's workers, from the beginning to the end of the agent.
-
-    Args:
-        job_dir: private folder of the job.
-        wake: called on a thread when there is a wish; must not block.
-
-    Attributes:
-        path: of the socket.
+    """Listens for this machine's workers for as long as the agent runs. ``wake`` is called on a thread when there is a
+    request; it must not block.
     """
 
     def __init__(self, job_dir: Path, wake: Callable[[], None]) -> None:
@@ -42,7 +35,7 @@ class ControlSocket:
         self._server = Server(local.listen(self.path), local.accept, self._serve)
 
     def new_store(self) -> MemoryStore:
-        """An empty store, in the place of the one before: whoever waits there is sent away."""
+        """An empty store in place of the one before, whose waits end with an error."""
         store, before = MemoryStore(), self._store
         self._store = store
         if before is not None:
@@ -50,13 +43,12 @@ class ControlSocket:
         return store
 
     def wishes(self) -> list[tuple[int, dict[str, Any]]]:
-        """What was asked for since the last call: the number of the process that did, from the kernel, and options."""
+        """Requests since the last call: the pid, as the kernel tells it, and options by full name."""
         with self._lock:
             wishes, self._wishes = self._wishes, []
         return wishes
 
     def close(self) -> None:
-        """Listen no more, and send away whoever waits."""
         self._server.close()
         if self._store is not None:
             self._store.close()

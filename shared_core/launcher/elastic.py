@@ -23,15 +23,11 @@ from shared_core.protocol.failure_policy import AS_ANY
 
 
 def raise_failure(name: str, failures: dict[int, ProcessFailure]) -> NoReturn:
-    """The job has failed.
-
-    Args:
-        name: of the user's script.
-        failures: by rank.
+    """Does not return; ``failures`` are by rank.
 
     Raises:
         ChildFailedError: which the interpreter prints as a table.
-        SystemExit: the console has said all that the table would say.
+        SystemExit: if the console has already said all that the table would say.
     """
     for failure in failures.values():
         failure.message = _shown(failure.message)
@@ -45,26 +41,18 @@ def raise_failure(name: str, failures: dict[int, ProcessFailure]) -> NoReturn:
 
 
 def failure_of(local_rank: int, pid: int, code: int, error_file: str, message: str) -> ProcessFailure:
-    """A worker's failure, as torchelastic tells of it.
-
-    Args:
-        local_rank: of the worker.
-        pid: of the worker.
-        code: its exit code.
-        error_file: that it may have written. One that is damaged is as none.
-        message: what to say; empty for what the file says.
-    """
+    """A worker's failure in torchelastic's form. A damaged error file is ignored; ``message`` replaces its text."""
     try:
         failure = ProcessFailure(local_rank, pid, code, error_file)
         failure.timestamp_isoformat()
-    except Exception:  # torch believes what a worker has written
+    except Exception:  # torch trusts the content of the file
         failure = ProcessFailure(local_rank, pid, code, "")
     failure.message = message or failure.message
     return failure
 
 
 def _shown(message: object) -> str:
-    """What a worker says of its failure, for the table: indented, so that no line looks like one of the launcher's."""
+    """A worker's message for the table: indented, so that no line looks like one of the launcher's."""
     if isinstance(message, dict):  # as torch writes error files
         more = message.get("extraInfo")
         message = (more if isinstance(more, dict) else {}).get("py_callstack", message.get("message", "<N/A>"))
@@ -72,23 +60,17 @@ def _shown(message: object) -> str:
 
 
 class Records:
-    """Events go to the handler that the user has named (``--event-log-handler``), metrics to torchelastic's.
-
-    Args:
-        places: of this machine, before it has met the others.
-    """
+    """Sends events to the user's handler (``--event-log-handler``), metrics to torchelastic's."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
         self._begun = time.monotonic()
 
     def placed(self, places: Places) -> None:
-        """This machine's workers have these places now."""
         self._places = places
 
     @contextmanager
     def duration(self, state: str) -> Iterator[None]:
-        """Record how long something takes."""
         begun = time.perf_counter()
         try:
             yield
@@ -96,7 +78,7 @@ class Records:
             self._record(state, EventSource.AGENT, duration_ms=(time.perf_counter() - begun) * 1000)
 
     def result(self, result: RunResult, pids: Mapping[int, int]) -> None:
-        """The job has ended: record what became of each worker, by local rank in ``pids``."""
+        """Record what became of each worker at the end of the job; ``pids`` are by local rank."""
         self._measure(failed=result.is_failed())
         for worker in self._places.workers:
             failure = result.failures.get(worker.global_rank)
@@ -112,15 +94,14 @@ class Records:
             )
 
     def succeeded(self) -> None:
-        """The agent has come to its end."""
         self._record("SUCCEEDED", EventSource.AGENT)
 
     def failed(self) -> None:
-        """The agent ends with the exception that is handled now."""
+        """The agent ends with the exception that is being handled."""
         self._record("FAILED", EventSource.AGENT, raw_error=traceback.format_exc())
 
     def _measure(self, *, failed: bool) -> None:
-        # Replaced workers are no restarts as torchelastic counts them: its own are never made.
+        # Replaced workers are no restarts in torchelastic's sense: it never restarts here.
         values = {
             "flakiness": 100 if failed else 0,
             "run_total": 1,

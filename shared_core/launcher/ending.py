@@ -18,16 +18,7 @@ from shared_core.system.jobdir import JobDir
 
 
 class Ending:
-    """Ends the workers and gives everything back.
-
-    Args:
-        job: private folder of the job.
-        starter: holds the log files.
-        machines: the other machines, if there are any.
-        last_checkpoint: that the end waits for.
-        persisting: writes checkpoints to storage.
-        job_reporter: knows the job's id.
-    """
+    """Ends the workers, lets the last checkpoint be written, and removes what the job has made on this machine."""
 
     def __init__(
         self,
@@ -47,7 +38,7 @@ class Ending:
         self._last_checkpoint, self._persisting, self._job_reporter = last_checkpoint, persisting, job_reporter
 
     def end(self, sig: signal.Signals) -> None:
-        """End everything: ``sig`` to the workers, SIGKILL after the grace or at a second signal."""
+        """Send ``sig`` to the workers, SIGKILL after the grace time or at a second signal, and clean up."""
         worker_pool, wakeup = self._worker_pool, self._wakeup
         if self._machines is not None:
             self._machines.send_no_more()
@@ -74,7 +65,9 @@ class Ending:
             wakeup.close()
 
     def _finish_checkpoint(self, deadline: float, signals: int) -> None:
-        """The last one is written to its end if the job has succeeded, else for the rest of the grace."""
+        """Write the last checkpoint to its end if the job has succeeded, else until ``deadline`` (of
+        :func:`time.monotonic`). ``signals``: how many there were; a further one ends the wait.
+        """
         attempts, received = self._attempts, self._wakeup.received
         # A worker may have left its only snapshot just before it ended.
         self._persisting.look(min(attempts.places.ranks, default=0), self._job_reporter.run_id)

@@ -28,19 +28,15 @@ def environment_of(
     command: Command | None = None,
     run: str = "",
 ) -> dict[str, str]:
-    """Everything a worker finds in its environment, except its incarnation and the error file.
+    """What a worker finds in its environment, except its incarnation and the error file.
 
     Args:
-        places: of this machine's workers.
-        local_rank: which of them.
         attempt: its number and generation, and the store for the script's process groups.
         store: where the job's store is.
-        job_dir: private folder of the job.
         events: path of ``events.jsonl``, if there is one.
         config_json: options of the job.
         address: of this machine, where there are several.
         resized: the attempt from which this one continues, if the number of workers has changed.
-        command: the program and its arguments.
         run: id of this start of the job.
     """
     spec, member = places.spec, places.workers[local_rank]
@@ -81,7 +77,7 @@ def environment_of(
         env[worker_env.JOB] = spec.rdzv_handler.get_run_id()
         env[worker_env.MACHINES] = json.dumps(attempt.ledger.machines)
     else:
-        # For groups of plain gloo, which would listen at the address that belongs to the machine's name.
+        # For plain gloo groups, which would otherwise listen at the address of the machine's name.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if spec.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
@@ -90,7 +86,7 @@ def environment_of(
 
 
 def _device(environ: Mapping[str, str], local_rank: int) -> str:
-    """The one device that a worker sees with ``--virtual-local-rank``, as torchelastic chooses it."""
+    """The one device that a worker sees with ``--virtual-local-rank``, as in torchelastic. May raise ValueError."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return str(local_rank)

@@ -1,7 +1,7 @@
-"""The rendezvous backend ``etcd``: the v3 API of etcd 3.4 and later, by its JSON gateway.
+"""The rendezvous backend ``etcd``: the v3 API of etcd 3.4 and later, through its JSON gateway.
 
-The gateway is part of every etcd, and one small value is all that is kept there, so the standard library is enough.
-Every request is a connection of its own: none can go stale when a member fails or starts again.
+The gateway is part of every etcd, and only one small value is kept there, so the standard library is enough. Every
+request is a connection of its own: none can go stale when a member fails or restarts.
 """
 
 from __future__ import annotations
@@ -23,32 +23,30 @@ from shared_core.errors import ConfigError
 from shared_core.kinds import open_regular
 
 ETCD = "etcd"
-#: Keys of all jobs begin so.
+#: Keys of all jobs begin with this.
 PREFIX = "/swift-recovery/"
-#: What a job that is not looked after any more leaves behind is removed after so many seconds.
+#: Life of the key's lease, in seconds: etcd then removes what an abandoned job has left.
 _TTL_S = 7 * 86400
 _MOST_BYTES = 1 << 22
 
 
 class _Refused(RendezvousConnectionError):
-    """etcd answered, with an error."""
-
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{message or 'no reason given'} (HTTP {status})")
         self.status, self.message = status, message
 
 
 class EtcdBackend(RendezvousBackend):
-    """A value in etcd that is replaced only by who knows its newest form. May be used by several threads.
+    """A value in etcd, replaced only by who knows its newest revision. Several threads may use it.
 
     Args:
-        endpoints: host and port of each member; any that answers is good.
+        endpoints: host and port of each member; they are tried in turn.
         run_id: name of the job.
         options: ``protocol`` (http or https), ``cacert``, ``cert``, ``key``, ``user``, ``password_file``.
         timeout_s: of one request to one member.
 
     Raises:
-        ConfigError: for options that cannot be honoured.
+        ConfigError: for wrong options, or files that cannot be read.
     """
 
     def __init__(
@@ -64,27 +62,23 @@ class EtcdBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """See base class."""
         return ETCD
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """The member that answered last."""
         return self._endpoints[self._good]
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """See base class."""
         found = self._decode(self._call("kv/range", {"key": self._key}))
         return found[1:] if found else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """See base class."""
-        # The answer to a request that had its effect may be lost, so each value says whose it is.
+        # The answer to a successful request may get lost, so each value carries a mark of its writer.
         mark = uuid.uuid4().hex.encode()
         try:
             answer = self._replace(mark + b"\n" + state, token)
         except _Refused:
-            self._lease = ("", 0.0)  # etcd was set up again, say
+            self._lease = ("", 0.0)  # for instance, etcd was set up again
             answer = self._replace(mark + b"\n" + state, token)
         if answer.get("succeeded"):
             return state, int(answer["header"]["revision"]), True
@@ -117,11 +111,11 @@ class EtcdBackend(RendezvousBackend):
         Raises:
             RendezvousConnectionError: none gave an answer.
             ConfigError: this user may not do that.
-            _Refused: the lease is not known any more.
+            _Refused: the lease does not exist any more.
         """
         said = []
         first = self._good
-        for turn in range(max(2, len(self._endpoints))):  # a token that has run out fails once
+        for turn in range(max(2, len(self._endpoints))):  # at least two: a token that has expired fails once
             place = (first + turn) % len(self._endpoints)
             try:
                 answer = self._ask(place, path, message)
@@ -144,7 +138,7 @@ class EtcdBackend(RendezvousBackend):
             except (OSError, http.client.HTTPException, ValueError) as error:
                 said.append(f"{self._where(place)}: {error or type(error).__name__}")
             self._token = ""
-            self._good = (place + 1) % len(self._endpoints)  # the next call does not wait for this one again
+            self._good = (place + 1) % len(self._endpoints)  # the next call does not begin with this one
         raise RendezvousConnectionError("; ".join(dict.fromkeys(said)))
 
     def _ask(self, place: int, path: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +176,6 @@ class EtcdBackend(RendezvousBackend):
 
 
 def _is_final(error: _Refused) -> bool:
-    """Whether asking again cannot help: rights, user or password are wrong."""
     return any(words in error.message for words in ("permission denied", "authentication failed", "user name is empty"))
 
 
@@ -203,7 +196,7 @@ def _tls(options: Mapping[str, Any]) -> ssl.SSLContext | None:
         context = ssl.create_default_context(cafile=files.get("cacert"))
         if "cert" in files:
             context.load_cert_chain(files["cert"], files.get("key"))
-    except OSError as error:  # that of ssl is one, too
+    except OSError as error:  # ssl's errors are OSErrors
         raise ConfigError(
             f"--rdzv-conf {', '.join(f'{key}={path}' for key, path in files.items())}: {error}"
         ) from error

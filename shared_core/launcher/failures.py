@@ -23,18 +23,7 @@ Failed = list[tuple[LiveWorker, Death]]
 
 
 class WorkerFailures:
-    """Answers the deaths of workers.
-
-    Args:
-        config: options of the job.
-        alone: there is no other machine.
-        attempts: the attempt under way.
-        worker_pool: the processes.
-        wakeup: ends the agent's waits.
-        job_reporter: says what happens.
-        book: judges deaths.
-        resizing: the number of workers.
-    """
+    """Answers the deaths of workers. ``alone``: there is no other machine."""
 
     def __init__(
         self,
@@ -51,7 +40,7 @@ class WorkerFailures:
         self._wakeup, self._job_reporter, self._book, self._resizing = wakeup, job_reporter, book, resizing
 
     def handle_worker_exits(self, dead: list[tuple[LiveWorker, int]]) -> None:
-        """Workers died, with these exit codes: write the next generation, then see to replacements."""
+        """Workers died, with these exit codes: write the next generation first, then answer."""
         detected, attempts = time.time(), self._attempts
         if attempts.phase is AgentPhase.ENDING:
             _note_late(dead)
@@ -63,13 +52,13 @@ class WorkerFailures:
             return
         deaths = [death for _, death in failed]
         attempts.roster.lose(death.rank for death in deaths)
-        verdicts = [self._book.judge(death) for death in deaths]
-        ending = next((verdict for verdict in verdicts if verdict.action == "end"), None)
         everyone = self._alone and attempts.roster.failed >= set(attempts.places.ranks)
-        restart = everyone or self._config.restarts
+        restart = together = everyone or self._config.restarts
+        verdicts = [self._book.judge(death, charged=not (together and i)) for i, death in enumerate(deaths)]
+        ending = next((verdict for verdict in verdicts if verdict.action == "end"), None)
         entry: Entry | None = None
         if ending is None and not restart:
-            # First of all what the survivors wait for; the telling comes last.
+            # First what the survivors wait for; the user is told last.
             entry = self._write(deaths, detected)
             if entry is None:
                 self._wakeup.tell()  # another machine ended this attempt first
@@ -82,27 +71,26 @@ class WorkerFailures:
         if ending is not None:
             self._fail(ending)
         elif restart:
-            self._book.count_once(len(deaths))
+            if not together:
+                self._book.count_once(len(deaths))
             why = "on_failure is restart" if self._config.restarts else "all workers failed"
             attempts.restart_all(why, max(verdict.delay_s for verdict in verdicts), line=self._resizing.line)
         elif entry is not None:
             self._job_reporter.generation(entry)
 
     def _write(self, deaths: list[Death], detected: float) -> Entry | None:
-        """The generation that follows. Among several machines a failed worker is replaced by its own; alone, the others
-        may continue without it.
-        """
+        """The next generation. With several machines a failed worker is replaced; on one, the others may continue."""
         attempts = self._attempts
         shrinks = self._alone and self._resizing.shrinks(attempts.now.goodbyes())
         stay = sorted(set(attempts.places.ranks) - attempts.roster.failed) if shrinks else []
         return attempts.now.next_generation(deaths, detected, stay)
 
     def _answer(self, entry: Entry, failed: Failed, verdicts: list[Verdict]) -> bool:
-        """Do what the generation says. Returns whether all have to start again instead."""
+        """Do what the generation asks for; True if all workers have to start again instead."""
         attempts, resizing = self._attempts, self._resizing
         if entry.kind is EntryKind.DRAIN:
             if not entry.stay:
-                return True  # nobody is left who could hand over
+                return True  # nobody is left who could give its state
             resizing.begin(entry.stay, len(entry.stay) if self._alone else resizing.target)
             attempts.step(AgentEvent.CHANGE)
             return False
@@ -131,7 +119,7 @@ class WorkerFailures:
         first = verdict.first
         self._job_reporter.console_reporter.fails(verdict.reason)
         self._job_reporter.ends("failed", rank=first.rank, reason=verdict.reason)
-        # torchelastic has its own words for signals and for what is in an error file
+        # torchelastic has its own texts for signals and for the content of an error file
         words = first.cause if first.exit_code >= 0 and not first.error_file else ""
         if verdict.reason.endswith(AS_ANY):
             words = verdict.reason

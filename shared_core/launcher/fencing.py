@@ -1,4 +1,4 @@
-"""What a machine does that may no longer take part."""
+"""How a machine is stopped that may no longer take part."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import socket
 
 
 class Fenced(Exception):  # noqa: N818 (not an error of anybody's)
-    """This machine lost its lease or its place: its workers are stopped, and it may come back as a spare machine."""
+    """This machine lost its lease or its place: its workers are stopped. It may come back as a spare machine."""
 
 
 def sever(port: int) -> int:
-    """Shut down this process' connections to that port, so that whoever waits in one of them returns; how many."""
+    """Shut down this process' TCP connections to that port, so that who waits in one returns; returns how many."""
     cut = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -22,5 +22,5 @@ def sever(port: int) -> int:
                     sock.shutdown(socket.SHUT_RDWR)
                     cut += 1
         except OSError:
-            continue  # not connected, or closed meanwhile
+            continue  # not connected, or already closed
     return cut

@@ -1,7 +1,7 @@
 """How machines come together: each enters itself in one document, and the first has the job's store.
 
-Who may write the document is not known (torch's rendezvous asks nobody), so nothing in it is believed that the machines
-do not prove to each other: it says where they are, and they prove that they know the job's secret.
+Anybody may be able to write the document (torch's rendezvous checks nobody). So it only says where the machines are;
+they prove to each other that they know the job's secret.
 """
 
 from __future__ import annotations
@@ -27,19 +27,15 @@ from shared_core.transport.store import MemoryStore, Store, StoreError
 from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
-#: Until the machines meet again, in seconds.
+#: Pause before the machines meet again, in seconds.
 RETRY_S = 0.25
-#: The least length of the lease of the store's host in etcd, in seconds. Members of etcd that have lost their leader
-#: answer nobody until they have another; up to 3 s were measured.
+#: Least length of the lease of the store's host in etcd, in seconds. Members of etcd without a leader do not answer
+#: until they have one; up to 3 s were measured.
 HOLD_S = 6.0
 
 
 class JobOver(SwiftError):
-    """The job ended without this machine.
-
-    Attributes:
-        failed: whether it failed.
-    """
+    """The job ended without this machine; ``failed``: whether it failed."""
 
     def __init__(self, message: str, *, failed: bool) -> None:
         super().__init__(message)
@@ -52,13 +48,13 @@ class Again(Exception):  # noqa: N818 (not an error)
 
 @dataclass(frozen=True)
 class RendezvousOptions:
-    """What a job on several machines is.
+    """What this machine expects of a job on several machines.
 
     Attributes:
         nnodes: places, at most.
-        least: machines that are enough.
+        least: machines that are enough; 0 for ``nnodes``.
         last_call_s: how long to wait for more of them then, in seconds.
-        spares: machines that may wait beyond them.
+        spares: machines that may wait beyond ``nnodes``.
         nproc: workers of each machine.
         lease_s: length of a machine's lease, in seconds.
         join_s: longest wait for the other machines, in seconds.
@@ -80,22 +76,21 @@ class RendezvousOptions:
 
     @property
     def hold_s(self) -> float:
-        """Length of the lease of the store's host in etcd, in seconds."""
         return max(self.lease_s, HOLD_S)
 
 
 class Listener(Protocol):
-    """Who meets the others: the agent of this machine."""
+    """The agent of this machine, as the rendezvous sees it."""
 
     @property
     def number(self) -> int:
         """Of the attempt that this machine is in."""
 
     def listen(self, address: str) -> int:
-        """The port at this address where the agent answers others that know the job's secret."""
+        """Answer agents that know the job's secret; returns the port at this address."""
 
     def connect(self, machine: str) -> Store:
-        """The job's store, which that machine has; its waits have no time-out.
+        """The job's store on that machine; its waits have no time-out.
 
         Raises:
             StoreError: it cannot be reached.
@@ -106,10 +101,10 @@ class Listener(Protocol):
         """Wait so long; may raise to give up."""
 
     def changed(self) -> None:
-        """On a thread: a machine came or failed."""
+        """A machine came or failed. Called on a thread."""
 
     def fence(self, reason: str) -> None:
-        """On a thread: this machine must stop its workers at once."""
+        """Stop the workers of this machine at once. Called on a thread."""
 
 
 class Gathering:
@@ -117,14 +112,9 @@ class Gathering:
 
     Attributes:
         address: of this machine.
-        name: of this machine in this part of its life, ``ADDRESS:PORT_OF_COPIES#HOST.RANDOM``.
+        name: of this machine until it meets again, ``ADDRESS:PORT_OF_COPIES#HOST.RANDOM``.
         store: the job's, if it is here.
         met: whether this machine has had, or waited for, a place.
-
-    Args:
-        register: where the machines meet.
-        ports: that this machine opens.
-        listener: the agent.
     """
 
     def __init__(self, register: Register, options: RendezvousOptions, ports: Ports, listener: Listener) -> None:
@@ -137,22 +127,21 @@ class Gathering:
         self._enough = False
 
     def close(self) -> None:
-        """Give the store up."""
-        if self._register.backend != C10D and self.store is not None:  # there, all stores go with the process
+        if self._register.backend != C10D and self.store is not None:  # with c10d all stores end with the process
             self.store.close()
             self.store = self._scripts = None
 
     def meet(self) -> None:
-        """This machine has, or waits for, a place."""
         self.met = True
 
     def gather(self) -> dict[str, Any]:
-        """Meet the others. Returns the document, once the store that it names answers.
+        """Meet the others; returns the document when the store that it names answers.
 
         Raises:
             Again: if the rendezvous does not answer any more.
             JobOver: if the job ends before.
             RendezvousTimeoutError: if the others do not come.
+            ConfigError: if machines were started with different options or secrets.
         """
         deadline = time.monotonic() + self._options.join_s
         self._open(deadline)
@@ -235,7 +224,7 @@ class Gathering:
             self._listener.pause(RETRY_S)
 
     def _enter(self, document: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The document with this machine in it, if there is room."""
+        """The document with this machine in it, or with the job running if all are there; None if nothing changes."""
         options = self._options
         nnodes = f"{options.least or options.nnodes}:{options.nnodes}"
         me = {"name": self.name, "nproc": options.nproc, "nnodes": nnodes}
@@ -252,7 +241,7 @@ class Gathering:
             return None
         if self.name not in (member["name"] for member in members):
             if self._register.hosts:
-                members = [me | {"host": True}, *members]  # with c10d both stores fail together, or neither
+                members = [me | {"host": True}, *members]  # with c10d both stores are on one machine, and fail together
             else:
                 reserved = self._register.backend == C10D and not (members and members[0].get("host"))
                 if len(members) + reserved >= options.nnodes:
@@ -260,7 +249,7 @@ class Gathering:
                 members = [*members, me]
             return document | {"members": members}
         if (len(members) == options.nnodes or self._enough) and members[0]["name"] == self.name:
-            if self.store is None:  # else somebody else has changed the document meanwhile
+            if self.store is None:  # else this machine has it already: somebody changed the document at the same time
                 self._scripts = serve_store(self.address, self._ports.take(self.address, self._ports.store))
                 self.store = MemoryStore()
             store = [self.address, int(self._scripts.port)]

@@ -1,4 +1,4 @@
-"""What an agent says of its job: events for programs, lines for people."""
+"""What an agent reports of its job: events for programs, lines for people."""
 
 from __future__ import annotations
 
@@ -25,19 +25,7 @@ from shared_core.system.process import begun
 
 
 class JobReporter:
-    """Tells of one agent's job.
-
-    Args:
-        program: that the workers run.
-        options: of the agent.
-        job_dir: private folder of the job.
-        book: counts failures.
-        run_id: of this start of the job.
-
-    Attributes:
-        console_reporter: the lines.
-        run_id: of this start of the job, equal on all machines.
-    """
+    """Reports one agent's job. ``run_id`` becomes equal on all machines with :meth:`call`."""
 
     def __init__(self, program: Program, options: AgentOptions, job_dir: Path, book: FailureBook, run_id: str) -> None:
         self._program, self._options, self._job_dir, self._book = program, options, job_dir, book
@@ -57,7 +45,7 @@ class JobReporter:
         self._events = EventLog(self._options.events, run_id, self._job_dir)
 
     def begins(self, attempt: Attempt | None, places: Places | None) -> None:
-        """What is told from now on is of this attempt; None between two."""
+        """Reports belong to this attempt from now on; None between two. Writes the job's card."""
         self._attempt, self._places, self._start_told = attempt, places, False
         if attempt is not None and places is not None:
             Card(
@@ -73,12 +61,10 @@ class JobReporter:
             ).write(self._job_dir)
 
     def emit(self, kind: str, *, rank: int = -1, **fields: Any) -> None:
-        """Write an event."""
         generation = self._attempt.generation if self._attempt is not None else 0
         self._events.emit(kind, rank=rank, generation=generation, **fields)
 
     def warn(self, message: str) -> None:
-        """Write a ``warning`` event."""
         self.emit("warning", message=message)
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -110,7 +96,6 @@ class JobReporter:
         )
 
     def replacement(self, one: LiveWorker) -> None:
-        """A worker's process exists that takes over from another."""
         spawn_s = time.time() - one.started
         self.emit(
             "replacement_start",
@@ -124,7 +109,6 @@ class JobReporter:
         )
 
     def failed(self, one: LiveWorker, death: Death, *, continues: bool) -> None:
-        """A worker of this machine fails."""
         self.emit(
             "failed",
             rank=death.rank,
@@ -138,17 +122,14 @@ class JobReporter:
         self.console_reporter.failed(death.rank, death.cause, death.detected, death.pid, continues=continues)
 
     def failed_elsewhere(self, entry: Entry) -> None:
-        """Another machine's workers fail, with the machine."""
         self.console_reporter.counts(len(entry.failed))
         for cause in entry.causes:
             self.emit("failed", rank=cause.who, cause=cause.text, detected=entry.detected)
 
     def generation(self, entry: Entry) -> None:
-        """This agent has written a generation."""
         self.emit("generation", **entry.event_fields())
 
     def report(self, said: Mapping[str, Any]) -> None:
-        """A worker says how a recovery goes."""
         if (done := self.console_reporter.report(said)) is not None:
             stall_s, recomputed_steps, boundary = done
             self._events.emit("resumed", rank=0, stall_s=stall_s, recomputed_steps=recomputed_steps, boundary=boundary)
@@ -156,14 +137,7 @@ class JobReporter:
     # -- the attempt --------------------------------------------------------------------------------------------------
 
     def restarts(self, entry: Entry, places: Places, config: SwiftConfig, reached: int) -> None:
-        """All workers start again.
-
-        Args:
-            entry: of the ledger.
-            places: of this machine.
-            config: options of the job.
-            reached: step boundaries that were passed.
-        """
+        """All workers start again; ``reached``: step boundaries that had been passed."""
         line = entry.line
         whence = "from the start" if config.checkpoint.dir else "from the start, as no checkpoint.dir is set"
         if line is not None:
@@ -174,14 +148,7 @@ class JobReporter:
         self._change(what, why, whence, reached, line, 0, tell=places.speaks)
 
     def resizes(self, before: int, places: Places, line: Resized | None, reached: int) -> None:
-        """Another number of workers continues.
-
-        Args:
-            before: their number so far.
-            places: of this machine in the next attempt.
-            line: what they continue from.
-            reached: step boundaries that were passed.
-        """
+        """Another number of workers continues, from ``line``; ``before``: their number so far."""
         workers = places.world_size
         what = f"{count(workers, 'worker')} {'continues' if workers == 1 else 'continue'}"
         whence = "" if line is None else f"from step boundary {line.boundary}"
@@ -196,7 +163,6 @@ class JobReporter:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def ends(self, result: str, *, rank: int = -1, reason: str | None = None) -> None:
-        """The ``end`` event."""
         fields = {} if reason is None else {"reason": reason}
         self.emit(
             "end",
@@ -209,13 +175,11 @@ class JobReporter:
         )
 
     def succeeds(self, places: Places) -> None:
-        """All workers have left."""
         self.ends("succeeded")
         if places.speaks:
             self.console_reporter.succeeds(places.world_size)
 
     def ends_without(self, absent: Collection[int], words: str) -> None:
-        """The job ends without these ranks."""
         console(f"the job ends without {words}: the others have done the work")
         self.console_reporter.forget(absent)
 

@@ -1,7 +1,7 @@
 """Notices the keys that workers set for the agent.
 
-A thread with its own store client blocks until a worker calls ``worker.tell`` and then wakes the agent's loop; the loop
-looks at the keys, which never blocks, and does so at each tick anyway, for keys that were set without ``tell``.
+A thread with its own store client blocks until a worker calls ``worker.tell``, and then wakes the agent's loop. The
+loop reads the keys without blocking; it also does so at each tick, for keys that were set without ``tell``.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ from shared_core.transport.store import Store
 
 _ONCE = ("fail", "restart", SAVED)
 _DIVERGENT = "divergent"
-#: Said again in each generation, or by each hot standby.
+#: Written again in each generation, or by each hot standby.
 _AGAIN = ("handed", "declined", PREPARED)
 
 
 class KeyWatcher:
     """Watches the keys of one attempt: ``fail``, ``restart``, ``saved``, ``divergent``, ``handed``, ``declined``,
-    ``prepared``, goodbyes, and the queue of ``reports``.
+    ``prepared``, and the queue of ``reports``.
 
     Args:
-        connect: gives a store whose waits have no time-out; once for the thread, once for :meth:`look`.
-        prefix: key prefix of the attempt.
+        connect: gives a store whose waits have no time-out; called once for the thread, once for :meth:`look`.
         wake: called on the thread when there is something to look at; must not block.
         slot: this machine's place: workers wake the agent of their own machine, and agents each other.
-        ranks: this machine's, of which ``divergent`` is heard here.
+        ranks: this machine's, of which ``divergent`` is read here.
     """
 
     def __init__(
@@ -58,15 +57,15 @@ class KeyWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; returns when the thread has ended."""
+        """Stop watching; waits up to 5 s for the thread to end."""
         self._stop.set()
-        with suppress(RuntimeError):  # the store may be gone: then the thread knows
+        with suppress(RuntimeError):  # the store may be gone: then the thread ends, too
             self._client.queue_push(self._words, "")
         self._thread.join(5.0)
 
     def look(self) -> list[tuple[str, Any]]:
-        """``(key, value)`` of what was said since the last look; values as in
-        :mod:`~shared_core.protocol.worker_messages`. What is damaged is passed over, with a line.
+        """``(key, value)`` of all that is new, values as in :mod:`~shared_core.protocol.worker_messages`. Never blocks.
+        Damaged values are passed over, and the user is told.
         """
         store = self._client
         heard: list[tuple[str, Any]] = []
@@ -89,7 +88,7 @@ class KeyWatcher:
         return heard
 
     def _divergent(self) -> list[int]:
-        """Ranks of this machine that were named; they are taken off the list, which other agents read too."""
+        """Ranks of this machine on the list; they are removed from it, as other agents read it too."""
         key = self._prefix + _DIVERGENT
         while self._client.check([key]):
             raw = self._client.get(key)
@@ -110,7 +109,7 @@ class KeyWatcher:
             try:
                 store.queue_pop(self._words)
             except RuntimeError:
-                self._wake()  # a store that is gone is news too
+                self._wake()  # a store that is gone is also news
                 self._stop.wait(1.0)  # the agent's ticks look at the keys meanwhile
                 continue
             self._wake()

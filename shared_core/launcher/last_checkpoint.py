@@ -1,9 +1,9 @@
 """Told to end, the agent has its workers make a last checkpoint first, within the grace time.
 
-SIGTERM is what clouds and schedulers send before they take a machine away, SIGUSR1 and SIGUSR2 what SLURM can be asked
-to send some time before a job's limit (``--signal=USR1@120``). Rank 0 finds the request at its next step boundary; all
-ranks stop at the same one and say so when the checkpoint is committed. What came of it is said once, at the very end,
-when nobody writes any more: before, nobody knows.
+SIGTERM is what clouds and schedulers send before they take a machine away, SIGUSR1 and SIGUSR2 what SLURM can send some
+time before a job's limit (``--signal=USR1@120``). Rank 0 finds the request at its next step boundary; all ranks stop at
+the same one and report when the checkpoint is committed. The result is printed once, at the very end, when nobody
+writes any more: it is not known before.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.protocol.keys import EARLY_SIGNALS, ENDING
 
-#: Part of the grace time that is left for ending the workers.
+#: Share of the grace time that is kept for ending the workers.
 _RESERVE = 0.15
 
 
 class LastCheckpoint:
-    """Says whether the end waits for a checkpoint.
+    """Decides whether the end waits for a checkpoint.
 
     Args:
         wanted: checkpoints are written.
         grace_s: seconds from SIGTERM to the end of all workers.
-        early_s: the same from SIGUSR1.
-        job_dir: private folder of the job.
-        set_key: sets the key in the attempt's store; does nothing before there is one.
+        early_s: seconds from SIGUSR1 or SIGUSR2 to that.
+        set_key: sets a key in the attempt's store; does nothing before there is one.
     """
 
     def __init__(
@@ -47,18 +46,17 @@ class LastCheckpoint:
         self.deadline: float | None = None
 
     def want(self) -> None:
-        """The script has checkpoints written, of which the launcher was not told."""
+        """The script has asked for checkpoints of which the launcher was not told."""
         self._wanted = True
 
     def signals(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The signals to take over: those that end the job, and the early ones if there is something to do then."""
+        """The signals to take over: those that end the job, and the early ones if a checkpoint can be made."""
         early = [number.name for number in EARLY_SIGNALS if self._wanted]
         return (*names, *(name for name in early if name not in names))
 
     def waits(self, received: Sequence[int]) -> bool:
-        """Whether the end that these signals ask for waits for a checkpoint.
-
-        A second signal of the same urgency, and any other that ends the job, does not wait.
+        """Whether the end that these signals ask for waits for a checkpoint. ``received``: all so far. A second signal
+        of the same urgency, and any other that ends the job, does not wait.
         """
         for number in received[self._handled :]:
             self._handled += 1
@@ -83,7 +81,6 @@ class LastCheckpoint:
         self._set_key(ENDING)
 
     def saved(self, fields: Mapping[str, Any]) -> None:
-        """Rank 0 says that the last checkpoint is committed, or cannot be."""
         if self.deadline is None:
             return  # another machine's: this one continues
         self._committed = bool(fields.get("done"))
@@ -92,26 +89,17 @@ class LastCheckpoint:
 
     @property
     def left_s(self) -> float:
-        """Grace time that is left for ending the workers. Where their last checkpoint is committed they wait only for
-        their end.
-        """
+        """Seconds left for the workers to end; 0 once the checkpoint is committed."""
         return 0.0 if self._committed else self.writer_s
 
     @property
     def writer_s(self) -> float:
-        """Grace time that is left for the writer."""
         if self.deadline is None:
             return self._grace_s
         return max(0.0, self.deadline - time.monotonic()) + self._grace_s * _RESERVE
 
     def say(self, config: SwiftConfig, command: Command, reached: int) -> None:
-        """The end of a job that was told to end, or whose writer was cut off: say what is committed.
-
-        Args:
-            config: options of the job.
-            command: the program with its arguments.
-            reached: step boundaries that the workers of this machine have passed.
-        """
+        """Print what is committed, at the end of a job that was told to end or whose writer was cut off."""
         if config.checkpoint.dir is not None:
             spool = Spool(self._job_dir / FOLDER)
             reached = self._boundary or reached

@@ -1,9 +1,9 @@
 """Leases: each agent renews its own in the store, looks at those of the others, and stops its workers when it cannot.
 
-A lease is a counter. Whoever sees one stand still for the length of a lease, by its own clock, calls that machine
+A lease is a counter. Who sees one stand still for the length of a lease, by its own clock, regards that machine as
 failed; clocks of machines are never compared. The holder counts from the moment *before* it sent the last renewal that
-was answered, and only three quarters of the lease (:data:`FENCE`), so it has stopped its workers before anybody
-calls it failed.
+was answered, and only three quarters of the lease (:data:`FENCE`), so it has stopped its workers before anybody regards
+it as failed.
 """
 
 from __future__ import annotations
@@ -18,27 +18,23 @@ from shared_core.errors import DamagedRecord
 from shared_core.events import console
 from shared_core.protocol.codec import Between, decode
 
-#: Part of its lease after which a machine that could not renew it stops its workers.
+#: A machine that could not renew its lease for this part of it stops its workers.
 FENCE = 0.75
 #: Renewals in the length of a lease.
 RENEWALS = 10
-#: Seconds that a machine may take from its place in the rendezvous to its first renewal.
+#: A machine may take so many seconds from its place in the rendezvous to its first renewal.
 FIRST_S = 15.0
 _PREFIX = "machines/"
 _COUNT = f"{_PREFIX}count"
-#: More machines than any job has seen come: each look asks for each of them.
+#: More machines than any job sees: each look asks for each of them.
 _Come = Annotated[int, Between(0, 10_000)]
-#: The counter of a lease that holds no number: it stands still.
+#: Stands for the counter of a lease that holds no number: it stands still.
 _UNREADABLE = -1
 
 
 @dataclass
 class Observations:
-    """When the counters of other machines last changed, by this machine's clock. Plain data.
-
-    Attributes:
-        lease_s: length of a lease, in seconds.
-    """
+    """When the counters of other machines last changed, by this machine's clock. Plain data."""
 
     lease_s: float
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -47,7 +43,8 @@ class Observations:
     def look(self, now: float, counters: Mapping[str, int]) -> set[str]:
         """Note the counters (0: never renewed) and return the machines whose leases have run out.
 
-        A look long after the one before proves nothing: it was this machine that stood still, so all start over.
+        ``now`` is monotonic, in seconds. A look long after the one before proves nothing: it was this machine that
+        stood still, so all start over.
         """
         if self._looked is not None and now - self._looked > self.lease_s / 2:
             self._seen = {name: (count, now) for name, (count, _) in self._seen.items()}
@@ -73,15 +70,15 @@ class _Duty:
 
     @property
     def end(self) -> float:
-        """When to stop the workers if it is not renewed before."""
+        """When to stop the workers if it is not renewed before, by :func:`time.monotonic`."""
         return self.renewed + FENCE * self.length_s
 
 
 class Lease:
-    """This machine's lease and its view of the others', kept by threads.
+    """This machine's lease and its view of the others', kept by threads. The agent's loop reads the attributes.
 
     Attributes:
-        failed: machines that were seen to fail or to have left.
+        failed: machines that were seen to fail or to have left; a new set with each change.
         alive: machines that have a lease, in the order in which they came.
         fenced: why this machine has stopped its workers; empty while it holds its lease.
 
@@ -91,9 +88,9 @@ class Lease:
         lease_s: length of a lease in seconds.
         changed: called on a thread when a machine failed or has come.
         fence: called on a thread when this machine must stop its workers at once; gets the reason.
-        also: renews a lease elsewhere too (that of the store's host, in etcd) and says whether it could.
+        also: renews a second lease (that of the store's host, in etcd); False if it could not.
         also_s: length of that lease in seconds.
-        guard: stop when it cannot be renewed in time; not needed where the only store is in this process.
+        guard: fence when it cannot be renewed in time; not needed where the only store is in this process.
     """
 
     def __init__(
@@ -119,7 +116,7 @@ class Lease:
         self._count = 0
         self._unreadable: set[str] = set()
         self._own = _Duty("its lease", self._renew, lease_s)
-        # On a thread of its own: while etcd does not answer, the others must see that this machine lives.
+        # On a thread of its own: while etcd does not answer, the others must see that this machine is alive.
         duties = [self._own, *([_Duty("its lease in etcd", also, also_s)] if also is not None else [])]
         self._duties = tuple(duties) if guard else ()
         self._renew()
@@ -135,16 +132,15 @@ class Lease:
             thread.start()
 
     def expect(self, machines: Iterable[str | None]) -> None:
-        """These hold places: look after them even if they have never renewed a lease."""
+        """These hold places: watch them even if they have never renewed a lease."""
         self._expected = {name for name in machines if name}
 
     def leave(self) -> None:
-        """Tell the others that this machine goes."""
+        """Tell the others that this machine leaves; returns when the store has it."""
         self._store.set(f"{_PREFIX}left/{self._machine}", "1")
-        self._store.check([_COUNT])  # a set is not acknowledged; this is, after it
+        self._store.check([_COUNT])  # a set is not acknowledged; this later request is
 
     def close(self) -> None:
-        """End the threads."""
         self._stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -163,7 +159,7 @@ class Lease:
             except DamagedRecord as error:
                 self._cut(str(error))
                 return
-            except RuntimeError:  # a connection that broke stays broken: nobody listens there any more
+            except RuntimeError:  # a broken connection stays broken: the store is gone
                 if not self._stop.is_set():
                     self._cut("the store of the job is gone")
                 return
@@ -193,11 +189,11 @@ class Lease:
             self._changed()
 
     def _come(self) -> int:
-        """How many machines have come. The store breaks the connection of whoever adds to what is no number."""
+        """How many machines have come; checked, as ``add`` to anything but a number cuts the connection."""
         return int(decode(self._store.get(_COUNT), _Come, _COUNT)) if self._store.check([_COUNT]) else 0
 
     def _read_beat(self, name: str, raw: bytes) -> int:
-        """How often a machine has renewed its lease. What is no number is no renewal, which is said once."""
+        """How often a machine has renewed its lease; no number counts as no renewal, and the user is told once."""
         if raw.isdigit() and len(raw) < 20:
             return int(raw)
         if name not in self._unreadable:
@@ -209,7 +205,7 @@ class Lease:
         return _UNREADABLE
 
     def _guard(self) -> None:
-        # In a thread of its own: the one that renews may be stuck in a connection that does not answer.
+        # On a thread of its own: the one that renews may be stuck in a connection that does not answer.
         first = self._own
         while not self._stop.wait(max(0.0, first.end - time.monotonic())):
             first = min(self._duties, key=lambda duty: duty.end)

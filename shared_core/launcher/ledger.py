@@ -1,7 +1,7 @@
 """The one order of what happens in an attempt: an append-only list of entries in the store, shared by all agents.
 
-An entry is written with ``compare_set`` against nothing, so that of two agents that append at the same moment one comes
-first and the other second, knowing the first. One that says that the attempt is over is the last one.
+An entry is written with ``compare_set`` against nothing, so of two agents that append at the same moment one comes
+first, and the other second, knowing the first. An entry that ends the attempt is the last one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared_core.protocol.rounds import NOBODY, still_absent
 
 
 class Ledger:
-    """One reader's and writer's view.
+    """One agent's view of the list, which it reads and appends to.
 
     Attributes:
         generation: number of the newest generation.
@@ -31,7 +31,8 @@ class Ledger:
         machines: for each place, the machine that holds it; None while nobody does. Empty for a job on one machine.
         over: the last entry once the attempt is over.
         gone: machines that have lost their place; each has another name if it comes back.
-        detected: when the failure was noticed that the newest generation answers; 0 before there is one.
+        detected: when the failure was noticed that the newest generation answers, in seconds since the epoch; 0 before
+            there is one.
         change: the newest generation, while the number of workers changes; else None.
         absent: ranks that failed and without which the others continued, as of the newest generation; None where every
             failure is answered by forming a generation with its replacement.
@@ -39,7 +40,6 @@ class Ledger:
     Args:
         store: a client of the store; any object with ``check``, ``get`` and ``compare_set``.
         prefix: key prefix of the attempt.
-        world_size: number of logical ranks.
         machines: who holds which place in generation 0.
     """
 
@@ -56,32 +56,24 @@ class Ledger:
         self._news: list[Entry] = []
 
     def follow(self) -> list[Entry]:
-        """Entries of others since the last call, in order.
-
-        Raises:
-            DamagedRecord: an entry is none.
-        """
+        """Entries of others since the last call, in order; raises DamagedRecord."""
         while self.over is None and self._store.check([self._next]):
             self._take(self._store.get(self._next), ours=False)
         news, self._news = self._news, []
         return news
 
     def catch_up(self) -> None:
-        """Take in what was said before this view existed.
-
-        Only the end of the attempt stays news: a machine that comes after it must not wait for those that have left.
+        """Read what was written before this view existed. Only the end of the attempt is returned by the next
+        :meth:`follow`: a machine that comes after it must not wait for those that have left.
         """
         self._news = [entry for entry in self.follow() if entry.kind.over]
 
     def append(self, make: Callable[[], Entry | None]) -> Entry | None:
-        """Append what ``make`` returns, and return it with what the ledger added.
+        """Append what ``make`` returns, and return it with what the ledger added; None if the attempt is over or
+        ``make`` gave up.
 
-        Args:
-            make: called with this view up to date, again after each entry that came before ours; returns an entry, or
-                None to give up.
-
-        Returns:
-            The entry; None if the attempt is over or ``make`` gave up.
+        ``make`` is called with this view up to date, and again after each entry that came before ours; it returns None
+        to give up.
         """
         while self.over is None:
             entry = make()
@@ -89,7 +81,8 @@ class Ledger:
                 return None
             entry = self._completed(entry)
             written = entry.to_json()
-            # First, so that no worker waits for what will not come; if we end here, another agent appends an entry.
+            # First, so that no worker waits for what will not come; if this agent ends here, another one appends
+            # an entry.
             for key in (plan_key(self.generation), go_key(self.generation)):
                 self._store.compare_set(self._prefix + key, "", GIVEN_UP)
             stored = bytes(self._store.compare_set(self._next, "", written))
@@ -100,8 +93,6 @@ class Ledger:
         return None
 
     def present(self) -> list[int]:
-        """Ranks that are not absent now."""
-
         def look(key: str) -> bytes | None:
             return self._store.get(self._prefix + key) if self._store.check([self._prefix + key]) else None
 
@@ -109,7 +100,7 @@ class Ledger:
         return [rank for rank in range(len(self.incarnations)) if rank not in away]
 
     def _completed(self, entry: Entry) -> Entry:
-        """The entry with what the ledger knows."""
+        """The entry with number, incarnations, absent ranks and machines filled in."""
         incarnations, kind, absent = list(self.incarnations), entry.kind, None
         for rank in entry.failed:
             incarnations[rank] += 1
@@ -126,10 +117,8 @@ class Ledger:
         )
 
     def _absent_after(self, failed: Sequence[int]) -> frozenset[int] | None:
-        """``absent`` of the generation that follows these failures.
-
-        Once every worker uses survivor groups, the others continue without a failed rank. Replacements that are being
-        admitted are in, or they are not: this settles it.
+        """``absent`` of the generation that follows these failures. Once every worker uses survivor groups, the others
+        continue without a failed rank. This settles whether replacements that are being admitted are in.
         """
         if self.absent is None:
             keys = [self._prefix + survivor_group_key(rank, n) for rank, n in enumerate(self.incarnations)]

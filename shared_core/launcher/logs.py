@@ -68,7 +68,7 @@ class WorkerLogs:
         self._started = False
 
     def start(self) -> None:
-        """Begin to copy teed files to the console."""
+        """Begin to copy teed files to the console, in threads. A second call does nothing."""
         if not self._started:
             self._started = True
             for tail in self._tails:
@@ -79,7 +79,6 @@ class WorkerLogs:
         return self._dest.stdouts[local_rank]
 
     def stderr(self, local_rank: int) -> str:
-        """File for standard error; empty for the console."""
         return self._dest.stderrs[local_rank]
 
     def error_file(self, local_rank: int, start: int) -> str:
@@ -93,7 +92,6 @@ class WorkerLogs:
         return any(path and path != os.devnull for path in (*self._dest.stdouts.values(), *self._dest.stderrs.values()))
 
     def stop(self) -> None:
-        """Copy what is left and close."""
         if self._started:
             for tail in self._tails:
                 tail.stop()

@@ -37,13 +37,12 @@ class MachineMembership:
     """What an agent needs of the other machines.
 
     Args:
-        rendezvous: where the machines came together.
         job_dir: private folder of the job on this machine.
         pause: waits so many seconds while this machine has no place; may raise to give up.
         wake: called on a thread when there is something to look at.
         stop_workers: called on a thread when the workers of this machine must be killed at once.
         number: gives the number of the attempt.
-        secret: that this machine has.
+        secret: of this machine; the job's key is derived from it.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class MachineMembership:
 
     @property
     def number(self) -> int:
-        """See :class:`Listener`."""
         return self._number()
 
     def listen(self, address: str) -> int:
@@ -86,7 +84,6 @@ class MachineMembership:
         return self._server.port
 
     def connect(self, machine: str) -> Store:
-        """See :class:`Listener`."""
         try:
             return RemoteStore(wire.connect(machine, self._key), FOREVER_S)
         except NotAuthenticated:
@@ -95,18 +92,16 @@ class MachineMembership:
             raise StoreError(f"the job's store at {machine} cannot be reached: {error}") from error
 
     def pause(self, seconds: float) -> None:
-        """See :class:`Listener`."""
         self._pause(seconds)
 
     def changed(self) -> None:
-        """See :class:`Listener`."""
         self._wake()
 
     def fence(self, reason: str) -> None:
-        """See :class:`Listener`."""
+        """See :class:`Listener`. Also cuts the main thread's connection to the store."""
         self._stop_workers()
         if self._rendezvous.keeper:
-            sever(wire.place_of(self._rendezvous.keeper)[1])  # the agent's main thread may wait there
+            sever(wire.place_of(self._rendezvous.keeper)[1])  # the agent's main thread may be waiting there
         self._wake()
 
     # -- what the agent asks of the others ----------------------------------------------------------------------------
@@ -118,15 +113,12 @@ class MachineMembership:
 
     @property
     def address(self) -> str:
-        """This machine's."""
         return self._rendezvous.address
 
     def team(self, before: Attempt | None, number: int) -> Team | None:
-        """This machine's place in the attempt that begins.
+        """This machine's place in the attempt that begins; None before it has one.
 
-        Args:
-            before: the attempt that ends; None if this machine was just given its place.
-            number: of the attempt that begins after it.
+        ``before``: the attempt that ends.
         """
         team = self._rendezvous.team
         if team is not None and self._sender is None:
@@ -137,11 +129,10 @@ class MachineMembership:
 
     @property
     def keeper(self) -> str:
-        """Name of the machine that has the job's store."""
         return self._rendezvous.keeper
 
     def _serve(self, link: Link, kind: bytes, data: bytes) -> None:
-        """Answer a frame that is about no copy of a publication."""
+        """Answer a frame that is not about a copy of a publication."""
         if kind != remote_store.OPEN:
             self._copies.serve(link, kind, data)
         elif (store := self._rendezvous.store) is not None:
@@ -150,11 +141,7 @@ class MachineMembership:
             raise ConnectionError("the job's store is not here")
 
     def check(self, ledger: Ledger) -> None:
-        """May this machine's workers continue?
-
-        Raises:
-            Fenced: if not.
-        """
+        """Raises Fenced if this machine's workers may not continue."""
         lease, team = self._rendezvous.lease, self._rendezvous.team
         if self._sender is not None:
             self._sender.machines = ledger.machines
@@ -166,20 +153,16 @@ class MachineMembership:
             raise Fenced("its lease ran out, and its place was given away")
 
     def why(self, error: Exception) -> str:
-        """Why this machine had to stop its workers, where ``error`` ended its part."""
         return (self._rendezvous.lease.fenced if self._rendezvous.lease is not None else "") or str(error)
 
     def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing, *, restart: bool) -> Entry | None:
         """Give the places of failed machines to spare ones, or continue with another number of machines.
 
-        Args:
-            attempt: the present one.
-            nproc: workers of each machine.
-            resizing: the number of workers.
-            restart: all workers start again then, instead of replacements taking over.
+        Returns the ledger's entry; None if there is nothing to do, or another agent was first.
 
-        Returns:
-            The ledger's entry; None if there is nothing to do, or another agent was first.
+        Args:
+            nproc: workers of each machine.
+            restart: all workers start again then, instead of replacements taking over.
         """
         lease, ledger = self._rendezvous.lease, attempt.ledger
         if lease is None:
@@ -188,7 +171,7 @@ class MachineMembership:
         detected = time.time()
 
         def make() -> Entry | None:
-            self._gone |= ledger.gone  # this agent may still believe in a lease that another has seen to end
+            self._gone |= ledger.gone  # this agent may still believe in a lease that another has seen end
             alive = [name for name in lease.alive if name not in self._gone]
             change = reassign(ledger.machines, lease.failed, alive)
             machines = ledger.machines if change is None else change.machines
@@ -215,11 +198,7 @@ class MachineMembership:
         return entry
 
     def regroup(self, machines: Sequence[str | None], number: int) -> int:
-        """The machines of attempt ``number`` are these. Returns this machine's place.
-
-        Raises:
-            Fenced: if it has none.
-        """
+        """Attempt ``number`` has these machines; returns this machine's place. Raises Fenced if it has none."""
         if not self._rendezvous.regroup(machines, number) or self._rendezvous.team is None:
             raise Fenced("the others continue without this machine")
         return self._rendezvous.team.slot
@@ -230,7 +209,7 @@ class MachineMembership:
         return self._rendezvous.line
 
     def gather(self, machines: Sequence[str | None], line: Resized) -> None:
-        """Get what all ranks of the attempt before had published, and the state that was handed on."""
+        """Get all publications of the attempt before that are not here, and the replicated state of the change."""
 
         def here(rank: int) -> Path:
             return self._job_dir / f"rank{rank}" / f"attempt{line.attempt}"
@@ -242,7 +221,7 @@ class MachineMembership:
                 mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
 
     def fetch(self, ledger: Ledger, ranks: Sequence[int], number: int) -> None:
-        """Get what the last holders of ``ranks``, on a machine that fails, had published, from who kept it."""
+        """Get what the last holders of ``ranks`` had published on a machine that has failed, from who has copies."""
         taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
         if taken:
             others = [machine for machine in ledger.machines if machine != self._rendezvous.name]
@@ -251,20 +230,18 @@ class MachineMembership:
 
     @property
     def job_ends_here(self) -> bool:
-        """Whether the job cannot outlive this machine."""
         return self._rendezvous.store_dies_here
 
     def leave(self, *, over: bool) -> None:
-        """Go, and say so; see :meth:`SwiftRendezvousHandler.leave`."""
+        """See :meth:`SwiftRendezvousHandler.leave`."""
         self._rendezvous.leave(over=over)
 
     def send_no_more(self) -> None:
-        """The job ends on this machine: its snapshots are not copied any more. Others may ask for what is here."""
+        """The job ends on this machine: copy no more of its snapshots. Others may still ask for what is here."""
         if self._sender is not None:
             self._sender.close()
 
     def close(self) -> None:
-        """Send and keep no more copies."""
         self.send_no_more()
         if self._server is not None:
             self._server.close()
@@ -272,7 +249,6 @@ class MachineMembership:
 
 
 def _reason(change: Reassignment) -> str:
-    """What has happened to the machines, in words."""
     takers = {place: host_of(str(change.machines[place])) for place in change.filled}
     parts = []
     for place, name in change.failed.items():
@@ -285,7 +261,7 @@ def _reason(change: Reassignment) -> str:
 
 
 def _from_others(ranks: Sequence[int]) -> AbstractContextManager[None]:
-    """Says so when it takes long to get what ranks had published; each connection has its own time-out."""
+    """Tell the user when it takes long. No limit of its own: each connection has a time-out."""
     whom = f"other machines to send what {ranks_text(ranks)} had published"
     ends = "what does not come is done without"
     return Wait("this machine", whom, math.inf, ends=ends).announced()

@@ -4,7 +4,7 @@ What a rank publishes lies in the memory of its machine. Each worker also sends 
 next place, and continues when that agent has it: before the rank contributes to any collective of that batch. A spare
 machine that takes a place asks the others for what they hold of its ranks.
 
-It goes in the frames of :mod:`~shared_core.system.wire`. Files are written whole and renamed.
+It travels in the frames of :mod:`~shared_core.system.wire`. Files are written whole and renamed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared_core.transport.server import Server
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OK = b"."
-#: Longest request that is no file, in bytes.
+#: Longest request that carries no file, in bytes.
 _REQUEST_BYTES = 64 << 20
 
 
@@ -37,17 +37,13 @@ def _write(folder: Path, name: str, data: bytes) -> None:
 
 
 class MirrorServer:
-    """Takes copies from other machines' workers, and gives them back. Runs in the agent.
+    """Takes copies from other machines' workers, and gives them back. Runs in the agent, a thread for each connection.
 
-    Who has not proved to know the job's secret within seconds is sent away; so is one too many.
-
-    Attributes:
-        port: it listens at.
+    A client must prove within seconds that it knows the job's secret, and there is a limit to their number.
 
     Args:
         folder: where copies are kept, private to the user.
         more: answers frames of other kinds, given the connection, the kind and the data.
-        key: of the job.
         listener: to accept connections from; by default a new one of 127.0.0.1.
     """
 
@@ -65,7 +61,6 @@ class MirrorServer:
         self._server = Server(listener, lambda sock: accept(sock, key), self._serve)
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.close()
 
     def _serve(self, sock: socket.socket, link: Link, known: Callable[[], None]) -> None:
@@ -82,7 +77,7 @@ class MirrorServer:
             self._do(link, kind, rank, attempt, name, data)
 
     def _longest(self, kind: bytes) -> int:
-        """A file may be as long as there is room for it."""
+        """Longest frame in bytes: a file may take all free memory."""
         if kind not in (WRITE, APPEND):
             return _REQUEST_BYTES
         with suppress(OSError):
@@ -102,7 +97,7 @@ class MirrorServer:
         elif kind == END:
             if not fresh.exists():
                 raise ConnectionError("a copy ends that has not begun")
-            # In one step, so that what was here before is there until all of the new is.
+            # In one step, so that the old copy is there until the new one is whole.
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(fresh, folder)
         elif kind == WRITE:
@@ -127,14 +122,8 @@ class MirrorServer:
 def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> dict[int, int]:
     """Get the publications of ``ranks`` from the machine that has the newest step boundary of each.
 
-    Args:
-        machines: to ask; those that do not answer are passed over.
-        ranks: logical ranks.
-        attempt: of the job.
-        job_dir: this machine's folder of the job; ``rank{r}/attempt{n}/`` in it is filled.
-
-    Returns:
-        Bytes received for each rank; 0 if nobody has anything.
+    They go to ``rank{r}/attempt{n}/`` in ``job_dir``. Machines that do not answer are passed over. Returns the bytes
+    received for each rank; 0 if nobody has anything.
     """
     others, key = [machine for machine in machines if machine is not None], secret.of_job(job_dir)
     return {
@@ -143,7 +132,7 @@ def fetch(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, jo
 
 
 def fetch_replicated(machines: Iterable[str | None], ranks: Iterable[int], attempt: int, job_dir: Path) -> int:
-    """Get the replicated state that one of ``ranks`` has handed on. Returns its size in bytes, 0 if nobody has it."""
+    """Get the replicated state that one of ``ranks`` wrote for a change. Returns its bytes, 0 if nobody has it."""
     key = secret.of_job(job_dir)
     for machine in machines:
         for rank in ranks if machine is not None else ():
@@ -155,7 +144,7 @@ def fetch_replicated(machines: Iterable[str | None], ranks: Iterable[int], attem
 
 
 def _ask(machine: str, key: bytes, rank: int, attempt: int, name: str = "") -> dict[str, bytes]:
-    """What a machine has of a rank; nothing if it cannot be reached."""
+    """Files that a machine has of a rank; empty if it cannot be reached."""
     found: dict[str, bytes] = {}
     with suppress(OSError), connect(machine, key) as link:
         link.send(GET, rank, attempt, name)

@@ -4,11 +4,11 @@ A thread of the agent sends the snapshot to the agent of the machine in the next
 the newest whole one and the one that is coming (:class:`NeighbourCopies`). When all workers start again, each asks all
 machines what they hold, and reads what it needs from there (:mod:`~shared_core.worker.checkpoints.in_memory`).
 
-It goes over the connections of :mod:`~shared_core.launcher.mirror`. A copy: one frame with the names and sizes of the
-files and the notes that seal them; an answer; each file in parts and its SHA-256; a frame once all of it was still
-there at the end (else its memory was used again meanwhile); an answer. Nothing that is not whole is offered.
+It uses the connections of :mod:`~shared_core.launcher.mirror`. A copy: one frame with the names and sizes of the files
+and the notes that seal them; an answer; each file in parts and its SHA-256; a frame if all of it was still there at the
+end (else its memory was reused meanwhile); an answer. Only whole copies are offered to workers.
 
-A copy is of use only together with the other machines' own snapshots of the same step. So nobody gives a copy up for a
+A copy is of use only together with the other machines' own snapshots of the same step. So nobody replaces a copy by a
 newer one before it has a snapshot of that newer step itself.
 """
 
@@ -36,9 +36,9 @@ from shared_core.system.wire import WAIT_S, Link, connect
 _GO, _HAVE, _FULL, _NOT_YET, _WHOLE = b"g", b"h", b"f", b"n", b"."
 _OWN, _KEPT, _COMING, _DIGESTS = "own", "kept", "coming", "digests.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-#: How often a machine looks for a snapshot to send, and tries again after a failure, in seconds.
+#: A machine looks for a snapshot to send so often, and tries again so long after a failure, in seconds.
 LOOK_S, RETRY_S = 0.1, 1.0
-#: A copy that is offered waits so long for this machine's own snapshot of the same step, and is offered again then.
+#: An offered copy waits so long for this machine's own snapshot of the same step, looked for so often, in seconds.
 _OWN_S, _LOOK_OWN_S = 1.0, 0.01
 #: Longest wait for a thread at the end, in seconds.
 _END_S = 1.0
@@ -46,19 +46,18 @@ _NICE = 10
 
 
 def _low_priority() -> None:
-    with suppress(OSError):  # of this thread only, on Linux
+    with suppress(OSError):  # Linux: of this thread only
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class NeighbourCopies:
     """What this machine's memory holds of checkpoints: its own snapshots, and a copy of its neighbour's.
 
-    Attributes:
-        begun: the newest copy that was offered to this machine, whether or not it had room.
-        kept: the one that is whole here; None for none.
+    ``folder``, of this machine's snapshots, is made when there is something to keep.
 
-    Args:
-        folder: of this machine's snapshots; made when there is something to keep.
+    Attributes:
+        begun: (attempt, step) of the newest copy that was offered to this machine, whether or not it had room.
+        kept: (attempt, step) of the copy that is whole here; None for none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,11 +81,7 @@ class NeighbourCopies:
                 lock.release()
 
     def hold(self, why: str, *keys: Key | None) -> None:
-        """Have these snapshots of this machine stay, beside those that stay for another reason.
-
-        Raises:
-            OSError: no room to say so.
-        """
+        """Keep these snapshots of this machine, replacing those of the same reason. Raises OSError."""
         with self._holding:
             self._holds[why] = {key for key in keys if key is not None}
             held: set[Key] = set().union(*self._holds.values())
@@ -96,7 +91,7 @@ class NeighbourCopies:
                 self._held = held
 
     def serve(self, link: Link, kind: bytes, data: bytes) -> None:
-        """Answer a frame; called on a thread for each connection, which is closed when nothing more comes."""
+        """Answer one frame. Called on a thread for each connection; raises ConnectionError for what is no request."""
         link.settimeout(WAIT_S)
         try:
             if kind == LIST:
@@ -136,7 +131,7 @@ class NeighbourCopies:
         if self._over.is_set():
             raise ConnectionError("the job ends on this machine")
         if self.kept is not None and key < self.kept:
-            return _NOT_YET  # from a machine that the others have continued without
+            return _NOT_YET  # from a machine without which the others have continued
         self.begun = key
         self.hold(_KEPT, self.kept, key)
         if self.kept is not None and self._has_own(self.kept) and not self._awaits_own(key):
@@ -176,7 +171,7 @@ class NeighbourCopies:
             shutil.rmtree(coming, ignore_errors=True)
 
     def _keep(self, spool: Spool, key: Key, coming: Path) -> None:
-        """In one step, so that there is always one that is whole; those before go then."""
+        """Rename in one step, so that there is always a whole one; then delete the older ones."""
         place = spool.folder_of(key[1])
         shutil.rmtree(place)
         os.rename(coming, place)
@@ -185,7 +180,7 @@ class NeighbourCopies:
             for step in each.steps():
                 if (each.attempt, step) != key:
                     old = each.folder_of(step)
-                    for note in old.glob(f"*{SEALED}"):  # first: what is no longer whole must not look so
+                    for note in old.glob(f"*{SEALED}"):  # first, so that it does not look whole any more
                         note.unlink()
                     shutil.rmtree(old, ignore_errors=True)
 
@@ -238,7 +233,6 @@ def _check_note(name: str, step: int, note: Any) -> None:
 
 
 def _notes(spool: Spool, step: int) -> dict[str, str]:
-    """The notes of a snapshot's parts, by name."""
     parts = spool.parts(step).values()
     return {name: spool.path_of(part, name).read_text() for part in parts for name in [f"rank{part.rank}{SEALED}"]}
 
@@ -246,12 +240,12 @@ def _notes(spool: Spool, step: int) -> dict[str, str]:
 class Sender:
     """Sends this machine's snapshots to the machine in the next place, on a thread of its own.
 
-    The machine in the first place sends its newest, all others the one that comes to them, so that all copies are of
-    one step. A snapshot stays here while it is sent, until the next one is kept there, and while the neighbour's copy
-    of the same step is the one that is kept here.
+    The machine in the first place sends its newest, all others the step that was offered to them, so that all copies
+    are of one step. A snapshot stays here while it is sent, until the next one is kept there, and while the neighbour's
+    copy of the same step is the one kept here.
 
     Attributes:
-        machines: who holds which place.
+        machines: who holds which place; set by the agent.
 
     Args:
         name: gives the name of this machine.
@@ -286,7 +280,7 @@ class Sender:
                 self._look()
                 self._failures = 0
             except (OSError, SwiftError) as error:
-                # Once is nothing: the other machine is failing or has ended, or a newer snapshot took the place.
+                # The first failure is not told: the other machine may be failing, or a newer snapshot took the place.
                 self._failures += 1
                 if self._failures > 1:
                     self._tell(
@@ -307,7 +301,7 @@ class Sender:
             return self._copies.hold(_OWN, sent)
         self._copies.hold(_OWN, key, sent)
         spool = Spool(self._copies.folder, key[0])
-        if spool.complete(key[1]):  # it may have been let go just before it was to be held
+        if spool.complete(key[1]):  # it may have been deleted just before it was to be held
             self._send(to, spool, key)
 
     def _choose(self, *, first: bool) -> Key | None:

@@ -16,9 +16,8 @@ class Program:
     """The user's program.
 
     Attributes:
-        mode: script, module or any executable.
-        target: its path or name.
-        args: its arguments; ``${local_rank}`` is substituted as torchrun does.
+        target: path or name.
+        args: ``${local_rank}`` is substituted as torchrun does.
         preload: modules that standbys import.
         first: modules that workers import before the program.
     """
@@ -31,7 +30,7 @@ class Program:
 
     @property
     def command(self) -> Command:
-        """What checkpoints name as theirs."""
+        """By which checkpoints are found again."""
         return Command.of(self.target if self.mode == "module" else os.path.abspath(self.target), self.args, self.mode)
 
 
@@ -40,7 +39,6 @@ class AgentOptions:
     """How the agent treats its workers.
 
     Attributes:
-        config: the job's options, handed to the workers.
         standbys: zygotes to keep.
         events: path of ``events.jsonl``; None writes none.
         grace_s: seconds between SIGTERM and SIGKILL when the job is ended.
@@ -49,7 +47,7 @@ class AgentOptions:
         signals: names of the signals that end the job.
         store_port: port of the store; 0 takes a free one.
         machines: how many there are at least, and at most.
-        note: something else for the line at the start.
+        note: more text for the line at the start.
         secret: of a job on several machines.
     """
 

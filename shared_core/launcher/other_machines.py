@@ -12,12 +12,7 @@ from shared_core.protocol.resizing import Resizing
 
 
 class OtherMachines:
-    """Watches leases.
-
-    Args:
-        nproc: workers of each machine.
-        restart: all workers start again after a failure.
-    """
+    """Watches leases. ``nproc``: workers of each machine; ``restart``: all workers start again after a failure."""
 
     def __init__(
         self,
@@ -33,11 +28,7 @@ class OtherMachines:
         self._attempts, self._resizes, self._job_reporter, self._resizing = attempts, resizes, job_reporter, resizing
 
     def check(self) -> None:
-        """May this machine's workers continue?
-
-        Raises:
-            Fenced: if not.
-        """
+        """Raises Fenced if this machine's workers may not continue."""
         if self._attempts.phase.trains:
             self._membership.check(self._attempts.now.ledger)
 
@@ -63,11 +54,10 @@ class OtherMachines:
         self._attempts.step(AgentEvent.FENCED)
 
     def send_no_more(self) -> None:
-        """The job ends on this machine: its snapshots are not copied any more."""
         self._membership.send_no_more()
 
     def part(self) -> None:
-        """Go, and say so."""
+        """Leave, and tell the others. If the job cannot outlive this machine, it fails for them."""
         attempts = self._attempts
         over = attempts.begun and attempts.now.ledger.over is not None
         if attempts.begun and not over and self._membership.job_ends_here:

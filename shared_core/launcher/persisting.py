@@ -20,18 +20,18 @@ from shared_core.system.jobdir import CHECKPOINTS
 from shared_core.waiting import Wait
 
 PROGRAM = "shared_core.checkpoint.writer"
-#: Deaths in a row, each soon after the start, until it is started no more.
+#: After so many deaths in a row, each soon after the start, it is not started again.
 GIVE_UP_AFTER = 5
 _SOON_S = 5.0
-#: As long as the job's last checkpoint takes.
+#: Stands for no limit, in seconds.
 _PATIENT_S = 1e9
 
 
 class Persisting:
-    """Sees to the writer of one machine. Used by one thread.
+    """Keeps the writer of one machine running. Used by one thread.
 
     Args:
-        job_dir: private folder of the job; a worker that leaves a snapshot there makes the writer needed.
+        job_dir: private folder of the job; a snapshot that a worker leaves there makes the writer needed.
         events: path of ``events.jsonl``, if there is one.
         grace_s: how long it may continue when this process has been killed.
         say: prints a line for the user.
@@ -47,12 +47,7 @@ class Persisting:
         self._starts, self._early_deaths, self._rank, self._run = 0, 0, 0, ""
 
     def look(self, rank: int = 0, run: str = "") -> None:
-        """Start the writer if it is needed and does not run. Cheap: call it often.
-
-        Args:
-            rank: that faults for tests know it by; the first of this machine.
-            run: id of this start of the job, for its events.
-        """
+        """Start the writer if it is needed and does not run. Cheap: call it often. ``rank``: for test faults."""
         self._run = run
         if self._process is not None:
             if self.running:
@@ -63,7 +58,7 @@ class Persisting:
 
     @property
     def running(self) -> bool:
-        """Whether it runs; it may have been reaped by whoever reaps all children."""
+        """Whether it runs; who reaps all children may have reaped it."""
         if self._process is None:
             return False
         if self._pidfd is None:
@@ -73,17 +68,17 @@ class Persisting:
         return not watch.poll(0)
 
     def finish(self, deadline: float | None, wait: Callable[[float], object], enough: Callable[[], bool]) -> bool:
-        """Let it write what is there, then end it; if it fails meanwhile, another does. A second call does nothing.
+        """Let it write what is there, then end it; if it fails meanwhile, start another. A second call does nothing.
 
         Args:
-            deadline: ``time.monotonic()`` until which it may continue; None as long as it takes.
+            deadline: ``time.monotonic()`` until which it may continue; None for no limit.
             wait: waits for at most so many seconds, less where something happens; reaps no children.
             enough: whether it is to be ended at once.
 
         Returns:
-            Whether it came to its end; False if it was ended while it still had something to do.
+            False if it was ended while it still had something to do.
         """
-        for _ in range(GIVE_UP_AFTER):
+        for left in reversed(range(GIVE_UP_AFTER)):
             if self._process is None:
                 break
             ended, code = self._finish(deadline, wait, enough)
@@ -91,7 +86,7 @@ class Persisting:
                 return False
             if not code:
                 break
-            if not self._start(self._rank):
+            if not left or not self._start(self._rank):
                 return False
         return True
 
@@ -108,7 +103,7 @@ class Persisting:
         whom, ends = "the last checkpoint to be written to storage", "it waits as long as that takes"
         if deadline is not None:
             ends = "what is not written by then is left out"
-        # The deadline is looked at first: the wait only says the line.
+        # The loop checks the deadline first: the wait only prints the line.
         said = Wait("the launcher", whom, math.inf if deadline is None else limit + 1.0, ends=ends, say=self._say)
         while self.running and not enough() and (deadline is None or time.monotonic() < deadline):
             said.look()
@@ -120,7 +115,7 @@ class Persisting:
         return ended, self._collect()
 
     def _start(self, rank: int) -> bool:
-        """False where the system lets no process start: :meth:`look` tries again."""
+        """False where no process can be started: :meth:`look` tries again."""
         command = process.run_module(PROGRAM, str(self._folder), f"--grace={self._grace_s}")
         if self._events:
             command.append(f"--events={self._events}")
@@ -131,7 +126,7 @@ class Persisting:
                 stdout=subprocess.DEVNULL,
                 env=self._environment(os.environ, rank),
                 bufsize=0,
-                start_new_session=True,  # what a terminal sends to all is not for it
+                start_new_session=True,  # signals of the terminal are not for it
             )
         except OSError as error:
             self._refusals.refused("the writer of checkpoints cannot be started", error)
@@ -149,7 +144,7 @@ class Persisting:
         return {**environ, **own}
 
     def _handle_exits(self) -> None:
-        """It has died: whatever it was doing, the next one finds it in the folder."""
+        """It has died: the next one finds its work in the folder."""
         code = self._collect()
         cause = process.describe_exit(code) if code is not None else "ended"
         self._early_deaths = self._early_deaths + 1 if time.monotonic() < self._started + _SOON_S else 0
@@ -162,7 +157,7 @@ class Persisting:
             )
 
     def _collect(self) -> int | None:
-        """Its exit code, if nobody has asked for it before."""
+        """Its exit code; None if somebody else has reaped it."""
         assert self._process is not None
         done, self._process = self._process, None
         if self._pidfd is not None:

@@ -9,13 +9,12 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 
 @dataclass(frozen=True)
 class Places:
-    """Who the workers of this machine are in one attempt. All machines are alike.
+    """The workers of this machine in one attempt. All machines have the same number.
 
     Attributes:
-        spec: torchelastic's, of the job.
         machine: place of this machine, from 0.
         machines: how many places there are.
-        workers: torchelastic's, by local rank; none before there is a place.
+        workers: torchelastic's, by local rank; empty before there is a place.
     """
 
     spec: WorkerSpec
@@ -25,24 +24,22 @@ class Places:
 
     @classmethod
     def of(cls, spec: WorkerSpec, machine: int, machines: int, local: int) -> Places:
-        """Places of ``local`` workers on each of so many machines, seen from one of them."""
         first, world = machine * local, machines * local
         workers = tuple(Worker(i, first + i, first + i, world, world) for i in range(local))
         return cls(spec, machine, machines, workers)
 
     @property
     def ranks(self) -> list[int]:
-        """Of this machine."""
         return [worker.global_rank for worker in self.workers]
 
     @property
     def world_size(self) -> int:
-        """Workers of all machines."""
+        """Workers of all machines. Needs a place."""
         return int(self.workers[0].world_size)
 
     @property
     def speaks(self) -> bool:
-        """Whether this machine's agent is the one of several that says what concerns all."""
+        """Whether this machine's agent is the one that prints what concerns all machines."""
         return self.machine == 0
 
     def local_rank(self, rank: int) -> int:

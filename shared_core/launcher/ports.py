@@ -16,11 +16,7 @@ from shared_core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports that the agent of a machine opens; 0 for any free one.
-
-    Attributes:
-        first: that the user has chosen with ``--port``.
-    """
+    """The ports that the agent of a machine opens, from ``first`` (``--port``) on; 0 for any free one."""
 
     first: int = 0
 
@@ -35,11 +31,7 @@ class Ports:
         return self.first and self.first + 1
 
     def take(self, host: str, port: int) -> socket.socket:
-        """A listener; see :func:`listen`.
-
-        Raises:
-            ConfigError: if that cannot be.
-        """
+        """A listener, as :func:`listen` makes it; raises ConfigError."""
         try:
             return listen(host, port)
         except OSError as error:
@@ -56,7 +48,7 @@ class Ports:
 
 
 def bound_to(host: str) -> str:
-    """The address to listen at where others reach this machine as ``host``; empty for all there are.
+    """The address to listen at where others reach this machine as ``host``; empty for all addresses.
 
     That is the address which the name has here, if it has one. But many systems give a machine's own name an address
     that others do not reach (127.0.1.1).
@@ -77,11 +69,7 @@ def bound_to(host: str) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listener at the address that :func:`bound_to` gives; port 0 is any free one.
-
-    Raises:
-        OSError: if it cannot listen there.
-    """
+    """A listener at the address that :func:`bound_to` gives; port 0 is any free one. Raises OSError."""
     address = bound_to(host)
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
@@ -90,15 +78,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class StoreConnection:
-    """A client of a store of torch, connected on a thread that is left behind if nobody answers there.
+    """A client of torch's store, connected on a thread that is abandoned if nobody answers there.
 
     torch's constructor waits for minutes, whatever its time-out is, where something listens that is no store, and no
-    signal reaches a thread that is in it.
-
-    Args:
-        host: of the store.
-        port: of the store.
-        timeout_s: of the client's requests, in seconds.
+    signal reaches a thread that is in it. ``timeout_s`` is of the client's requests, in seconds.
     """
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
@@ -110,10 +93,7 @@ class StoreConnection:
         threading.Thread(target=self._connect, name="swift-connect", daemon=True).start()
 
     def client(self, wait_s: float) -> TCPStore:
-        """The client. May be called again after a :class:`TimeoutError`.
-
-        Args:
-            wait_s: longest wait, in seconds.
+        """The client, after at most ``wait_s`` seconds. May be called again after a :class:`TimeoutError`.
 
         Raises:
             TimeoutError: nothing has answered as a store does until now.
@@ -134,12 +114,8 @@ class StoreConnection:
 
 
 def serve_store(host: str, listener: socket.socket, timeout_s: float = 300.0) -> TCPStore:
-    """The server of a store behind this listener; torch's own listens on every interface of the machine.
-
-    Args:
-        host: by which it is reached.
-        listener: the store owns its descriptor from now on.
-        timeout_s: of what waits for keys.
+    """The server of a store behind this listener, which it owns from now on. ``timeout_s`` is of waits for keys.
+    torch's own listens on every interface of the machine.
     """
     port = int(listener.getsockname()[1])
     return TCPStore(

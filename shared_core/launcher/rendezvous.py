@@ -1,7 +1,7 @@
 """How machines come together: torchelastic's rendezvous with places, spare machines and leases.
 
-torchelastic's own handler starts all workers again whenever a machine comes or goes, calls a machine failed by
-comparing clocks, and after 15 s. Here a machine keeps its place for as long as it holds its lease, and a spare machine
+torchelastic's own handler starts all workers again whenever a machine comes or goes, and needs 15 s and the machines'
+clocks to find that one failed. Here a machine keeps its place for as long as it holds its lease, and a spare machine
 waits in :meth:`SwiftRendezvousHandler.next_rendezvous` until a place is given to it. The document of
 :mod:`~shared_core.launcher.rendezvous_store` says which machine has the store; all else is in the store.
 """
@@ -37,9 +37,9 @@ from shared_core.transport.store import MemoryStore
 from shared_core.waiting import Wait
 
 _LOOK_S = 0.05
-#: Leases after which a machine that fails has been seen to be.
+#: After so many lengths of a lease, a failed machine is known to have failed.
 _SURE = 1.25
-#: How long the store's host waits for the others to go, in seconds.
+#: The store's host waits so long for the others to leave, in seconds.
 _LAST_S = 10.0
 
 
@@ -50,12 +50,8 @@ class SwiftRendezvousHandler(RendezvousHandler):
         team: this machine's place, once it has one.
         lease: its lease, once it has met the others.
         run_id: id of this start of the job, equal on all machines; empty before they have met.
-        ports: that this machine opens.
         keeper: name of the machine that has the job's store; empty before there is one.
         line: what the workers of the attempt continue from, if their number has changed; see :class:`Resizing`.
-
-    Args:
-        register: where the machines meet.
     """
 
     def __init__(self, register: Register, options: RendezvousOptions) -> None:
@@ -76,23 +72,20 @@ class SwiftRendezvousHandler(RendezvousHandler):
 
     @property
     def address(self) -> str:
-        """Of this machine."""
         return self._gathering.address
 
     @property
     def name(self) -> str:
-        """Of this machine in this part of its life, ``ADDRESS:PORT_OF_COPIES#HOST.RANDOM``."""
+        """This machine's, until it meets again: ``ADDRESS:PORT_OF_COPIES#HOST.RANDOM``."""
         return self._gathering.name
 
     # -- torchelastic's face ------------------------------------------------------------------------------------------
 
     def get_backend(self) -> str:
-        """Name of the backend."""
         return self._register.backend
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers use the agents' store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -101,6 +94,7 @@ class SwiftRendezvousHandler(RendezvousHandler):
         Raises:
             JobOver: if the job ends before.
             RendezvousTimeoutError: if the others do not come.
+            ConfigError: if the job has enough machines.
         """
         while True:
             self.close()
@@ -109,27 +103,24 @@ class SwiftRendezvousHandler(RendezvousHandler):
             self._listener.pause(RETRY_S)
 
     def is_closed(self) -> bool:
-        """Whether the job ended."""
+        """Always False: :exc:`JobOver` tells it."""
         return False
 
     def set_closed(self) -> None:
         """Nothing: :meth:`leave` does it."""
 
     def num_nodes_waiting(self) -> int:
-        """Machines without a place."""
+        """Always 0, so that torchelastic does not restart for spare machines."""
         return 0
 
     def get_run_id(self) -> str:
-        """Name of the job."""
         return self._register.run_id
 
     def shutdown(self) -> bool:
-        """Give up everything; called last."""
         self.close()
         return True
 
     def regroup(self, machines: Sequence[str | None], number: int) -> bool:
-        """The machines of the attempt that begins are these. Returns whether this one is among them."""
         assert self.team is not None
         if self.name not in machines:
             return False
@@ -145,15 +136,10 @@ class SwiftRendezvousHandler(RendezvousHandler):
 
     @property
     def store_dies_here(self) -> bool:
-        """Whether the job cannot outlive this machine."""
         return self.store is not None and self._register.backend == C10D
 
     def leave(self, *, over: bool) -> None:
-        """Go, and say so. The store's host goes last.
-
-        Args:
-            over: the job is over, not only for this machine.
-        """
+        """Leave, and tell the others; the store's host leaves last. ``over``: not only for this machine."""
         lease = self.lease
         if lease is None or lease.fenced:
             return
@@ -170,7 +156,6 @@ class SwiftRendezvousHandler(RendezvousHandler):
                     self._register.change(lambda doc: (doc or {}) | {"phase": ENDED})
 
     def close(self) -> None:
-        """End the lease's threads, and the store if it is here."""
         if self.lease is not None:
             self.lease.close()
             self.lease = None
@@ -218,7 +203,7 @@ class SwiftRendezvousHandler(RendezvousHandler):
                         waiting = True
                         console(f"this machine, {host_of(self.name)}, waits as a spare one")
                         self._gathering.meet()
-                    # Until a lease has gone by, a machine that fails counts as one that lives.
+                    # Until a lease has gone by, a failed machine counts as alive.
                     if time.monotonic() - begun > _SURE * self._options.lease_s:
                         self._turn_away(lease, ledger, gone | ledger.gone)
                     self._listener.pause(_LOOK_S)
@@ -232,7 +217,7 @@ class SwiftRendezvousHandler(RendezvousHandler):
         except RuntimeError as error:
             if isinstance(error, SwiftError):
                 raise
-            raise Again from error  # the store went meanwhile
+            raise Again from error  # the store has ended meanwhile
 
     def _placed(
         self, ledger: Ledger, machines: tuple[str | None, ...], number: int, place: tuple[str, int]
@@ -248,7 +233,7 @@ class SwiftRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(HashStore(), slot, len(ledger.machines), RendezvousStoreInfo(*place))
 
     def _turn_away(self, lease: Lease, ledger: Ledger, gone: Collection[str]) -> None:
-        """More machines than were asked for are sent home; one that comes back is not."""
+        """Machines beyond the number asked for leave with ConfigError; one that has once been admitted does not."""
         if self._admitted or self.name not in lease.alive:
             return
         earlier = lease.alive[: lease.alive.index(self.name)]
@@ -263,7 +248,7 @@ class SwiftRendezvousHandler(RendezvousHandler):
         self._admitted = True
 
     def _hold(self) -> bool:
-        """Renew the lease of the store's host where all machines meet; False if that cannot be done."""
+        """Renew the lease of the store's host in the document; False if that cannot be done."""
         self._beats += 1
 
         def renew(document: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """Where the machines of a job meet: one small document behind torchelastic's rendezvous backends.
 
-Those offer a value that is replaced only by who knows its newest form; that is all the agreement needed here.
+These keep a value that is replaced only by who knows its newest form; no other agreement is needed here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared_core.protocol.rendezvous_document import ADVICE, read_document
 
 C10D = "c10d"
 BACKENDS = (C10D, ETCD)
-#: Longest wait for a store's answer before signals and time-outs are looked at again, in seconds.
+#: Longest wait for a store's answer before signals and time-outs are checked again, in seconds.
 ANSWER_S = 0.25
 _PORTS = {C10D: 29400, ETCD: 2379}
 
@@ -34,11 +34,7 @@ class Gone(ConnectionError):
 
 
 def parse_endpoints(endpoints: str, backend: str) -> tuple[tuple[str, int], ...]:
-    """Hosts and ports of ``HOST[:PORT]``, with etcd several of them between commas.
-
-    Raises:
-        ConfigError: if it has another form.
-    """
+    """Hosts and ports of ``HOST[:PORT]``; for etcd also several, with commas. Raises ConfigError for any other form."""
     found = []
     for endpoint in endpoints.split(","):
         host, _, port = endpoint.strip().rpartition(":") if ":" in endpoint.rpartition("]")[2] else (endpoint, "", "")
@@ -54,7 +50,7 @@ def parse_endpoints(endpoints: str, backend: str) -> tuple[tuple[str, int], ...]
 
 
 def is_here(host: str) -> bool:
-    """Whether ``host`` names this machine: only then can it be bound to."""
+    """Whether ``host`` names this machine: only then can a socket be bound to it."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -65,11 +61,7 @@ def is_here(host: str) -> bool:
 
 
 def own_address(peer: tuple[str, int]) -> str:
-    """The address by which this machine reaches ``peer``; nothing is sent.
-
-    Raises:
-        OSError: if there is no way to it.
-    """
+    """The address by which this machine reaches ``peer``; nothing is sent. Raises OSError if there is no route."""
     family, kind, _, _, address = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)
@@ -77,12 +69,7 @@ def own_address(peer: tuple[str, int]) -> str:
 
 
 def probe(place: tuple[str, int], timeout_s: float = 1.0) -> None:
-    """Return if somebody listens there.
-
-    Raises:
-        Gone: if the machine answers and nobody does.
-        OSError: if it cannot be reached.
-    """
+    """Return if somebody listens there. Raises Gone if the machine answers and nobody does; else OSError."""
     try:
         socket.create_connection(place, timeout_s).close()
     except ConnectionRefusedError as error:
@@ -92,15 +79,15 @@ def probe(place: tuple[str, int], timeout_s: float = 1.0) -> None:
 class Register:
     """The document of one job.
 
-    Attributes:
-        hosts: whether this process hosts the rendezvous (c10d only).
-
     Args:
         backend: ``c10d`` or ``etcd``.
         endpoints: hosts and ports; one with c10d.
         run_id: name of the job.
         options: of ``--rdzv-conf``.
         timeout_s: of one request.
+
+    Attributes:
+        hosts: whether this process hosts the rendezvous (c10d only).
     """
 
     def __init__(
@@ -120,12 +107,10 @@ class Register:
 
     @property
     def endpoint(self) -> tuple[str, int]:
-        """The endpoint that was reached last, else the first."""
         return self._backend.endpoint if isinstance(self._backend, EtcdBackend) else self.endpoints[0]
 
     @property
     def where(self) -> str:
-        """All endpoints, for messages."""
         return f"{', '.join(f'{host}:{port}' for host, port in self.endpoints)} ({self.backend})"
 
     @property
@@ -138,7 +123,7 @@ class Register:
         Raises:
             Gone, OSError, RendezvousConnectionError: if it cannot be reached now. Call again: a connection that was
                 begun continues.
-            ConfigError: if it will not be by trying again.
+            ConfigError: if trying again cannot help.
         """
         if self.backend == ETCD:
             self._backend = EtcdBackend(self.endpoints, self.run_id, self._options, self._timeout_s)
@@ -148,7 +133,7 @@ class Register:
             try:
                 listener = listen(*self.endpoint)
             except OSError as error:
-                if error.errno != errno.EADDRINUSE:  # then another agent of this machine does already
+                if error.errno != errno.EADDRINUSE:  # then another agent of this machine hosts it
                     raise
             else:
                 self._server = serve_store(self.endpoint[0], listener, max(1.0, self._timeout_s))
@@ -172,10 +157,9 @@ class Register:
         return client
 
     def change(self, how: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> dict[str, Any] | None:
-        """Replace the document by what ``how`` makes of its newest form; returns what it then is.
+        """Replace the document by what ``how`` makes of its newest form; returns the newest document.
 
-        Args:
-            how: called with the document, and again when somebody else was faster; None leaves it as it is.
+        ``how`` is called again when somebody else was faster; None leaves the document as it is.
 
         Raises:
             RendezvousConnectionError: if the rendezvous cannot be reached.

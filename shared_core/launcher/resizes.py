@@ -18,13 +18,7 @@ from shared_core.protocol.worker_env import Resized
 
 
 class Resizes:
-    """Begins changes, ends them, and gives them up.
-
-    Args:
-        nproc: workers of this machine, at most.
-        alone: there is no other machine.
-        resizing: decides.
-    """
+    """Begins changes, ends them, and gives them up. ``nproc``: workers of this machine, at most."""
 
     def __init__(
         self,
@@ -45,7 +39,6 @@ class Resizes:
         )
 
     def grow_if_due(self) -> None:
-        """Fill empty places again, when it is time."""
         resizing, attempts, now = self._resizing, self._attempts, time.monotonic()
         if not attempts.phase.trains or not resizing.grows(now):
             return
@@ -56,12 +49,12 @@ class Resizes:
             or attempts.roster.missing
             or attempts.now.goodbyes()
         ):
-            resizing.schedule(now, len(here))  # later
+            resizing.schedule(now, len(here))  # try again later
             return
         self._begin(here, resizing.full)
 
     def shrink_late(self) -> None:
-        """Continue without ranks whose replacements have not joined in time."""
+        """Continue without ranks whose replacements have not joined in time. Only on a single machine."""
         attempts, resizing = self._attempts, self._resizing
         if not self._alone:
             return
@@ -78,7 +71,7 @@ class Resizes:
             attempts.kill_ranks(late, why)
 
     def _begin(self, stay: list[int], target: int) -> bool:
-        """Have these ranks hand their state on; whether that could be said."""
+        """Have these ranks give their state to the next attempt; False if the attempt is over."""
         entry = self._attempts.now.next_generation((), time.time(), stay)
         if entry is None:
             return False
@@ -93,7 +86,7 @@ class Resizes:
         return started is not None and progress is not None and bool(progress[0]) and progress[2] >= started
 
     def handed_on(self, generation: int, boundary: int) -> None:
-        """The state is handed on: end this attempt and continue with another number of workers."""
+        """The ranks have written their state: end this attempt and continue with another number of workers."""
         resizing, attempts, attempt = self._resizing, self._attempts, self._attempts.now
         if attempts.phase is not AgentPhase.RESIZING or generation != attempt.generation:
             return

@@ -18,18 +18,13 @@ from shared_core.protocol.progress_file import path_of, read_progress
 from shared_core.system import process
 from shared_core.system.memory import machine_bytes, private_bytes
 
-#: Seconds until it is looked again whether a further standby is to be prepared: after one that cannot be started now,
-#: and after all that there are to be.
+#: Pauses before another standby is considered, in seconds: after one that cannot be started now, and after all that
+#: were wanted.
 _SOON_S, _LATER_S = 1.0, 60.0
 
 
 class Spares:
-    """Prepares standbys and gives them places.
-
-    Args:
-        starter: starts them.
-        job_dir: private folder of the job, where workers say how far they are.
-    """
+    """Prepares standbys and gives them places. ``job_dir``: workers write their progress there."""
 
     def __init__(
         self, config: SwiftConfig, worker_pool: WorkerPool, starter: Starter, job_reporter: JobReporter, job_dir: Path
@@ -46,11 +41,7 @@ class Spares:
         self._failures, self._next = 0, 0.0
 
     def look(self, start: AttemptStart) -> None:
-        """Prepare the next standby, if it is time and nobody is waited for.
-
-        Args:
-            start: in what it is started.
-        """
+        """Prepare the next standby, if it is time and no rank is being waited for. Call at each tick."""
         self._handle_exits()
         self._drop_useless()
         if self._preparing is not None:
@@ -79,7 +70,7 @@ class Spares:
         self._preparing = self._starter.prepare(start.places.local_rank(rank), start)
 
     def ready(self, said: Prepared) -> None:
-        """A standby waits for its rank's place."""
+        """A standby has reached its first step boundary, and waits for its rank's place."""
         spare = self._preparing
         if spare is None or spare.pid != said.pid:
             return
@@ -89,15 +80,7 @@ class Spares:
         self._job_reporter.emit("prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held)
 
     def start(self, local_rank: int, start: AttemptStart) -> bool:
-        """Start a worker: its rank's place goes to the hot standby, else to a process that is asked for.
-
-        Args:
-            local_rank: its place on this machine.
-            start: in what it is started.
-
-        Returns:
-            Whether its process is there already.
-        """
+        """Start a worker: a hot standby if there is one, else a process is asked for. True if its process exists."""
         rank = start.places.workers[local_rank].global_rank
         if start.attempt.incarnations[rank] and self._take(rank, start):
             return True
@@ -120,7 +103,6 @@ class Spares:
         return False
 
     def clear(self) -> None:
-        """End all of them: the attempt is over."""
         for spare in list(self._worker_pool.spares.values()):
             self._drop(spare)
         self._preparing = None
@@ -138,7 +120,7 @@ class Spares:
         return [one for one in here if one.rank == rank]
 
     def _all_train(self, ranks: list[int]) -> bool:
-        """Whether all workers here have come to a batch; how long that took them is noted."""
+        """Whether all workers here have come to a batch; notes how long that took them."""
         live = self._worker_pool.live.values()
         for one in live:
             progress = read_progress(path_of(self._job_dir, one.rank))

@@ -31,9 +31,9 @@ def _python(module: str, *args: str) -> list[str]:
 
 
 def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment without the options that it has read, which travel as one value."""
+    """The launcher's environment without its options, which workers get as one value; hashes of strings are fixed."""
     env = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
-    # Strings must hash alike in a worker and its replacement, or iterating over a set differs between them.
+    # Strings must hash alike in a worker and its replacement, or they iterate over sets in different orders.
     if env.get("PYTHONHASHSEED", "random") == "random":
         env["PYTHONHASHSEED"] = "0"
     env.pop("TORCHELASTIC_ERROR_FILE", None)
@@ -42,12 +42,7 @@ def clean_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Preload:
-    """What a zygote is told.
-
-    Attributes:
-        modules: to import.
-        program: the user's script or module, for the title in ``ps``.
-    """
+    """What a zygote is to import; ``program``, the user's script or module, is for the title in ``ps``."""
 
     modules: tuple[str, ...]
     program: str = ""
@@ -69,14 +64,14 @@ class Standby:
     """One zygote. Started as soon as it is made; imports when told what; forks when asked.
 
     Attributes:
-        spawn: starts a zygote process, given its end of the channel and its environment, and returns the pid. Another
-            way than a fresh interpreter may be put here (tests fork one that has imported everything).
-        pid: of the zygote.
+        spawn: starts a zygote process, given its end of the channel and its environment, and returns the pid. Tests put
+            another way here, which forks a process that has imported everything.
         ready: it has imported everything and waits for requests.
         report: its answer about the imports (``threads``, ``seconds``, ``failed``).
+        outstanding: requests without an answer, by token.
 
     Raises:
-        OSError: the system lets no process start.
+        OSError: no process can be started.
     """
 
     spawn: ClassVar[Callable[[socket.socket, dict[str, str]], int]] = staticmethod(_spawn_zygote)
@@ -98,7 +93,7 @@ class Standby:
         mine.setblocking(False)
 
     def fileno(self) -> int:
-        """Readable when the zygote has answered."""
+        """For a selector: readable when the zygote has answered."""
         return self._channel.fileno()
 
     def preload(self, what: Preload, *, more: bool = False) -> None:
@@ -112,18 +107,19 @@ class Standby:
         self._send(request.to_json())
 
     def _send(self, line: str) -> None:
-        # A request is some kilobytes and the zygote reads at once: blocking here is shorter than going round the loop.
+        # A request is some kilobytes and the zygote reads at once: blocking here is shorter than another turn of
+        # the loop.
         self._channel.setblocking(True)
         try:
             self._channel.sendall(line.encode() + b"\n")
         except OSError:
-            pass  # it died; its end is noticed on its own and its requests are made again
+            pass  # it died; the agent notices that by itself and makes its requests again
         finally:
             self._channel.setblocking(False)
 
     def answers(self) -> list[tuple[StartRequest, int]]:
-        """``(request, pid)`` of workers forked since the last call; ``-errno`` for a pid where it could not fork.
-        What is no answer is passed over: who waits for one asks another standby after a while.
+        """``(request, pid)`` of workers forked since the last call; ``-errno`` for a pid where it could not fork. Never
+        blocks. Damaged answers are passed over: who waits for one asks another standby after a while.
         """
         with suppress(BlockingIOError, ConnectionError):
             while chunk := self._channel.recv(65536):
@@ -151,11 +147,7 @@ class Standby:
 
 
 def start_fresh(request: StartRequest) -> int:
-    """Start a worker in a fresh interpreter, without any standby; returns its pid.
-
-    Raises:
-        OSError: the system lets no process start.
-    """
+    """Start a worker in a fresh interpreter; returns its pid. Raises OSError if no process can be started."""
     read, write = os.pipe()
     line = request.to_json().encode()
     try:
@@ -168,7 +160,7 @@ def start_fresh(request: StartRequest) -> int:
     finally:
         os.close(read)
     started.returncode = 0
-    # The pipe takes 64 KiB at once; the rest when the interpreter reads.
+    # The pipe takes 64 KiB at once, the rest when the interpreter reads.
     with open(write, "wb") as pipe, suppress(BrokenPipeError):
         pipe.write(line)
     return started.pid

@@ -23,11 +23,9 @@ from shared_core.protocol.worker_env import Resized
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """In what a worker is started.
+    """What the workers of an attempt are started with.
 
     Attributes:
-        places: of this machine's workers.
-        attempt: that is under way.
         store: where workers find the job's store, see :class:`~shared_core.protocol.worker_env.WorkerEnv`.
         address: of this machine, where there are several.
         line: what the attempt continues from, if the number of workers has changed.
@@ -43,15 +41,8 @@ class AttemptStart:
 
 
 class Starter:
-    """Starts workers.
-
-    Args:
-        options: of the agent.
-        job_dir: private folder of the job.
-        make_logs: called with the ranks of this machine; makes the log files.
-
-    Attributes:
-        config: options of the job, with what the script has said of its checkpoints.
+    """Starts workers. ``make_logs`` gets the ranks of this machine. ``config`` has the script's options of
+    checkpoints, too.
     """
 
     def __init__(
@@ -70,23 +61,22 @@ class Starter:
         self.config = options.config
 
     def use(self, config: SwiftConfig) -> None:
-        """Later workers get these options."""
         self.config = config
 
     def open_logs(self, ranks: list[int]) -> WorkerLogs:
-        """The log files, which the first call makes."""
+        """The log files; the first call makes them."""
         if self._logs is None:
             self._logs = self._make_logs(ranks)
             self._logs.start()
         return self._logs
 
     def start(self, local_rank: int, start: AttemptStart) -> None:
-        """Ask for a worker; the worker pool says when its process exists."""
+        """Ask for a worker; the worker pool tells when its process exists."""
         rank = start.places.workers[local_rank].global_rank
         self._worker_pool.start(self._worker(local_rank, start, start.attempt.incarnations[rank]))
 
     def prepare(self, local_rank: int, start: AttemptStart) -> LiveWorker:
-        """Ask for a hot standby: the worker that follows the present one of its rank."""
+        """Ask for a hot standby: it becomes the next incarnation of its rank."""
         rank = start.places.workers[local_rank].global_rank
         spare = self._worker(local_rank, start, start.attempt.incarnations[rank] + 1)
         spare.request.env[worker_env.SPARE] = "1"
@@ -132,10 +122,8 @@ class Starter:
 
     @property
     def logs_used(self) -> bool:
-        """Whether workers wrote log files, not only error files."""
         return self._logs is not None and self._logs.used
 
     def close(self) -> None:
-        """Copy what is left of the logs, and close them."""
         if self._logs is not None:
             self._logs.stop()

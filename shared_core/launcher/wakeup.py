@@ -43,29 +43,28 @@ class Wakeup:
         self.received.append(number)
 
     def poke(self) -> None:
-        """End the wait; from any thread."""
+        """End the wait. Any thread may call."""
         with suppress(OSError):
             self._write.send(b"p")
 
     def tell(self) -> None:
-        """End the wait: there is something to read in the job's store. From any thread."""
+        """End the wait: there is something to read in the job's store. Any thread may call."""
         self.told = True
         self.poke()
 
     def take(self) -> bool:
-        """What there is to read is read now; whether there is anything."""
+        """Reset :attr:`told`, and return what it was. Call before the store is read."""
         told, self.told = self.told, False
         return told
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until anything happens, at most so long."""
         self.selector.select(max(0.0, timeout_s))
         with suppress(BlockingIOError):
             while self._read.recv(4096):
                 pass
 
     def close(self) -> None:
-        """Give the signals back to whom they belonged."""
+        """Restore the signal handlers, and close the descriptors."""
         if self._old_handlers:
             signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old_handlers.items():

@@ -1,4 +1,4 @@
-"""The worker processes of one agent: starting them from standbys or fresh, and hearing of their deaths."""
+"""The worker processes of one agent: starting them from standbys or fresh, and noticing their deaths."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from shared_core.waiting import Wait, ranks_text
 
 #: A standby that does not answer a request for so long is replaced, in seconds.
 ANSWER_TIMEOUT_S = 10.0
-#: Standbys that die before they are ready, in a row, until workers no longer wait for one; and until no more are made,
-#: where it was the imports that ended them.
+#: After so many standbys in a row that die before they are ready, workers no longer wait for one. If the imports ended
+#: them, no more are made.
 GIVE_UP_AFTER = 2
-#: Pause before another is made then, in seconds: the first, and the longest.
+#: Pause before another standby is made then, in seconds: the first, and the longest.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _THREADS = (
     "the standby holds {} threads after its imports; a forked worker has only one of them. If workers hang at start, "
@@ -42,19 +42,15 @@ class LiveWorker:
     """A running worker process.
 
     Attributes:
-        local_rank: place on this machine.
-        rank: logical rank.
-        incarnation: n-th worker that holds the rank.
-        request: how it was started.
-        pid: process id.
-        started: ``time.time()`` when it was asked for.
-        born: ``time.time()`` when its process existed.
+        incarnation: how many workers held the rank before.
+        pid: 0 before there is a process.
+        started: when it was asked for, in seconds since the epoch.
+        born: when its process existed, in seconds since the epoch.
         how: ``standby``, ``respawn`` or ``prepared``.
         spare: a hot standby: it holds no rank yet.
-        pidfd: readable when it dies, if the kernel has that.
+        pidfd: readable when it dies; None without support in the kernel.
         stopped_looks: looks in a row that found it in state T.
-        cause: why the agent killed it, if it did.
-        kind: of the cause.
+        cause: why the agent killed it; empty if it did not.
     """
 
     local_rank: int
@@ -72,7 +68,7 @@ class LiveWorker:
     kind: CauseKind = CauseKind.DIED
 
     def kill(self, cause: str, kind: CauseKind = CauseKind.DIED) -> None:
-        """SIGKILL to its process group."""
+        """SIGKILL to its process group; ``cause`` is shown to the user."""
         self.cause, self.kind = cause, kind
         process.kill_group(self.pid)
 
@@ -81,11 +77,7 @@ class LiveWorker:
         self.spare, self.started, self.how = False, time.time(), "prepared"
 
     def raised(self, code: int) -> RaisedError | None:
-        """The exception with which it ended, if it left one.
-
-        Args:
-            code: its exit code.
-        """
+        """The exception with which it ended, if it left one; ``code`` is its exit code."""
         path = self.request.env.get(ERROR_FILE, "")
         if code > 0 and path:
             with suppress(OSError, ValueError):
@@ -105,13 +97,12 @@ class WorkerPool:
         selector: the agent's; pidfds and standbys are registered there, to wake it.
         standbys: how many zygotes to keep; 0 starts every worker in a fresh interpreter.
         standby_env: environment of a zygote.
-        preload: what a zygote is told.
         say: prints a line for the user.
         early: a zygote that was started before, to save time; it is told the modules here.
         wait_timeout_s: longest time that a zygote may import when a worker waits for it.
 
     Attributes:
-        live: workers that run, by pid.
+        live: workers that run, by pid; the lease's thread reads them, too.
         spares: hot standbys that run, by pid.
     """
 
@@ -154,7 +145,7 @@ class WorkerPool:
     # -- starting -----------------------------------------------------------------------------------------------------
 
     def fill_standbys(self) -> None:
-        """Start zygotes until there are as many as wanted, now or, where the system lets no process start, later."""
+        """Start zygotes until there are as many as wanted; later if no process can be started now."""
         self._fills = True
         while len(self._standbys) < self._wanted_standbys and self._refusals.due and self._pause_over:
             try:
@@ -221,7 +212,6 @@ class WorkerPool:
         return new
 
     def _refuse(self, worker: LiveWorker, error: OSError) -> None:
-        """The system let no process start for a worker: it waits for the next try."""
         self._refusals.refused(f"no process can be started for rank {worker.rank}", error)
         if not worker.cause:
             self._waiting.append(worker)
@@ -240,7 +230,7 @@ class WorkerPool:
         self._new.append(worker)
 
     def promote(self, spare: LiveWorker) -> None:
-        """A hot standby takes its rank's place: from now on it is a worker; see :meth:`started`."""
+        """A hot standby takes its rank's place; the next :meth:`started` returns it."""
         del self.spares[spare.pid]
         spare.take_place()
         self.live[spare.pid] = spare
@@ -252,7 +242,7 @@ class WorkerPool:
         return fallen
 
     def cancel_starts(self) -> None:
-        """Forget workers that have no process yet; one that a zygote is just forking is killed when it is heard of."""
+        """Forget workers without a process. One that a zygote is just forking is killed when its pid is known."""
         self._waiting.clear()
         for worker in self._starting.values():
             worker.cause = CANCELLED
@@ -264,7 +254,6 @@ class WorkerPool:
 
     @property
     def starting(self) -> bool:
-        """Whether a worker was asked for that has no process yet."""
         return bool(self._waiting or self._starting)
 
     def _welcome(self, standby: Standby) -> None:
@@ -284,7 +273,7 @@ class WorkerPool:
         while (pid := process.peek_dead()) is not None:
             worker = self.live.pop(pid, None) or self.spares.pop(pid, None)
             if worker is not None:
-                process.kill_group(pid)  # while the zombie still holds the pid: its loader processes go with it
+                process.kill_group(pid)  # while the zombie still holds the pid: its data loader processes end with it
             code = process.reap(pid)
             if worker is not None:
                 self._note_death(worker, code, dead)
@@ -302,11 +291,8 @@ class WorkerPool:
         return dead
 
     def look_after_standbys(self) -> None:
-        """Kill a standby that is stopped or does not answer; its end is then noticed as any other. Start those that
-        could not be started before.
-
-        Raises:
-            OutOfResources: no process could be started for a worker for as long as one is waited for.
+        """Kill standbys that are stopped or do not answer; start those that could not be started before. Call at each
+        tick. Raises OutOfResources if no process could be started for a worker for ``wait_timeout_s``.
         """
         late = any(time.monotonic() - asked > ANSWER_TIMEOUT_S for asked in self._asked.values())
         for standby in self._standbys:
@@ -317,7 +303,7 @@ class WorkerPool:
         self._look_at_wait()
 
     def _look_at_wait(self) -> None:
-        """Workers wait for a zygote that imports: say so, and after a while do without that one."""
+        """Workers wait for a zygote that imports: tell the user, and after ``wait_timeout_s`` kill that one."""
         if not self._waiting:
             self._wait = None
             return
@@ -337,7 +323,7 @@ class WorkerPool:
                     process.kill_group(standby.pid)
 
     def _failed_standby(self, standby: Standby, *, by_signal: bool) -> None:
-        """A standby is gone. Somebody may have killed it; that says nothing of the next one."""
+        """A standby has ended. If a signal ended it, that tells nothing about the next one."""
         self._standbys.remove(standby)
         self._unregister(standby.fileno())
         if standby.pidfd is not None:
@@ -388,7 +374,6 @@ class WorkerPool:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def signal_all(self, sig: signal.Signals) -> None:
-        """Send ``sig`` to every worker's process group."""
         for pid in list(self.live):
             process.kill_group(pid, sig)
 
@@ -409,7 +394,7 @@ class WorkerPool:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for pid in left:  # an orphan's own children come to the agent when it is gone: look again
+            for pid in left:  # an orphan's own children become the agent's when it is gone: look again
                 with suppress(ChildProcessError):
                     os.waitpid(pid, 0)
         for worker in (*self.live.values(), *self.spares.values()):
@@ -419,7 +404,6 @@ class WorkerPool:
 
 
 def _awaited(preload: Preload, refused: OSError | None) -> str:
-    """What workers wait for that have no process yet, in words."""
     if refused is not None:
         return "the system to let a process start"
     packages = dict.fromkeys(name.partition(":")[0].partition(".")[0] for name in preload.modules or ("torch",))

@@ -22,7 +22,7 @@ from shared_core.loaders.randomness import RawRandom, changed, restore_raw
 from shared_core.loaders.reader import MANY, MapReader, Note, Reader, StreamReader, Told, has_state, watch_of
 from shared_core.loaders.seeded import SeededDataset
 
-#: Passes whose order is kept: a publication may name the one before the last.
+#: The orders of so many passes are kept: a publication may name the one before the last.
 _ORDERS_KEPT = 3
 
 
@@ -32,7 +32,7 @@ class Orders(Protocol):
     Attributes:
         may_drop: samples may be left out when the number of workers changes.
         asked: the number may change while the job runs. Otherwise it may only between two starts, and orders are
-            published where that changes nothing else.
+            published only where that changes nothing else.
     """
 
     may_drop: bool
@@ -45,12 +45,10 @@ class Orders(Protocol):
         """What was published under ``name``."""
 
     def drop(self, name: str) -> None:
-        """It will not be asked for any more."""
+        """It will not be read any more."""
 
 
 class _Notary:
-    """Publishes the order of each pass and notes its name."""
-
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
         self.record: Record | None = None
@@ -75,12 +73,7 @@ class LoaderKind(enum.Enum):
 
 
 def kind_of(loader: Any, mode: str) -> LoaderKind:
-    """Which kind a loader is.
-
-    Args:
-        loader: any iterable.
-        mode: the option ``data``.
-    """
+    """Which kind a loader (any iterable) is, given the option ``data``."""
     stock = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     maps = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
     if maps and mode == "seeded":
@@ -95,7 +88,7 @@ def kind_of(loader: Any, mode: str) -> LoaderKind:
 
 
 def _says_where_in_workers(stream: Any) -> bool:
-    """Whether each loader worker's copy of a stream can say where it is; torch itself changes pipes in the workers."""
+    """Whether each loader worker's copy of a stream can tell its place; torch itself changes pipes in the workers."""
     return has_state(stream) and not isinstance(stream, IterDataPipe)
 
 
@@ -106,20 +99,19 @@ class Engine:
         loader: any iterable.
         mode: the option ``data``.
         place: seed, rank and number of the pass; the last is set when a pass begins.
-        orders: where the order of each pass is published; None where that will not be asked for.
+        orders: where the order of each pass is published; None where it is never read.
         beside: objects, by name, that reading the loader may change although it does not show that it holds them.
         reading: entered whenever the loader is asked for something.
 
     Attributes:
-        kind: see :class:`LoaderKind`.
         iterated: the object whose iterator is taken.
-        indices: in the place of its sampler; None where that is the loader's own.
+        indices: stands for the loader's sampler; None where the loader keeps its own.
         in_process: items are read in this process.
         stream: items cannot be read in another order, or left out.
         workers: loader workers that can be told what to do.
         owned: generators and counters of the loader.
         compared: items that are read again are compared with what they were.
-        says_where: the loader or its data set, if it can say where it is; None if neither can.
+        says_where: the loader or its data set, if it can tell its place; None if neither can.
         pool: the passes that shape the next one, and the newest.
 
     Raises:
@@ -192,12 +184,7 @@ class Engine:
     # -- iterating ----------------------------------------------------------------------------------------------------
 
     def start(self, record: Record, follow: Follow | None = None) -> Iterator[Any]:
-        """``iter()`` of the loader, noting what it draws from.
-
-        Args:
-            record: of the pass.
-            follow: what the sampler is to do.
-        """
+        """``iter()`` of the loader; notes in ``record`` what it draws from. ``follow``: what the sampler is to do."""
         continues = self.continues()
         self.look_around()
         record.owned = self.owned.capture()
@@ -221,7 +208,6 @@ class Engine:
         return inner
 
     def _reader(self, follow: Follow) -> Reader:
-        """What loader workers read in the place of the data set."""
         loader = self.loader
         if self.stream:
             size = loader.batch_size or 1
@@ -229,15 +215,14 @@ class Engine:
         return MapReader(loader.dataset, loader.collate_fn, loader.worker_init_fn)
 
     def _enter(self, record: Record, inner: Iterator[Any], continues: bool) -> None:
-        """``record`` is the newest pass."""
         if continues and inner is self._last():
             self.pool = [*self.pool, record]
-        else:  # of those before it there is nothing but what they changed in the data set
+        else:  # earlier passes only matter for what they changed in the data set
             self.pool = [*(each for each in self.pool if self.in_process and each.rereads), record]
             self.times = [0] * len(self.times)
         try:
             self._last = weakref.ref(inner)
-        except TypeError:  # some built-in iterators have no weak references; only a loader that is its own matters
+        except TypeError:  # some built-in iterators take no weak references; only one that is its own iterator matters
             own = self.loader if inner is self.loader else None
             self._last = lambda: own
 
@@ -252,7 +237,7 @@ class Engine:
         return last is not None and (last is self.loader or last is getattr(self.iterated, "_iterator", None))
 
     def fetch(self, inner: Iterator[Any]) -> tuple[Any, Note | None]:
-        """The next item, and what a loader worker tells with it."""
+        """The next item, and a loader worker's note with it. Raises StopIteration."""
         with self._reading():
             return self._fetch(inner)
 
@@ -278,7 +263,7 @@ class Engine:
         return name
 
     def look_around(self) -> None:
-        """There may be other objects than there were."""
+        """Look again for generators and counters: the objects may be others now."""
         self.owned = OwnedState(self._roots)
         self._watch = None
         if self.kind is LoaderKind.RESTORE and self.in_process:
@@ -297,7 +282,7 @@ class Engine:
             self.give_up(record, "its data set")
 
     def where(self) -> Any:
-        """What the loader or its data set say of their place, as a copy; None if neither can."""
+        """A copy of the state of the loader or its data set that tells its place; None if neither can."""
         return copy.deepcopy(self.says_where.state_dict()) if self.says_where is not None and self.in_process else None
 
     def go_to(self, where: Any) -> None:
@@ -306,12 +291,12 @@ class Engine:
             self.says_where.load_state_dict(copy.deepcopy(where))
 
     def restore_owned(self, owned: Mapping[str, Any], where: Any = None) -> None:
-        """Put back generators and counters; not those of what is told where it was."""
+        """Put back generators and counters, except of what gets its place by :meth:`go_to`."""
         leave = None if where is None else "loader" if self.says_where is self.loader else "loader.dataset"
         self.owned.restore(owned, leave)
 
     def finish(self, state: Mapping[str, Any]) -> None:
-        """The place of a failed worker is reached: take over what it had changed in all."""
+        """The place of a failed worker is reached: take over all that it had changed."""
         last = state["iterations"][-1] if state["iterations"] else {}
         where = state.get("where")
         self.restore_owned(state["owned"], where if where is not None else last.get("stream"))
@@ -329,18 +314,17 @@ class Engine:
         self.pool[-1] = record
 
     def deal_out(self, record: Record | None, state: Mapping[str, Any]) -> None:
-        """Iterate what was dealt out to this rank, if the pass is such; None for the sampler's indices."""
+        """Iterate this rank's share of a divided pass; None for the sampler's indices."""
         if self.indices is None:
             return
         self.indices.listed, self.indices.first = None, 0
         if record is not None and record.dealt and self.notary is not None:
             orders = self.notary.orders
-            if "indices" in state:  # it is never dropped: worker processes that last may need it much later
+            if "indices" in state:  # never dropped: persistent worker processes may need it much later
                 record.order = orders.write(state["indices"])
             self.indices.listed, self.indices.first = orders.read(record.order), record.first
 
     def follow_attribute(self, name: str, value: Any) -> None:
-        """The user has set an attribute of the loader."""
         replaced = self.workers and name in ("collate_fn", "worker_init_fn")
         if self.iterated is not self.loader and not replaced:
             vars(self.iterated)[name] = value
@@ -354,13 +338,12 @@ class Engine:
         self.say_in_proportion(f"reading batches changes {what}, which cannot be put back")
 
     def tell_cost(self, record: Record) -> None:
-        """Say so, once, if a failure takes time in proportion to the place in the pass."""
+        """Tell the user, once, if a failure takes time in proportion to the place in the pass."""
         again = record.delivered and record.rereads is None and record.stream is None
         if again and self.kind in (LoaderKind.REREAD, LoaderKind.STATE) and not self.cheap:
             self.say_in_proportion("it is a stream that cannot be told where it was")
 
     def say_in_proportion(self, why: str) -> None:
-        """A failure will take time in proportion to the place in the pass."""
         if not self._said:
             self._said = True
             kind = type(self.loader).__name__
@@ -371,7 +354,7 @@ class Engine:
             )
 
     def stop(self, inner: Iterator[Any] | None) -> None:
-        """End an iterator, and workers that this process has started."""
+        """End an iterator, and the workers that this process has started."""
         attributes = getattr(self.iterated, "__dict__", {})
         for iterator in (inner, attributes.get("_iterator")):
             shutdown = getattr(iterator, "_shutdown_workers", None)

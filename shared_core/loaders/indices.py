@@ -30,7 +30,7 @@ from shared_core.loaders.seeded import SeededBatch, SeededIndex, place_seed
 _SAMPLER = -1
 #: Indices drawn at once where none of them is read: too few for a run of the garbage collector.
 _SKIPPED_AT_ONCE = 256
-#: Samplers known to draw global randomness at most with their first index: nothing to watch later.
+#: Samplers that draw global randomness at most with their first index: they need no watching later.
 _KNOWN_SAMPLERS = (
     BatchSampler,
     DistributedSampler,
@@ -48,7 +48,7 @@ class Follow:
     Attributes:
         way: which indices are given to be read.
         draws: what the sampler drew from.
-        prepare: called with the number of each index before it is drawn, unless it is one of the ``quiet`` ones.
+        prepare: called with the number of each index before it is drawn, except for ``quiet`` ones.
         quiet: numbers of indices before which nothing is put back.
         states: of loader workers, by the number of the batch before which each is put back.
         ends: no index is given.
@@ -70,10 +70,9 @@ class Drawing(Iterator[Any]):
     Args:
         source: of the sampler.
         known: it draws global randomness at most with its first index.
-        workers: of the loader, if they can be told what to do.
-        follow: what is drawn without being read.
+        workers: of the loader, if they can be told what to do; else 0.
         told: states that loader workers have not been given yet, by worker; shared by the passes of a loader.
-        watch: told of each index before it is read in this process; asked for each time.
+        watch: gives what is told of each index before it is read in this process; called each time.
     """
 
     def __init__(
@@ -98,14 +97,14 @@ class Drawing(Iterator[Any]):
         return self._log.notes
 
     def sum_at(self, number: int) -> int | None:
-        """Checksum of the first ``number`` indices; smaller numbers are not asked for later."""
+        """Checksum of the first ``number`` indices; later calls must not ask for smaller numbers."""
         while len(self._sums) > 1 and self._sums[0][0] < number:
             self._sums.popleft()
         at, found = self._sums[0]
         return found if at == number else None
 
     def arrive(self) -> None:
-        """All that a failed worker had read is drawn, and the next is asked for as in any pass."""
+        """Draw all that a failed worker had read; from here on indices are drawn as in any pass."""
         if not self._follow.ends:
             with suppress(StopIteration):
                 self._draw_up_to(self._follow.way.begin - 1)
@@ -162,22 +161,22 @@ class Indices:
     """Stands for a loader's batch sampler (or sampler): skips, seeds and watches its draws.
 
     Args:
-        inner: the sampler that the user's loader has.
+        inner: the sampler of the user's loader.
         batched: whether it yields the indices of a batch, or one index.
         known: whether it draws global randomness at most with its first index.
-        workers: of the loader, if they can be told what to do.
+        workers: of the loader, if they can be told what to do; else 0.
         place: seed, rank and epoch in seeded mode, read when an iteration starts; else None.
     """
 
     def __init__(self, inner: Any, batched: bool, known: bool, workers: int, place: list[int] | None) -> None:
         self.inner = inner
         self._batched, self._known, self._workers, self._place = batched, known, workers, place
-        #: Taken over by iterators made while it is set (a loader with workers makes two).
+        #: Used by iterators made while it is set (a loader with workers makes two).
         self.follow = Follow()
-        #: What to draw instead of the sampler's indices, and the number of its first.
+        #: Drawn in place of the sampler's indices, and the number of its first.
         self.listed: list[Any] | None = None
         self.first = 0
-        #: Given the indices of an iteration before the first is drawn, where they must be known in advance.
+        #: Called with the indices of an iteration before the first is drawn, where they must be known in advance.
         self.announce: Callable[[list[Any]], None] | None = None
         #: Told of each index before it is read in this process.
         self.watch: OpaqueWatch | None = None
@@ -194,12 +193,7 @@ class Indices:
         return len(self.inner)
 
     def begin(self, follow: Follow, lasting: bool) -> None:
-        """A pass begins.
-
-        Args:
-            follow: what is drawn without being read.
-            lasting: by the loader workers of the pass before it.
-        """
+        """A pass begins; ``lasting``: with the loader workers of the pass before."""
         self.follow = follow
         if not lasting:
             self._told.clear()
@@ -214,7 +208,7 @@ class Indices:
         return self.newest
 
     def _source(self, listed: list[Any] | None) -> Iterator[Any]:
-        """Indices of an iteration, drawn when the first is asked for."""
+        """Indices of an iteration; all are drawn when the first is asked for, where they must be announced."""
         if listed is not None or self.announce is None:
             yield from self.inner if listed is None else listed
             return
@@ -275,8 +269,8 @@ def all_known(loader: DataLoader[Any]) -> bool:
 
 
 def may_list(loader: DataLoader[Any]) -> bool:
-    """Whether nobody can see when its indices are drawn, so that all may be drawn with the first."""
-    inner = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)  # Accelerate's share of another's
+    """Whether it makes no difference when its indices are drawn, so that all may be drawn with the first."""
+    inner = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)  # Accelerate's BatchSamplerShard
     samplers = [inner, getattr(inner, "sampler", loader.sampler)]
     return all(
         s is None or type(s) in _KNOWN_SAMPLERS or _is_distributed_wrapper(s) or _is_seedable(s) for s in samplers

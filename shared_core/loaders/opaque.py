@@ -1,4 +1,4 @@
-"""Notices when reading items changes something that nobody can put back: a cache, a buffer, an opened file."""
+"""Notices when reading items changes something that cannot be put back: a cache, a buffer, an opened file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OpaqueWatch:
 
     Args:
         roots: by name, what to look at.
-        owned: what is put back exactly; changes of that do not count.
+        owned: is put back exactly; changes of that do not count.
         alone: nothing but the reading of batches changes them in this process.
     """
 
@@ -48,7 +48,7 @@ class OpaqueWatch:
         self._walk()
 
     def look(self, indices: Any) -> None:
-        """A batch with these indices is about to be read."""
+        """A batch with these indices is about to be read; None where there are no indices."""
         several = isinstance(indices, Sequence) and not isinstance(indices, (str, bytes))
         self._indices = list(indices)[:_MAX_POINTS] if several else [indices]
         known = self._before if self._alone and self._before else None
@@ -58,10 +58,7 @@ class OpaqueWatch:
         ]
 
     def changed(self) -> str:
-        """Name of what has changed since :meth:`look`; empty if nothing has.
-
-        There may be new objects then: make another watch.
-        """
+        """Name of what has changed since :meth:`look`, else empty. Make another watch then: objects may be new."""
         for (name, item), before in zip(self._points, self._before, strict=True):
             if not _same(before, self._glance(item)):
                 return name
@@ -107,7 +104,6 @@ class OpaqueWatch:
 
 
 def _is_large(item: Any) -> bool:
-    """Whether only some of its entries are compared."""
     if isinstance(item, _CONTAINERS):
         return len(item) > _SMALL
     return isinstance(item, np.ndarray) and item.nbytes > _SMALL_BYTES
@@ -149,7 +145,6 @@ def _attributes(item: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _slots(kinds: tuple[type, ...]) -> tuple[str, ...]:
-    """Attributes that these classes keep in slots."""
     found: list[str] = []
     for each in kinds:
         slots = () if _of_a_library(each) else vars(each).get("__slots__", ())
@@ -174,7 +169,7 @@ def _held(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Of the variables that its instructions read or write; ``co_names`` has those of attributes as well."""
+    """Global variables that its instructions read or write; ``co_names`` also has attributes."""
     return tuple({str(each.argval): None for each in dis.get_instructions(code) if each.opname.endswith("_GLOBAL")})
 
 

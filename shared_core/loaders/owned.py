@@ -1,4 +1,4 @@
-"""Generators and plain counters that hang on a loader, its samplers and its data set."""
+"""Generators and plain counters that a loader, its samplers and its data set hold."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _OPAQUE = (
     torch.nn.Module,
     np.ndarray,
 )
-#: Attributes through which user objects refer back to what trains them, and a loader to its running workers; their
-#: state is not what an iteration starts from.
+#: Attributes through which user objects refer back to what trains them, and a loader to its running workers; an
+#: iteration does not start from their state.
 BACK_REFERENCES = frozenset({"trainer", "_trainer", "model", "datamodule", "_iterator"})
 
 
 class OwnedState:
-    """Generators and plain counters that hang on a loader, its samplers and its data set.
+    """Generators and plain counters that a loader, its samplers and its data set hold.
 
-    They live in the process that iterates; an epoch can only be read again if they are first put back to where they
-    were. Objects are found by walking attributes (a bounded number), so that user-defined samplers need no interface.
+    They live in the process that iterates; an epoch can only be read again if they are first put back. Objects are
+    found by walking attributes (a bounded number), so user-defined samplers need no interface.
     """
 
     def __init__(self, roots: Mapping[str, object]) -> None:
@@ -55,11 +55,8 @@ class OwnedState:
         return {"scalars": scalars, "generators": {p: generator_state(g) for p, g in self._generators.items()}}
 
     def restore(self, state: Mapping[str, Any], leave: str | None = None) -> None:
-        """Put back what :meth:`capture` took, or a part of it; attributes that are gone are left alone.
-
-        Args:
-            state: see :meth:`capture`.
-            leave: path of an object that is left alone, with all that it holds.
+        """Put back what :meth:`capture` took, or a part of it; attributes that are gone are left alone. ``leave`` is
+        the path of an object that is left alone, with all that it holds.
         """
 
         def ours(path: str) -> bool:
@@ -77,7 +74,7 @@ class OwnedState:
                 set_generator_state(self._generators[path], data)
 
     def holds(self, item: object) -> bool:
-        """Whether an object's scalars, or a generator, are among what is captured."""
+        """Whether an object's scalars, or a generator, are captured here."""
         return id(item) in self._held
 
     def _visit(self, path: str, item: Any, depth: int) -> None:

@@ -19,25 +19,24 @@ class Record:
 
     Attributes:
         epoch: number of the pass.
-        before: what ``iter()`` drew from, as it was.
+        before: state of the random parts that ``iter()`` drew from.
         owned: generators and counters of the loader before ``iter()``.
         owned_first: the same before the first fetch, where most samplers start.
         loaded: ``state_dict`` given to the loader before ``iter()``.
         fetches: what fetches of a stream drew from.
         draws: what the sampler drew from.
         delivered: batches fetched.
-        exhausted: the end was reached.
-        order: name under which its indices were published.
-        first: number of its first batch, where the rest of a pass was dealt out again.
+        order: name under which its indices were published; empty if they were not.
+        first: number of its first batch, where this is the divided rest of a pass; else 0.
         dealt: its indices are the published ones, not the sampler's.
-        length: of the pass, then.
-        rereads: batches whose reading changed what cannot be put back, with the state in which each was read. None:
-            all batches are such, or nobody knows.
-        items_sum: checksum of all items delivered, where all are read again; None where nobody has computed it.
-        indices_sum: checksum of the indices of the batches delivered; None where nobody has computed it.
+        length: of the pass, if ``dealt``.
+        rereads: batches whose reading changed what cannot be put back, with the state in which each was read. None: all
+            batches are such, or it is unknown.
+        items_sum: checksum of all items delivered, where all are read again; else None.
+        indices_sum: checksum of the indices of the batches delivered; None if not computed.
         loader_workers: state of each loader worker before the first batch that it has to read again.
         turn: the loader worker that reads the first batch of a stream to be read again.
-        stream: state of a loader or data set that can say where it is, before the first batch to be read.
+        stream: state of a loader or data set that can tell its place, before the first batch to be read.
     """
 
     epoch: int = 0
@@ -61,7 +60,6 @@ class Record:
     stream: Any = None
 
     def plain(self) -> dict[str, Any]:
-        """As plain data."""
         return dict(vars(self))
 
 
@@ -70,8 +68,8 @@ class Way:
     """How to reach a place.
 
     Attributes:
-        lead: batches that are read only for what reading them changes, in order. None: a loader worker is passed over,
-            so that each batch is read by the worker that read it before.
+        lead: batches that are read only for what reading them changes, in order. None: a loader worker is skipped, so
+            that each batch is read by the worker that read it before.
         begin: the first batch whose items are wanted; those before it that are not in ``lead`` are drawn, not read.
     """
 
@@ -85,7 +83,6 @@ def way_to(
     """How a replacement reaches the place of the failed worker.
 
     Args:
-        record: of the pass.
         ahead: items that were fetched before their use.
         workers: of the loader.
         seeded: what an item draws is a function of its place.
@@ -114,13 +111,11 @@ def _by_turns(numbers: Collection[int], begin: int, workers: int) -> list[int | 
 
 
 def needed(records: Sequence[Record], *, workers: int) -> list[tuple[Record, bool]]:
-    """The passes that shape a loader's next one, where they do: its workers last, or it is its own iterator.
+    """The passes that shape a loader's next one, where they do: its workers persist, or it is its own iterator.
 
     A pass is needed if it changed what cannot be put back, or if the next that is needed begins with loader workers
-    that have not told their state in it. In the first pass the workers are started.
-
-    Returns:
-        Each with whether it has to be read; otherwise it is only begun.
+    that have not told their state in it. In the first pass the workers are started. Each comes with whether it has to
+    be read; otherwise it is only begun.
     """
     if records and records[-1].stream is not None:
         return [(records[-1], True)]
@@ -137,7 +132,7 @@ def needed(records: Sequence[Record], *, workers: int) -> list[tuple[Record, boo
 
 
 def of_a_peer(state: Mapping[str, Any]) -> dict[str, Any]:
-    """As :func:`as_copy`, for a loader whose place in the data somebody else keeps."""
+    """As :func:`as_copy`, for a loader whose place in the data is kept by another worker."""
     owned = {**state["owned"], "scalars": state["moved"]}
     return {**state, "owned": owned, "iterations": [], "recent": [], "live": False}
 

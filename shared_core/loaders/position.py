@@ -20,8 +20,6 @@ _MARKED = 4
 
 @dataclass
 class _Mark:
-    """The state of this process before a fetch."""
-
     random: RawRandom = field(default_factory=RawRandom)
     owned: dict[str, Any] = field(default_factory=dict)
     where: Any = None
@@ -31,7 +29,7 @@ class _Mark:
 
 
 class Position(Iterator[Any]):
-    """The iterator that a ``ResumableLoader`` hands out.
+    """The iterator that a ``ResumableLoader`` returns.
 
     Args:
         ahead: items that are fetched before their use.
@@ -39,9 +37,8 @@ class Position(Iterator[Any]):
         lazy: begin at the first fetch.
 
     Attributes:
-        record: of the pass.
         last_items: after a restore, items that were fetched ahead of their use.
-        begun: the iterator of the loader exists.
+        inner: the iterator of the loader; None before it is made.
     """
 
     def __init__(self, engine: Engine, record: Record, ahead: int, keep: int, lazy: bool) -> None:
@@ -59,12 +56,11 @@ class Position(Iterator[Any]):
 
     @property
     def exhausted(self) -> bool:
-        """Whether the end was reached."""
         return self.record.exhausted
 
     @property
     def left(self) -> int | None:
-        """Items not yet fetched, where the rest of the pass was dealt out to another number of workers."""
+        """Items not yet fetched, of the divided rest of a pass; None for a whole pass."""
         return self.record.length - self.record.delivered if self.record.dealt else None
 
     @property
@@ -101,7 +97,7 @@ class Position(Iterator[Any]):
         return item
 
     def fetches_ahead(self, ahead: int) -> None:
-        """So many items are fetched before their use."""
+        """Change how many items are fetched before their use."""
         self._ahead = ahead
         if self._recent.maxlen != max(ahead, 1):
             self._recent = deque(self._recent, maxlen=max(ahead, 1))
@@ -114,14 +110,13 @@ class Position(Iterator[Any]):
         """The record, with what is not noted at each fetch."""
         engine, record = self._engine, self.record
         if engine.kind is LoaderKind.STATE:
-            # Before its first item it says where the pass before it ended. And who draws from a global generator may
+            # Before its first item it tells where the pass before it ended. And who draws from a global generator may
             # do so only once, at the start, which nobody can see.
             begun = record.delivered > self._ahead and not record.fetches
             record.stream = self._where() if begun else None
         return record
 
     def correct_epoch(self, epoch: int) -> None:
-        """It is another pass than was thought."""
         self.record.epoch = epoch
 
     def take_up(
@@ -132,23 +127,16 @@ class Position(Iterator[Any]):
         told: list[Note],
         items: list[Any],
     ) -> None:
-        """Continue where the pass of a failed worker was.
-
-        Args:
-            record: of that pass.
-            inner: the loader's iterator, at that place.
-            drawing: what draws its indices.
-            told: by loader workers with the batches fetched ahead of their use.
-            items: those fetched last.
+        """Continue where the pass of a failed worker was, with the loader's iterator at that place. ``told`` came from
+        loader workers with batches fetched ahead of their use; ``items`` were fetched last.
         """
-        self._told, self._latest = deque(told), None  # what was seen before says nothing of generators that were set
+        self._told, self._latest = deque(told), None  # what was seen before tells nothing of generators that were set
         self.inner, self.record, self._drawing, self.last_items, self._keep = inner, record, drawing, items, 0
         self._log.notes = record.fetches
         if drawing is not None:
             record.draws = drawing.draws
 
     def end(self) -> None:
-        """There is nothing to iterate."""
         self.inner, self.record, self._drawing, self._keep = iter(()), Record(exhausted=True), None, 0
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -161,7 +149,7 @@ class Position(Iterator[Any]):
         return self.inner
 
     def _mark(self) -> _Mark | None:
-        """The state before a fetch, where it may be asked for: what a fetch changes is known only after it."""
+        """The state before a fetch, where it may be needed: what a fetch changes is known only after it."""
         engine = self._engine
         if not engine.in_process:
             return None
@@ -174,15 +162,14 @@ class Position(Iterator[Any]):
     def _note(self, mark: _Mark) -> None:
         engine, record = self._engine, self.record
         self._recent.append(mark)
-        # A stream may carry on what each of its items drew, such as a shuffle buffer; a sampler nobody watches starts
-        # with the first.
+        # A stream may keep what each of its items drew, such as a shuffle buffer; an unwatched sampler starts with
+        # the first.
         if engine.stream or engine.indices is None and record.delivered == 0:
             self._latest = RawRandom(self._latest)
             self._log.note(record.delivered, mark.random, self._latest)
             record.fetches = self._log.notes
 
     def _note_told(self, told: Note) -> None:
-        """What the worker has told that read this batch."""
         engine, record = self._engine, self.record
         if told.changed:
             before = [other.state for other in self._told if other.worker == told.worker]

@@ -1,4 +1,4 @@
-"""The random state that reading data can touch: the three global generators and those that loaders own."""
+"""The random state that reading data can touch: the three global generators and those that loaders own. CPU only."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _MANY_NOTES = 256
 
 
 class RawRandom:
-    """The global generators as the libraries hand them out, compared and packed on demand.
+    """The global generators as the libraries return them, compared and packed on demand.
 
-    Args:
-        earlier: of the same process; NumPy's state is taken from there if it has not moved since, which is several
-            times cheaper. Not after NumPy's generator has been set.
+    ``earlier``, of the same process, gives NumPy's state if it has not moved since, which is several times cheaper. Do
+    not pass it after NumPy's generator has been set.
     """
 
     __slots__ = ("torch", "python", "numpy", "_words")
@@ -51,7 +50,7 @@ class RawRandom:
 
 
 def _numpy_words() -> bytes:
-    """Words and position of NumPy's global generator, as they lie in memory: 100 times faster than its state."""
+    """Words and position of NumPy's global generator, read from memory: 100 times faster than its state."""
     source = vars(np.random)["get_bit_generator"]()  # public, but not in the stubs
     if type(source) is not np.random.MT19937:
         return repr(np.random.get_state(legacy=False)).encode()
@@ -72,9 +71,8 @@ def changed(before: RawRandom, after: RawRandom) -> frozenset[str]:
 
 
 class DrawLog:
-    """Notes what a sequence of draws started from, leaving out what follows from the draw before.
-
-    A generator that only these draws use needs one note; one that others use in between (dropout) needs one a draw.
+    """Notes what a sequence of draws started from, leaving out what follows from the draw before. A generator that only
+    these draws use needs one note; one that others use in between (dropout) needs one a draw.
     """
 
     def __init__(self) -> None:

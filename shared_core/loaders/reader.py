@@ -1,4 +1,4 @@
-"""What a loader worker does besides reading: it tells its state with each batch, and goes to one it is given."""
+"""What a loader worker does besides reading: it sends its state with each batch, and goes to one that it is given."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ _DREW = "a global random generator with the items of a stream"
 
 
 class Asked:
-    """An index, or those of a batch, with what else the loader worker is to do.
-
-    Args:
-        index: as the sampler gave it.
-        state: put back before it is read; see :attr:`Told.state`.
-        passed_over: nothing is read.
+    """An index, or those of a batch, for a loader worker. ``state`` (see :attr:`Note.state`) is put back first; with
+    ``passed_over`` nothing is read.
     """
 
     def __init__(self, index: Any = None, state: dict[str, Any] | None = None, passed_over: bool = False) -> None:
@@ -33,14 +29,13 @@ class Asked:
 
 
 class Note:
-    """What a loader worker tells with a batch; no container, so that pinning memory does not look into it.
+    """What a loader worker sends with a batch; no container, so that pinning memory does not look into it.
 
     Attributes:
         state: its generators, those and counters of its data set, and ``state_dict`` of that, after the batch was
-            read: as plain data, without what is as it was when the worker had started.
+            read: as plain data, without what is unchanged since the worker started.
         changed: what reading the batch changed that cannot be put back; empty if nothing.
         times: batches so far whose reading did so.
-        worker: number of the loader worker.
     """
 
     def __init__(self, state: dict[str, Any], changed: str, times: int, worker: int) -> None:
@@ -48,7 +43,7 @@ class Note:
 
 
 class Told(list[Any]):
-    """A batch and the :class:`Note` with it: a list, which is pinned as one."""
+    """A batch and its :class:`Note`: a list, so that the batch in it is pinned."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +51,8 @@ class ReaderStart:
     """Where loader workers begin a pass over a stream.
 
     Attributes:
-        states: by worker, see :attr:`Note.state`; a worker that is not named begins as it is.
-        turn: the worker whose turn it is: each one before it first gives a batch that is passed over.
+        states: by worker, see :attr:`Note.state`; a worker without one begins as it is.
+        turn: the worker whose turn it is: each one before it first gives a batch that is skipped.
         ends: nothing is read.
     """
 
@@ -67,12 +62,8 @@ class ReaderStart:
 
 
 class Reader:
-    """Stands for data set, ``collate_fn`` and ``worker_init_fn`` of a loader in its workers.
-
-    Args:
-        dataset: the user's; ``get_worker_info()`` shows it.
-        collate_fn: the user's.
-        worker_init_fn: the user's.
+    """Stands for data set, ``collate_fn`` and ``worker_init_fn`` of a loader, in its worker processes.
+    ``get_worker_info()`` shows the user's data set.
     """
 
     def __init__(
@@ -83,8 +74,8 @@ class Reader:
         self._times = 0
 
     def begin(self, worker: int) -> None:
-        """This is a new loader worker."""
-        # Older versions and newer ones forbid this in different ways; the user is to see the own data set.
+        """The ``worker_init_fn``."""
+        # Versions of torch forbid this in different ways; the user's code must see its own data set.
         object.__setattr__(get_worker_info(), "dataset", self._dataset)
         if self._init_fn is not None:
             self._init_fn(worker)
@@ -93,7 +84,7 @@ class Reader:
         self._latest = self._random
 
     def collate(self, items: Any) -> Told:
-        """The batch, and what reading it did."""
+        """The batch, with a note of what reading it changed."""
         batch = self._collate_fn(items)
         what = self._watch.changed() if self._watch is not None else ""
         if what:
@@ -106,7 +97,7 @@ class Reader:
     def _look_around(self) -> None:
         self._owned = OwnedState({"dataset": self._dataset, "collate_fn": self._collate_fn})
         self._watch: OpaqueWatch | None = None
-        if self._times <= MANY:  # where there were more, all will be read again
+        if self._times <= MANY:  # with more than that, all will be read again
             self._watch = watch_of(self._dataset, self._collate_fn, self._owned, alone=True)
 
     def _own_state(self) -> dict[str, Any]:
@@ -127,7 +118,7 @@ class Reader:
     def _go_to(self, state: dict[str, Any]) -> None:
         restore_raw(self._random)
         write_random(state.get("random", {}))
-        self._latest = RawRandom()  # what was seen before says nothing about what has just been set
+        self._latest = RawRandom()  # what was seen before tells nothing of what has just been set
         self._owned.restore({name: state.get(name, self._started[name]) for name in ("scalars", "generators")})
         if "stream" in state:
             self._dataset.load_state_dict(copy.deepcopy(state["stream"]))
@@ -136,8 +127,6 @@ class Reader:
 
 
 class MapReader(Reader):
-    """Stands for a map-style data set."""
-
     def __len__(self) -> int:
         return len(self._dataset)
 
@@ -153,7 +142,6 @@ class MapReader(Reader):
         return fetch_many(indices) if fetch_many else [self._dataset[index] for index in indices]
 
     def collate(self, items: Any) -> Told:
-        """The batch, and what reading it did."""
         return Told([None, None]) if items is _PASSED_OVER else super().collate(items)
 
     def _obey(self, asked: Any) -> Any:
@@ -170,14 +158,8 @@ class MapReader(Reader):
 
 
 class StreamReader(Reader):
-    """Stands for an iterable data set that can say where it is.
-
-    Args:
-        dataset: the user's.
-        collate_fn: the user's.
-        worker_init_fn: the user's.
-        size: items of a batch, 1 where the loader does not batch.
-        starts: of the first passes; those after them begin where the one before has ended.
+    """Stands for an iterable data set that can tell its place. ``size``: items of a batch, 1 where the loader does not
+    batch. ``starts`` are those of the first passes; later ones begin where the one before has ended.
     """
 
     def __init__(
@@ -205,10 +187,9 @@ class StreamReader(Reader):
             self._ended = True
 
     def collate(self, items: Any) -> Told:
-        """The batch, and what reading it did."""
         if items is _PASSED_OVER or type(items) is list and items[0] is _PASSED_OVER:
             return Told([None, None])
-        # Nobody can see whether the data set draws once, when it is iterated, or with each item. What the collate_fn
+        # It cannot be seen whether the data set draws once, when it is iterated, or with each item. What the collate_fn
         # draws belongs to its batch.
         drew = changed(self._latest, RawRandom(self._latest))
         told = super().collate(items)
@@ -224,22 +205,22 @@ class StreamReader(Reader):
             self._watch.look(None)
 
 
-#: So many batches whose reading changes what cannot be put back are read again; where there are more, all are.
+#: Up to so many batches whose reading changes what cannot be put back are read again; if there are more, all are.
 MANY = 16
 
 
 def watch_of(dataset: Any, collate_fn: Any, owned: OwnedState, alone: bool = False) -> OpaqueWatch:
-    """Looks at what reading changes. A data set that can say where it is has no other state."""
+    """Watches what reading changes. A data set that can tell its place has no other state."""
     roots = {"collate_fn": collate_fn} | ({} if has_state(dataset) else {"dataset": dataset})
     return OpaqueWatch(roots, owned, alone)
 
 
-#: Packages whose data sets come back to about where they were: ``datasets`` fills its shuffle buffer again.
+#: Packages whose data sets come back only near to their place: ``datasets`` fills its shuffle buffer again.
 _APPROXIMATE = frozenset({"datasets"})
 
 
 def has_state(item: Any) -> bool:
-    """Whether an object can say where it is, and be put exactly there."""
+    """Whether an object can tell its place, and be put exactly there."""
     package = type(getattr(item, "dataset", item)).__module__.partition(".")[0]
     if package in _APPROXIMATE:
         return False

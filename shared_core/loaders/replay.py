@@ -16,22 +16,21 @@ from shared_core.loaders.randomness import write_random
 from shared_core.loaders.reader import Note, ReaderStart
 from shared_core.waiting import Wait
 
-#: A record, the loader's iterator at its place, what draws its indices, and what loader workers have told with the
-#: batches fetched ahead.
+#: A record, the loader's iterator at its place, what draws its indices, and the notes of loader workers that came with
+#: the batches fetched ahead.
 Reached = tuple[Record, Iterator[Any], Drawing | None, list[Note]]
 
 
 def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[Any]) -> Reached | None:
-    """Put the loader where its newest pass was.
+    """Put the loader where its newest pass was; None if there was no pass. Leaves global generators undefined.
 
     Args:
-        engine: of the loader.
         state: of a failed worker's loader.
         taken: items that this process has taken of a loader that cannot be started again.
         items: receives the last ones delivered.
 
-    Returns:
-        None if there was no pass.
+    Raises:
+        Unsupported: if the items are not the same when they are read again.
     """
     records = [Record(**values) for values in state["iterations"]]
     if engine.kind is LoaderKind.SEEDED:
@@ -59,8 +58,6 @@ def start_of(record: Record, read: bool) -> ReaderStart:
 
 
 class _Replay:
-    """One pass, run again."""
-
     def __init__(
         self,
         engine: Engine,
@@ -80,7 +77,6 @@ class _Replay:
         self._way = way_to(record, ahead=self._ahead, workers=workers, seeded=seeded, taken=already, told=told)
 
     def run(self) -> Reached:
-        """Go to the place of the pass."""
         reached = self._run()
         record, drawing = self._record, reached[2]
         known = drawing.sum_at(record.delivered) if drawing is not None and record.rereads is not None else None
@@ -129,7 +125,7 @@ class _Replay:
         return reached
 
     def _compare(self) -> None:
-        """What was read again is what the failed worker had read, where that is known."""
+        """Raises Unsupported if other items were read than the failed worker had read, where that is known."""
         record = self._record
         if record.items_sum in (None, self._sum) or self._already or self._read != record.delivered:
             return
@@ -205,5 +201,4 @@ class _Replay:
 
 
 def _named(loader: Any) -> str:
-    """The class of what is read: the data set's, where a loader shows it."""
     return type(getattr(loader, "dataset", loader)).__name__

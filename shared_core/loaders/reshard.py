@@ -1,4 +1,4 @@
-"""The rest of an epoch for another number of workers: every sample once, none left out. Pure functions."""
+"""The rest of an epoch for another number of workers: every sample once, none left out. Pure."""
 
 from __future__ import annotations
 
@@ -17,19 +17,13 @@ MARK = "swift.loader"
 
 
 def divide(rests: Sequence[Sequence[Any]], workers: int) -> list[list[Any]]:
-    """Divide what old workers had not used among new ones.
+    """Divide what old workers had not used among new ones; returns the batches of each new worker.
 
-    Batches keep the size they had; where the samples do not fill the last ones, the last two steps are made smaller,
-    so that every worker has equally many batches and none is empty.
-
-    Args:
-        rests: for each old worker the batches (lists of indices) it had not used, in order; or single indices, of
-            loaders that do not batch.
-        workers: number of new workers.
-
-    Returns:
-        For each new worker its batches. Only where fewer samples than workers are left (for batches of one, and loaders
-        that do not batch: where they cannot be divided evenly) some are used twice, as ``DistributedSampler`` does.
+    ``rests`` are, for each old worker, the batches (lists of indices) it had not used, in order; or single indices, of
+    loaders that do not batch. Batches keep their size; where the samples do not fill the last ones, the last two steps
+    are made smaller, so that every worker has equally many batches and none is empty. Only where fewer samples than
+    workers are left (for batches of one, and loaders that do not batch: where they cannot be divided evenly) some are
+    used twice, as ``DistributedSampler`` does.
     """
     longest = max((len(rest) for rest in rests), default=0)
     in_turn = [rest[step] for step in range(longest) for rest in rests if step < len(rest)]
@@ -54,14 +48,13 @@ def divide(rests: Sequence[Sequence[Any]], workers: int) -> list[list[Any]]:
 
 
 def _fill(samples: list[Any], workers: int) -> list[Any]:
-    """The samples, and as many of the first again as make them a multiple of the number of workers."""
+    """The samples, and the first ones again until their number is a multiple of ``workers``."""
     return [*samples, *islice(cycle(samples), -len(samples) % workers)]
 
 
 def _step_sizes(samples: int, workers: int, step: int) -> list[int]:
-    """Samples of each step: full ones, and the last two alike if the last would leave a worker without.
-
-    With at least two in a full batch both halves are enough for all.
+    """Samples of each step: full ones, and the last two alike if the last would leave a worker without. With at least
+    two in a full batch both halves are enough for all workers.
     """
     sizes = [step] * (samples // step)
     rest = samples - sum(sizes)
@@ -131,7 +124,7 @@ def taken_up(state: Mapping[str, Any], indices: list[Any]) -> dict[str, Any]:
 
 
 def pack_indices(indices: Sequence[Any]) -> Any:
-    """Indices, or batches of them, as arrays where they are integers; see :func:`unpack_indices`."""
+    """Indices, or batches of them, as int64 arrays where they are integers; see :func:`unpack_indices`."""
     batched = set(map(type, indices)) == {list}
     flat = list(chain.from_iterable(indices)) if batched else indices
     if not set(map(type, flat)) <= {int}:
@@ -144,7 +137,7 @@ def pack_indices(indices: Sequence[Any]) -> Any:
 
 
 def rest_of(packed: Mapping[str, Any], done: int) -> Any:
-    """What is left of packed indices without the first ``done``; takes no time in proportion to their number."""
+    """Packed indices without the first ``done``; arrays are sliced, not copied."""
     if "items" in packed:
         return {"items": packed["items"][done:]}
     lengths = packed["lengths"]
@@ -165,15 +158,8 @@ def unpack_indices(packed: Mapping[str, Any]) -> list[Any]:
 
 
 def advance(state: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> int:
-    """Batches used at a later boundary by a worker of which only an earlier one is known.
-
-    Args:
-        state: its state at the earlier boundary.
-        before: another worker's there.
-        after: that worker's at the later boundary.
-
-    Raises:
-        RecoveryFailed: if another pass over the data has begun in between.
+    """Batches used at a later boundary by a worker of which only an earlier one, ``state``, is known. ``before`` and
+    ``after`` are another worker's at both. Raises RecoveryFailed if another pass began in between.
     """
     if not before["live"] or before["count"] != after["count"]:
         raise RecoveryFailed("a pass over the data began while the worker failed, and its order is not known")

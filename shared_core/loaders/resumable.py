@@ -1,4 +1,4 @@
-"""A wrapper around any iterable loader that can say where it is and be put back there in another process."""
+"""A wrapper around any iterable loader that can tell its place and be put back there in another process."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ class ResumableLoader:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:  # isinstance() sees the loader's class
+        """The loader's class, for ``isinstance``."""
         return type(self._swift_loader)
 
     def __getattr__(self, name: str) -> Any:
@@ -135,14 +136,14 @@ class ResumableLoader:
     def state(self, position: Iterator[Any] | None = None, *, between: bool = False) -> dict[str, Any]:
         """Where the iteration ``position`` is (default: the oldest one alive), as plain data.
 
-        Cost: a few microseconds in the common case; some kilobytes where generators were drawn from.
+        Costs a few microseconds in the common case; some kilobytes where generators were drawn from.
 
         Args:
             position: an iterator of this loader.
-            between: no iteration is in progress; only what shapes the next one is of interest.
+            between: no iteration is in progress; take only what shapes the next one.
 
         Raises:
-            Unsupported: if what is left of the iteration may have to be dealt out to others and cannot be.
+            Unsupported: if the rest of the iteration may have to be divided among others and cannot be.
         """
         engine = self._swift_engine
         found = position if type(position) is Position else self._swift_position()
@@ -161,7 +162,7 @@ class ResumableLoader:
             "count": self._swift_count,
             MARK: True,
             "ahead": self._swift_ahead,
-            # Workers with another part of the data have built their own samplers: what has changed since then follows.
+            # Workers with another part of the data have built their own samplers: they get what has changed since then.
             "moved": changes(self._swift_built, owned["scalars"]),
             "live": found is not None,
             "iterations": [each.plain() for each in records],
@@ -174,13 +175,16 @@ class ResumableLoader:
     def restore(self, state: Mapping[str, Any], position: Iterator[Any] | None = None, *, copied: bool = False) -> None:
         """Put the wrapper, and the iteration ``position`` of this process, where :meth:`state` was taken.
 
-        Global generators are left in an undefined state: the caller restores its own afterwards.
+        Leaves the global generators in an undefined state: the caller restores its own afterwards.
 
         Args:
             state: of this rank's failed worker.
             position: an iterator of this loader.
-            copied: it is another rank's: what its sampler was built with (the rank) does not follow, what has changed
-                since does.
+            copied: it is another rank's: what its sampler was built with (the rank) is not taken over, what has changed
+                since is.
+
+        Raises:
+            Unsupported: if the items are not the same when they are read again.
         """
         if copied:
             state = as_copy(state)
@@ -194,7 +198,7 @@ class ResumableLoader:
         self._swift_lazy = False
         self._swift_keep = 0
         self._swift_count = state["count"]
-        if state.get("fresh"):  # no worker had begun this pass: it is divided as the sampler does
+        if state.get("fresh"):  # no worker had begun this pass: the sampler divides it
             if found is not None:
                 found.correct_epoch(state["iterations"][-1]["epoch"])
             engine.restore_owned(state["owned"])
@@ -226,7 +230,7 @@ class ResumableLoader:
         return next((position for ref in self._swift_positions if (position := ref()) is not None), None)
 
     def _swift_refuse(self, found: Position) -> None:
-        """Raises Unsupported."""
+        """Raises Unsupported if the rest of the pass may have to be divided among others and cannot be."""
         notary = self._swift_engine.notary
         asked = notary is not None and notary.orders.asked and not notary.orders.may_drop
         if asked and self._swift_engine.indices is None and not found.exhausted:

@@ -1,7 +1,7 @@
-"""What the variables of a script hold that reading data can change: loaders, samplers, iterators, generators.
+"""Finds what reading data can change in a script's variables: loaders, samplers, iterators, generators.
 
 A replacement runs the script from its start. What exists when the script enters its loop exists there too, under the
-same names, in the state in which it was made; so the name says which of the failed worker's objects it is.
+same names, in the state in which it was made; so the name tells which of the failed worker's objects it is.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, types.Bui
 def variables_of(frame: types.FrameType | None) -> dict[str, Any]:
     """Loaders, samplers, iterators and random generators in the variables of a script, by name.
 
-    Looks at local and global variables of the functions that are running, and at what they hold (a bounded number).
-
-    Args:
-        frame: innermost one to be looked at; frames of this package are passed over.
+    Looks at local and global variables of the running functions from ``frame`` outward, without those of this package,
+    and at what they hold (a bounded number).
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -41,8 +39,8 @@ def variables_of(frame: types.FrameType | None) -> dict[str, Any]:
 
 
 def held_by(iterable: Any, objects: Mapping[Any, Any]) -> list[str]:
-    """Names of those objects that an iterable reads from, as far as that can be seen: ``islice``, ``zip``, ``map``,
-    ``enumerate``, generators.
+    """Names of those objects that an iterable reads from, as far as that can be seen. It looks into ``islice``,
+    ``zip``, ``map``, ``enumerate`` and generators.
     """
     names = {id(value): str(name) for name, value in objects.items()}
     found, seen, todo = [], {id(iterable)}, [(iterable, 0)]

@@ -16,7 +16,7 @@ def place_seed(*place: int) -> int:
 
 
 class SeededBatch(list[int]):
-    """Indices of one batch with the place it has in the run; travels to worker processes instead of a plain list."""
+    """Indices of one batch with its place in the run; sent to worker processes instead of a plain list."""
 
     place: tuple[int, ...] = ()
 
@@ -31,7 +31,7 @@ class SeededIndex:
 
 
 class SeededDataset:
-    """Stands for a map-style data set: seeds the generators before each item, then for the collate function."""
+    """Stands for a map-style data set: seeds the global generators before each item, then for the collate function."""
 
     def __init__(self, dataset: Any) -> None:
         self.__dict__["_swift_dataset"] = dataset

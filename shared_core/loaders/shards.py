@@ -1,7 +1,7 @@
 """Batches of any rank, by the number of their step: for workers that compute the share of a failed one.
 
-A batch is a function of seed, rank, epoch and its number in the epoch. Nothing has to be restored in a replacement, and
-any worker can read any rank's data.
+A batch is a function of seed, rank, epoch and its number in the epoch. A replacement has nothing to restore, and any
+worker can read any rank's data.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Shards:
     """The batches of all ranks.
 
     Args:
-        loader: reads the data of one rank: over a map-style data set, with a ``DistributedSampler`` or Accelerate's
-            ``BatchSamplerShard``.
+        loader: reads the data of one rank: over a map-style data set, with a ``DistributedSampler`` or
+            Accelerate's ``BatchSamplerShard``.
         world: number of ranks.
-        seed: with rank, epoch and number of the batch, of all random numbers that are drawn while it is read.
-        what: what asks for them, for messages.
+        seed: with rank, epoch and number of the batch, seeds all random numbers that are drawn while it is read.
+        what: the caller's name in error messages.
 
     Attributes:
         per_epoch: batches of each rank in an epoch.
@@ -63,8 +63,7 @@ class Shards:
         (self.per_epoch,) = counts
 
     def read(self, rank: int, epoch: int, number: int) -> Any:
-        """Batch ``number`` of a rank in an epoch. Read in their order they are read ahead as the loader's options say.
-
+        """Batch ``number`` of a rank in an epoch. Read in order, batches are read ahead as the loader's options say.
         Leaves the global random generators as they were.
         """
         before = RawRandom()
@@ -95,7 +94,6 @@ class Shards:
         return iter(DataLoader(dataset, batch_sampler=batches, generator=generator, **options))
 
     def _indices(self, rank: int, epoch: int) -> list[Any]:
-        """Those of all batches of a rank in an epoch."""
         if self._listed.get(rank, (-1,))[0] != epoch:
             before = RawRandom()
             seed_random(place_seed(self._seed, _SAMPLER, epoch))
@@ -104,7 +102,6 @@ class Shards:
         return self._listed[rank][1]
 
     def _placed(self, sampler: Any, rank: int, epoch: int) -> Any:
-        """A copy of a sampler as it is at a rank in an epoch."""
         placed = copy.copy(sampler)
         for name in ("sampler", "batch_sampler"):
             if getattr(placed, name, None) is not None:
@@ -121,7 +118,7 @@ class Shards:
 
 
 def _check(loader: Any, world: int, what: str) -> None:
-    """Raises Unsupported."""
+    """Raises Unsupported for data that other workers cannot read."""
     refusal = f"{what} needs data that any worker can read for any other"
     if not isinstance(loader, DataLoader):
         raise Unsupported(f"{refusal}: give it a torch.utils.data.DataLoader, not a {type(loader).__name__}")

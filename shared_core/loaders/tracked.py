@@ -25,7 +25,7 @@ from shared_core.loaders.randomness import read_random, write_random
 from shared_core.loaders.resumable import wrap_loader
 from shared_core.loaders.script import held_by, variables_of
 
-#: Loaders that no variable holds are remembered as long as they are among the last so many.
+#: Of loaders that no variable holds, so many are remembered.
 _REMEMBERED = 16
 
 
@@ -40,7 +40,7 @@ class LoaderOwner(Protocol):
 
     @property
     def orders(self) -> Orders | None:
-        """Where the order of each pass is published, where that may be asked for."""
+        """Where the order of each pass is published; None where it is never read."""
 
     @property
     def reading(self) -> Callable[[], AbstractContextManager[None]]:
@@ -60,13 +60,14 @@ class TrackedLoader:
 
     Args:
         loader: any iterable.
-        worker: that reads it.
+        worker: reads it.
+        config: options of the job.
         ahead: items that are fetched before they are used.
         epoch: number of its first pass; with ``data="seeded"`` part of the seed.
-        beside: what else reading it may change; see :class:`ResumableLoader`.
+        beside: other objects that reading it may change; see :class:`ResumableLoader`.
 
     Attributes:
-        loader: what to iterate in its stead.
+        loader: iterate this instead.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class TrackedLoader:
             state = of_a_peer(state)
         if state["live"]:
             self._pending = state
-        else:  # nothing has begun to read it: what the script gave it in both processes stays
+        else:  # nobody had begun to read it: what the script gave it in both processes stays
             self.loader.restore({**state, "owned": {**state["owned"], "scalars": state["moved"]}})
 
     @property
@@ -113,10 +114,8 @@ class TrackedLoader:
         return self._pending is not None
 
     def resume(self, position: Iterator[Any]) -> list[Any]:
-        """Put ``position`` where the failed worker's iteration was, if one was in progress.
-
-        Returns:
-            The items that the failed worker had fetched ahead of their use.
+        """Put ``position`` where the failed worker's iteration was, if one was in progress. Returns the items that the
+        failed worker had fetched ahead of their use.
         """
         if self._pending is None:
             return []
@@ -136,7 +135,7 @@ class Pass:
 
     Args:
         given: what the script iterates.
-        tracked: the loader that is read: ``given`` itself, or what a progress bar around it shows the progress of.
+        tracked: the loader that is read: ``given`` itself, or the one inside a progress bar.
 
     Attributes:
         index: of the next item, as ``enumerate`` counts.
@@ -150,7 +149,6 @@ class Pass:
         self._stream: Iterator[Any] | None = None
 
     def capture(self) -> dict[str, Any]:
-        """Its place, as plain data."""
         return {"key": self.key, "index": self.index, "state": self.tracked.loader.state(self.position)}
 
     def go_to(self, place: Mapping[str, Any]) -> None:
@@ -162,11 +160,7 @@ class Pass:
             self._given.n = self._given.initial = self.index
 
     def next(self) -> Any:
-        """The next item.
-
-        Raises:
-            StopIteration: at the end.
-        """
+        """The next item; raises StopIteration at the end."""
         if self._stream is None:
             self._stream = self.position
             if self._bar:
@@ -175,17 +169,12 @@ class Pass:
         return next(self._stream)
 
     def close(self) -> None:
-        """The script has left it."""
         if self._bar:
             self._given.iterable = self.tracked.loader.wrapped
 
 
 class Loaders:
-    """All loaders of one training loop.
-
-    Args:
-        worker: that reads them.
-    """
+    """All loaders of one training loop."""
 
     def __init__(self, worker: LoaderOwner, config: SwiftConfig) -> None:
         self._worker, self._config = worker, config
@@ -212,7 +201,7 @@ class Loaders:
         return self._publish(key, TrackedLoader(loader, self._worker, self._config, ahead))
 
     def forget(self, key: Hashable) -> None:
-        """Another loader will have this key."""
+        """Free a key for another loader."""
         self._published.pop(key, None)
         self._unclaimed.pop(key, None)
 
@@ -222,12 +211,7 @@ class Loaders:
         self._attached[key] = self.track(loader, key)
 
     def look_around(self, frame: types.FrameType | None, phase: int) -> None:
-        """Find what the script's variables hold at this point, in the place of what they held at an earlier one.
-
-        Args:
-            frame: that of the loop.
-            phase: number of the loop.
-        """
+        """Find what the script's variables hold now, at the loop of ``frame``; ``phase`` is its number."""
         known = {id(tracked.loader.wrapped): tracked for tracked in self._found.values()}
         attached = {id(tracked.loader.wrapped) for tracked in self._attached.values()}
         self._found, self._streams, self._beside = {}, {}, {}
@@ -242,19 +226,11 @@ class Loaders:
             try:
                 tracked = known.get(id(value)) or TrackedLoader(value, self._worker, self._config)
             except Unsupported:
-                continue  # said when the script iterates it
+                continue  # told when the script iterates it
             self._found[key] = self._publish(key, tracked)
 
     def begin(self, given: Any, epoch: int) -> Pass:
-        """The script begins a pass.
-
-        Args:
-            given: what it iterates.
-            epoch: number of the epoch.
-
-        Raises:
-            Unsupported: if it reads from an iterator that other passes read from too.
-        """
+        """The script begins a pass. Raises Unsupported if ``given`` reads from an iterator of other passes, too."""
         loader = given
         if not isinstance(given, DataLoader) and "iterable" in getattr(given, "__dict__", {}):
             loader = given.iterable
@@ -310,7 +286,7 @@ class Loaders:
         if ended in self._passes:
             self._passes.remove(ended)
         if not self._passes:
-            self._places.clear()  # those inside it that the script did not come back to
+            self._places.clear()  # those inside it to which the script did not come back
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -324,11 +300,7 @@ class Loaders:
         }
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Put loaders where those of the failed worker were; passes follow when they are begun.
-
-        Raises:
-            Unsupported: for the state of an earlier version.
-        """
+        """Put loaders where the failed worker's were; passes follow when begun. Raises Unsupported for old states."""
         if "passes" not in states:
             raise Unsupported(
                 f"rank {self._worker.rank}: this checkpoint was made by an earlier version of swift-recovery, which "
@@ -336,9 +308,7 @@ class Loaders:
             )
         self._unclaimed = {}
         self._places = deque(states["passes"])
-        for (
-            place
-        ) in self._places:  # where the script does not come back to a pass, it has changed its loader all the same
+        for place in self._places:  # if the script does not come back to a pass, that has still changed its loader
             if (tracked := self._published.get(place["key"])) is not None:
                 tracked.loader.heed(place["state"])
         for key, state in states["idle"].items():

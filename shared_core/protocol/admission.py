@@ -1,8 +1,8 @@
-"""How replacements take their places beside survivors that have continued without them, as a pure function.
+"""How replacements take their places beside survivors that have continued without them. Pure.
 
 All survivors stand at the same place after the same step boundary: at the boundary itself, or with nothing but the step
-made since. Nothing is under way. So nothing is replayed: a replacement is a copy of a replica, as it was at the
-boundary, with the newest state; of each group and channel it takes over what its peers have counted.
+made since. Nothing is under way, so nothing is replayed: a replacement is a copy of a replica, as it was at the
+boundary, with the newest state; of each group and channel it takes over the counts of its peers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def admit(frontiers: Mapping[int, Frontier], late: Collection[int] = ()) -> Plan
     Args:
         frontiers: of survivors and of those that are admitted; who stays away has none. A survivor's ``boundaries``
             ends with the step boundary that it has passed last.
-        late: ranks that were absent when the generation began. The others may have copied their state to replacements
-            since, so they give it.
+        late: ranks that were absent when the generation began. They give their state only if no other can: the others
+            may have copied theirs to replacements since.
 
     Raises:
         RecoveryFailed: if survivors stand at different places, an operation is under way or was made since the
@@ -78,7 +78,6 @@ def _place(front: Frontier) -> tuple[int, int, int, str, int]:
 
 
 def _groups(survivors: Mapping[int, Frontier]) -> dict[str, dict[int, GroupFrontier]]:
-    """For each group what its surviving members know of it."""
     groups: dict[str, dict[int, GroupFrontier]] = {}
     for rank, front in survivors.items():
         for name, group in front.groups.items():
@@ -102,9 +101,7 @@ def _check_quiet(name: str, here: Mapping[int, GroupFrontier]) -> None:
 
 
 def _check_unused(name: str, here: Mapping[int, GroupFrontier], survivors: Mapping[int, Frontier]) -> None:
-    """A replacement continues from the boundary, alone. Raises RecoveryFailed if the others have
-    used the group since.
-    """
+    """Raises RecoveryFailed if the group was used since the boundary, from which a replacement continues alone."""
     for rank, group in here.items():
         boundary = survivors[rank].boundaries[-1]
         if group.next != boundary.groups.get(name, 0):

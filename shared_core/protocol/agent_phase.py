@@ -1,4 +1,4 @@
-"""In which phase the agent of one machine is, and what it does about what happens, as a pure function."""
+"""The phases of the agent of one machine, and what it does about each event. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from enum import Enum, auto
 
 
 class AgentPhase(Enum):
-    """Where an agent is."""
-
     #: It waits for a place among the machines of the job.
     RENDEZVOUS = "rendezvous"
     #: The attempt is under way: failed workers are replaced.
     RUNNING = "running"
-    #: The number of workers changes: those that stay hand their state on.
+    #: The number of workers changes: those that stay write their state for the next attempt.
     RESIZING = "resizing"
     #: All workers are ended, and those of the next attempt are started.
     RESTARTING = "restarting"
@@ -25,13 +23,11 @@ class AgentPhase(Enum):
 
     @property
     def trains(self) -> bool:
-        """Whether workers are at work that have not all said goodbye."""
+        """Whether workers are running that have not all said goodbye."""
         return self in (AgentPhase.RUNNING, AgentPhase.RESIZING)
 
 
 class AgentEvent(Enum):
-    """What can happen to an agent."""
-
     #: It comes to the rendezvous, for the first time or again.
     CAME = "came"
     #: It has a place, or the next attempt is begun.
@@ -57,8 +53,6 @@ class AgentEvent(Enum):
 
 
 class AgentAction(Enum):
-    """What the agent is to do."""
-
     #: Start the workers of this machine.
     START = auto()
     #: Start replacements for ranks that failed during a change that is given up.
@@ -69,13 +63,13 @@ class AgentAction(Enum):
     KILL = auto()
     #: Forget what the workers of the attempt have published, except what the next one continues from.
     CLEAR = auto()
-    #: Wait as long as the policy for failures wants.
+    #: Wait as long as the policy for failures asks for.
     DELAY = auto()
     #: Take the place among the machines that continue, with their number of workers.
     REGROUP = auto()
     #: Forget the attempt.
     FORGET = auto()
-    #: Nobody is waited for any more.
+    #: No rank is waited for any more.
     LET_GO = auto()
 
 
@@ -111,16 +105,12 @@ for _phase in AgentPhase:
     if _phase is not AgentPhase.OVER:
         _TABLE[_phase, AgentEvent.FAILED] = AgentPhase.OVER, ()
     if _phase not in (AgentPhase.STOOD_DOWN, AgentPhase.OVER):
-        # The store may fail at any moment, while the workers are being started, too.
+        # The store may fail at any moment, also while the workers are being started.
         _TABLE[_phase, AgentEvent.FENCED] = AgentPhase.STOOD_DOWN, (AgentAction.KILL, AgentAction.FORGET)
 
 
 def transition(phase: AgentPhase, event: AgentEvent) -> Outcome:
-    """The phase that follows, and what is to be done.
-
-    Raises:
-        IllegalAgentEvent: if the event cannot happen in the phase.
-    """
+    """The next phase, and the actions in order. Raises IllegalAgentEvent for an impossible event."""
     try:
         return _TABLE[phase, event]
     except KeyError:

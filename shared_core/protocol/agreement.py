@@ -1,4 +1,4 @@
-"""What the ranks of a generation agree on, as one of them tells it to all the others: a plan, or why there is none."""
+"""What the ranks of a generation agree on, as one of them sends it to all the others: a plan, or why there is none."""
 
 from __future__ import annotations
 
@@ -16,28 +16,18 @@ from shared_core.protocol.plan import Plan, Transfer
 
 @dataclass(frozen=True)
 class Agreed:
-    """What was decided for one generation.
-
-    Attributes:
-        plan: None where there is none.
-        failed: why there is none.
-    """
+    """What was decided for one generation: a plan, or ``failed``, why there is none."""
 
     plan: Plan | None
     failed: str = ""
 
     def plan_or_fail(self) -> Plan:
-        """The plan.
-
-        Raises:
-            RecoveryFailed: there is none.
-        """
+        """Raises RecoveryFailed if there is no plan."""
         if self.plan is None:
             raise RecoveryFailed(self.failed)
         return self.plan
 
     def to_json(self) -> str:
-        """Inverse of :meth:`from_json`."""
         plan = self.plan
         stored: _StoredPlan | None = None
         if plan is not None:
@@ -57,16 +47,7 @@ class Agreed:
 
     @classmethod
     def from_json(cls, raw: bytes | str, key: str, world_size: int) -> Agreed:
-        """Inverse of :meth:`to_json`.
-
-        Args:
-            raw: what the store holds.
-            key: where it was.
-            world_size: number of ranks.
-
-        Raises:
-            DamagedRecord: it is something else.
-        """
+        """Inverse of :meth:`to_json`; raises DamagedRecord. ``key``: where it was in the store, for the message."""
         stored: _Stored = decode(raw, _Stored, key)
         found = stored["plan"]
         if (found is None) != bool(stored["failed"]):
@@ -91,8 +72,6 @@ class Agreed:
 
 
 class _StoredPlan(TypedDict):
-    """Shape of a stored plan."""
-
     boundaries: list[tuple[Count, StepBoundary | None]]
     donors: list[tuple[Count, Count]]
     transfers: list[tuple[Count, Count, dict[str, list[Count]]]]
@@ -106,8 +85,6 @@ class _StoredPlan(TypedDict):
 
 
 class _Stored(TypedDict):
-    """Shape of what is stored."""
-
     failed: str
     plan: _StoredPlan | None
 

@@ -1,7 +1,7 @@
-"""Records that the processes of a job leave for each other in its store: read by their shape, or refused with a line.
+"""Records that the processes of a job leave for each other in its store: checked against a shape when they are read.
 
 A shape is a type: a dataclass, a ``TypedDict``, ``list[str]``, ``tuple[Count, ...]``, ``dict[str, X]``, ``X | None``.
-Whoever defines a record so says once what every reader of it accepts. What is stored is JSON, or a word.
+Who defines a record so defines once what every reader of it accepts. What is stored is JSON, or a word.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shared_core.plain_json import parse
 
 #: The largest count: every reader of JSON keeps it exactly.
 MOST = 2**53 - 1
-#: Whole numbers without a bound of their own fit in so many bits, sign apart.
+#: Whole numbers without bounds of their own fit in so many bits, without the sign.
 _BITS = 64
 
 
@@ -39,12 +39,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Form:
-    """Form of a text.
-
-    Attributes:
-        pattern: that matches all of it.
-        what: it is, for messages.
-    """
+    """Form of a text: a pattern for all of it, and a name of the form for messages."""
 
     pattern: str
     what: str
@@ -84,13 +79,7 @@ _SHORT.maxlevel = _SHORT.maxlist = _SHORT.maxdict = 3
 
 
 def damaged(key: str, wrong: str, advice: str = "") -> DamagedRecord:
-    """The error for an entry of the job's store.
-
-    Args:
-        key: of the entry.
-        wrong: what is wrong with it.
-        advice: what to do, if not what can always be done.
-    """
+    """The error for an entry of the job's store. ``advice`` replaces the usual one."""
     return DamagedRecord(
         f"the entry {key} in the job's store is damaged or was written by something else: {wrong}; "
         + (advice or "start the job again, and let nothing else reach its store")
@@ -98,16 +87,8 @@ def damaged(key: str, wrong: str, advice: str = "") -> DamagedRecord:
 
 
 def decode(raw: bytes | str, shape: Any, key: str, advice: str = "") -> Any:
-    """What a record says, as a value of type ``shape``.
-
-    Args:
-        raw: what the store holds.
-        shape: what it must be, see the module.
-        key: where it was, for the message.
-        advice: see :func:`damaged`.
-
-    Raises:
-        DamagedRecord: it is something else.
+    """A JSON record as a value of type ``shape``, see the module. Raises DamagedRecord if it does not fit. ``key``:
+    where it was, for the message; ``advice``: see :func:`damaged`.
     """
     try:
         return fit(parse(raw if isinstance(raw, str) else bytes(raw).decode()), shape)
@@ -122,21 +103,11 @@ class Record:
     """A record whose JSON has its fields."""
 
     def to_json(self) -> str:
-        """One JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, raw: bytes | str, key: str = "", rank: int | None = None) -> Self:
-        """Inverse of :meth:`to_json`.
-
-        Args:
-            raw: what the store holds.
-            key: where it was, for the message.
-            rank: of whom it must be, if that is to be checked.
-
-        Raises:
-            DamagedRecord: it is something else, or of another rank.
-        """
+        """Inverse of :meth:`to_json`. Raises DamagedRecord if it does not fit, or is not of ``rank``."""
         found: Self = decode(raw, cls, key or cls.__name__)
         if rank is not None and rank != (said := getattr(found, "rank", None)):
             raise damaged(key, f"its rank is {said}")
@@ -144,11 +115,7 @@ class Record:
 
 
 def text(raw: bytes, key: str, shape: Any = str) -> str:
-    """A record that is text, of a shape.
-
-    Raises:
-        DamagedRecord: it is none.
-    """
+    """A record that is plain text, of a shape. Raises DamagedRecord if it does not fit."""
     try:
         found: str = fit(bytes(raw).decode(), shape)
         return found
@@ -159,10 +126,8 @@ def text(raw: bytes, key: str, shape: Any = str) -> str:
 
 
 def fit(value: Any, shape: Any) -> Any:
-    """Plain data as a value of type ``shape``. Entries of objects that the shape does not name are left out.
-
-    Raises:
-        ValueError: it is something else; says where and what.
+    """Plain data as a value of type ``shape``. Entries of objects that the shape does not name are left out. Raises
+    ValueError that says where it does not fit, and why.
     """
     kind, arguments = get_origin(shape) or shape, get_args(shape)
     if kind is Annotated:
@@ -178,7 +143,7 @@ def fit(value: Any, shape: Any) -> Any:
         if not isinstance(value, str) or value not in arguments:
             raise _Wrong(f"not one of {', '.join(arguments)}", value)
         return value
-    if kind is object:  # any scalar, or nothing
+    if kind is object:  # any scalar, or None
         if value is not None and type(value) not in _SCALARS:
             raise _Wrong("not text, a number or a truth value", value)
         return None if value is None else _scalar(value, type(value))
@@ -224,7 +189,7 @@ def _members(values: dict[str, Any], kind: Any) -> dict[str, Any]:
 
 @cache
 def _shapes(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Shapes by name, and which of the names must be there."""
+    """Shapes by name, and the names that must be there."""
     shapes = get_type_hints(kind, include_extras=True)
     if not is_dataclass(kind):
         return shapes, frozenset(kind.__required_keys__)
@@ -247,5 +212,5 @@ def _scalar(value: Any, kind: Any) -> Any:
 
 
 def _is_unicode(value: str) -> bool:
-    """Half a pair of surrogates can be written in JSON, and nowhere else."""
+    """JSON can hold half a pair of surrogates; nothing else can."""
     return value.isascii() or not any("\ud800" <= each <= "\udfff" for each in value)

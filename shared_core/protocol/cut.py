@@ -1,8 +1,8 @@
-"""Where a job whose number of workers changes is cut: the step boundary from which it continues, as a pure function.
+"""Where a job whose number of workers changes is cut: the step boundary from which it continues. Pure.
 
-Workers that stay say what they have (:class:`Offer`); nobody continues meanwhile. The cut is the newest step boundary
-that all of them have published. What lies behind it is undone: rank-local state is that of the publication, and whoever
-has published nothing newer can put parameters and optimizer state back to it.
+Workers that stay publish what they have (:class:`Offer`); nobody continues meanwhile. The cut is the newest step
+boundary that all of them have published. What lies behind it is undone: rank-local state is that of the publication,
+and who has published nothing newer can put parameters and optimizer state back to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ class Offer(Record):
     """What one worker that stays has.
 
     Attributes:
-        rank: its logical rank.
         slot: place of its machine.
         boundaries: index, version and kind of each step boundary it has published, oldest first.
         version: optimizer steps its state contains; None if it is a replacement that has no state yet.
@@ -36,9 +35,9 @@ class Cut:
     """Where the job continues.
 
     Attributes:
-        boundary: index of the step boundary; 0 if nobody has published one, which means from the beginning.
+        boundary: index of the step boundary; 0 if nobody has published one: then it starts from scratch.
         version: optimizer steps of the state there.
-        donors: by machine's place, the rank that hands the replicated state on.
+        donors: by machine's place, the rank that gives the replicated state.
     """
 
     boundary: int
@@ -47,14 +46,7 @@ class Cut:
 
 
 def choose_cut(offers: Mapping[int, Offer]) -> Cut:
-    """The cut for these workers.
-
-    Args:
-        offers: of every worker that stays, by rank; at least one.
-
-    Raises:
-        RecoveryFailed: if there is no such boundary, or nobody has its state.
-    """
+    """The cut for the workers that stay, at least one; raises RecoveryFailed if there is none or its state is gone."""
     if all(not offer.boundaries for offer in offers.values()):
         return Cut(0, 0, {})
     common = set.intersection(*({boundary[0] for boundary in offer.boundaries} for offer in offers.values()))
@@ -69,7 +61,7 @@ def choose_cut(offers: Mapping[int, Offer]) -> Cut:
         )
     donors: dict[int, int] = {}
     for rank, offer in sorted(offers.items(), reverse=True):
-        # Whoever has published nothing newer has not committed the updates since.
+        # Who has published nothing newer has not committed the updates since.
         if offer.version is not None and offer.boundaries[-1][0] == newest and offer.version >= version:
             donors[offer.slot] = rank
     if not donors:

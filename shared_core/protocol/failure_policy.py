@@ -1,6 +1,4 @@
-"""What to do about a failure: pure decisions of plain data (budget, crash loops, back-off),
-testable without a process.
-"""
+"""What to do about a failure: budget, crash loops, back-off. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from shared_core.resources import advice_on
 
 #: A rank that dies so often in a row, in the same way and without progress, ends the job.
 LOOP_LIMIT = 3
-#: Seconds to wait before the n-th start in a row of a rank that makes no progress.
+#: Pause before the n-th start in a row of a rank that makes no progress, in seconds.
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0)
 #: Exceptions that a replacement would raise too: mistakes in the program or its options, not accidents.
 MISTAKES = frozenset(
     kind.__name__ for kind in (errors.ConfigError, errors.MissingExtra, errors.Unsupported, errors.UnsupportedOptimizer)
 )
-#: The end of the reason of a job that such an exception has ended; it says all that there is to say.
+#: End of the reason when such an exception has ended the job; the reason says all there is to say.
 AS_ANY = ", as any replacement would"
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in .*$', re.MULTILINE)
 _OURS = ("/shared_core/", "/lightning_swift/", "/accelerate_swift/")
@@ -42,7 +40,6 @@ class RaisedError:
 
     @property
     def kind(self) -> str:
-        """The exception's type."""
         return self.summary.partition(":")[0]
 
     @classmethod
@@ -68,15 +65,11 @@ class Death:
     """One failed worker.
 
     Attributes:
-        rank: logical rank.
-        pid: process id.
         exit_code: as Python's ``waitstatus_to_exitcode``: negative for a signal.
         cause: readable, for instance ``killed by SIGKILL``.
         boundaries: step boundaries its rank had passed.
-        error: its uncaught exception, if it had one.
-        error_file: where that was read from; empty if there was none.
-        detected: ``time.time()`` when the agent noticed.
-        kind: of the cause.
+        error_file: where ``error`` was read from; empty if there was none.
+        detected: when the agent noticed, in seconds since the epoch.
     """
 
     rank: int
@@ -95,7 +88,6 @@ class Verdict:
     """What to do about a death.
 
     Attributes:
-        action: ``replace`` the worker or ``end`` the job.
         delay_s: seconds to wait before the replacement is started.
         reason: why the job ends.
         first: the death to show to the user when it ends.
@@ -109,20 +101,17 @@ class Verdict:
 
 @dataclass
 class FailureBook:
-    """Counts failures and judges each.
-
-    Attributes:
-        budget: replacements left.
-        loop_limit: deaths of a rank in a row, alike and without progress, that end the job.
-    """
+    """Counts failures and judges each. ``budget``: replacements left; ``loop_limit``: see :data:`LOOP_LIMIT`."""
 
     budget: int
     loop_limit: int = LOOP_LIMIT
     _streaks: dict[int, list[Death]] = field(default_factory=lambda: defaultdict(list))
     _history: list[Death] = field(default_factory=list)
 
-    def judge(self, death: Death) -> Verdict:
-        """Record a death and say what follows; one replacement is taken from the budget if it is ``replace``."""
+    def judge(self, death: Death, *, charged: bool = True) -> Verdict:
+        """Record a death and return what follows; ``replace`` takes one replacement from the budget if ``charged``: a
+        restart of all answers several deaths, and counts once.
+        """
         self._history.append(death)
         streak = self._streaks[death.rank]
         if streak and death.boundaries > streak[-1].boundaries:
@@ -146,12 +135,12 @@ class FailureBook:
         if len(streak) >= self.loop_limit and all(_alike(other, death) for other in streak[-self.loop_limit :]):
             reason = f"rank {death.rank} died {self.loop_limit} times in a row without progress ({death.cause})"
             return Verdict("end", reason=reason, first=streak[-self.loop_limit])
-        if self.budget <= 0:
+        if charged and self.budget <= 0:
             first = self._history[0]
             return Verdict(
                 "end", reason="no replacements are left (--max-restarts)", first=first if death.error is None else death
             )
-        self.budget -= 1
+        self.budget -= charged
         return Verdict("replace", delay_s=BACK_OFF_S[min(len(streak), len(BACK_OFF_S)) - 1])
 
     def take(self) -> bool:
@@ -162,7 +151,7 @@ class FailureBook:
         return True
 
     def count_once(self, failed: int) -> None:
-        """So many ranks were judged, and a restart of all, which counts once, answers them."""
+        """These ranks were each judged; a restart of all answers them and counts once."""
         self.budget += failed - 1
 
     def forget_ranks(self) -> None:

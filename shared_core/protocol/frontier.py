@@ -10,14 +10,13 @@ from typing import Annotated
 from shared_core.protocol.codec import Count, Form, Record, damaged
 from shared_core.protocol.members import Members, members_of, wrong_members
 
-#: Ranks do not differ by more in the number of collectives that they have made of a group, nor in that of messages.
+#: A larger difference between ranks, in collectives of a group or in messages, is refused as damage.
 _MOST_APART = 10_000_000
 
 
 class Done:
-    """A set of sequence numbers, kept as everything below ``upto`` plus a few above it.
-
-    Collectives finish nearly in order, so the few above stay few.
+    """A set of sequence numbers, kept as everything below ``upto`` plus a few above it. Collectives finish nearly in
+    order, so the few above stay few.
     """
 
     __slots__ = ("extra", "upto")
@@ -27,7 +26,6 @@ class Done:
         self.extra = set(extra)
 
     def add(self, seq: int) -> None:
-        """Add one sequence number."""
         if seq < self.upto:
             return
         self.extra.add(seq)
@@ -48,7 +46,6 @@ class Done:
 
     @classmethod
     def from_json(cls, raw: list[int]) -> Done:
-        """Inverse of :meth:`to_json`."""
         return cls(raw[0], raw[1:])
 
 
@@ -56,12 +53,11 @@ class Done:
 Channel = tuple[int, int, int]
 
 
-#: Messages of each channel, by :func:`channel_key`.
+#: Number of messages of each channel, by :func:`channel_key`.
 PerChannel = dict[Annotated[str, Form(r"\d{1,9},\d{1,9},-?\d{1,19}", "a channel")], Count]
 
 
 def channel_key(channel: Channel) -> str:
-    """The channel as a JSON key."""
     return ",".join(map(str, channel))
 
 
@@ -79,8 +75,8 @@ class StepBoundary:
         sent: per group and channel, messages sent before the boundary.
         members: of each group, as in :mod:`shared_core.protocol.members`.
         replicas: ranks that hold the same parameters and optimizer state, this one among them; empty: all.
-        saved: parameters and optimizer state at this boundary are in a checkpoint, so that no donor is needed.
-        own: they are this rank's shard, and part of what it has published, so that no donor is needed.
+        saved: a checkpoint has parameters and optimizer state of this boundary, so no donor is needed.
+        own: the rank has published them itself, as its shard, so no donor is needed.
     """
 
     index: Count
@@ -104,9 +100,9 @@ class GroupFrontier:
         ranks: its members, as in :mod:`shared_core.protocol.members`.
         next: sequence number the next collective will get.
         done: finished collectives, as :meth:`Done.to_json`.
-        log: sequence numbers whose result this rank can hand to others.
-        exclusive: sequence numbers, still held, of collectives whose result differs by rank; all members take part
-            in them again.
+        log: sequence numbers whose result this rank can send to others.
+        exclusive: sequence numbers, still held, of collectives whose result differs by rank; all members take part in
+            them again.
         received: per channel, number of messages received.
         sent: per channel, number of messages sent.
         held: per channel, number of the first message that can be sent again.
@@ -126,18 +122,16 @@ class GroupFrontier:
 
 @dataclass(frozen=True)
 class Frontier(Record):
-    """What one rank tells the others when a generation is formed.
+    """What one rank publishes when a generation is formed.
 
     Attributes:
-        rank: logical rank.
-        incarnation: which worker holds it.
         replacement: whether it has yet to take over the failed worker's place.
         version: optimizer steps its state contains.
-        boundaries: step boundaries it has published (a replacement: the failed worker's, newest last).
+        boundaries: step boundaries it has published (a replacement: the failed worker's), newest last.
         groups: its groups by name (empty for a replacement).
         together: ranks that start again together, this one among them: messages between them are not on disk.
         boundary: number of the newest step boundary that this survivor has published.
-        kept: step boundaries whose parameters and optimizer state it can give as they were there.
+        kept: step boundaries whose parameters and optimizer state it can still give.
         outside: its script changes these outside updates: a newer state serves no older step boundary.
     """
 
@@ -153,23 +147,13 @@ class Frontier(Record):
     outside: bool = False
 
     def to_json(self) -> str:
-        """One JSON object."""
         return json.dumps(vars(self), separators=(",", ":"), default=vars)
 
 
 def read_frontiers(raws: Mapping[int, bytes], keys: Mapping[int, str], world_size: int) -> dict[int, Frontier]:
-    """The frontiers of some ranks.
-
-    Args:
-        raws: what the store holds, by rank.
-        keys: where it was.
-        world_size: number of all ranks.
-
-    Raises:
-        DamagedRecord: one is none.
-    """
+    """Decode and check the frontiers of some ranks; raises DamagedRecord. ``keys``: where they were, for messages."""
     frontiers: dict[int, Frontier] = {}
-    alike: dict[bytes, Frontier] = {}  # most differ in the rank only, which comes first, and decoding takes the time
+    alike: dict[bytes, Frontier] = {}  # most differ only in the rank, which comes first; decoding takes the time
     for rank, raw in raws.items():
         first, _, rest = bytes(raw).partition(b",")
         regular = first == b'{"rank":%d' % rank

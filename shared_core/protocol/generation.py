@@ -14,19 +14,18 @@ from typing import Any, Literal, TypedDict
 from shared_core.protocol.codec import Count, damaged, decode
 from shared_core.protocol.worker_env import Resized
 
-#: Of the form in which an entry is stored.
+#: Version of the form in which an entry is stored.
 VERSION = 2
-#: What whoever appends an entry leaves where workers may wait for something of the generation before it.
+#: Who appends an entry leaves this where workers may wait for something of the generation before.
 GIVEN_UP = "given up"
 
 
 def generation_key(generation: int) -> str:
-    """Key of an entry."""
     return f"gen/{generation}"
 
 
 def plan_key(generation: int) -> str:
-    """The plan of a generation, or :data:`GIVEN_UP`, whatever was said first."""
+    """The plan of a generation, or :data:`GIVEN_UP`; the first writer wins."""
     return f"gen/{generation}/plan"
 
 
@@ -51,18 +50,16 @@ def copy_key(generation: int, rank: int) -> str:
 
 
 def still_key(generation: int) -> str:
-    """Set when the workers that are present stand still until the absent ones are there."""
+    """Set when the present workers wait until the absent ones are there."""
     return f"gen/{generation}/still"
 
 
 class EntryKind(Enum):
-    """What happens with an entry."""
-
     #: All ranks form the generation, the replacements of failed ones among them.
     FORM = "form"
     #: The others continue at once without the absent ranks, and admit their replacements later.
     CARRY_ON = "continue"
-    #: The number of workers changes: those that stay hand their state on, and nothing is formed.
+    #: The number of workers changes: those that stay write their state for the next attempt, and nothing is formed.
     DRAIN = "drain"
     #: The attempt is over: all workers said goodbye.
     RELEASE = "release"
@@ -80,11 +77,9 @@ class EntryKind(Enum):
 
 
 class CauseKind(Enum):
-    """Why a worker failed."""
-
-    #: Its process ended, or was killed because it did not continue.
+    #: Its process ended, or was killed because it made no progress.
     DIED = "died"
-    #: It was killed because its state was damaged: replicas that are the majority have another.
+    #: It was killed because its state was damaged: the majority of its replicas have another one.
     DIVERGENT = "divergent"
     #: Its machine failed.
     MACHINE = "machine"
@@ -92,13 +87,7 @@ class CauseKind(Enum):
 
 @dataclass(frozen=True)
 class Cause:
-    """One failed worker.
-
-    Attributes:
-        kind: why, for rules.
-        text: why, for people.
-        who: its rank.
-    """
+    """One failed worker: its rank (``who``) and why, for rules and as text."""
 
     kind: CauseKind
     text: str
@@ -113,12 +102,11 @@ class Entry:
         generation: number of the entry.
         incarnations: for each rank, how many workers held it before the present one.
         absent: ranks that failed and without which the others continue; None until all workers use survivor groups.
-        kind: what happens.
         causes: one for each worker that failed just now.
-        detected: ``time.time()`` when that was noticed.
+        detected: when that was noticed, in seconds since the epoch.
         machines: for each place, the machine that holds it, None while nobody does; empty for a job on one machine. An
             agent leaves it out where it does not change.
-        stay: ranks that hand their state on.
+        stay: ranks that continue after a change of the number of workers.
         after: machines that continue after that.
         reason: for people.
         rank: whose error ends the job; -1 for none.
@@ -150,12 +138,8 @@ class Entry:
         return any(cause.who == rank and cause.kind is CauseKind.DIVERGENT for cause in self.causes)
 
     def while_changing(self, stay: Sequence[int], change: Entry | None) -> Entry:
-        """This entry where the number of workers changes; a change that is under way continues with those that are
-        left.
-
-        Args:
-            stay: ranks that are to hand their state on, if a change begins.
-            change: the newest entry, if one is under way.
+        """This entry as part of a change of the number of workers; unchanged if none begins or is under way. ``stay``
+        begins a change; else the one under way (``change``, the newest entry) continues without failed ranks.
         """
         if not stay and change is None:
             return self
@@ -168,7 +152,6 @@ class Entry:
         )
 
     def event_fields(self) -> dict[str, Any]:
-        """Of the ``generation`` event in the job's log."""
         fields: dict[str, Any] = {"machines": list(self.machines)} if self.machines else {}
         if self.absent is not None:
             fields["absent"] = sorted(self.absent)
@@ -185,7 +168,6 @@ class Entry:
         return fields | ({"reason": self.reason} if self.reason else {})
 
     def to_json(self) -> str:
-        """Inverse of :meth:`from_json`."""
         return json.dumps(
             {
                 "version": VERSION,
@@ -208,15 +190,8 @@ class Entry:
 
     @classmethod
     def from_json(cls, raw: bytes, generation: int, world_size: int) -> Entry:
-        """Inverse of :meth:`to_json`.
-
-        Args:
-            raw: what the store holds.
-            generation: the entry's number.
-            world_size: number of logical ranks.
-
-        Raises:
-            DamagedRecord: it is another's, or damaged. To follow it could start workers in an endless loop.
+        """Inverse of :meth:`to_json`. Raises DamagedRecord if it is damaged, or of another generation or job: to follow
+        it could start workers in an endless loop.
         """
         key = generation_key(generation)
         stored: _Stored = decode(raw, _Stored, key)
@@ -249,8 +224,6 @@ class Entry:
 
 
 class _Stored(TypedDict):
-    """Shape of a stored entry."""
-
     version: Count
     generation: Count
     kind: Literal["form", "continue", "drain", "release", "restart", "resize", "fail"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 
-#: Store queues that wake the agents, one for each machine's place, under the attempt's prefix.
+#: Store queues that wake the agents, one for each machine's place.
 WORDS = "words"
-#: Store queues of what workers report to the agent of their machine's place, under the attempt's prefix.
+#: Store queues of workers' reports to the agent of their machine, one for each machine's place.
 REPORTS = "reports"
-#: Name of a file in the job's folder, and of a key in the attempt's store: rank 0 finds there that the job ends.
+#: Name of a file in the job's folder, and of a key in the attempt's store: they tell rank 0 that the job ends.
 ENDING = "ending"
 #: Key that rank 0 sets when the last checkpoint is committed, or cannot be.
 SAVED = "saved"

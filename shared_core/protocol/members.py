@@ -1,6 +1,6 @@
-"""Members of a group as a short text, so that what ranks say at each step boundary does not grow with the job.
+"""Members of a group as a short text, so that what ranks publish at each step boundary does not grow with the job.
 
-Groups are regular: ``0-4095``, or every eighth rank. A list of them costs a text of their number.
+Groups are regular: ``0-4095``, or every eighth rank. A list of ranks would grow with their number.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ Members = Annotated[str, Form(rf"{_RUN}(,{_RUN})*", "members of a group")]
 
 
 def members_text(ranks: Sequence[int]) -> Members:
-    """Inverse of :func:`members_of`.
-
-    Args:
-        ranks: in group order; at least one.
-    """
+    """The shortest text for at least one rank, in group order. Inverse of :func:`members_of`."""
     parts, at = [], 0
     while at < len(ranks):
         step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 0
         end = at + 1
         while step > 0 and end < len(ranks) and ranks[end] - ranks[end - 1] == step:
             end += 1
-        if end - at < 3:  # nothing is gained
+        if end - at < 3:  # no shorter
             parts.append(str(ranks[at]))
             at += 1
             continue
@@ -41,7 +37,7 @@ def members_text(ranks: Sequence[int]) -> Members:
 
 @lru_cache(maxsize=1024)
 def members_of(text: Members) -> tuple[int, ...]:
-    """The global ranks, in group order. Look at :func:`wrong_members` first."""
+    """The global ranks, in group order. Check untrusted text with :func:`wrong_members` first: it may be huge."""
     return tuple(rank for run in _runs(text) for rank in run)
 
 
@@ -59,4 +55,4 @@ def _runs(text: Members) -> Iterator[range]:
         first, _, rest = run.partition("-")
         last, _, step = rest.partition(":")
         stride = int(step or 1)
-        yield range(int(first), int(last or first) + 1, stride) if stride else range(0)  # which is refused
+        yield range(int(first), int(last or first) + 1, stride) if stride else range(0)  # refused as empty

@@ -1,11 +1,11 @@
-"""Where in its program a rank calls an operation, and whether two members of a group may call one from there; pure."""
+"""Where in its program a rank calls an operation, and whether two members of a group may call one from there. Pure."""
 
 from __future__ import annotations
 
 import struct
 from typing import NamedTuple
 
-#: Bytes of a packed place. All zero: no place, as for what is not there yet.
+#: Layout of a packed place. All zero: no place was written yet.
 _PACKED = struct.Struct("<iIIIi")
 SIZE = _PACKED.size
 #: ``batch`` of a place behind the batches of a pass.
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     batch: int = 0
 
     def packed(self) -> bytes:
-        """As bytes, of which one is not zero."""
+        """As bytes; never all zero."""
         return _PACKED.pack(self.entry, self.phase + 1, self.epoch + 1, self.pass_, self.batch)
 
     @classmethod
@@ -65,9 +65,8 @@ def apart(before: tuple[Place | None, Place | None], now: tuple[Place, Place], *
     """Whether two members of a group must not call the same collective from these places.
 
     A program may have its ranks at different places, as where each makes as many local batches as it likes before all
-    average. What it does without a failure is its own affair, so only what no program means is refused there: that an
-    operation is the first of an epoch for one member, and not for the other. A replacement must be exactly where its
-    failed worker would be.
+    average. Without a failure only what no program means is refused: an operation that is the first of an epoch for one
+    member, and not for the other. A replacement must be exactly where its failed worker would be.
 
     Args:
         before: of each member, where it called the group's operation before this one; None if that is not known.

@@ -1,4 +1,4 @@
-"""Who recovers how: the plan of one generation, computed from the frontiers of all ranks."""
+"""Who recovers how: the plan of one generation, computed from the frontiers of all ranks. Pure."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Plan:
     Attributes:
         boundaries: the boundary each replacement starts from; None: from the beginning of the script, with every
             operation replayed.
-        donors: the survivor whose replicated state each replacement copies; none where a checkpoint holds it, or what
-            was published at the step boundary (of shards) or at the end of an entry call.
+        donors: the survivor whose replicated state each replacement copies; none where a checkpoint holds it, or a
+            publication: of a shard, or at the end of an entry call.
         transfers: logged results to move, in the order in which they are moved.
         redo: per group, finished rank-specific collectives that all members run again, because some member needs them.
         received: per group and channel, how many messages the receiver has; the sender sends those above again.
         leave: survivors that have to start again together with a replacement; if there are any, nothing else is done.
         copies: replacements have their donors' rank-local state too.
-        newest: optimizer steps of the survivor that has made most; 0 where there is none.
+        newest: optimizer steps of the survivor that has made most; 0 without survivors.
         oldest: those of the one that has made fewest.
         logged: survivors keep their messages on disk.
     """
@@ -52,13 +52,10 @@ class Plan:
 
     @property
     def replacements(self) -> tuple[int, ...]:
-        """Ranks that join in this generation."""
         return tuple(sorted(self.boundaries))
 
 
 class Totals(TypedDict):
-    """See :class:`Plan`."""
-
     newest: int
     oldest: int
     logged: bool
@@ -71,7 +68,7 @@ class _Group:
         ranks: global ranks of the members, in group order.
         here: the survivors among them that have made the group.
         done: what each of these has finished.
-        finished: replicated results that somebody holds.
+        finished: replicated results that some survivor has in its log.
     """
 
     def __init__(self, name: str, ranks: tuple[int, ...], here: dict[int, GroupFrontier]) -> None:
@@ -86,7 +83,7 @@ class _Group:
         return 0 if boundary is None else boundary.groups.get(self.name, 0)
 
     def run(self, boundaries: Mapping[int, StepBoundary | None]) -> Iterator[tuple[int, dict[int, int]]]:
-        """Collectives without a result in any log that some member needs, with the replacements' first collectives."""
+        """Collectives that some member needs and no log has, with each replacement's first collective."""
         bases = {rank: self.base(boundaries[rank]) for rank in self.ranks if rank in boundaries}
         low = min([*bases.values(), *(done.upto for done in self.done.values())], default=0)
         for seq in range(low, max([*bases.values(), *(g.next for g in self.here.values())], default=0)):
@@ -96,7 +93,7 @@ class _Group:
                 yield seq, bases
 
     def channels(self, boundaries: Mapping[int, StepBoundary | None]) -> Iterator[tuple[str, int, int]]:
-        """(key, global source, global destination) of every channel known to anybody."""
+        """(key, global source, global destination) of every channel that any rank knows."""
         keys = {key for g in self.here.values() for key in (*g.sent, *g.received)}
         for boundary in boundaries.values():
             if boundary is not None:
@@ -117,19 +114,18 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
     """The plan for a generation with these frontiers (every rank's, replacements included).
 
     Each replacement starts from the newest of its step boundaries, published or in a checkpoint, from which all that
-    anybody still needs is to be had: every collective's result is in some log, or all members can run it again; every
-    message is at its sender or at its receiver. A start that is too late for what others need stays so when others
-    start earlier, so lowering one at a time finds the newest starts.
+    any rank still needs is available: every collective's result is in some log, or all members can run it again; every
+    message is at its sender or at its receiver. A start that is too late for others stays too late when others start
+    earlier, so lowering one at a time finds the newest starts.
 
-    Raises:
-        RecoveryFailed: if a replacement cannot be served by anybody.
+    Raises RecoveryFailed if a replacement cannot be served.
     """
     survivors = {rank: f for rank, f in frontiers.items() if not f.replacement}
     replacements = {rank: f for rank, f in frontiers.items() if f.replacement}
     if replacements and not survivors:
         raise RecoveryFailed("no survivor is left")
     groups = _groups(frontiers, survivors)
-    # From the beginning of the script is the oldest start, while logs reach back so far.
+    # The beginning of the script is the oldest start, while logs reach back so far.
     starts: dict[int, list[StepBoundary | None]] = {
         rank: [None, *f.boundaries] for rank, f in sorted(replacements.items())
     }
@@ -169,7 +165,6 @@ def decide(frontiers: Mapping[int, Frontier]) -> Plan:
 
 
 def totals(survivors: Mapping[int, Frontier]) -> Totals:
-    """What a plan says of all survivors together."""
     versions = [front.version for front in survivors.values()] or [0]
     logged = any(front.together for front in survivors.values())
     return {"newest": max(versions), "oldest": min(versions), "logged": logged}
@@ -178,9 +173,7 @@ def totals(survivors: Mapping[int, Frontier]) -> Totals:
 def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]) -> list[_Group]:
     members: dict[str, Members] = {}
     for frontier in frontiers.values():
-        for (
-            boundary
-        ) in frontier.boundaries:  # a group that no survivor is in is known from its failed members' boundaries
+        for boundary in frontier.boundaries:  # a group without survivors is known from its failed members' boundaries
             members |= boundary.members
         members |= {name: group.ranks for name, group in frontier.groups.items()}
     groups = []
@@ -196,8 +189,8 @@ def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]
 def _without_donor(
     boundaries: Mapping[int, StepBoundary | None], survivors: Mapping[int, Frontier], donors: dict[int, int]
 ) -> int | None:
-    """Find a donor for every replacement; a replacement whose boundary no survivor reaches by itself, or None."""
-    # Whoever exchanges messages may have to wait for one before its next update, which no frontier shows.
+    """Fill ``donors``; returns a replacement whose boundary no survivor reaches by itself, or None."""
+    # Who exchanges messages may have to wait for one before its next update, which no frontier shows.
     messages = any(boundary.sent or boundary.received for boundary in boundaries.values() if boundary is not None)
     messages = messages or any(group.sent or group.received for f in survivors.values() for group in f.groups.values())
     for rank, boundary in boundaries.items():
@@ -211,7 +204,7 @@ def _without_donor(
         ]
         if not able:
             return rank
-        # One that is there already is not waited for.
+        # One that is there already need not be waited for.
         donors[rank] = next(
             (donor for donor in able if boundary is None or _is_there(survivors[donor], boundary)), able[0]
         )
@@ -223,10 +216,9 @@ def _replica(donor: int, boundary: StepBoundary) -> bool:
 
 
 def _serves(survivor: Frontier, boundary: StepBoundary, messages: bool) -> bool:
-    """Whether the survivor can give the state for a replacement that starts at this boundary."""
     if boundary.index in survivor.kept:
         return True
-    if survivor.outside:  # it keeps the state at a boundary when it gets there
+    if survivor.outside:  # it keeps the state of a boundary when it gets there
         return survivor.boundary < boundary.index and not messages and _passes(survivor, boundary)
     return _reaches(survivor, boundary, messages)
 
@@ -236,14 +228,14 @@ def _is_there(survivor: Frontier, boundary: StepBoundary) -> bool:
 
 
 def _reaches(survivor: Frontier, boundary: StepBoundary, messages: bool) -> bool:
-    """Whether the survivor's state gets to the boundary's version without anybody's help."""
+    """Whether the survivor's state gets to the boundary's version without help."""
     if survivor.version >= boundary.version:
         return True
     return not messages and _passes(survivor, boundary)
 
 
 def _passes(survivor: Frontier, boundary: StepBoundary) -> bool:
-    # In a group that the replacement is not in, it may have to wait as well.
+    # In a group without the replacement, it may have to wait as well.
     return all(
         group.over or (name in boundary.groups and Done.from_json(group.done).covers(boundary.groups[name]))
         for name, group in survivor.groups.items()
@@ -268,10 +260,8 @@ def _too_late(group: _Group, boundaries: Mapping[int, StepBoundary | None]) -> i
 def _without_messages(
     group: _Group, boundaries: Mapping[int, StepBoundary | None], survivors: Mapping[int, Frontier]
 ) -> Iterator[int]:
-    """Survivors that a replacement needs messages from which they do not keep, because both start again together.
-
-    Raises:
-        RecoveryFailed: if they do not start again together.
+    """Survivors that start again together with a replacement, because they do not keep messages that it needs. Raises
+    RecoveryFailed if they cannot: they do not belong together.
     """
     for key, source, destination in group.channels(boundaries):
         has = group.has(key, destination, boundaries)
@@ -286,11 +276,7 @@ def _without_messages(
 
 
 def _redo(group: _Group, boundaries: Mapping[int, StepBoundary | None]) -> set[int]:
-    """Rank-specific collectives that those who have finished them run again.
-
-    Raises:
-        RecoveryFailed: if one of them cannot, because it has dropped its input.
-    """
+    """Finished rank-specific collectives to run again. Raises RecoveryFailed if an input was dropped."""
     redo = set()
     for seq, _ in group.run(boundaries):
         for rank, done in group.done.items():
@@ -324,7 +310,7 @@ def _transfers(groups: list[_Group], boundaries: Mapping[int, StepBoundary | Non
                 base = group.base(boundaries[rank])
                 needs = {seq for seq in group.finished if seq >= base}
             elif rank in holders:
-                # Also what it has not issued yet but another has finished: it is served when it gets there.
+                # Also what it has not issued yet but another has finished: it gets the result when it issues it.
                 needs = {seq for seq in group.finished - holders[rank] if seq not in group.done[rank]}
             else:
                 continue

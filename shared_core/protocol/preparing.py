@@ -1,7 +1,7 @@
-"""Which ranks have a hot standby: pure decisions on what was measured.
+"""Which ranks have a hot standby, decided from measurements. Pure.
 
-A hot standby has run the script as one rank up to its first step boundary. At the failure of that rank the others
-do not wait for the script's start-up; until then it takes the memory of a worker.
+A hot standby has run the script as one rank up to its first step boundary. At the failure of that rank the others do
+not wait for the script's start-up; until then it takes the memory of a worker.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ from dataclasses import dataclass
 
 from shared_core.protocol.codec import Count
 
-#: ``auto`` prepares from this start-up on, in seconds: below it a replacement is not much later than the recovery
-#: itself.
+#: ``auto`` prepares from this start-up on, in seconds: below it a replacement is hardly later than the recovery.
 LEAST_STARTUP_S = 2.0
 #: ``auto`` leaves this share of the machine's memory free, and at least so many bytes.
 RESERVE_SHARE, RESERVE_BYTES = 0.1, 1 << 30
-#: Seconds from a failure of a hot standby to the next try, by failures in a row; after the last none follows.
+#: Seconds from a failure of a hot standby to the next try, by failures in a row; after the last there is none.
 RETRY_S = (1.0, 5.0, 25.0)
-#: Exit code of a standby that cannot serve: its rank has no replica, so a replacement runs on from a checkpoint.
+#: Exit code of a standby that cannot serve: its rank has no replica, so a replacement continues from a checkpoint.
 EXIT_UNFIT = 76
 _GIB = 1 << 30
 
 
 def place_key(rank: int, incarnation: int) -> str:
-    """Key under which a hot standby finds the generation in which it takes its rank's place."""
+    """Key of the generation in which a hot standby takes its rank's place."""
     return f"place/{rank}.{incarnation}"
 
 
@@ -33,10 +32,8 @@ class Prepared:
     """``prepared``, in the job's store: a standby waits for its rank's place.
 
     Attributes:
-        rank: which one.
-        incarnation: that it will be.
-        pid: of its process.
-        until: a file; once it is there, the standby is of no use. Empty where it stays of use.
+        incarnation: the one that it will be.
+        until: a file; once it exists, the standby is useless. Empty where it stays useful.
     """
 
     rank: Count
@@ -63,7 +60,6 @@ class Measured:
 
     @property
     def reserve_bytes(self) -> int:
-        """What stays free."""
         return max(int(RESERVE_SHARE * self.total_bytes), RESERVE_BYTES)
 
     @property
@@ -74,27 +70,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Decision:
-    """How many standbys are prepared, and why.
-
-    Attributes:
-        number: of this machine's ranks.
-        text: for people.
-    """
-
     number: int
     text: str
 
 
 def decide(wanted: int | str, ranks: Sequence[int], measured: Measured, on_failure: str, prepared: int = 0) -> Decision:
-    """How many of a machine's ranks have a hot standby.
-
-    Args:
-        wanted: a number, or ``auto``.
-        ranks: of this machine.
-        measured: what the job takes.
-        on_failure: the answer to a failure.
-        prepared: standbys that are prepared already, whose memory is not free any more.
-    """
+    """How many of a machine's ranks have a hot standby. The memory of those ``prepared`` is not free any more."""
     if on_failure in ("restart", "shrink"):
         return Decision(0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a failed rank's place")
     takes = f"the script takes {measured.startup_s:.1f} s to its first batch"
@@ -123,13 +104,9 @@ def _standbys(number: int) -> str:
 def order(ranks: Collection[int], failures: Mapping[int, int]) -> list[int]:
     """Ranks of a machine in the order in which standbys are prepared for them.
 
-    A rank that failed before comes first: what it has of its own (its samples, its memory, its core) may be the
-    cause. Rank 0 comes last, because there scripts open files for writing before they train. Nothing tells the others
-    apart.
-
-    Args:
-        ranks: of this machine.
-        failures: how often each failed.
+    A rank that failed before comes first: what it has of its own (its samples, its memory, its core) may be the cause.
+    Rank 0 comes last, because there scripts open files for writing before they train. ``failures`` counts those of
+    each rank.
     """
     return sorted(ranks, key=lambda rank: (rank == 0, -failures.get(rank, 0), -rank))
 
@@ -137,19 +114,12 @@ def order(ranks: Collection[int], failures: Mapping[int, int]) -> list[int]:
 def next_rank(
     number: int, ranks: Collection[int], failures: Mapping[int, int], prepared: Collection[int]
 ) -> int | None:
-    """The rank for which a standby is prepared next; None if there are enough.
-
-    Args:
-        number: that is wanted.
-        ranks: of this machine.
-        failures: how often each failed.
-        prepared: ranks that have one.
-    """
+    """The rank for which a standby is prepared next; None if there are ``number`` already."""
     if len(prepared) >= number:
         return None
     return next((rank for rank in order(ranks, failures) if rank not in prepared), None)
 
 
 def retry_s(failures: int) -> float | None:
-    """Seconds until the next try after so many failures in a row; None to give up."""
+    """Seconds until the next try after so many failures in a row, at least one; None to give up."""
     return RETRY_S[failures - 1] if failures <= len(RETRY_S) else None

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from shared_core.resources import map_file
 
-#: Layout of a progress file: step boundaries passed, 1 inside a wait for a collective, ``time.time()`` of the last
-#: change.
+#: Layout of a progress file: step boundaries passed, 1 inside a wait for a collective, time of the last change in
+#: seconds since the epoch.
 PROGRESS = struct.Struct("<QQd")
-#: What follows: a step boundary some time ago and its ``time.time()``, that of the newest step boundary, bytes of
-#: message logs.
+#: What follows: an earlier step boundary and its time, the time of the newest one, bytes of message logs.
 PACE = struct.Struct("<QddQ")
 PROGRESS_BYTES = 64
 #: The pace of a worker is that of its last batches, over one to two times so many seconds.
@@ -24,15 +23,14 @@ PACE_S = 10.0
 
 @dataclass(frozen=True)
 class Pace:
-    """What those who watch the job see of a worker.
+    """What an observer of the job sees of a worker. Times are in seconds since the epoch.
 
     Attributes:
         boundaries: step boundaries passed.
         inside: it waits in a collective.
-        changed: ``time.time()`` of the last change.
         since_boundaries: step boundaries passed at ``since``.
-        since: ``time.time()`` of the step boundary from which its pace is reckoned.
-        newest: ``time.time()`` of the newest step boundary.
+        since: time of the step boundary from which its pace is measured.
+        newest: time of the newest step boundary.
         log_bytes: memory of its message logs at that boundary.
     """
 
@@ -45,12 +43,7 @@ class Pace:
     log_bytes: int
 
     def steps_per_s(self, now: float) -> float | None:
-        """Batches a second; None before there are two step boundaries. It falls while a batch takes longer than the
-        mean.
-
-        Args:
-            now: ``time.time()``.
-        """
+        """Batches a second; None before two step boundaries. Falls while a batch takes longer than the mean."""
         steps, took = self.boundaries - self.since_boundaries, self.newest - self.since
         if steps <= 0 or took <= 0:
             return None
@@ -58,12 +51,11 @@ class Pace:
 
 
 def path_of(job_dir: Path, rank: int) -> Path:
-    """Where a rank's progress file is."""
     return job_dir / f"rank{rank}" / "progress"
 
 
 class ProgressFile:
-    """Writer of ``rank{r}/progress``, which the agent reads for the progress time-out. A write costs a microsecond."""
+    """Writer of ``rank{r}/progress``, a mapped file. A write costs a microsecond."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         target = Path(path)
@@ -74,12 +66,7 @@ class ProgressFile:
         self._next: tuple[int, float] = (0, 0.0)
 
     def boundary(self, boundaries: int, log_bytes: int = 0) -> None:
-        """Step boundary number ``boundaries`` is passed; outside any collective.
-
-        Args:
-            boundaries: its number.
-            log_bytes: memory of the worker's message logs.
-        """
+        """This step boundary is passed; the worker is outside any collective."""
         now = time.time()
         self._boundaries = boundaries
         if self._since is None or boundaries < self._since[0]:
@@ -111,7 +98,7 @@ def read_progress(path: str | os.PathLike[str]) -> tuple[int, bool, float] | Non
 
 
 def read_pace(path: str | os.PathLike[str]) -> Pace | None:
-    """What those who watch the job see of a worker; None if nothing was written yet, or the file is damaged."""
+    """None if nothing was written yet, or the file is damaged."""
     try:
         with open(path, "rb") as file:
             raw = file.read(PROGRESS.size + PACE.size)

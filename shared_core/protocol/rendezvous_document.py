@@ -1,4 +1,4 @@
-"""The document by which the machines of a job meet, as plain data. The rendezvous changes it."""
+"""The document by which the machines of a job meet: its shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 from shared_core.protocol.codec import Count, Name, Port, damaged, decode
 
 FORMING, RUNNING, ENDED = "forming", "running", "ended"
-#: What to do about a damaged one.
+#: What to do about a damaged document.
 ADVICE = "choose another --rdzv-id"
 
 
@@ -26,8 +26,6 @@ class _Phase(TypedDict):
 
 
 class _Document(_Phase, total=False):
-    """Shape of the document."""
-
     round: Count
     attempt: Count
     run: Name
@@ -36,7 +34,7 @@ class _Document(_Phase, total=False):
     beat: Count
 
 
-#: What a document has to say in each phase.
+#: Fields that a document must have in each phase.
 _NEEDED = {
     FORMING: ("round", "attempt", "run", "members"),
     RUNNING: ("round", "attempt", "run", "members", "store"),
@@ -45,15 +43,7 @@ _NEEDED = {
 
 
 def read_document(raw: bytes, key: str) -> dict[str, Any]:
-    """The document.
-
-    Args:
-        raw: what is kept.
-        key: where, for the message.
-
-    Raises:
-        DamagedRecord: it is none.
-    """
+    """The document; raises DamagedRecord. ``key``: where it is kept, for the message."""
     document: dict[str, Any] = decode(raw, _Document, key, ADVICE)
     phase = document["phase"]
     for name in _NEEDED[phase]:

@@ -10,8 +10,8 @@ from shared_core.errors import DamagedRecord
 from shared_core.plain_json import is_count, parse
 
 Mode = Literal["script", "module", "exec"]
-#: A zygote's environment. Libraries read it when they are loaded: with more than one thread they start them there and
-#: then, and a fork would lose them.
+#: A zygote's environment. Libraries read it when they are loaded: with more than one thread they start them at once,
+#: and a fork would lose them.
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -29,8 +29,6 @@ class StartRequest:
     Attributes:
         token: chosen by the agent, returned with the pid.
         mode: ``script`` (a path), ``module`` (as ``python -m``) or ``exec`` (a program that is no Python script).
-        target: script, module or program.
-        args: arguments of the user's program.
         env: the whole environment of the worker.
         agent: pid of the agent, which must be the parent; the worker dies with it.
         stdout: file to append standard output to; empty leaves it on the console.
@@ -51,16 +49,12 @@ class StartRequest:
     first: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """The request as one line."""
+        """One line of JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str | bytes) -> StartRequest:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            DamagedRecord: the line is no request.
-        """
+        """Inverse of :meth:`to_json`; raises DamagedRecord."""
         try:
             raw: dict[str, Any] = parse(line)
             request = cls(**(raw | {"args": tuple(raw["args"]), "first": tuple(raw["first"])}))

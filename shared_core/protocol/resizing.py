@@ -13,20 +13,19 @@ from shared_core.protocol.worker_env import Resized
 
 @dataclass
 class Resizing:
-    """The number of workers: what it is to be, and the change under way.
+    """The number of workers, and the change under way. Times are those of :func:`time.monotonic`.
 
     Attributes:
-        config: the job's options.
-        full: workers that there are places for.
-        stay: ranks that hand over in the change under way; empty while there is none.
+        full: workers for which there are places.
+        stay: ranks that continue after the change under way; empty while there is none.
         target: number of workers after it.
-        grow_at: ``time.monotonic()`` when empty places are filled again; None if not at all.
-        due: until when the replacement of a rank has to have joined.
+        grow_at: when empty places are filled again; None for never.
+        due: when the replacement of a rank must have joined.
         line: what the present workers continued from, when their number last changed.
         least: machines that are enough.
         most: machines that there may be.
         after: machines that continue after the change under way.
-        vacant: ``time.monotonic()`` since when a machine's place is empty.
+        vacant: since when a machine's place is empty.
         declined: the number of workers could not change; it is not tried again before places change hands.
     """
 
@@ -44,7 +43,6 @@ class Resizing:
     declined: bool = False
 
     def begin(self, stay: Iterable[int], target: int) -> None:
-        """A change begins, or starts over with other survivors."""
         self.stay, self.target = tuple(sorted(stay)), target
         self.grow_at = None
         self.due.clear()
@@ -60,13 +58,8 @@ class Resizing:
     def machines(
         self, machines: Sequence[str | None], alive: Sequence[str], *, changed: bool, now: float
     ) -> tuple[str, ...] | None:
-        """The machines that are to continue, if their number is to change now.
-
-        Args:
-            machines: who holds which place.
-            alive: machines that have a lease, in the order in which they came.
-            changed: places have just changed hands.
-            now: ``time.monotonic()``.
+        """The machines that are to continue, if their number is to change now; else None. ``alive`` are in the order in
+        which they came. ``changed``: places have just changed hands.
         """
         self.declined = self.declined and not changed
         if self.declined:
@@ -85,7 +78,6 @@ class Resizing:
         return held
 
     def end(self) -> None:
-        """There is no change under way any more."""
         self.stay = ()
 
     def start_over(self, line: Resized | None) -> None:
@@ -94,12 +86,10 @@ class Resizing:
         self.line = line
 
     def decline(self, now: float, workers: int) -> None:
-        """The number cannot change now."""
         self.declined = True
         self.schedule(now, workers)
 
     def done(self, now: float, workers: int, line: Resized | None) -> None:
-        """The workers that follow are being started."""
         self.end()
         self.vacant, self.declined, self.after = None, False, ()
         self.due.clear()
@@ -107,35 +97,29 @@ class Resizing:
         self.schedule(now, workers)
 
     def schedule(self, now: float, workers: int) -> None:
-        """See when empty places are to be filled."""
         wait = self.config.resize.grow_after_s
         self.grow_at = now + wait if workers < self.full and wait > 0 else None
 
     def grows(self, now: float) -> bool:
-        """Whether it is time to fill empty places. They are looked at again when they are scheduled again."""
+        """Whether it is time to fill empty places; True once for each :meth:`schedule`."""
         if self.grow_at is None or now < self.grow_at:
             return False
         self.grow_at = None
         return True
 
     def shrinks(self, goodbyes: bool) -> bool:
-        """Whether a failure is answered by continuing with fewer.
-
-        Args:
-            goodbyes: some worker has finished: what it did after its last step boundary must not be done twice.
+        """Whether a failure is answered by continuing with fewer workers. ``goodbyes``: some worker has finished; what
+        it did after its last step boundary must not be done twice.
         """
         return bool(self.stay) or (self.config.shrinks and not goodbyes)
 
     def expect(self, ranks: Sequence[int], now: float) -> None:
-        """Replacements of these ranks are started."""
         if self.config.on_failure == "replace" and self.config.resize.replace_timeout_s:
             self.due.update(dict.fromkeys(ranks, now + self.config.resize.replace_timeout_s))
 
     def joined(self, ranks: Iterable[int]) -> None:
-        """Replacements of these ranks have joined."""
         for rank in ranks:
             self.due.pop(rank, None)
 
     def late(self, now: float) -> list[int]:
-        """Ranks whose replacements have not joined in time."""
         return sorted(rank for rank, when in self.due.items() if when <= now)

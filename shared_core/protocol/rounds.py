@@ -1,8 +1,7 @@
-"""Replacements are admitted while others continue without them: some in one round, more in the next, within one
-generation.
+"""Replacements are admitted while others continue without them: in rounds, within one generation.
 
-A round is known by how many ranks are absent before it, so its number falls from round to round. Of each round one word
-counts, whatever was said first: who is in. An agent that has seen another failure says "nobody", and no round follows.
+A round is known by how many ranks are absent before it, so its number falls from round to round. Of each round one
+record counts, the first: who is in. An agent that has seen another failure writes "nobody", and no round follows.
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ NOBODY = "[]"
 
 
 def admit_key(generation: int, absent: int) -> str:
-    """Who was admitted of a generation: JSON, the ranks.
-
-    Args:
-        generation: which one.
-        absent: how many ranks were absent before.
-    """
+    """Key of the ranks, as JSON, that were admitted when ``absent`` ranks were absent."""
     return f"gen/{generation}/admit/{absent}"
 
 
@@ -35,13 +29,7 @@ def admitting_key(generation: int, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Round:
-    """Replacements that are admitted together.
-
-    Attributes:
-        generation: in which.
-        absent: ranks that are absent before.
-        ranks: those of them that are admitted.
-    """
+    """Replacements that are admitted together: ``ranks`` of those ``absent`` before."""
 
     generation: int
     absent: frozenset[int]
@@ -49,7 +37,6 @@ class Round:
 
     @property
     def away(self) -> frozenset[int]:
-        """Ranks that are absent afterwards."""
         return self.absent - self.ranks
 
     @property
@@ -59,35 +46,22 @@ class Round:
 
     @property
     def key(self) -> str:
-        """See :func:`admit_key`."""
         return admit_key(self.generation, len(self.absent))
 
     @property
     def word(self) -> str:
-        """What its members say there."""
+        """What its members write under :attr:`key`."""
         return json.dumps(sorted(self.ranks))
 
     def members(self, world_size: int) -> tuple[int, ...]:
-        """Ranks that take part: those that are there, and the replacements."""
         return tuple(rank for rank in range(world_size) if rank not in self.away)
 
     def to_json(self) -> str:
-        """Inverse of :meth:`from_json`."""
         return json.dumps({"absent": sorted(self.absent), "ranks": sorted(self.ranks)})
 
     @classmethod
     def from_json(cls, raw: bytes | str, generation: int, rank: int, world_size: int) -> Round:
-        """Inverse of :meth:`to_json`.
-
-        Args:
-            raw: what the store holds.
-            generation: in which.
-            rank: of the replacement that is admitted.
-            world_size: number of ranks.
-
-        Raises:
-            DamagedRecord: it is something else.
-        """
+        """Inverse of :meth:`to_json`, for the replacement of ``rank``; raises DamagedRecord."""
         key = admitting_key(generation, rank)
         stored: _Stored = decode(raw, _Stored, key)
         absent, ranks = frozenset(stored["absent"]), frozenset(stored["ranks"])
@@ -99,23 +73,12 @@ class Round:
 
 
 class _Stored(TypedDict):
-    """Shape of a stored round."""
-
     absent: list[Count]
     ranks: list[Count]
 
 
 def ranks_in(said: bytes | str, key: str, absent: frozenset[int]) -> frozenset[int]:
-    """Who was admitted.
-
-    Args:
-        said: what the store holds.
-        key: where it was.
-        absent: ranks that were absent before.
-
-    Raises:
-        DamagedRecord: it is no list of such ranks.
-    """
+    """The ranks that were admitted, of those ``absent`` before; raises DamagedRecord. ``key`` is for the message."""
     found: list[int] = decode(said, list[Count], key)
     if not absent.issuperset(found):
         raise damaged(key, f"it lets ranks {found} in, of {sorted(absent)}")
@@ -123,15 +86,9 @@ def ranks_in(said: bytes | str, key: str, absent: frozenset[int]) -> frozenset[i
 
 
 def still_absent(generation: int, absent: frozenset[int], look: Callable[[str], bytes | None]) -> frozenset[int]:
-    """Who is absent after the rounds of a generation.
+    """The ranks that are absent after the rounds of a generation; raises DamagedRecord.
 
-    Args:
-        generation: which one.
-        absent: ranks that were absent when it began.
-        look: what is said under a key; None for nothing.
-
-    Raises:
-        DamagedRecord: it is not what is said of a round.
+    ``look`` reads a key, or None.
     """
     while absent:
         key = admit_key(generation, len(absent))

@@ -1,4 +1,4 @@
-"""Whether ranks that wait wait for each other, so that none can ever continue; pure functions on what each has said."""
+"""Whether waiting ranks wait for each other, so that none can ever continue. Pure, from what each has reported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shared_core.protocol.codec import Count, Record
 from shared_core.waiting import ranks_text
 
-#: Ranks that do nothing but wait for each other end after so many seconds.
+#: Ranks that do nothing but wait for each other are ended after so many seconds.
 STUCK_S = 5.0
 #: Calls in which all members must give the same shapes.
 _ALIKE = ("all_reduce", "broadcast", "barrier")
@@ -16,17 +16,15 @@ _ALIKE = ("all_reduce", "broadcast", "barrier")
 
 @dataclass(frozen=True)
 class WaitStatus(Record):
-    """Where a rank stands that waits, or has finished.
+    """Where a rank is that waits, or has finished.
 
     Attributes:
-        rank: which one.
-        generation: in which it waits.
         look: number of this report; a rank makes one every few seconds while it waits.
-        waited_s: for how long it has waited.
-        limit_s: after how long its wait ends by itself.
-        call: what it waits in, in words; empty if it has finished.
+        waited_s: seconds of the wait so far.
+        limit_s: seconds after which its wait ends by itself.
+        call: what it waits in, as text; empty if it has finished.
         group: name of the group of this call; empty for a wait outside of the program's groups.
-        called: the group in words.
+        called: the group as text.
         members: ranks of the group; of a wait outside, those that are waited for.
         number: sequence number of the call in its group, or of the message in its channel.
         channel: of a message that is waited for; empty for a collective.
@@ -56,7 +54,6 @@ class WaitStatus(Record):
 
     @property
     def finished(self) -> bool:
-        """Whether the rank's program has ended."""
         return not self.call
 
     @property
@@ -66,7 +63,7 @@ class WaitStatus(Record):
 
     @property
     def where(self) -> str:
-        """The call and its place: ``all_reduce(float32[4]) (#12 of the default group)``."""
+        """``all_reduce(float32[4]) (#12 of the default group)``."""
         if self.channel:
             return f"recv (message {self.number} from rank {self.source} in {self.called})"
         return f"{self.call} (#{self.number} of {self.called})" if self.group else self.call
@@ -92,8 +89,8 @@ def _matches(one: str, other: str) -> bool:
 
 
 def stuck(statuses: Mapping[int, WaitStatus]) -> dict[int, tuple[int, ...]]:
-    """Ranks that wait for ranks that wait themselves, or have finished, so that none of them can continue; each with
-    those it waits for. Who is not in ``statuses`` may be computing, and holds nobody up for ever.
+    """Ranks of which none can continue, each with those it waits for: these wait themselves, or have finished. Ranks
+    not in ``statuses`` may be computing, and block nobody for ever.
     """
     left = dict(statuses)
     while True:
@@ -110,7 +107,7 @@ def stuck(statuses: Mapping[int, WaitStatus]) -> dict[int, tuple[int, ...]]:
 
 
 def lasts(held: Mapping[int, tuple[int, ...]], before: Mapping[int, WaitStatus], now: Mapping[int, WaitStatus]) -> bool:
-    """Whether ranks that are stuck were so before: two looks ago or more each of them waited for the same."""
+    """Whether the same ranks were stuck before: each of them waited for the same at least two reports ago."""
     involved = {*held, *(other for whom in held.values() for other in whom)}
     return bool(held) and all(
         rank in before
@@ -121,12 +118,8 @@ def lasts(held: Mapping[int, tuple[int, ...]], before: Mapping[int, WaitStatus],
 
 
 def left_s(held: Mapping[int, tuple[int, ...]], now: Mapping[int, WaitStatus], limit_s: float) -> float:
-    """How long ranks that are stuck may still wait, in seconds.
-
-    Args:
-        held: from :func:`stuck`; it :func:`lasts`.
-        now: where the ranks stand.
-        limit_s: bound of the longest wait where something else may still happen in one of them.
+    """How long ranks that are stuck may still wait, in seconds. ``held`` is from :func:`stuck` and :func:`lasts`;
+    ``limit_s`` bounds the longest wait where something else may still happen in one of them.
     """
     waits = [now[rank] for rank in held]
     left = limit_s - max(each.waited_s for each in waits)
@@ -136,7 +129,6 @@ def left_s(held: Mapping[int, tuple[int, ...]], now: Mapping[int, WaitStatus], l
 
 
 def awaited(one: WaitStatus, statuses: Mapping[int, WaitStatus]) -> tuple[int, ...]:
-    """Ranks that ``one`` waits for, as far as is known."""
     if one.channel:
         return (one.source,)
     others = (rank for rank in one.members if rank != one.rank)
@@ -146,12 +138,7 @@ def awaited(one: WaitStatus, statuses: Mapping[int, WaitStatus]) -> tuple[int, .
 
 
 def describe(statuses: Mapping[int, WaitStatus], waits: Mapping[int, tuple[int, ...]]) -> str:
-    """``ranks 0, 2 wait for rank 1 in barrier() (#3 of the default group)``, for all that wait.
-
-    Args:
-        statuses: by rank, what is known.
-        waits: by rank, for whom it waits.
-    """
+    """``ranks 0, 2 wait for rank 1 in barrier() (#3 of the default group)``, for all in ``waits``."""
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, whom in waits.items():
         alike.setdefault((statuses[rank].where, whom), []).append(rank)

@@ -1,4 +1,4 @@
-"""Who takes the place of a failed machine: a pure decision of plain data."""
+"""Who takes the place of a failed machine. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Reassignment:
     """A new map of places to machines.
 
     Attributes:
-        machines: the map; None where nobody can take the place yet.
+        machines: by place; None where nobody can take the place yet.
         failed: places that failed just now, with the machines that held them.
         filled: places that a spare machine takes.
     """
@@ -21,35 +21,20 @@ class Reassignment:
     filled: tuple[int, ...]
 
     def ranks(self, nproc: int) -> list[int]:
-        """Ranks of all places that change hands."""
+        """Ranks of all places that change hands; ``nproc`` workers on each machine."""
         places = sorted({*self.failed, *self.filled})
         return [place * nproc + local_rank for place in places for local_rank in range(nproc)]
 
 
 def grown(machines: Sequence[str | None], alive: Sequence[str], most: int) -> tuple[str, ...]:
-    """The machines that hold places, with spare ones after them where there may be more.
-
-    Args:
-        machines: who holds which place.
-        alive: machines that have a lease, in the order in which they came.
-        most: machines that there may be.
-    """
+    """The machines that hold places, then spare ones up to ``most``, in the order of ``alive``."""
     held = [name for name in machines if name is not None]
     spares = [name for name in alive if name not in machines]
     return (*held, *spares[: max(0, most - len(held))])
 
 
 def reassign(machines: Sequence[str | None], failed: Collection[str], alive: Sequence[str]) -> Reassignment | None:
-    """Give the places of failed machines to spare ones, in the order in which these came.
-
-    Args:
-        machines: who holds which place.
-        failed: machines that fail or have left.
-        alive: machines that have a lease, in the order in which they came.
-
-    Returns:
-        The new map; None if nothing changes.
-    """
+    """Give the places of failed machines to spare ones, in the order in which these came; None if nothing changes."""
     gone = {place: name for place, name in enumerate(machines) if name is not None and name in failed}
     spares = [name for name in alive if name not in machines and name not in failed]
     after: list[str | None] = [None if place in gone else name for place, name in enumerate(machines)]

@@ -1,7 +1,4 @@
-"""What the launcher tells a worker, as variables of its environment.
-
-Importing this module is cheap: no torch.
-"""
+"""What the launcher gives a worker, as variables of its environment. Cheap to import: no torch."""
 
 from __future__ import annotations
 
@@ -32,23 +29,16 @@ JOB = "SWIFT_RECOVERY_JOB"
 COMMAND = "SWIFT_RECOVERY_COMMAND"
 #: Set in a hot standby, until it takes the place of its rank.
 SPARE = "SWIFT_RECOVERY_SPARE"
-#: Set where a script was started by itself and has become ``swiftrun``: its user gives no flags.
+#: Set where a script was started directly and has become ``swiftrun``: its user gives no flags.
 HANDED_OVER = "SWIFT_RECOVERY_HANDED_OVER"
 
-#: File in a rank's folder: variables of the environment for its replacements.
+#: File in a rank's folder: environment variables for its replacements.
 _LEFT = "environment.json"
 
 
 @dataclass(frozen=True)
 class Resized(Record):
-    """The attempt before, which had another number of workers and has handed its state on.
-
-    Attributes:
-        attempt: its number.
-        world_size: its number of logical ranks.
-        stay: those of them whose workers handed over.
-        boundary: the step boundary from which the job continues.
-    """
+    """The attempt before, with another number of workers, that wrote its state. ``stay``: its ranks that continue."""
 
     attempt: Count
     world_size: Count
@@ -61,23 +51,19 @@ class WorkerEnv:
     """What the launcher told this worker.
 
     Attributes:
-        rank: logical rank.
-        world_size: number of logical ranks.
-        generation: generation in which this worker starts; 0 for the first workers.
-        incarnation: this is the n-th worker that holds the rank, from 0.
+        generation: in which this worker starts; 0 for the first workers.
+        incarnation: how many workers held the rank before.
         restart: number of whole-job restarts before this one; store keys are prefixed with it.
         job_dir: private folder of the job on this machine, in memory where possible.
         store: where the job's store is: path of the agent's socket, or name of the machine that has it.
         events: ``events.jsonl`` of the job, None when events are not written.
-        config: the options of the job.
         slot: place of this machine, from 0.
         job: what checkpoints name as the job they belong to, equal on all machines.
-        command: the program and its arguments.
-        handed_over: the script was started by itself, so that its user gives ``swiftrun`` no flags.
+        handed_over: the script was started directly, so its user gives ``swiftrun`` no flags.
         machines: who holds which place in the generation in which this worker starts; empty on one machine.
         resized: the attempt from which this one continues, if the number of workers has changed.
         run: id of this start of the job, equal on all machines and in all attempts.
-        spare: this is a hot standby: the worker of the rank lives, and ``generation`` is not known yet.
+        spare: this is a hot standby: the worker of the rank is alive, and ``generation`` is not known yet.
     """
 
     rank: int
@@ -105,7 +91,6 @@ class WorkerEnv:
 
     @property
     def rank_dir(self) -> Path:
-        """Folder for what this rank publishes."""
         return self.job_dir / f"rank{self.rank}"
 
 
@@ -115,11 +100,7 @@ def launched(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def env(environ: Mapping[str, str] | None = None) -> WorkerEnv:
-    """Parse the variables the launcher sets.
-
-    Raises:
-        ConfigError: if this process was not started by ``swiftrun``.
-    """
+    """Parse the variables the launcher sets; raises ConfigError outside ``swiftrun``, or if they are damaged."""
     source = os.environ if environ is None else environ
     if JOB_DIR not in source:
         raise ConfigError(
@@ -159,18 +140,14 @@ def _parsed(source: Mapping[str, str]) -> WorkerEnv:
 
 
 def leave_environment(job_dir: Path, rank: int, variables: Mapping[str, str]) -> None:
-    """Have the replacements of a rank find ``variables`` in their environment, where the user has not set them."""
+    """Give the replacements of a rank these environment variables, where the user has not set them."""
     new = job_dir / f"rank{rank}" / (_LEFT + ".new")
     new.write_text(json.dumps(dict(variables)))
     new.replace(new.with_name(_LEFT))
 
 
 def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
-    """What failed workers on this machine have left with :func:`leave_environment`.
-
-    Raises:
-        CorruptFile: it is damaged.
-    """
+    """What failed workers on this machine have left with :func:`leave_environment`; raises CorruptFile."""
     path = job_dir / f"rank{rank}" / _LEFT
     try:
         left = parse(path.read_bytes())
@@ -178,7 +155,7 @@ def left_environment(job_dir: Path, rank: int) -> dict[str, str]:
         return {}
     except ValueError as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
-    # A variable of the environment holds no NUL, and its name no "=".
+    # An environment variable holds no NUL, and its name no "=".
     if not isinstance(left, dict) or not all(
         name and "=" not in name and isinstance(value, str) and "\0" not in name + value for name, value in left.items()
     ):

@@ -1,7 +1,7 @@
-"""What workers say to the agent of their machine: typed records in the job's store, as plain data.
+"""Messages of workers to the agent of their machine: typed records in the job's store.
 
-What the script wishes of its checkpoints is none of them: options come over the agent's own socket only, of which the
-kernel says who is at the other end.
+The script's options of checkpoints are not among them: these come over the agent's own socket only, whose other end the
+kernel tells.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from shared_core.protocol.preparing import Prepared
 
 @dataclass(frozen=True)
 class Failed:
-    """``fail``: the job ends.
-
-    Attributes:
-        message: why.
-        rank: who says so.
-    """
+    """``fail``: the job ends. ``rank`` is the sender."""
 
     message: str
     rank: Count = 0
@@ -29,23 +24,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class Restart:
-    """``restart``: all workers start again.
-
-    Attributes:
-        reason: why.
-    """
+    """``restart``: all workers start again."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Saved:
-    """``saved``: the last checkpoint is committed, or cannot be.
-
-    Attributes:
-        done: it is committed.
-        boundary: its step boundary; 0 if there is none.
-    """
+    """``saved``: the last checkpoint is committed, or cannot be. ``boundary`` is 0 if there is none."""
 
     done: bool = False
     boundary: Count = 0
@@ -53,12 +39,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Handed:
-    """``handed``: the state is handed on, because the number of workers changes.
-
-    Attributes:
-        generation: in which.
-        boundary: the step boundary from which the job continues.
-    """
+    """``handed``: the state is written, because the number of workers changes. The job continues from ``boundary``."""
 
     generation: Count
     boundary: Count
@@ -66,12 +47,7 @@ class Handed:
 
 @dataclass(frozen=True)
 class Declined:
-    """``declined``: the number of workers cannot change.
-
-    Attributes:
-        generation: in which.
-        reason: why.
-    """
+    """``declined``: the number of workers cannot change."""
 
     generation: Count
     reason: str
@@ -82,11 +58,9 @@ class Trains:
     """``reports``: a worker trains again, see :class:`~shared_core.worker.recovery.reporting.RecoveryReporter`.
 
     Attributes:
-        rank: which one.
         time: since when, in seconds since the epoch.
-        pid: of the worker.
         boundary: the step boundary that it began at.
-        whence: the checkpoint that all begin from, in words.
+        whence: text about the checkpoint that all begin from.
         behind: it does not train yet: it computes the job again from its beginning.
     """
 
@@ -100,9 +74,9 @@ class Trains:
 
 #: Kind of the frame in which a worker asks its agent for options of checkpoints, by full name.
 WISH = b"W"
-#: Longest wish, in bytes.
+#: Longest such request, in bytes.
 WISH_BYTES = 1 << 16
-#: Shapes by key. What the first two say is shown to people, so any words will do there.
+#: Shapes by key. The first two are shown to people, so any text will do there.
 SHAPES: dict[str, Any] = {
     "fail": Failed,
     "restart": Restart,
@@ -117,11 +91,7 @@ _WORDS = ("fail", "restart")
 
 
 def read(name: str, raw: bytes) -> Any:
-    """What was said under a key.
-
-    Raises:
-        DamagedRecord: it is nothing that a worker says.
-    """
+    """A message under its key; raises DamagedRecord if it is none."""
     try:
         return decode(raw, SHAPES[name], name)
     except DamagedRecord:

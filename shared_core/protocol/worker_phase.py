@@ -1,7 +1,7 @@
-"""In which phase a worker is, and what it does about what it hears, as a pure function.
+"""The phases of a worker, and what it does about each event. Pure.
 
-What a worker hears are the entries of the ledger (:func:`heard`) and the steps of its own program. The actions of a
-phase run on threads of their own; one that is overtaken by a further entry gives up by itself.
+Events are the entries of the ledger (:func:`heard`) and the steps of its own program. The actions of a phase run on
+threads of their own; one that is overtaken by a further entry gives up by itself.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from shared_core.protocol.generation import Entry, EntryKind
 
 
 class WorkerPhase(Enum):
-    """Where a worker is in its life."""
-
     #: The script runs up to its default process group; a replacement does not know its place yet.
     STARTING = "starting"
     #: A replacement whose failed worker has passed no step boundary runs the script as the first workers did.
@@ -30,31 +28,28 @@ class WorkerPhase(Enum):
     RECOVERING = "recovering"
     #: A survivor continues without absent ranks.
     WITHOUT = "without absent ranks"
-    #: A survivor hands its state on, because the number of workers changes.
+    #: A survivor writes its state, because the number of workers changes.
     DRAINING = "draining"
     #: The attempt is over, or this worker's part in it; the launcher does what follows.
     ENDED = "ended"
 
     @property
     def answers(self) -> bool:
-        """Whether collectives are answered from records."""
         return self in (WorkerPhase.BEHIND, WorkerPhase.ASKS_TO_JOIN)
 
 
 class WorkerEvent(Enum):
-    """What can happen to a worker."""
-
     #: An entry: all ranks form the generation.
     FORM = "form"
     #: An entry: the others continue without the absent ranks.
     CARRY_ON = "continue"
-    #: An entry: the number of workers changes, and this one hands its state on.
+    #: An entry: the number of workers changes, and this one stays.
     DRAIN = "drain"
     #: An entry: the number of workers changes without this one.
     LEFT_OUT = "left out"
     #: An entry: the attempt is over.
     OVER = "over"
-    #: An entry: another worker holds this one's rank, so its machine was taken for failed.
+    #: An entry: another worker holds this one's rank, because its machine was taken for failed.
     REPLACED = "replaced"
     #: A replacement finds that its place is a step boundary.
     BOUNDARY_FOUND = "boundary found"
@@ -73,17 +68,15 @@ class WorkerEvent(Enum):
 
 
 class WorkerAction(Enum):
-    """What the worker is to do."""
-
     #: Cut the connections and form the generation.
     RECOVER = auto()
     #: Cut the connections to the absent ranks, and continue.
     CARRY_ON = auto()
     #: Cut the connections, agree on a step boundary with those that stay, and write the state there.
     DRAIN = auto()
-    #: Nobody leaves: what was held for handing on is free again.
+    #: No worker leaves: free what was held for that.
     WITHDRAW = auto()
-    #: Say in the new generation where this replacement starts: the others need to know before it joins.
+    #: Publish in the new generation where this replacement starts: the others need to know before it joins.
     POST_FRONT = auto()
     #: No entry follows.
     STOP_WATCHING = auto()
@@ -106,9 +99,9 @@ _NOT_JOINED = (
     WorkerPhase.JOINING,
 )
 
-#: The phase that follows and what is to be done, for each event that can happen in a phase.
+#: The phase that follows and the actions, for each event that can happen in a phase.
 TRANSITIONS: dict[tuple[WorkerPhase, WorkerEvent], Outcome] = {
-    # A replacement's place: what its own entry says, then what all have agreed on.
+    # A replacement's place: first from its own entry, then from what all have agreed on.
     (WorkerPhase.STARTING, WorkerEvent.CARRY_ON): (WorkerPhase.ASKS_TO_JOIN, ()),
     (WorkerPhase.STARTING, WorkerEvent.BOUNDARY_FOUND): (WorkerPhase.BEHIND, ()),
     (WorkerPhase.STARTING, WorkerEvent.NO_BOUNDARY): (WorkerPhase.FROM_START, ()),
@@ -127,7 +120,7 @@ TRANSITIONS: dict[tuple[WorkerPhase, WorkerEvent], Outcome] = {
         (WorkerAction.WITHDRAW, WorkerAction.POST_FRONT),
     ),
     (WorkerPhase.BEHIND, WorkerEvent.FORM): (WorkerPhase.BEHIND, (WorkerAction.WITHDRAW, WorkerAction.POST_FRONT)),
-    # It is being admitted: only then nobody is absent.
+    # It is being admitted: otherwise it would be absent.
     (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.FORM): (WorkerPhase.RECOVERING, (WorkerAction.RECOVER,)),
     (WorkerPhase.JOINING, WorkerEvent.FORM): (WorkerPhase.JOINING, (WorkerAction.WITHDRAW,)),
     (WorkerPhase.ASKS_TO_JOIN, WorkerEvent.CARRY_ON): (WorkerPhase.ASKS_TO_JOIN, (WorkerAction.WITHDRAW,)),
@@ -135,7 +128,7 @@ TRANSITIONS: dict[tuple[WorkerPhase, WorkerEvent], Outcome] = {
     (WorkerPhase.RECOVERING, WorkerEvent.INSTALLED): (WorkerPhase.LIVE, ()),
     (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED): (WorkerPhase.LIVE, ()),
     (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED_SOME): (WorkerPhase.WITHOUT, ()),
-    # A failure while replacements were admitted: what is to be done about it has begun.
+    # A failure while replacements were admitted: the answer to it has begun.
     (WorkerPhase.RECOVERING, WorkerEvent.ADMITTED_LATE): (WorkerPhase.RECOVERING, ()),
     (WorkerPhase.WITHOUT, WorkerEvent.ADMITTED_LATE): (WorkerPhase.WITHOUT, ()),
     (WorkerPhase.DRAINING, WorkerEvent.ADMITTED_LATE): (WorkerPhase.DRAINING, ()),
@@ -145,7 +138,7 @@ for _phase in _SURVIVORS:
     TRANSITIONS[_phase, WorkerEvent.CARRY_ON] = WorkerPhase.WITHOUT, (WorkerAction.CARRY_ON,)
     TRANSITIONS[_phase, WorkerEvent.DRAIN] = WorkerPhase.DRAINING, (WorkerAction.DRAIN,)
 for _phase in _NOT_JOINED:
-    # It says that it has no state, and runs on: that may yet be withdrawn.
+    # It answers that it has no state, and keeps running: the change may yet be withdrawn.
     TRANSITIONS[_phase, WorkerEvent.DRAIN] = _phase, (WorkerAction.DRAIN,)
 for _phase in (*_NOT_JOINED, WorkerPhase.LIVE, WorkerPhase.RECOVERING):
     if _phase is not WorkerPhase.ASKS_TO_JOIN:
@@ -153,11 +146,7 @@ for _phase in (*_NOT_JOINED, WorkerPhase.LIVE, WorkerPhase.RECOVERING):
 
 
 def transition(phase: WorkerPhase, event: WorkerEvent) -> Outcome:
-    """The phase that follows, and what is to be done.
-
-    Raises:
-        IllegalWorkerEvent: if the event cannot happen in the phase.
-    """
+    """The next phase, and the actions in order. Raises IllegalWorkerEvent for an impossible event."""
     if event is WorkerEvent.REPLACED:
         return WorkerPhase.ENDED, (WorkerAction.EXIT,)
     if event is WorkerEvent.OVER:
@@ -174,13 +163,7 @@ def transition(phase: WorkerPhase, event: WorkerEvent) -> Outcome:
 
 
 def heard(entry: Entry, rank: int, incarnation: int) -> WorkerEvent:
-    """What an entry of the ledger is to a worker.
-
-    Args:
-        entry: the newest one.
-        rank: of the worker.
-        incarnation: of the worker.
-    """
+    """What an entry of the ledger is to the worker that is this incarnation of ``rank``."""
     if entry.kind.over:
         return WorkerEvent.OVER
     if entry.incarnations[rank] > incarnation:

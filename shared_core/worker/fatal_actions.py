@@ -22,13 +22,13 @@ _END_S = 60.0
 
 
 class FatalActions:
-    """What one worker does when it cannot continue."""
+    """Ends one worker, or the job, when it cannot continue. A hot standby only ends itself: it holds no rank yet."""
 
     def __init__(self, runtime: Runtime, store: JobStore) -> None:
         self._runtime, self._store = runtime, store
 
     def fall_back(self, reason: str) -> NoReturn:
-        """Nobody can serve a replacement: all workers start again. Does not return."""
+        """Nobody can serve a replacement: all workers start again. Does not return. Takes the runtime's lock."""
         _end_spare(reason)
         self._store.tell("restart", reason)
         with self._runtime.lock:
@@ -39,7 +39,7 @@ class FatalActions:
         os._exit(1)
 
     def cannot_complete(self, what: str) -> NoReturn:
-        """The program is in an operation that waits for absent ranks, and nothing admits them. Does not return."""
+        """Restart all workers: the program is in an operation that waits for absent ranks. Does not return."""
         absent = sorted(self._runtime.absent)
         self.fall_back(
             f"rank {self._runtime.rank} is in {what}, which waits for all ranks, and {ranks_text(absent)} "
@@ -48,40 +48,31 @@ class FatalActions:
         )
 
     def fail(self, error: BaseException) -> None:
-        """End the job with this error, which the launcher prints."""
+        """Tell the launcher to end the job with this error. Returns, except in a hot standby."""
         _end_spare(str(error))
         self._store.tell("fail", {"rank": self._runtime.rank, "message": told(error)})
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """As :meth:`fail`, at once, for instance when a wait has run out of time. Does not return."""
+        """As :meth:`fail`, then wait to be killed. Does not return."""
         self.fail(error)
         threading.Event().wait(_END_S)
         os._exit(1)
 
     def break_down(self, error: BaseException) -> NoReturn:
-        """As :meth:`give_up`, for an error that nobody expects. Does not return."""
+        """As :meth:`give_up`, for an unexpected error: prints the traceback here first."""
         traceback.print_exception(error)
         self.give_up(error)
 
 
 def _end_spare(reason: str) -> None:
-    """A hot standby ends itself, and not the job: it holds no rank yet."""
     if hot_standby.is_hot_standby():
         console(f"a hot standby ends: {reason}")
         os._exit(1)
 
 
 def wait_for_change(runtime: Runtime, whom: str, done: Callable[[], bool], *, speaks: bool = True) -> None:
-    """Wait for what a change of the runtime says. Callers hold its lock.
-
-    Args:
-        runtime: the groups.
-        whom: who is to do what.
-        done: whether it is done.
-        speaks: whether this rank says so when it takes long.
-
-    Raises:
-        WaitTimeout: if it does not come.
+    """Wait on ``runtime.changed``, whose lock the caller holds, until ``done()``. ``whom`` is text for the user. Raises
+    WaitTimeout after the runtime's ``wait_timeout_s``.
     """
     advice = "See above why that does not happen; raise detection.wait_timeout_s if it is only slow."
     who, limit_s = f"rank {runtime.rank}", runtime.wait_timeout_s

@@ -1,4 +1,4 @@
-"""The job's store as this worker uses it: keys of the present attempt, and words to the launcher."""
+"""The job's store as this worker uses it: keys of the present attempt, and messages to the launcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared_core.worker.link import connect_store, report, tell
 
 
 class JobStore:
-    """One connection, which all threads of the process share. Nobody blocks in it."""
+    """One connection, made at the first use and shared by all threads. No call on it blocks for a key."""
 
     def __init__(self, env: WorkerEnv) -> None:
         self._env = env
@@ -20,11 +20,7 @@ class JobStore:
         self._lock = threading.Lock()
 
     def below(self, prefix: str = "") -> Below:
-        """The keys of this attempt that begin with ``prefix``, which is empty or ends with a slash.
-
-        Raises:
-            WaitTimeout: if the launcher cannot be reached.
-        """
+        """Keys of this attempt that begin with ``prefix``: empty, or ends with a slash. May raise WaitTimeout."""
         return Below(self._connected(), self._env.prefix + prefix)
 
     def tell(self, name: str, value: Any) -> None:

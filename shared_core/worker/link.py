@@ -39,7 +39,7 @@ def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> Re
 
     Args:
         timeout_s: longest wait for a key, in seconds.
-        where: the store's place; this process' own environment when None.
+        where: the store's place; None for this process' own environment.
 
     Raises:
         WaitTimeout: if the agent cannot be reached.
@@ -58,14 +58,7 @@ def connect_store(timeout_s: float = 60.0, where: WorkerEnv | None = None) -> Re
 
 
 def wish(options: Mapping[str, Any], where: WorkerEnv) -> None:
-    """Ask this machine's agent to use these options of checkpoints for workers that it starts from now on.
-
-    Args:
-        options: by full name, as plain data.
-
-    Raises:
-        WaitTimeout: if the agent cannot be reached.
-    """
+    """Ask this machine's agent to use checkpoint options (by full name) for later workers. Raises WaitTimeout."""
     try:
         with local.connect(where.job_dir / AGENT) as link:
             link.send(WISH, data=[json.dumps(dict(options)).encode()])
@@ -83,7 +76,7 @@ def tell(store: Store, name: str, value: Any, *, prefix: str | None = None) -> N
     Setting the key alone works too; the agent then notices it at its next tick (``--monitor-interval``).
 
     Args:
-        store: a client of the agent's store that no other thread is blocked in.
+        store: a client of the agent's store in which no other thread waits for a key.
         name: key without prefix.
         value: plain data, stored as JSON.
         prefix: key prefix; this worker's own when None.
@@ -95,12 +88,8 @@ def tell(store: Store, name: str, value: Any, *, prefix: str | None = None) -> N
 
 
 def report(store: Store, value: Mapping[str, Any], *, prefix: str) -> None:
-    """Tell the agent of this machine something that it shows to the user; none of the reports is lost.
-
-    Args:
-        store: a client of the agent's store that no other thread is blocked in.
-        value: plain data.
-        prefix: key prefix of the attempt.
+    """Show something to the user through this machine's agent. Reports queue up: none overwrites another. No other
+    thread may wait for a key in ``store``.
     """
     slot = os.environ.get("GROUP_RANK", "0")
     store.queue_push(f"{prefix}{REPORTS}/{slot}", json.dumps(value))
@@ -108,29 +97,23 @@ def report(store: Store, value: Mapping[str, Any], *, prefix: str) -> None:
 
 
 def mark_failed(code: int | None = None) -> None:
-    """The user's program ended with an error: no goodbye will be said for it.
-
-    Args:
-        code: of the process' end; None to leave it to the interpreter.
-    """
+    """The user's program failed: no goodbye follows. ``code``: exit code; None leaves it to the interpreter."""
     global _failed, _leaves_with
     _failed, _leaves_with = True, code
 
 
 def at_end(call: Callable[[], None]) -> None:
-    """Have ``call`` run when the user's program has ended without an error, before the goodbye."""
+    """Run ``call`` when the user's program has ended without an error, before the goodbye; in reverse order."""
     _at_end.append(call)
 
 
 def program_ended() -> None:
-    """The user's program has ended without an error."""
     while _at_end:
         _at_end.pop()()
 
 
 def say_done_and_wait() -> None:
-    """Say goodbye, then wait for the agent's ``release``; this process' other threads continue serving its peers.
-
+    """Send the goodbye, then wait for the agent's ``release``; other threads of this process keep serving its peers.
     Registered with ``atexit``; later calls, and calls after an error or outside ``swiftrun``, do nothing.
     """
     global _done, _leaves_with
@@ -152,11 +135,10 @@ def say_done_and_wait() -> None:
 
 
 def leave() -> None:
-    """The last of all exit handlers: end a worker whose goodbye was heard, or whose program has failed, before the
-    interpreter takes itself apart.
+    """The last exit handler: ends a worker that was released, or whose program failed, before Python's own teardown.
 
-    Threads that wait for a peer inside of gloo would be ended then with C++ on their stacks, and abort the process
-    ("terminate called without an active exception"): an exception would look like an accident.
+    The teardown would end threads that wait for a peer inside gloo, with C++ frames on their stacks, and abort the
+    process ("terminate called without an active exception"): an exception would look like an accident.
     """
     if _leaves_with is None:
         return

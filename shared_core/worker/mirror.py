@@ -18,15 +18,7 @@ _TROUBLE_S = 5.0
 
 
 class Mirror:
-    """One rank's copies, seen from its worker. Any thread may call.
-
-    Args:
-        rank: logical rank.
-        attempt: of the job.
-        slot: place of this machine.
-        folder: the rank's publications on this machine.
-        key: of the job.
-    """
+    """Copies of one rank's publications. Any thread may call. Without a link the calls do nothing."""
 
     def __init__(self, rank: int, attempt: int, slot: int, folder: Path, key: bytes) -> None:
         self._rank, self._attempt, self._slot, self._folder, self._key = rank, attempt, slot, folder, key
@@ -36,8 +28,7 @@ class Mirror:
         self._trouble = threading.Timer(0.0, lambda: None)
 
     def follow(self, machines: Sequence[str | None]) -> None:
-        """The places of machines are these now: if another one keeps the copies, it gets them all, on a thread of its
-        own; whoever publishes meanwhile waits for that."""
+        """These machines hold the places now. A new keeper gets all copies, on a thread; publications wait for that."""
         chosen = keeper(machines, self._slot)
         if chosen == self._keeper:
             return
@@ -73,11 +64,9 @@ class Mirror:
         self._try(WRITE, name, data)
 
     def append(self, name: str, data: bytes) -> None:
-        """Copy what was appended to a file."""
         self._try(APPEND, name, [data])
 
     def remove(self, name: str) -> None:
-        """Remove a file's copy."""
         self._try(REMOVE, name, ())
 
     def sync(self) -> None:

@@ -10,9 +10,10 @@ from shared_core.protocol.keys import EARLY_SIGNALS
 
 
 def leave_signals_to_the_agent() -> None:
-    """In a worker: what SLURM sends to every process of a step is for the agent, which ends the workers itself.
+    """Ignore the signals that SLURM sends to every process of a step: the agent gets them and ends the workers itself.
 
-    A handler that the program has set stays, and so does SIGTERM's default elsewhere: there it is sent to one worker.
+    A handler that the program has set stays. So does SIGTERM's default outside SLURM, where it is sent to one worker.
+    Does nothing outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -8,31 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """A part of one tensor.
-
-    Attributes:
-        tensor: its place in a list.
-        start: first byte.
-        stop: byte after the last.
-    """
-
     tensor: int
     start: int
     stop: int
 
     @property
     def size(self) -> int:
-        """In bytes."""
         return self.stop - self.start
 
 
 def divided(sizes: Sequence[int], count: int, unit: int) -> list[list[Span]]:
-    """Divide tensors into ``count`` parts, in order, that differ in size by less than ``unit``.
-
-    Args:
-        sizes: of the tensors, in bytes.
-        count: of parts; the last ones are empty where there is too little.
-        unit: tensors are cut at multiples of so many bytes.
+    """Divide tensors of these sizes in bytes into ``count`` parts, in order, that differ by less than ``unit`` bytes.
+    Tensors are cut at multiples of ``unit``. The last parts are empty where there is too little.
     """
     found: list[list[Span]] = [[] for _ in range(count)]
     share = -(-sum(sizes) // count)
@@ -51,9 +38,7 @@ def divided(sizes: Sequence[int], count: int, unit: int) -> list[list[Span]]:
 
 
 def bundled(spans: Iterable[Span], alone: int, most: int) -> Iterator[list[Span]]:
-    """Consecutive spans that travel together: those of at least ``alone`` bytes by themselves, others in bundles of up
-    to ``most`` bytes.
-    """
+    """Consecutive spans that travel together: those of ``alone`` bytes or more alone, others up to ``most`` bytes."""
     bundle: list[Span] = []
     for span in spans:
         if bundle and (span.size >= alone or sum(each.size for each in bundle) + span.size > most):

@@ -1,6 +1,6 @@
 """Builds the parts of a worker and joins them: the one place where they meet.
 
-Each part gets what it needs in its constructor. What is made later, and still needed, is asked of a relay.
+Each part gets what it needs in its constructor. What is made later it asks of a relay.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ from shared_core.worker.variables.variables import Origin, Variables
 
 
 class Worker:
-    """The parts of the worker that this process is."""
-
     def __init__(self, env: WorkerEnv) -> None:
         config = env.config
         groups_relay, recovery_relay, state_relay = _GroupsRelay(self), _RecoveryRelay(self), _StateRelay(self)
@@ -181,7 +179,7 @@ class Worker:
 
 
 class _Relay:
-    """Passes on what a part of a worker tells, and asks, those that are made after it."""
+    """Passes calls of a part on to parts that are made after it."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -286,68 +284,57 @@ class _RecoveryRelay(_Relay):
 
 
 class _StateRelay(_Relay):
-    """What the parts that hold or follow the worker's state tell, and ask."""
+    """For the parts that hold or follow the worker's state."""
 
     def joining(self) -> bool:
-        """Whether this worker has not reached the place yet that it begins from."""
         return self._worker.start.start_point.joining
 
     def origin(self) -> Origin:
-        """Whose variables of the script this worker puts back."""
         it = self._worker
         if it.position.added or it.position.resized or it.start.start_point.of_others:
             return "other"
         return "checkpoint" if it.start.start_point.restarts else "same"
 
     def cannot_put_back(self, reason: str, origin: Origin) -> None:
-        """A variable of the script cannot be put back. From a checkpoint it could not be either."""
+        """The variables in a checkpoint are older: with those nothing could be put back either, so the job ends."""
         if origin == "checkpoint":
             self._worker.fatal_actions.give_up(RecoveryFailed(reason))
         self._worker.fatal_actions.fall_back(reason)
 
     def replicas(self) -> list[int]:
-        """Ranks that train the same as this one, where not all do."""
         return self._worker.trained.replicas
 
     def updated(self) -> None:
-        """An update was made."""
         self._worker.reporter.updated()
         self._worker.unmarked.updated()
 
     def fence(self) -> None:
-        """Returns when what is being copied for a checkpoint may be changed."""
         self._worker.start.checkpoints.fence()
 
     def stable(self) -> int:
-        """The newest step boundary that every rank is known to have published."""
         return self._worker.runtime.stable
 
     def rolled_back(self) -> None:
-        """Replacements have gone back to a checkpoint."""
         self._worker.start.checkpoints.rolled_back()
 
     def newest_boundary(self) -> int:
-        """Batch step boundary of the newest checkpoint that this rank knows to be committed; 0 for none."""
         return self._worker.start.checkpoints.newest_boundary
 
     def due_boundary(self) -> int:
-        """The newest step boundary at which a checkpoint was due; 0 for none."""
         return self._worker.start.checkpoints.due_boundary
 
     def presses(self) -> bool:
-        """In rank 0: whether the logs on disk need a checkpoint."""
         return self._worker.replays.commits.presses
 
 
 def _marks(env: WorkerEnv) -> BoundaryMarks | None:
-    """What all ranks share, where they are on one machine."""
+    """A file that all ranks write to, where they are on one machine."""
     if len(env.machines) > 1:
         return None
     return BoundaryMarks(env.job_dir / f"boundaries{env.restart}.{env.world_size}", env.rank, env.world_size)
 
 
 def _mirror(env: WorkerEnv) -> Mirror | None:
-    """Copies on another machine, where there are several."""
     if len(env.machines) < 2:
         return None
     folder = env.rank_dir / f"attempt{env.restart}"

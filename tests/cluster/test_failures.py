@@ -23,6 +23,12 @@ def test_failures_are_replaced_until_the_budget_is_spent() -> None:
     assert end.first is not None and end.first.rank == 0
 
 
+def test_deaths_that_one_restart_answers_count_once() -> None:
+    book = FailureBook(budget=1)
+    assert [book.judge(death(rank), charged=not rank).action for rank in (0, 1)] == ["replace", "replace"]
+    assert book.judge(death(2)).action == "end"
+
+
 def test_a_row_of_like_deaths_without_progress_ends_the_job() -> None:
     book = FailureBook(budget=100)
     first = death(code=-11, boundaries=5)

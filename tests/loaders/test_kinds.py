@@ -17,6 +17,7 @@ from shared_core import waiting
 from shared_core.loaders import read_random, wrap_loader
 from shared_core.loaders.engine import LoaderKind, kind_of
 from shared_core.loaders.indices import Drawing, Follow
+from shared_core.loaders.items_sum import summed
 from shared_core.loaders.place import Way
 from shared_core.loaders.reshard import divide, order_name, taken_up, used
 
@@ -204,3 +205,14 @@ def test_a_shuffle_buffer_that_is_filled_again_is_not_trusted() -> None:
     buffered = type("IterableDataset", (Counter,), {"__module__": "datasets.iterable_dataset"})
     assert kind_of(DataLoader(Counter()), "restore") is LoaderKind.STATE
     assert kind_of(DataLoader(buffered()), "restore") is LoaderKind.REREAD
+
+
+@pytest.mark.parametrize("size", [1 << 10, (1 << 20) + 3])
+def test_a_checksum_of_items_sees_values_that_change_places(size: int) -> None:
+    data = torch.arange(size, dtype=torch.int64)
+    sums = {summed(data, 0), summed(data + (data == size - 1), 0)}
+    for one, other in ((0, 1), (5, size // 2), (size // 2, size - 1), (size // 2, size // 2 + 1)):
+        moved = data.clone()
+        moved[[one, other]] = data[[other, one]]
+        sums.add(summed(moved, 0))
+    assert len(sums) == 6

@@ -146,7 +146,9 @@ def test_models_that_differ_are_refused_by_name() -> None:
     with pytest.raises(ReplicaMismatch, match="the donor has 5 parameters, this rank 2"):
         Replicated([small], [torch.optim.SGD(small.parameters())]).load(description, tensors)
     net = nn.Sequential(nn.Linear(4, 8), nn.PReLU(), nn.Linear(8, 5))
-    differs = r"parameter 2.weight has shape \(5, 8\) and torch.float32 here, and \(3, 8\) and torch.float32 at the donor"
+    differs = (
+        r"parameter 2.weight has shape \(5, 8\) and torch.float32 here, and \(3, 8\) and torch.float32 at the donor"
+    )
     with pytest.raises(ReplicaMismatch, match=differs):
         Replicated([net], [torch.optim.SGD(net.parameters())]).load(description, tensors)
     halved, _ = made("SGD", {"lr": 0.1})

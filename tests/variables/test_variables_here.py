@@ -223,10 +223,11 @@ def test_an_object_that_holds_too_much_is_compared_in_what_it_holds() -> None:
     assert "`buffer` (test_variables_here.py:" in refused, refused
 
 
-def test_long_lists_are_looked_at_in_turn() -> None:
+@pytest.mark.parametrize("place", [0, 2_500, 4_500])
+def test_long_lists_are_looked_at_in_turn(place: int) -> None:
     writer, items = Writer(lambda _: False), list(range(5_000))
     assert all(writer.same_list(items) for _ in range(10))
-    items[2_500] = -1
+    items[place] = -1
     assert not all(writer.same_list(items) for _ in range(5))
 
 

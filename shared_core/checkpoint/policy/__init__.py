@@ -19,7 +19,7 @@ from shared_core.checkpoint.policy.timed import CheckFreq, Daly, Exact, Fixed, Y
 from shared_core.checkpoint.policy.value import Value, price_of_delay
 from shared_core.errors import ConfigError
 
-#: Policies by the name that they are chosen by.
+#: Policies by the name of the option's value.
 POLICIES: Mapping[str, Callable[..., Policy]] = {
     "value": Value,
     "fixed": Fixed,
@@ -33,11 +33,7 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
 
 
 def make_policy(name: str, **options: Any) -> Policy:
-    """The policy of this name; ``fixed`` needs ``every_steps``.
-
-    Raises:
-        ConfigError: there is no such policy, or it has no such option.
-    """
+    """The policy of this name; ``fixed`` needs ``every_steps``. Raises ConfigError for an unknown policy or option."""
     if name not in POLICIES:
         raise ConfigError(f"unknown checkpoint policy {name!r}: choose from {', '.join(POLICIES)}")
     try:

@@ -24,11 +24,10 @@ def daly(cost_s: float, hazard: float) -> float:
 
 
 def exact(cost_s: float, hazard: float) -> float:
-    """The interval that minimises the expected time under failures without memory: ``(1 + W0(-e^(-lambda c - 1))) /
-    lambda``.
+    """The interval of least expected time under failures without memory: ``(1 + W0(-e^(-lambda c - 1))) / lambda``.
 
     With ``x = lambda tau`` it solves ``x = 1 - e^-(x + lambda c)``. That is convex and Young's interval lies above the
-    root, so that Newton's steps fall onto it.
+    root, so Newton's steps descend to it.
     """
     if hazard <= 0:
         return math.inf

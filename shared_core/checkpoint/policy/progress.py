@@ -41,7 +41,7 @@ def literal_step(decay_per_s: float, cost_s: float, hazard: float, workers: int 
 
 
 def corrected_step(start_loss: float, decay_per_s: float, cost_s: float, hazard: float) -> float:
-    """Where the objective that COCI writes down is least: ``sqrt(2 L0 Pe)``."""
+    """The minimum of the objective that COCI writes down: ``sqrt(2 L0 Pe)``."""
     return math.sqrt(2 * start_loss * literal_step(decay_per_s, cost_s, hazard))
 
 
@@ -87,7 +87,7 @@ class CociLiteral:
         assert cost is not None
         if fit is None or fit.decay >= 0:
             return Decision(False, "coci_literal: no descending fit of the loss")
-        decay = fit.decay / now.step_s / now.workers  # of one worker, as fast as it is among them
+        decay = fit.decay / now.step_s / now.workers  # of one worker, at its speed among the others
         wanted = literal_step(decay, cost.seconds, now.hazard, now.workers)
         fallen = fit.loss(now.saved_step) - fit.loss(now.step)
         return Decision(fallen >= wanted, f"coci_literal: fell by {fallen:.3g} of {wanted:.3g}")

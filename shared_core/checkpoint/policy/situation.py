@@ -10,7 +10,7 @@ from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.policy.intervals import young
 from shared_core.checkpoint.run_ends import Ending
 
-#: Steps after which a first checkpoint is made to measure what one costs (COCI and CheckFreq do it after 10 and 5).
+#: A first checkpoint is made after so many steps, to measure its cost (COCI: after 10, CheckFreq: after 5).
 PROBE_STEPS = 10
 
 
@@ -21,7 +21,7 @@ class LossCurve(Protocol):
         """Loss after so many steps."""
 
     def slope(self, step: float) -> float:
-        """Its derivative there, in loss a step; negative while it descends."""
+        """Its derivative, in loss a step; negative while it descends."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,9 @@ class Exponential:
     level: float
 
     def loss(self, step: float) -> float:
-        """Loss after so many steps."""
         return math.exp(self.decay * step + self.level)
 
     def slope(self, step: float) -> float:
-        """Its derivative there."""
         return self.decay * self.loss(step)
 
 
@@ -106,10 +104,9 @@ class Decision:
     """The answer.
 
     Attributes:
-        due: whether to make a checkpoint at this step boundary.
-        reason: why, or why not, in words.
-        rule: what the policy follows at present, and why, where it may follow another rule than its name says; empty
-            where nothing was decided by a rule.
+        reason: text: why, or why not.
+        rule: text: what the policy follows at present, which may not be the rule of its name; empty where no
+            rule decided.
     """
 
     due: bool
@@ -121,11 +118,11 @@ class Decision:
 
 
 class Policy(Protocol):
-    """When to make checkpoints. A pure function of the situation: any rank can decide, also one that has just come."""
+    """When to make checkpoints. A pure function of the situation, so a replacement decides the same."""
 
     @property
     def name(self) -> str:
-        """As it is chosen by."""
+        """Value of the option that chooses it."""
 
     def due(self, now: Situation) -> Decision:
         """Whether to make one now. Cheap enough for every step boundary."""
@@ -138,7 +135,7 @@ class Guards:
     Attributes:
         max_overhead: largest share of time that checkpoints may take.
         max_in_flight: checkpoints written at the same time; a further one waits.
-        longest: most that an interval may exceed Young's by, as a factor, where the fit or the hazard misleads.
+        longest: largest factor over Young's interval, in case the fit or the hazard misleads.
     """
 
     max_overhead: float = 0.25
@@ -147,7 +144,7 @@ class Guards:
 
     def shortest_s(self, now: Situation, cost: Cost) -> float:
         """No interval may be shorter: a step, the time until one is durable, and the cap on the overhead. The time to
-        be durable only delays every checkpoint alike, so it changes no longer interval.
+        be durable delays every checkpoint alike, so it changes no longer interval.
         """
         return max(now.step_s, cost.persist_s / self.max_in_flight, cost.seconds / self.max_overhead)
 

@@ -12,17 +12,12 @@ from shared_core.checkpoint.policy.situation import Decision, Guards, Situation
 
 @dataclass(frozen=True)
 class Fixed:
-    """Every so many steps, whatever it costs; Lightning's default is once an epoch.
-
-    Attributes:
-        every_steps: step boundaries between two checkpoints.
-    """
+    """Every ``every_steps`` step boundaries, whatever it costs; Lightning's default is once an epoch."""
 
     every_steps: int
     name: ClassVar[str] = "fixed"
 
     def due(self, now: Situation) -> Decision:
-        """At multiples of ``every_steps``."""
         due = now.step > now.saved_step and now.step // self.every_steps > now.saved_step // self.every_steps
         return Decision(due, f"fixed: step {now.step}, every {self.every_steps}")
 
@@ -33,11 +28,10 @@ class Young:
 
     guards: Guards = field(default_factory=Guards)
     name: ClassVar[str] = "young"
-    #: Useful seconds between checkpoints, by their cost and the hazard.
+    #: Useful seconds between checkpoints, given their cost and the hazard.
     interval_s: ClassVar[staticmethod[[float, float], float]] = staticmethod(young)
 
     def due(self, now: Situation) -> Decision:
-        """Once an interval's work is at risk."""
         if (answer := self.guards.first(now, self.name)) is not None:
             return answer
         assert now.cost is not None
@@ -60,11 +54,7 @@ class Exact(Young):
 
 @dataclass(frozen=True)
 class CheckFreq:
-    """As often as costs a given share of the time (Mohan et al., FAST 2021, section 4.2); failures play no part.
-
-    Attributes:
-        max_overhead: that share.
-    """
+    """Costs the share ``max_overhead`` of the time (Mohan et al., FAST 2021, section 4.2), whatever fails."""
 
     max_overhead: float = 0.035
     guards: Guards = field(default_factory=Guards)

@@ -22,30 +22,24 @@ from shared_core.checkpoint.policy.intervals import exact, young
 from shared_core.checkpoint.policy.situation import Decision, Guards, LossCurve, Situation
 from shared_core.checkpoint.run_ends import Ending
 
-#: Cells that the future is divided into, and by how much each is longer than the one before.
+#: The future is divided into so many cells, each longer than the one before by this factor.
 CELLS, GROWTH = 32, 1.35
 _EDGES = [GROWTH**cell - 1 for cell in range(1, CELLS + 1)]
-#: With an unknown end, one looks ahead until as many runs in e^12 are left.
+#: With an unknown end, the horizon is where one run in e^12 is left.
 FAR = 12.0
-#: Above this cost over the mean time between faults Young's interval is too long; the exact one is taken.
+#: Above this ratio of cost to mean time between faults, Young's interval is too long; the exact one is taken.
 LARGE_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class Value:
-    """Checkpoints where they pay.
-
-    Attributes:
-        price: what a checkpoint costs beyond time (storage, bandwidth, money), in units of the loss.
-        guards: bounds of the interval.
-    """
+    """Checkpoints where they pay. ``price``: of one, beyond time (storage, money), in units of the loss."""
 
     price: float = 0.0
     guards: Guards = field(default_factory=Guards)
     name: ClassVar[str] = "value"
 
     def due(self, now: Situation) -> Decision:
-        """Whether the expected loss has reached the price of a checkpoint."""
         if (answer := self.guards.first(now, self.name)) is not None:
             return answer
         assert now.cost is not None
@@ -69,8 +63,7 @@ class Value:
         short = now.age_s + now.step_s / 2 < shortest_s
         # An accumulator that lags behind a risen hazard must not put the next checkpoint off without bound.
         old = now.age_s >= self.guards.longest * young(cost_s + price_s, now.hazard)
-        # At the next step boundary more is at risk, about as the square of the age: half a step early is nearer than
-        # late.
+        # At the next boundary more is at risk, about as the square of the age: half a step early is nearer than late.
         ahead_s = at_risk_s * now.step_s / max(now.age_s, now.step_s)
         due = not short and (old or at_risk_s + ahead_s >= cost_s + price_s)
         bound = f", not before {shortest_s:.3g} s" if short else ""
@@ -96,7 +89,7 @@ def _cost(cost_s: float, hazard: float) -> float:
 
 
 def unknown_end(now: Situation) -> Ending:
-    """Without a history: a run lasts as planned; where nobody has planned, as long again as it has lasted."""
+    """Without a history: a run lasts as planned; without a plan, as long again as it has lasted."""
     return Ending.constant(0.0 if now.horizon_s is not None else 1 / max(now.useful_s, now.step_s), 0.0)
 
 
@@ -139,7 +132,7 @@ def expected_loss(curve: LossCurve, ending: Ending, worth: float, now: Situation
         at = now.saved_s + part / 4 * now.age_s
         density = ending.rate(at) * math.exp(min(gone - ending.cumulative(at), FAR))
         abrupt += weight * density * (losses[0] - losses[part])
-        delayed += weight * part / 2 * since  # for the integral of twice the age times what is worth more
+        delayed += weight * part / 2 * since  # for the integral of twice the age times the extra worth
         between = at - now.age_s / 8
         since += (
             ending.rate(between)

@@ -54,14 +54,13 @@ _AWAIT_S = 60.0
 
 
 class Checkpoints:
-    """Takes and reads the checkpoints of one rank. Every rank has a part of its own, and the first of each set of
-    replicas their state.
+    """Takes and reads the checkpoints of one rank. Each rank writes a part of its own; the first of each set of
+    replicas also writes the replicated state.
 
     Attributes:
         newest_boundary: step boundary of the newest checkpoint that this rank knows to be committed; 0 for none.
         due_boundary: the newest step boundary at which a checkpoint was due, whether or not it came to be.
-        own: those that this attempt has made.
-        pricing: what rank 0 has measured and decides by; None elsewhere, and where nothing is decided.
+        pricing: rank 0 only, and only where a policy decides; else None.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Checkpoints:
         return self._job_store.below()
 
     def look_at_failed_worker(self) -> None:
-        """A replacement passes step boundaries again: only beyond the failed worker's it may decide again."""
+        """A replacement passes step boundaries again, and decides only beyond those of the failed worker."""
         env = self._env
         progress = progress_file.read_progress(env.rank_dir / "progress") if env.incarnation else None
         self._level = progress[0] if progress is not None else 0
@@ -119,9 +118,8 @@ class Checkpoints:
     # -- writing -----------------------------------------------------------------------------------
 
     def at_boundary(self, boundary: StepBoundary, parts: dict[str, Any], publisher: SharedMemoryPublisher) -> None:
-        """A step boundary was published at which a checkpoint may be made; make one if it is due.
-
-        Where the job is about to end it is the last one, and this does not return if the whole job ends.
+        """Make a checkpoint if one is due at this step boundary, which has been published. The last one of a job that
+        is about to end is waited for. On one machine this then never returns: the agent ends the process.
         """
         self._say_how_it_begins()
         if self._decisions is None:
@@ -142,25 +140,18 @@ class Checkpoints:
             self._part_with(boundary)
 
     def fence(self) -> None:
-        """Return when what is being copied for a checkpoint may be changed."""
+        """Return when the tensors that are being copied for a checkpoint may be changed. Call before each update."""
         if self._snapshots is not None:
             self._snapshots.fence()
 
     def near(self, index: int) -> bool:
-        """In rank 0: whether a checkpoint may be made at this step boundary, which is the next one,
-        or soon after it.
-        """
+        """In rank 0: whether a checkpoint may be made at this step boundary, the next one, or soon after it."""
         if self._decisions is None:
             return False
         return (self._every > 0 and index % self._every == 0) or self._decisions.pending >= self._updates.version
 
     def joined(self, boundary: StepBoundary, *, saved: bool) -> None:
-        """This worker begins at a step boundary.
-
-        Args:
-            boundary: the step boundary.
-            saved: there is a checkpoint of it.
-        """
+        """This worker begins at a step boundary; ``saved``: there is a checkpoint of it."""
         self.due_boundary = boundary.index if saved else 0
         if self._dir is not None and self._env.incarnation:
             self._identity.hear()
@@ -168,12 +159,11 @@ class Checkpoints:
             self._decisions.joined(boundary.version)
 
     def rolled_back(self) -> None:
-        """A failure has sent workers back to a checkpoint."""
         if self.pricing is not None:
             self.pricing.rolled_back()
 
     def _decide(self, boundary: StepBoundary) -> None:
-        """Rank 0: say whether one is due soon."""
+        """Rank 0 only: append to the list of due checkpoints, before any collective of this batch."""
         assert self._decisions is not None and self._snapshots is not None
         if boundary.index <= self._level:
             return
@@ -199,9 +189,6 @@ class Checkpoints:
             self._decisions.add(boundary.version)
 
     def _is_ending(self) -> bool:
-        """Whether the agent of any machine was told to end; said once."""
-        if self._level < 0:
-            return False
         told = (self._env.job_dir / ENDING).exists()
         if len(self._env.machines) > 1:
             told = told or self._store().check([ENDING])
@@ -248,7 +235,6 @@ class Checkpoints:
     # -- what the writer says ----------------------------------------------------------------------
 
     def _look(self) -> None:
-        """See whether the writer has got further."""
         status = self._spool.news()
         if status is None:
             return
@@ -259,10 +245,7 @@ class Checkpoints:
             self.pricing.heed(self.newest_boundary, status.failed)
 
     def _await(self, boundary: StepBoundary, taken: bool) -> bool:
-        """Wait until the checkpoint of a step boundary is committed; whether it is.
-
-        A failure ends the wait: the failed rank's part may never come.
-        """
+        """Whether the checkpoint gets committed within ``_AWAIT_S``. A failure ends the wait: a part may never come."""
         if not taken or self._snapshots is None:
             return False
         self._snapshots.fence()
@@ -281,7 +264,9 @@ class Checkpoints:
         return done
 
     def _part_with(self, boundary: StepBoundary) -> None:
-        """The last checkpoint is made, or cannot be. On several machines the others may continue."""
+        """The last checkpoint is made, or cannot be: tell the agent, then wait to be killed. On several machines this
+        returns: the others may continue.
+        """
         if self._env.rank == 0:
             done = self.newest_boundary >= boundary.index
             if done and self.pricing is not None:
@@ -292,15 +277,10 @@ class Checkpoints:
                 threading.Event().wait()
 
     def keep_number(self, reason: str) -> None:
-        """What is written from now on serves no other number of workers.
-
-        Args:
-            reason: why, for people.
-        """
+        """Checkpoints made from now on serve no other number of workers; the reason is shown to the user."""
         self._fixed = reason
 
     def _mark_ended(self) -> None:
-        """The program has ended well: a later start of it starts from scratch."""
         if self.pricing is not None:
             self.pricing.ended("completed")
         if not self.due_boundary and not self._identity.continues:
@@ -315,12 +295,14 @@ class Checkpoints:
     # -- reading -----------------------------------------------------------------------------------
 
     def newest(self) -> Restored | None:
-        """What this attempt starts from: the newest checkpoint of the attempts before, or of a job of the same command
-        that did not end well, or what it was told to begin with, that all ranks can read; None for none.
+        """What this attempt starts from; None for nothing. All ranks call this and get the same one.
+
+        It is the newest checkpoint that all ranks can read: of earlier attempts, of a job of the same command that did
+        not end well, or the one of ``checkpoint.resume_from``.
 
         Raises:
-            Unsupported: if there are some, all of other numbers of workers, that this number cannot continue from; if
-                there is nothing of what it was told to begin with.
+            Unsupported: if all there are were made by other numbers of workers and this number cannot continue from
+                them; if there is none at ``checkpoint.resume_from``.
         """
         if self._origins is None:
             return None
@@ -343,7 +325,7 @@ class Checkpoints:
         return restored(loaded)
 
     def start_from_scratch(self) -> None:
-        """This attempt starts from scratch: find out what it leaves behind, to say so when training begins."""
+        """Find out what checkpoints this attempt leaves behind, to say so when training begins."""
         self._beginning = self._origins.left_behind() if self._origins is not None else ""
 
     def _say_how_it_begins(self) -> None:
@@ -357,15 +339,13 @@ class Checkpoints:
 def named(
     replicated: Replicated | None, description: Mapping[str, Any], tensors: list[torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The replicated state as an image: tensors by name, and what is no tensor.
+    """The replicated state as an image: tensors by name (not copied), and JSON texts of all else.
 
     Parameters have their fully qualified names, without the ``module.`` of ``DistributedDataParallel``; optimizer state
     is ``optimizer.N.KEY.PARAMETER``, ``N`` the optimizer's place.
 
-    Args:
-        replicated: what is trained.
-        description: see :meth:`Replicated.export`.
-        tensors: in its order.
+    Raises:
+        RecoveryFailed: if there are more or fewer tensors than names.
     """
     count = int(description["parameters"])
     names = recovery_line.parameter_names(replicated)[:count] if replicated is not None else []
@@ -380,7 +360,7 @@ def named(
 
 
 def _note_orders(parts: dict[str, Any], publisher: SharedMemoryPublisher) -> None:
-    """Add to the states of loaders what of the publications they need, which will be gone."""
+    """Add to the states of loaders, in place, the rest of their pass: the publications that hold it will be gone."""
     for _, state in loader_states(parts):
         if not state["live"] or REST in state:  # it has not continued since it was restored
             continue

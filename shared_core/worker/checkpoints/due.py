@@ -28,55 +28,43 @@ _NEVER = -1
 
 
 class Entries(Protocol):
-    """A list of numbers that grows; all ranks see it."""
+    """A list of numbers that grows, the same for all ranks."""
 
     def append(self, number: int) -> None:
-        """Add a number; whoever looks after this returns sees it."""
+        """Add a number; any rank that looks after this has returned sees it."""
 
     def after(self, count: int) -> list[int]:
         """The numbers after the first ``count``."""
 
 
 class FileEntries:
-    """On one machine: a file in the job's folder. A look costs a microsecond.
-
-    Args:
-        path: of the file.
-    """
+    """On one machine: a file in the job's folder. A look costs a microsecond."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
 
     def append(self, number: int) -> None:
-        """See :class:`Entries`."""
         os.write(self._fd, _ENTRY.pack(number))
 
     def after(self, count: int) -> list[int]:
-        """See :class:`Entries`."""
         data = os.pread(self._fd, 1 << 16, count * _ENTRY.size)
         return [number for (number,) in _ENTRY.iter_unpack(data[: len(data) // _ENTRY.size * _ENTRY.size])]
 
 
 class StoreEntries:
-    """On several machines: keys of the agents' store. A look costs a round trip.
-
-    Args:
-        store: makes a client.
-    """
+    """On several machines: keys of the agents' store. A look costs a round trip. ``store`` makes a client."""
 
     def __init__(self, store: Callable[[], Store]) -> None:
         self._store = store
         self._count = 0
 
     def append(self, number: int) -> None:
-        """See :class:`Entries`."""
         store, said = self._store(), str(number)
         while bytes(store.compare_set(self._key(self._count), "", said)) != said.encode():
             self._count += 1  # a failed worker's, or another rank's
 
     def after(self, count: int) -> list[int]:
-        """See :class:`Entries`."""
         store, found = self._store(), []
         while store.check([key := self._key(count)]):
             try:
@@ -92,11 +80,7 @@ class StoreEntries:
 
 
 class Decisions:
-    """The list, seen from one rank.
-
-    Attributes:
-        pending: updates at which the newest entry is due, as far as this rank has looked; -1 for none.
-    """
+    """The list, seen from one rank. ``pending``: updates at which the newest known entry is due; -1 for none."""
 
     def __init__(self, entries: Entries) -> None:
         self._entries = entries
@@ -105,24 +89,19 @@ class Decisions:
         self.pending = -1
 
     def joined(self, version: int) -> None:
-        """This rank begins at a step boundary with so many updates: what was due there or before is not its matter."""
+        """This rank begins at a step boundary with this many updates; it passes over what was due there or before."""
         self._version = version
 
     def add(self, version: int, *, last: bool = False) -> None:
-        """At a step boundary with ``version`` updates, before any collective of that batch: a checkpoint is due soon.
-
-        Args:
-            version: updates at this boundary.
-            last: the job ends with it.
+        """A checkpoint is due soon; ``last``: the job ends with it. Call with the version of the present step boundary,
+        before any collective of that batch.
         """
         target = version + (AHEAD_LAST if last else AHEAD)
         self._entries.append(2 * target + int(last))
         self.pending = max(self.pending, target)
 
     def due(self, version: int) -> tuple[bool, bool]:
-        """At a step boundary with ``version`` updates: is a checkpoint due here, and is it the last one? Ask once a
-        boundary.
-        """
+        """(due here, the last one), at a step boundary with this version. Ask once a boundary."""
         for number in self._entries.after(len(self._known)):
             self._known.append((number // 2, bool(number % 2)))
             self.pending = max(self.pending, number // 2)

@@ -1,6 +1,4 @@
-"""What the machines' memories hold of checkpoints, seen from a worker. The agents' part is
-:mod:`~shared_core.launcher.neighbour`.
-"""
+"""Snapshots in the machines' memories, seen from a worker; :mod:`~shared_core.launcher.neighbour` keeps them."""
 
 from __future__ import annotations
 
@@ -23,8 +21,6 @@ _AT_ONCE = 16
 
 @dataclass(frozen=True)
 class _Source:
-    """One rank's part of a snapshot in some machine's memory."""
-
     machine: str
     secret: bytes
     where: str
@@ -46,16 +42,10 @@ class _Source:
 def find(
     machines: Iterable[str | None], rank: int, world_size: int, secret: bytes
 ) -> list[tuple[int, Mapping[str, Any], Callable[[str], bytes]]]:
-    """Snapshots in the memory of any machine that hold a rank's part, oldest first.
+    """Snapshots in any machine's memory with a rank's part, oldest first: step, meta, and a reader of its files.
 
-    Args:
-        machines: to ask; those that do not answer are passed over.
-        rank: logical rank.
-        world_size: of the job.
-        secret: the job's key.
-
-    Returns:
-        For each its step, its meta, and what reads a file of it from whoever has it, which raises CorruptFile.
+    Machines that do not answer are passed over. A reader takes a file from any machine that has it, or
+    raises CorruptFile.
     """
     names = [machine for machine in machines if machine is not None]
     if not names:
@@ -73,7 +63,7 @@ def find(
 
 
 def _held_by(machine: str, secret: bytes) -> list[_Source]:
-    """All that a machine's memory holds; nothing if it cannot be asked, which takes a few seconds at most."""
+    """Empty if the machine cannot be asked; that takes at most ``_LIST_S`` and the time to connect."""
     try:
         with connect(machine, secret) as link:
             link.settimeout(_LIST_S)
@@ -84,11 +74,7 @@ def _held_by(machine: str, secret: bytes) -> list[_Source]:
 
 
 def _source(machine: str, secret: bytes, one: dict[str, Any]) -> _Source:
-    """One entry of a machine's list.
-
-    Raises:
-        ValueError, TypeError, KeyError: it is none.
-    """
+    """Check and convert one entry of a machine's list; raises ValueError, TypeError or KeyError if it is damaged."""
     found = _Source(machine, secret, **(one | {"key": tuple(one["key"])}))
     whole = (*found.key, found.rank, found.world_size)
     if not (len(found.key) == 2 and all(map(is_count, whole)) and isinstance(found.meta, dict)):

@@ -1,4 +1,4 @@
-"""What an attempt may begin with: what its command has left, or what it was told to adopt; what it leaves behind."""
+"""What an attempt may begin with: the checkpoints of its command, or one that it was told to adopt."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ BY_OPTION = "the option checkpoint.resume_from"
 
 
 class Origins:
-    """Checkpoints of attempts and starts before this one.
-
-    Args:
-        where: the folder of checkpoints.
-        store: makes a client of the agents' store, below the attempt's prefix.
-        session: gives the name of this attempt.
-    """
+    """Checkpoints of attempts and starts before this one. ``store`` makes a client below the attempt's prefix."""
 
     def __init__(
         self, env: WorkerEnv, where: str, spool: Spool, store: Callable[[], Store], session: Callable[[], str]
@@ -41,16 +35,15 @@ class Origins:
         return absolute(self._env.config.checkpoint.resume_from) if self._env.config.checkpoint.resume_from else ""
 
     def choose(self, limit_s: float | None) -> Loaded | None:
-        """The checkpoint that this attempt begins with, once all ranks have read it; None for none. It is adopted if
-        its line says so.
+        """The checkpoint that this attempt begins with, read by all ranks; None for none. All ranks call this.
 
         Args:
             limit_s: longest wait for other ranks, in seconds; None for ``wait_timeout_s``.
 
         Raises:
             WaitTimeout: if a rank does not come.
-            Unsupported: if there are some, all of other numbers of workers, that this number cannot continue from; if
-                there is nothing of what it was told to begin with.
+            Unsupported: if all there are were made by other numbers of workers and this number cannot continue from
+                them; if there is none where it was told to look.
             NoUsableCheckpoint: if there are some of its own, and none can be used.
             RunInUse: if another job continues with its newest run.
         """
@@ -80,14 +73,14 @@ class Origins:
         return loaded
 
     def adopted(self, line: Line) -> str:
-        """What is said of a checkpoint that was adopted; empty in all ranks but the first, and for replacements."""
+        """Text for the user about an adopted checkpoint. Empty in all ranks but the first, and in replacements."""
         if not line.adopts or self._env.rank or self._env.incarnation:
             return ""
         return f"begins with step {line.step} at {line.adopts}, of '{lineage.command_of(line.meta).short}'"
 
     def left_behind(self) -> str:
-        """Why this attempt starts from scratch, although there are checkpoints; empty if there are none, and in all
-        ranks and attempts but the first.
+        """Text for the user: why this attempt starts from scratch although there are checkpoints. Empty if there are
+        none, and in all but rank 0 of the first attempt.
         """
         env = self._env
         first = env.restart <= int(len(env.machines) > 1)  # several machines count on from an attempt before
@@ -97,11 +90,7 @@ class Origins:
         return lineage.left_behind(self._where, env.command.key, how, continues=env.config.continues, again=again)
 
     def _hold(self, run: str) -> None:
-        """Keep other jobs from continuing with a run; nothing in all ranks but the first, and in replacements.
-
-        Raises:
-            RunInUse: another job holds it.
-        """
+        """Lock a run against other jobs: rank 0 only, no replacements. Raises RunInUse; storage errors are printed."""
         env = self._env
         if env.rank or env.incarnation or run in self._held:
             return
@@ -118,9 +107,7 @@ class Origins:
             self._held[run] = lock
 
     def _own(self) -> tuple[list[Line], lineage.Contents]:
-        """What it may continue from, and what the storage holds; nothing where it does not continue with earlier
-        starts.
-        """
+        """What it may continue from; and what the storage holds, empty if it continues no earlier start."""
         env = self._env
         found: list[Line] = []
         if env.machines:
@@ -134,7 +121,7 @@ class Origins:
         return mine, there if env.config.continues else lineage.Contents()
 
     def _before(self, line: Line, there: lineage.Contents) -> bool:
-        """Whether this attempt may begin with it."""
+        """Whether this attempt may begin with it: another one made it, of this job or of a run that it continues."""
         meta, env = line.meta, self._env
         if line.session == self._session() or meta.get("command") != env.command.key or not line.world_size:
             return False

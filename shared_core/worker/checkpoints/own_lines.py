@@ -17,18 +17,12 @@ from shared_core.worker.checkpoints.run_identity import RunIdentity
 
 
 class OwnLines:
-    """Those that hold the state of one rank.
-
-    Args:
-        spool: where they lie in memory.
-    """
-
     def __init__(self, env: WorkerEnv, spool: Spool, identity: RunIdentity) -> None:
         self._env, self._spool, self._identity = env, spool, identity
         self._of_failed_worker: set[int] | None = None
 
     def boundaries(self) -> list[StepBoundary]:
-        """Step boundaries at which this rank's state can be read, oldest first."""
+        """Step boundaries at which this rank's state can be read, oldest first. Reads all; damaged ones are told."""
         found: dict[int, StepBoundary] = {}
         for line in self._all():
             if line.step in found:
@@ -40,11 +34,7 @@ class OwnLines:
         return [boundary for _, boundary in sorted(found.items())]
 
     def at(self, index: int) -> Restored:
-        """The checkpoint at a step boundary.
-
-        Raises:
-            CorruptFile: if it cannot be read, or is gone.
-        """
+        """The checkpoint at a step boundary; raises CorruptFile if it cannot be read, or is gone."""
         for line in self._all():
             if line.step == index:
                 return restored(recovery_line.load(line, self._env.rank))
@@ -52,7 +42,7 @@ class OwnLines:
         raise CorruptFile(f"rank {self._env.rank}: the checkpoint at step boundary {index} is gone from {where}")
 
     def failed_worker_made(self, step: int) -> bool:
-        """Whether a failed worker of this worker has made the checkpoint at a step boundary."""
+        """Whether an earlier incarnation of this rank made it. Reads the list once, at the first call."""
         if not self._env.incarnation:
             return False
         if self._of_failed_worker is None:

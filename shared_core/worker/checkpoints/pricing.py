@@ -21,7 +21,7 @@ from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.resources import what_to_do
 
-#: Losses are turned into numbers so many at a time, and fitted so often at most, in seconds.
+#: Losses are read from the device in groups of this size. The curve is fitted at most once in this many seconds.
 LOSSES, FIT_S = 64, 30.0
 #: How often the job-history file is told how far this run is, in seconds.
 SAY_S = 600.0
@@ -33,12 +33,8 @@ class Pricing:
     """Takes times and losses at each step boundary of rank 0, and answers whether a checkpoint is due.
 
     Attributes:
-        name: of the run, in the job-history file.
+        name: of the run, in the job-history file; nothing is written there while it is empty.
         went_back: this attempt begins with a checkpoint, because the one before failed.
-
-    Args:
-        world_size: ranks of the job.
-        command: stands for the program and its arguments.
 
     Raises:
         ConfigError: for an option that the policy does not have.
@@ -77,14 +73,7 @@ class Pricing:
     # -- what happens ------------------------------------------------------------------------------
 
     def step(self, boundary: int, waited_s: float, version: int, optimizers: Iterable[Optimizer]) -> None:
-        """A step boundary is passed.
-
-        Args:
-            boundary: its number.
-            waited_s: seconds that updates have waited for checkpoints, in all.
-            version: updates made.
-            optimizers: which make them.
-        """
+        """A step boundary is passed. ``waited_s``: seconds of waits for checkpoints since the process started."""
         if self._wants_curve:
             rates = [float(group.get("lr", 0.0)) for optimizer in optimizers for group in optimizer.param_groups]
             if why := self._pieces.at_boundary(boundary, version, rates):
@@ -102,7 +91,7 @@ class Pricing:
         self._last, self._waited, self._boundary = now, waited_s, boundary
 
     def begun(self, boundary: int, stall_s: float, taken: bool) -> None:
-        """A checkpoint was begun at this step boundary, or could not be; training stood still for so long."""
+        """A checkpoint was begun here (``taken``), or could not be; training stood still for ``stall_s``."""
         self._last += stall_s
         self._undone = (self._saved_boundary, self._saved_s, self._rework_s)
         # One that could not be is not tried again at once.
@@ -128,20 +117,18 @@ class Pricing:
                 self._saved_boundary, self._saved_s, self._rework_s = boundary, saved_s, max(rework_s, self._rework_s)
 
     def loss(self, boundary: int, value: torch.Tensor | float) -> None:
-        """The loss of a batch; a tensor is not read before many have gathered."""
+        """Keep the loss of a batch. A tensor is detached, and read only when ``LOSSES`` of them have gathered."""
         if self._wants_curve:
             self._losses.append((boundary, value.detach() if isinstance(value, torch.Tensor) else value))
             if len(self._losses) >= LOSSES:
                 self._feed()
 
     def rolled_back(self) -> None:
-        """A failure has sent workers back to a checkpoint."""
         self._rolled_back += 1
 
     # -- the decision ------------------------------------------------------------------------------
 
     def due(self, boundary: int) -> bool:
-        """Whether a checkpoint should be made now."""
         if not self._meter.step_s:
             return False
         now = time.monotonic()
@@ -155,7 +142,6 @@ class Pricing:
         return decision.due
 
     def _say_rule(self, rule: str, now: float) -> None:
-        """Say which rule decides, once, and again when it is another; not more often than every ten minutes."""
         if rule and rule != self._rule and now - self._rule_said >= SAY_S:
             self._rule, self._rule_said = rule, now
             console(f"checkpoints follow {rule}")
@@ -220,7 +206,7 @@ class Pricing:
     # -- for replacements and restarts ----------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """Plain data for a replacement."""
+        """Plain data for a replacement, and for the next attempt."""
         return {
             "boundary": self._boundary,
             "useful_s": self._useful_s,
@@ -231,7 +217,6 @@ class Pricing:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`capture`."""
         self._boundary, self._useful_s = values["boundary"], values["useful_s"]
         self._saved_boundary, self._saved_s, self._rework_s = values["saved"]
         self._worker_s, self._rolled_back = values["worker_s"], values["rolled_back"] + int(self.went_back)

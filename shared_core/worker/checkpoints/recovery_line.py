@@ -1,7 +1,7 @@
 """Which checkpoint all ranks continue from: the newest one, in memory or in storage, that every rank can read.
 
-Each rank says what there is for it; what is common to all is tried from the newest on, and counts once every rank has
-loaded its part of it. All of it goes through the agents' store, before the first group of the job exists.
+Each rank publishes what it has; what all have is tried from the newest on, until every rank has loaded its part. All of
+it goes through the agents' store, before the first process group of the job exists.
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ MEMORY, NEIGHBOUR, STORAGE = TIERS = "memory", "neighbour", "storage"
 _FINE, _NOTHING, _CHOSEN = "read", "nothing", "line/chosen"
 #: Metadata of an image of the replicated state.
 DESCRIPTION, NAMES = "swift.description", "swift.names"
-#: Gives description and tensors of the replicated state of this rank, once it is known what it trains.
+#: Gives description and tensors of the replicated state of this rank, once the model is known.
 Collect = Callable[[Replicated], tuple[dict[str, Any], list[torch.Tensor]]]
 
 
 def local_part(rank: int) -> str:
-    """Name of a rank's part."""
     return f"rank{rank}"
 
 
 def replicated_part(boundary: StepBoundary) -> str:
-    """Name of the part that holds the parameters and optimizer state of a rank."""
+    """The replicated state has one image a set of replicas, named by its lowest rank."""
     return f"replicated{min(boundary.replicas, default=0)}.safetensors"
 
 
@@ -53,7 +52,7 @@ def parameter_names(replicated: Replicated) -> list[str]:
 
 
 def _unique(names: list[str]) -> list[str]:
-    """Names of several modules, of which a later one's may be an earlier one's too."""
+    """Make equal names of several modules differ, with ``#2``, ``#3``."""
     found: list[str] = []
     taken: set[str] = set()
     for name in names:
@@ -71,14 +70,11 @@ class Line:
     """A checkpoint that this rank could continue from.
 
     Attributes:
-        step: step boundaries passed.
         session: the attempt that made it; two that differ in it are never mixed.
         tier: where it is.
-        meta: of the checkpoint.
         open: gives the bytes or the file of a part.
         time: when it was committed, in seconds since the epoch; 0 in memory.
         adopts: where it lies, if the job was told to begin with it, whosever it is; else empty.
-        saved: itself, in storage.
     """
 
     step: int
@@ -92,12 +88,11 @@ class Line:
 
     @property
     def run(self) -> str:
-        """Whose it is."""
         return str(self.meta.get("run", ""))
 
     @property
     def preference(self) -> tuple[Any, ...]:
-        """The largest is tried first: what the job itself has made before what it adopts, and of its newest run."""
+        """The largest is tried first: the job's own before what it adopts, its newest run before older ones."""
         if self.adopts:
             return 0, self.time, self.step
         return 1, lineage.age_key(self.run), self.step, -TIERS.index(self.tier)
@@ -113,15 +108,11 @@ class Loaded:
     """This rank's part of a checkpoint.
 
     Attributes:
-        boundary: the step boundary.
         local: rank-local state, ends and records.
-        description: of the replicated state.
-        tensors: of the replicated state, in its order.
-        line: where it comes from.
-        resized: it is of another number of workers.
-        added: this rank took the place of nobody; ``local`` is another's.
-        collect: gives description and tensors instead, where this rank trains another part of the model than any old
-            one.
+        resized: another number of workers made it.
+        added: no old rank became this one; ``local`` is another's.
+        collect: where this rank trains another part of the model than any old one, gives description and tensors
+            instead; those are empty then.
     """
 
     boundary: StepBoundary
@@ -148,8 +139,8 @@ def in_memory(spool: Spool, rank: int, world_size: int) -> list[Line]:
 
 
 def at_neighbours(machines: Iterable[str | None], rank: int, world_size: int, secret: bytes) -> list[Line]:
-    """Snapshots that hold this rank's part, with all that belongs to it in the memory of any machine; the oldest first.
-    Ranks whose own machine has theirs list them too: all must continue from the same.
+    """Snapshots in the memory of any machine that hold this rank's part; the oldest first. Ranks whose own machine has
+    theirs list them too: all must continue from the same.
     """
     found = find_in_memory(machines, rank, world_size, secret) if any(machines) else []
     return [Line(step, str(meta.get("session")), NEIGHBOUR, meta, read) for step, meta, read in found]
@@ -169,27 +160,14 @@ def _reader(found: store.Checkpoint) -> Callable[[str], bytes | Path]:
 
 
 def in_storage(found: lineage.Contents, world_size: int | None = None) -> list[Line]:
-    """Committed checkpoints of jobs of so many ranks (None: any), oldest first.
-
-    Args:
-        found: what the storage holds.
-        world_size: see above.
-    """
+    """Committed checkpoints of jobs of ``world_size`` ranks (None: any), oldest first."""
     mine = sorted(found.saved, key=lambda each: (lineage.age_key(each.run), each.step))
     made = (_of_storage(each) for each in mine)
     return [line for line in made if world_size is None or line.world_size == world_size]
 
 
 def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
-    """What a job may begin with that was told to begin with ``where``.
-
-    Args:
-        where: a folder.
-        needed: there is nothing else to begin with.
-
-    Raises:
-        Unsupported: there is nothing, and it is needed.
-    """
+    """Checkpoints in ``where``; raises Unsupported if it cannot be read, or if there is none and ``needed``."""
     try:
         found, passed = lineage.to_adopt(where)
     except (OSError, SwiftError) as error:
@@ -210,18 +188,13 @@ def _of_storage(saved: lineage.Saved, adopts: str = "") -> Line:
 
 
 def load(line: Line, rank: int) -> Loaded:
-    """Read this rank's part of a checkpoint.
-
-    Raises:
-        CorruptFile: if it cannot be read as it was written.
-    """
+    """Read this rank's part of a checkpoint; raises CorruptFile if it cannot be read as it was written."""
     local = load_local(line, rank)
     boundary = boundary_of(local)
     return Loaded(boundary, local, *load_replicated(line, boundary), line)
 
 
 def boundary_of(local: Mapping[str, Any]) -> StepBoundary:
-    """The step boundary that a rank's part is of."""
     boundary = StepBoundary(**local["boundary"])
     # Older checkpoints list the members.
     texts = {
@@ -231,11 +204,7 @@ def boundary_of(local: Mapping[str, Any]) -> StepBoundary:
 
 
 def load_local(line: Line, rank: int) -> dict[str, Any]:
-    """Read what a rank keeps for itself.
-
-    Raises:
-        CorruptFile: if it cannot be read as it was written.
-    """
+    """Read what a rank keeps for itself; raises CorruptFile."""
     try:
         source = line.open(local_part(rank))
         local: dict[str, Any] = loads(source.read_bytes() if isinstance(source, Path) else source)
@@ -246,21 +215,13 @@ def load_local(line: Line, rank: int) -> dict[str, Any]:
 
 
 def load_replicated(line: Line, boundary: StepBoundary) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Read the replicated state of a rank: its description, and the tensors in its order.
-
-    Raises:
-        CorruptFile: if it cannot be read as it was written.
-    """
+    """Description of the replicated state, and its tensors in that order; raises CorruptFile."""
     description, by_name = load_named(line, boundary)
     return description, list(by_name.values())
 
 
 def load_named(line: Line, boundary: StepBoundary) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """As :func:`load_replicated`, the tensors by name.
-
-    Raises:
-        CorruptFile: if it cannot be read as it was written.
-    """
+    """As :func:`load_replicated`, the tensors by name."""
     try:
         by_name, metadata = image.load(line.open(replicated_part(boundary)))
         return json.loads(metadata[DESCRIPTION]), {name: by_name[name] for name in json.loads(metadata[NAMES])}
@@ -284,16 +245,15 @@ def agree(
     All ranks of the attempt call this; a replacement that comes later gets the same answer.
 
     Args:
-        env: of this worker.
         client: of the agents' store, below the attempt's prefix.
         mine: what this rank may continue from.
         read: reads this rank's part of one; :func:`load` unless given.
-        limit_s: longest wait for all ranks to start; ``wait_timeout_s`` if None.
+        limit_s: longest wait for all ranks to start, in seconds; ``wait_timeout_s`` if None.
 
     Raises:
-        CorruptFile: if the others have begun with one that this rank, which came later, cannot read.
-        DamagedRecord: if what a rank says is nothing of that.
-        Unsupported: if there is one, but none that so many workers can continue from.
+        CorruptFile: in a replacement, if it cannot read the one that the others have begun with.
+        DamagedRecord: if a record of another rank in the store is damaged.
+        Unsupported: if there are some, but none that this number of workers can continue from.
         WaitTimeout: if a rank does not come.
     """
     read = read or (lambda line: load(line, env.rank))

@@ -1,8 +1,8 @@
 """A checkpoint of another number of workers: what each new worker continues with.
 
-All parts of all old ranks are in storage. Where all ranks trained the same, the replicated state is the one image, each
-new rank takes the rank-local state of one old rank, and what all of them had left of the pass over the data is dealt
-out again. Of a pipeline each new stage collects its layers, by name, from the images of all old stages.
+All parts of all old ranks are in storage. With data parallel the replicated state is the one image, each new rank takes
+the rank-local state of one old rank, and the rest of the pass over the data is divided again. Of a pipeline each new
+stage collects its layers, by name, from the images of all old stages.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ FIXED = "fixed"
 
 
 def load(line: Line, env: WorkerEnv) -> Loaded:
-    """Read what this rank continues with from a checkpoint of any number of workers.
+    """Read what this rank continues with, from a checkpoint of any number of workers.
 
     Raises:
         CorruptFile: if it cannot be read as it was written.
-        Unsupported: if it is of another number of workers and cannot serve this one exactly; the same on all ranks.
+        Unsupported: if another number of workers made it and this number cannot continue exactly; the same on
+            all ranks.
     """
     count = line.world_size
     if count == env.world_size:
@@ -90,20 +91,18 @@ def load(line: Line, env: WorkerEnv) -> Loaded:
     for each in boundaries:
         recovery_line.load_replicated(
             line, each
-        )  # only to know that it can be done: it is not kept in memory until then
+        )  # only to know that it can be done: it is read again when the model is known
     return Loaded(boundary, mine, {}, [], line, resized=True, added=source is None, collect=collect)
 
 
 def sources(stay: Collection[int], published: Collection[int], world_size: int) -> list[int | None]:
     """For each new rank the old one whose rank-local state it takes over; None for one that is added.
 
-    Rank 0 continues as rank 0, even if its worker fails, as long as it published the step boundary: loggers and
-    files are its own.
+    Rank 0 continues as rank 0, even if its worker fails, as long as it published the step boundary: loggers and files
+    are its own.
 
     Args:
-        stay: old ranks that continue.
         published: old ranks of which the state at the step boundary is known.
-        world_size: number of new ranks.
     """
     found: list[int | None] = [*sorted(stay)]
     if 0 not in stay and 0 in published:
@@ -112,9 +111,8 @@ def sources(stay: Collection[int], published: Collection[int], world_size: int) 
 
 
 def stage_source(stage: int, old: int, new: int) -> int | None:
-    """The old stage whose rank-local state a new stage takes over; None for one that is added.
-
-    The first and the last read the data, so they remain what they are.
+    """The old stage whose rank-local state a new stage takes over; None for one that is added. The first and the last
+    read the data, so they remain first and last.
     """
     if stage in (0, new - 1):
         return 0 if stage == 0 else old - 1
@@ -126,10 +124,7 @@ def collect_stage(
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
     """Description and tensors of a stage, from the images of all stages of a checkpoint.
 
-    Args:
-        line: the checkpoint.
-        boundaries: of each old stage. Where copies of a tied layer differ (with gradient clipping), the first counts.
-        replicated: what the new stage trains.
+    Where copies of a tied layer differ (with gradient clipping), that of the first boundary in ``boundaries`` counts.
 
     Raises:
         CorruptFile: if an image cannot be read as it was written.
@@ -168,11 +163,7 @@ def collect_stage(
 
 
 def random_state(*place: int) -> dict[str, Any]:
-    """Generators of a worker that is added: unlike those of all others.
-
-    Args:
-        place: numbers that no other worker has.
-    """
+    """Seeds an added worker's generators; ``place`` are numbers that no other worker has. CPU generators only."""
     seed = place_seed(*place)
     state: dict[str, Any] = {
         "torch": torch.Generator().manual_seed(seed % 2**63).get_state(),
@@ -186,15 +177,8 @@ def random_state(*place: int) -> dict[str, Any]:
 
 
 def deal_out(mine: dict[str, Any], old: Sequence[Mapping[str, Any]], env: WorkerEnv) -> None:
-    """Have the loaders in ``mine`` continue with this rank's share of what all old ranks had left of the pass.
-
-    Args:
-        mine: published parts that this rank takes over; changed.
-        old: published parts of all old ranks.
-        env: of this rank.
-
-    Raises:
-        Unsupported: if the order of a pass is not known.
+    """Have the loaders in ``mine``, changed in place, continue with this rank's share of the rest of the pass. Raises
+    Unsupported if the order of a pass is not known.
     """
     changes = [(state, _changes(path, state, old, env)) for path, state in loader_states(mine)]
     for state, change in changes:  # only now: `mine` is one of the old ones
@@ -229,11 +213,7 @@ def _changes(
 
 
 def _check(old: Sequence[Mapping[str, Any]]) -> None:
-    """Whether another number of workers can continue exactly.
-
-    Raises:
-        Unsupported: if not.
-    """
+    """Raises Unsupported if no other number of workers can continue exactly."""
     for each in old:
         replicas = each["boundary"]["replicas"]
         if reason := each.get(FIXED):

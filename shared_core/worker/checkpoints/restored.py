@@ -16,19 +16,16 @@ from shared_core.worker.state.records import Records, from_plain
 
 @dataclass
 class Restored:
-    """The state that one rank starts from: a checkpoint, or what the workers handed on when their number changed.
+    """A checkpoint, or what the workers sent to each other when their number changed.
 
     Attributes:
-        boundary: the step boundary.
-        parts: rank-local state there.
-        ends: results and state of finished entry calls.
+        ends: results and state of finished entry calls, by number.
         records: results of start-up operations, and of DDP's agreement on buckets.
-        description: of the replicated state; None for the one that this worker begins with.
-        tensors: of the replicated state.
-        owned: nobody else uses the tensors.
-        resized: it was another number of workers.
-        added: this rank took the place of nobody; ``parts`` are another's.
-        main: what rank 0 had published last, where another takes its place.
+        description: of the replicated state; None for the one that this worker has anyway.
+        owned: nobody else uses the tensors, so they may be taken without a copy.
+        resized: another number of workers made it.
+        added: no old rank became this one; ``parts`` are another's.
+        main: the newest publication of rank 0, where another rank takes its place.
         tier: where a checkpoint lay.
         workers: of the job that made it.
         collect: see :class:`~shared_core.worker.checkpoints.recovery_line.Loaded`.
@@ -50,7 +47,6 @@ class Restored:
 
 
 def restored(loaded: Loaded) -> Restored:
-    """What a checkpoint holds."""
     local = loaded.local
     return Restored(
         loaded.boundary,
@@ -68,7 +64,6 @@ def restored(loaded: Loaded) -> Restored:
 
 
 def ends_before(publisher: SharedMemoryPublisher, entry: int) -> dict[int, tuple[Any, dict[str, Any]]]:
-    """Results and state of the entry calls that were finished before ``entry``."""
     ends: dict[int, tuple[Any, dict[str, Any]]] = {}
     for number in range(entry):
         try:

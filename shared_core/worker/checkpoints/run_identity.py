@@ -15,17 +15,12 @@ from shared_core.transport.store import Store
 from shared_core.worker.checkpoints.recovery_line import Line
 from shared_core.worker.fatal_actions import FatalActions
 
-#: Key in the store: the run of this attempt and what it had adopted, for replacements that do not read its checkpoint.
+#: Key in the store: the run of this attempt and what it adopted, for replacements, which do not read its checkpoint.
 _RUN = "run"
 
 
 class RunIdentity:
-    """Names of this attempt and its run, equal on all ranks.
-
-    Args:
-        store: makes a client of the agents' store, below the attempt's prefix.
-        fatal_actions: where a damaged record in the store ends the worker.
-    """
+    """Names of this attempt and its run, equal on all ranks. A damaged record in the store ends the worker."""
 
     def __init__(self, env: WorkerEnv, store: Callable[[], Store], fatal_actions: FatalActions) -> None:
         self._env, self._store, self._fatal_actions = env, store, fatal_actions
@@ -33,7 +28,7 @@ class RunIdentity:
 
     @property
     def session(self) -> str:
-        """A name of this attempt that no other has."""
+        """A name that only this attempt has. The first use writes to the store: the first rank's proposal wins."""
         if not self._session:
             where = self._env.config.checkpoint.dir
             mine = lineage.next_run(where, self._env.command) if where is not None else lineage.new_run()
@@ -50,30 +45,23 @@ class RunIdentity:
 
     @property
     def continues(self) -> bool:
-        """Whether this attempt began with a checkpoint."""
         return bool(self._run)
 
     @property
     def folder(self) -> str:
-        """Of this run's checkpoints, in storage."""
         where = self._env.config.checkpoint.dir
         assert where is not None
         return lineage.folder_of(where, self._env.command, self.run)
 
     def take_up(self, line: Line, told: str) -> None:
-        """This attempt begins with a checkpoint; say so to replacements.
-
-        Args:
-            line: the checkpoint.
-            told: where it lies, if the job was told to begin with it.
-        """
+        """This attempt begins with a checkpoint; say so to replacements. ``told``: see :attr:`Origins.told`."""
         self._run, self._adopted = line.run, str(line.meta.get("adopted", ""))
         if line.adopts:
             self._run, self._adopted = self.session, told
         self._store().set(_RUN, json.dumps([self._run, self._adopted]))
 
     def hear(self) -> None:
-        """In a replacement: what :meth:`take_up` has said, if this attempt began with a checkpoint."""
+        """In a replacement: read what :meth:`take_up` has written, if this attempt began with a checkpoint."""
         if self._run or not self._store().check([_RUN]):
             return
         try:
@@ -82,7 +70,6 @@ class RunIdentity:
             self._fatal_actions.give_up(error)
 
     def meta(self, boundary: StepBoundary) -> dict[str, Any]:
-        """What a checkpoint at a step boundary says of itself."""
         env = self._env
         return lineage.meta_of(
             boundary.index,

@@ -13,19 +13,13 @@ from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Checkpointing:
-    """The checkpoints of the job, as the program of one worker sees them.
-
-    Args:
-        start: has the checkpoints of this rank.
-    """
-
     def __init__(self, start: WorkerStart, position: Position, publisher: SharedMemoryPublisher) -> None:
         self._start, self._position, self._publisher = start, position, publisher
         self._reachable = True
 
     @property
     def near(self) -> bool:
-        """In rank 0: whether a checkpoint may be made at the next step boundary. What it counts as written must be."""
+        """Rank 0: whether a checkpoint may be made at the next boundary; first flush what it counts as written."""
         return self._start.checkpoints.near(self._position.boundaries + 1)
 
     @property
@@ -34,11 +28,7 @@ class Checkpointing:
         return self._position.boundaries > 0 and self._start.checkpoints.due_boundary == self._position.boundaries
 
     def keep_number(self, reason: str) -> None:
-        """Checkpoints that are made from now on serve no other number of workers.
-
-        Args:
-            reason: why, for people.
-        """
+        """Checkpoints made from now on serve no other number of workers; the reason is shown to the user."""
         self._start.checkpoints.keep_number(reason)
 
     def note_reachable(self, reachable: bool) -> None:
@@ -51,6 +41,5 @@ class Checkpointing:
             pricing.loss(self._position.boundaries, loss)
 
     def at_boundary(self, boundary: StepBoundary, parts: dict[str, Any]) -> None:
-        """A step boundary was published; make a checkpoint there if one is due."""
         if self._reachable:
             self._start.checkpoints.at_boundary(boundary, parts, self._publisher)

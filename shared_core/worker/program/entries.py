@@ -23,34 +23,18 @@ _GROUPS = "swift.groups"
 
 
 def _is_earlier(key: RecordKey, phase: int, epoch: int) -> bool:
-    """Whether this was kept in an epoch before that one."""
     return len(key.part) == _OF_AN_EPOCH and key.part[:2] < (phase, epoch)
 
 
 @dataclass(frozen=True)
 class EntryDecision:
-    """What to do with an entry call (fit, validate, test, predict).
-
-    Attributes:
-        skip: the failed worker had finished it: return ``result`` at once.
-        result: what it returned.
-    """
+    """What to do with an entry call (fit, validate, test, predict); ``skip``: return ``result`` at once."""
 
     skip: bool
     result: Any = None
 
 
 class Entries:
-    """The entry calls of one worker's program.
-
-    Args:
-        start: knows which the failed worker had finished.
-        publisher: takes their results.
-        reporter: told to those that listen.
-        publishing: publishes the ends of calls.
-        joining: takes the failed worker's place.
-    """
-
     def __init__(
         self,
         start: WorkerStart,
@@ -69,11 +53,11 @@ class Entries:
         self._groups = 0
 
     def begin(self) -> EntryDecision:
-        """Call at the start of each entry call.
+        """Call at the start of each entry call. If the failed worker had finished it, returns its result to skip
+        it with.
 
-        Returns:
-            Whether the failed worker had finished it, and its result. Then the registered parts are restored to what
-            they were at its end, except those of what is attached, which may be from another call.
+        Then the registered parts are restored to what they were at its end, except those of what is attached, which may
+        be from another call.
         """
         inject.point("entry")
         start_point = self._start.start_point
@@ -89,19 +73,19 @@ class Entries:
         return EntryDecision(True, result)
 
     def skipped(self) -> None:
-        """Call after a skipped entry call, when all that it makes has been made: a replacement joins here whose
-        failed worker was between this call and the next.
+        """Call after a skipped entry call.
+
+        A replacement joins here if its failed worker was between two entry calls.
         """
         skip_groups(self._groups)  # hooks of the call may have made some that are not made here
         self._joining.at("end")
         self._leave()
 
     def done(self, result: Any) -> None:
-        """Call at the end of each entry call. What is registered must hold everything that the script finds after it,
-        what is trained too: peers continue, and could not give it later.
+        """Call at the end of each entry call; ``result`` is plain data, which a replacement returns for it.
 
-        Args:
-            result: plain data; what a replacement that finds the entry finished returns for it.
+        The registered parts, the trained modules too, must hold everything that the script reads after it: peers
+        continue, and could not give it later.
         """
         if self._joining.pending:
             return
@@ -117,13 +101,13 @@ class Entries:
         return self._boundaries.evaluation()
 
     def between(self, phase: int = 0, epoch: int | None = None, pass_: int = 0) -> None:
-        """What the script does from here to the next step boundary a replacement does again, whose place is further on.
-        Results of collectives are kept for it.
+        """What the script does from here to the next step boundary, a replacement does again if its place is further
+        on. Results of collectives are kept for it.
 
         Args:
-            phase: of the script, by loops over epochs; 0 where calls count: then only small results are kept.
-            epoch: the one that this is in, if it is in one; what was kept in those before the last is let go of.
-            pass_: how many passes of it there were. After one, all is let go of if no other follows.
+            phase: counts the loops over epochs; 0 between entry calls, where only small results are kept.
+            epoch: the one that this is in, if any; records of those before the last are dropped.
+            pass_: how many passes of it have ended. After one, its results are dropped unless another follows.
         """
         if pass_:
             self._runtime.place.end_pass()
@@ -135,10 +119,9 @@ class Entries:
             self._publisher.records.forget(lambda key: _is_earlier(key, phase, epoch - 1))
 
     def continues(self) -> None:
-        """Another pass of the same epoch, or phase, begins."""
         self._runtime.place.begin_pass()
         self._runtime.keep_held()
 
     def _leave(self) -> None:
-        """What the script does between two entry calls is start-up, too, with operations that are counted apart."""
+        """The script between two entry calls counts as start-up: it has a negative call number of its own."""
         self._runtime.enter_call(-2 - self._position.entry)

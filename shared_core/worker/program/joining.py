@@ -20,16 +20,7 @@ from shared_core.worker.state.updates import Updates
 
 
 class Joining:
-    """How a worker gets to the place that it begins from, where that is not the beginning.
-
-    Args:
-        start: knows the place.
-        place: where the program is.
-        made_groups: groups that the program has made.
-        progress: what the launcher sees of this worker.
-        reporter: says that it has joined.
-        publishing: publishes it, there.
-    """
+    """Runs the program to the place that this worker begins from, where that is not its start."""
 
     def __init__(
         self,
@@ -57,7 +48,7 @@ class Joining:
         return self._start.start_point.joining
 
     def at(self, kind: str) -> bool:
-        """The program is at a step boundary of this kind; whether that was the place, which is taken now."""
+        """The program is at a step boundary of this kind. True if this was the place: it is taken now."""
         if not self._start.start_point.is_here(kind, self._position.entry):
             return False
         self._join()
@@ -87,7 +78,7 @@ class Joining:
     def _take_place(self, place: Restored) -> None:
         parts = place.parts | self._parts.of_main(place.main)
         self._position.boundaries = place.boundary.index
-        if "swift.place" in parts:  # not in checkpoints of earlier versions
+        if "swift.place" in parts:  # not in older checkpoints
             self._place.restore(parts["swift.place"])
         self._start.checkpoints.joined(place.boundary, saved=bool(place.tier))
         self._start.start_point.joined()

@@ -11,12 +11,6 @@ from shared_core.worker.state.publications import SharedMemoryPublisher, Tally
 
 
 class Notes:
-    """What is kept for replacements of this rank, for the whole job.
-
-    Args:
-        start: has what failed workers have kept.
-    """
-
     def __init__(self, publisher: SharedMemoryPublisher, position: Position, start: WorkerStart) -> None:
         self._publisher, self._position, self._start = publisher, position, start
 
@@ -30,7 +24,5 @@ class Notes:
         return self._start.start_point.remembered(kind)
 
     def tally(self, name: str) -> Tally:
-        """A number that a replacement finds as the failed worker left it: how often something was done that must not be
-        done twice.
-        """
+        """A number that a replacement finds as the failed worker left it: it counts what must not be done twice."""
         return self._publisher.tally(name)

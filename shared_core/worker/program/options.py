@@ -16,28 +16,15 @@ from shared_core.worker.recovery.start import WorkerStart
 
 
 class Options:
-    """The options of the job as one worker knows them.
-
-    Args:
-        start: what depends on the options of checkpoints.
-
-    Attributes:
-        env: what the launcher told this worker, with the options that hold.
-    """
+    """The options of one worker. ``env`` holds those that apply, also after :meth:`use_checkpoints`."""
 
     def __init__(self, env: WorkerEnv, runtime: Runtime, start: WorkerStart) -> None:
         self.env, self._runtime, self._start = env, runtime, start
         self._told = env.config.changed
 
     def check_told(self, options: Mapping[str, Any]) -> None:
-        """See that options of the script which the whole job goes by were told to the launcher. Where it was told
-        another value, that one wins.
-
-        Args:
-            options: of the script, by name.
-
-        Raises:
-            ConfigError: names one that was not.
+        """Check that the launcher knows the script's options that must be the same in the whole job. Where it was given
+        another value, that one wins. Raises ConfigError that names an option the launcher does not know.
         """
         options = full_names(options)
         wanted = SwiftConfig.from_dict(options)
@@ -47,8 +34,10 @@ class Options:
                 raise ConfigError(f"rank {self.env.rank}: {name}={value!r}{NOT_TOLD.format(variable_of(name), value)}")
 
     def use_checkpoints(self, options: Mapping[str, Any]) -> None:
-        """Have checkpoints made although the launcher was not told. All ranks call this, with the same, before there is
-        a process group; nothing happens where the launcher was told the same, whose options win.
+        """Switch on checkpoints that the script asks for and the launcher was not told of.
+
+        All ranks call this, with the same, before there is a process group. Where the launcher was told the same, its
+        options win and nothing happens.
 
         Args:
             options: of the script, by name; only those of ``CHECKPOINT_OPTIONS`` count.

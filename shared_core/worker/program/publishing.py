@@ -20,17 +20,6 @@ from shared_core.worker.state.updates import Updates
 
 
 class Publishing:
-    """What happens with each step boundary that is a recovery point.
-
-    Args:
-        made_groups: groups that the program has made.
-        publisher: takes the publications.
-        donor: gives replacements what is published.
-        survivor_groups: of the ranks that are present.
-        replicas: are compared.
-        checkpoints: are made of what is published.
-    """
-
     def __init__(
         self,
         position: Position,
@@ -63,28 +52,17 @@ class Publishing:
         )
 
     def at_boundary(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
-        """The program is at a step boundary; no replacement is given a state in between.
-
-        Args:
-            kind: of the step boundary.
-            grads: gradients that are pending, by place.
-        """
+        """As :meth:`publish`, under the donor's lock: no replacement is given a state from the middle of it."""
         with self._donor.publishing:
             self.publish(kind, grads)
 
     def publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
-        """Publish the present step boundary.
-
-        Args:
-            kind: of the step boundary.
-            grads: gradients that are pending, by place.
-            save: whether a checkpoint may be made.
-        """
+        """Publish the present step boundary. ``grads``: pending ones, by place; ``save``: a checkpoint may be made."""
         if kind != "batch":  # a batch has been begun, and nothing has run since
             self._updates.outside.see()
         if self._trained.shard is not None:
             self._trained.shard.reshard()
-        # What nobody needs any more makes room for what comes.
+        # First make room: drop what nobody needs any more.
         self._publisher.drop_before(self._settled())
         parts = self._parts.capture()
         parts["swift.outside"] = self._updates.outside.active
@@ -127,7 +105,7 @@ class Publishing:
         return self._runtime.stable if self._trained.shard is None else self._runtime.results.settle_marked()
 
     def _passed(self, boundary: StepBoundary) -> None:
-        """Drop what is kept for earlier boundaries than any replacement of this rank begins at."""
+        """Drop logs and publications of boundaries that no replacement of this rank begins at any more."""
         self._runtime.passed_boundary(boundary.index)
         self._runtime.results.mark(boundary.index)
         stable = self._settled()

@@ -15,22 +15,12 @@ from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.local_state import Position
 from shared_core.worker.state.updates import Updates
 
-#: Boundaries without a recovery point until pending gradients are published along with the boundary.
+#: So many boundaries in a row are no recovery points for pending gradients; then these are published, too.
 _MAX_DEFERRED = 16
 
 
 class StepBoundaries:
-    """Counts step boundaries, and publishes those that are recovery points.
-
-    Args:
-        progress: what the launcher sees of this worker.
-        reporter: told to those that listen.
-        publishing: publishes boundaries.
-        place: where the program is.
-        joining: takes the failed worker's place.
-        resizes: the number of workers may change.
-        log_bytes: says how much memory the message logs hold.
-    """
+    """Counts step boundaries, and publishes those that are recovery points."""
 
     def __init__(
         self,
@@ -67,8 +57,8 @@ class StepBoundaries:
         pending = self._updates.steps.pending_gradients()
         if pending:
             self._deferred += 1
-            # Gradients of a worker that fails could not be dealt out to others. Those of a shard are small, and those
-            # that a whole step has left behind are there at each boundary.
+            # Pending gradients of a failed worker could not be divided among others, so with resizes nothing is
+            # published. Those of a shard are small. Those that a whole step has left behind are there at each boundary.
             if shard is None and (self._resizes or (self._deferred <= _MAX_DEFERRED and not updated)):
                 return False
             grads = self._trained.gradients() if shard is not None or not updated else None

@@ -36,7 +36,7 @@ from shared_core.worker.state.updates import Updates
 
 
 class ForwardHook:
-    """A hook of a module of this worker; one of a copy of the module does nothing."""
+    """Calls a method of this worker. Copied or pickled with its module, the copy does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -55,17 +55,8 @@ def _nothing(*_: Any) -> None:
 class Trained:
     """What one worker trains.
 
-    Args:
-        config: the options of the job.
-        runtime: the groups.
-        updates: the replicated state.
-        parts: rank-local state.
-        buckets: of DDP modules.
-        forward_recorder: through them.
-        overlapped: makes updates of their parameters early, where that is wanted.
-
     Attributes:
-        replicas: ranks that train the same parameters, where not all do; else empty.
+        replicas: ranks that train the same parameters, where not all do (pipelines); else empty.
         shard: what this rank has of sharded models; None where there are none.
     """
 
@@ -125,8 +116,8 @@ class Trained:
         self._unoptimized = UnoptimizedParameters(
             replicated, {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
         )
-        # What a re-routed step changes outside updates is in a replacement's copy; pipelines keep images of their own;
-        # a shard is published with all that was changed.
+        # What a re-routed step changes outside updates is in a replacement's copy. Pipelines keep images of their own.
+        # A shard is published with all that was changed.
         unoptimized = self._unoptimized if alike and not self._config.reroutes and not divided else None
         self._updates.attach(
             replicated,
@@ -172,11 +163,7 @@ class Trained:
                 devices.check(parameter.device, what, allowed=self._config.uses_devices)
 
     def _announce(self, device: torch.device) -> None:
-        """Say what an experiment with a device is.
-
-        Raises:
-            Unsupported: with an option that was not tried there.
-        """
+        """Rank 0 warns that devices are an experiment; raises Unsupported with an option that was not tried there."""
         config = self._config
         untried = "on_failure='reroute'" if config.reroutes else "a number of workers that changes" * config.resizes
         untried = untried or "state.overlapped_update" * config.state.overlapped_update
@@ -232,20 +219,18 @@ class Trained:
         self._updates.outside.expect()
 
     def alike(self) -> None:
-        """All ranks train the same, although it is not wrapped in ``DistributedDataParallel``: they are compared after
-        recoveries.
-        """
+        """All ranks train the same, without ``DistributedDataParallel``: compare them after recoveries."""
         self._alike = True
 
     @property
     def compared(self) -> Sequence[int]:
-        """Ranks that train the same as this one, which are compared after recoveries."""
+        """Ranks that train the same as this one, which are compared after recoveries; empty if there are none."""
         replicated = self._updates.replicated
         everybody = self.shard is None and replicated is not None and replicated.optimizers
         return self.replicas or range(self._runtime.world_size if everybody or self._alike else 0)
 
     def kept_alike(self) -> bool:
-        """Whether all that is stepped is kept alike by ``DistributedDataParallel``, or by the caller."""
+        """Whether ``DistributedDataParallel``, or the caller, keeps all stepped parameters the same on all ranks."""
         replicated = self._updates.replicated
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
         return bool(self._alike or self.replicas or (replicated is not None and replicated.stepped() <= summed))
@@ -253,29 +238,27 @@ class Trained:
     # -- at step boundaries -------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """The end of an operation of all ranks tells each of them that the others have published the last step
-        boundary, so what is older can go. Where the model has no such operation, and nobody sees it, here is one.
+        """Make an operation of all ranks where the model has none, so that old results can be dropped. The end of such
+        an operation tells each rank that the others have published the last step boundary.
         """
         if self._meets and self._runtime.operates:
             dist.all_reduce(torch.zeros(1))
 
     def gradients(self) -> dict[int, Any]:
-        """Those that are pending, by place, as plain data."""
+        """Pending gradients by place; the tensors are live. A shard gives plain data."""
         if self.shard is not None:
             return self.shard.gradients()
         assert self._updates.replicated is not None
         return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
 
     def left_over(self, pending: Collection[int]) -> dict[int, Any] | None:
-        """Those that a batch with a whole update has left behind, by place, and the next may add to; None: nothing.
-
-        Args:
-            pending: numbers of the optimizers whose gradients have changed since their last update.
+        """Gradients that a whole update left behind and the next batch may add to, by place; None for nothing.
+        ``pending``: optimizers whose gradients have changed since their last update.
         """
         return self._leftover.left(pending) or None
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
-        """Inverse of :meth:`gradients`."""
+        """Inverse of :meth:`gradients`: moves each to its parameter's device."""
         if self.shard is not None:
             self.shard.set_gradients(gradients)
             return

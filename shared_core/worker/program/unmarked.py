@@ -1,4 +1,4 @@
-"""What the program trains without a step boundary, or without having attached it."""
+"""Training without a step boundary, or of a model that is not attached: what the user is told of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from shared_core.worker.state.local_state import Position
 
 #: Updates without a boundary after which the user is told: before the first boundary, and between two.
 _FIRST, _LATER = 3, 100
-#: Updates more than these before the log has an end: a script may make some before its loop.
+#: So many updates more, and the size of the log is limited: a script may make some before its loop.
 _GRACE = 7
-#: What the log of one rank may take then, where ``log.budget_bytes`` says nothing.
+#: Limit for the log of one rank where ``log.budget_bytes`` sets none, in bytes.
 _LOG_BYTES = 1 << 30
 
 NOTHING_ATTACHED = (
@@ -30,13 +30,7 @@ _TOO_MUCH = (
 
 
 class Unmarked:
-    """Counts updates between step boundaries, and says what is not recovered.
-
-    Args:
-        position: of the program.
-        runtime: the groups, and their logs.
-        budget_bytes: ``log.budget_bytes``; 0 where it is not set.
-    """
+    """Counts updates between step boundaries. ``irreplaceable``: why no worker can be replaced; else empty."""
 
     def __init__(self, position: Position, runtime: Runtime, budget_bytes: int) -> None:
         self._position, self._runtime = position, runtime
@@ -46,15 +40,11 @@ class Unmarked:
         self.irreplaceable = ""
 
     def listen(self, tell: Callable[[], None]) -> None:
-        """Have ``tell`` called where updates are made without a step boundary between them."""
+        """``tell`` is called once for each stretch of too many updates without a step boundary."""
         self._tell = tell
 
     def updated(self) -> None:
-        """An update was made.
-
-        Raises:
-            Unsupported: there was no step boundary for so long that the log has no room.
-        """
+        """Call after each update; raises Unsupported if the log has outgrown its limit without a step boundary."""
         if self._position.boundaries != self._boundaries:
             self._boundaries, self._updates, self._spilled = (
                 self._position.boundaries,
@@ -72,7 +62,7 @@ class Unmarked:
             raise Unsupported(_TOO_MUCH.format(self._runtime.rank, self._updates, log_bytes, self._limit))
 
     def trains_unattached(self) -> None:
-        """A ``DistributedDataParallel`` module is trained, and nothing is attached: nothing is kept from now on."""
+        """A ``DistributedDataParallel`` module is trained and nothing is attached: drop the logs, keep none."""
         if self.irreplaceable:
             return
         self.irreplaceable = NOTHING_ATTACHED

@@ -1,6 +1,6 @@
 """What sharded state needs of ``torch.distributed.fsdp`` that is not public; :data:`NAMES` says why.
 
-Nothing is imported here: a script that has no sharded model does not pay for it.
+FSDP is imported inside functions only: a script that has no sharded model does not pay for it.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def _groups(modules: Iterable[Any]) -> Iterator[Any]:
 
 
 def offloads(modules: Iterable[Any]) -> bool:
-    """Whether parameters of these FSDP modules lie elsewhere than where they are computed with."""
+    """Whether parameters of these FSDP modules are kept on the CPU and computed with elsewhere."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _groups(modules))
 
 
 def reduce_by(modules: Iterable[Any], reduce_scatter: Any) -> None:
-    """Have these FSDP modules reduce gradients so, where they do it in torch's own way."""
+    """Have these FSDP modules reduce gradients with ``reduce_scatter``, except where the script has set its own way."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
     for module in modules:
@@ -64,7 +64,7 @@ def reduce_by(modules: Iterable[Any], reduce_scatter: Any) -> None:
 
 
 def forget_forward(modules: Iterable[Any]) -> None:
-    """No backward follows the last forwards: an evaluation's, say. A backward would gather ahead by their order too."""
+    """Clear the order of the last forwards: no backward follows (an evaluation), and FSDP would gather ahead by it."""
     for group in _groups(modules):
         group._post_forward_indices.clear()
         if hasattr(group.comm_ctx, "post_forward_order"):  # from the first forward on
@@ -72,8 +72,8 @@ def forget_forward(modules: Iterable[Any]) -> None:
 
 
 def unsettled(modules: Iterable[Any]) -> bool:
-    """Whether these FSDP modules hold what belongs to no shard: gradients of earlier micro-batches that are not
-    reduced yet, or parameters that are being gathered for the next.
+    """Whether these FSDP modules hold what belongs to no shard: gradients of earlier micro-batches that are not reduced
+    yet, or parameters that are being gathered for the next.
     """
     return any(
         group._all_gather_result is not None

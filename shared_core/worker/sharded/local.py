@@ -8,12 +8,12 @@ import torch
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether this is a ``DTensor``; asked so that none is imported where there are none."""
+    """Whether this is a ``DTensor``, without importing that class."""
     return hasattr(tensor, "to_local")
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """All of a tensor, or this rank's part of a ``DTensor``. It is live."""
+    """All of a tensor, or this rank's part of a ``DTensor``. It shares memory with the tensor."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return]
     if not torch.is_grad_enabled():

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 
 class OwnState(Protocol):
-    """Parameters and optimizer state that this rank publishes, because no other one has all of them.
+    """Parameters and optimizer state that this rank publishes, because no other rank has all of them.
 
     Attributes:
         unsettled: there is what belongs to no shard (gradients that are not reduced yet), so no replacement can begin
-            here. All ranks agree, because the script decides it.
-        step_bytes: what the logs of a step take of memory, about, in bytes.
+            here. All ranks agree, because it follows from the script.
+        step_bytes: about what the logs of one step take of memory.
         padded: inputs of reductions have places that nobody has written.
         apart: no operation of the model is of all ranks.
     """
@@ -28,16 +28,16 @@ class OwnState(Protocol):
     def apart(self) -> bool: ...
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, so that a replacement and its peers gather the same from here on."""
+        """Free gathered parameters, so that a replacement and its peers gather the same from here on."""
 
     def capture(self) -> dict[str, Any]:
-        """All of it: live tensors, to be written at once."""
+        """All of it: live tensors, to be written before the next update."""
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Inverse of :meth:`capture`."""
 
     def gradients(self) -> dict[int, Any]:
-        """Those that are pending where it is not unsettled, by place, as plain data."""
+        """Pending gradients by place, as plain data; only where nothing is ``unsettled``."""
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
         """Inverse of :meth:`gradients`."""
@@ -48,12 +48,8 @@ class Owner(ABC):
 
     @abstractmethod
     def own_state(self) -> OwnState:
-        """What this rank has.
-
-        Raises:
-            Unsupported: it cannot be recovered.
-        """
+        """What this rank has; raises Unsupported if it cannot be recovered."""
 
     @abstractmethod
     def holds(self, each: object) -> bool:
-        """Whether this is a part of the engine, and what it has is in :meth:`own_state`: its optimizer, say."""
+        """Whether :meth:`own_state` covers this object, the engine's optimizer for instance."""

@@ -12,24 +12,19 @@ from shared_core.worker.comm.results import Results
 
 
 class ReduceFromOwnMemory:
-    """What FSDP does by itself, through its hook (``set_custom_reduce_scatter``): the input of each reduction is in
-    memory that was allocated for it, and is not written again. So the log keeps it, and not a copy.
-
-    Args:
-        results: the log.
+    """What FSDP does by itself, as its ``set_custom_reduce_scatter`` hook: each reduction has an input of its own.
+    Nobody writes to that memory again, so the log keeps the input itself and no copy.
     """
 
     def __init__(self, results: Results) -> None:
         self._results = results
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for one input or result."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        """Reduce and scatter."""
         with self._results.lending():
             return reduce_scatter_single(
                 output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op

@@ -12,23 +12,15 @@ import torch
 
 from shared_core.errors import CorruptFile
 
-#: Key of a captured state that stands for the states of all old ranks; and of what another number of ranks must know,
-#: which is missing where it could not continue.
+#: Key of a captured state that stands for the states of all old ranks. Key of the layouts; it is missing where another
+#: number of ranks could not continue.
 OLD_RANKS, LAYOUT = "old ranks", "layout"
 #: Where a tensor's part belongs: (dimension that is divided, number of parts, this part); None for a whole tensor.
 Layout = tuple[int, int, int] | None
 
 
 def joined(parts: Mapping[int, torch.Tensor], layout: Layout) -> torch.Tensor:
-    """A whole tensor.
-
-    Args:
-        parts: of it, by number.
-        layout: of any of them.
-
-    Raises:
-        CorruptFile: a part is missing.
-    """
+    """The whole tensor (a copy if it is divided) of its parts by number; raises CorruptFile if one is missing."""
     if layout is None:
         return parts[0]
     dim, count, _ = layout
@@ -38,33 +30,27 @@ def joined(parts: Mapping[int, torch.Tensor], layout: Layout) -> torch.Tensor:
 
 
 def part_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """One part, divided as ``fully_shard`` does: the first ones are as long as ``torch.chunk`` makes them, the last
-    ones may be shorter or empty.
+    """A contiguous copy of one part, divided as ``fully_shard`` does: the first parts as long as those of
+    ``torch.chunk``, the last ones shorter or empty. A whole tensor is returned itself.
     """
     if layout is None:
         return whole
     dim, count, number = layout
     chunks = torch.chunk(whole, count, dim)
     part = chunks[number] if number < len(chunks) else whole.narrow(dim, 0, 0)
-    return part.clone(memory_format=torch.contiguous_format)  # the whole is let go
+    return part.clone(memory_format=torch.contiguous_format)  # so that the whole can be freed
 
 
 def regrouped(old: Sequence[Mapping[str, Any]], layouts: Sequence[Layout]) -> dict[str, Any]:
-    """What a new rank would have captured.
-
-    Args:
-        old: what each old rank has captured.
-        layouts: of the new rank's parameters.
-
-    Raises:
-        CorruptFile: the old ranks' shards do not belong together.
+    """What a new rank would have captured, from what each old rank has; ``layouts`` are of its parameters. Raises
+    CorruptFile if the old shards do not belong together.
     """
     theirs: list[list[Layout]] = [[tuple(one) if one else None for one in each[LAYOUT]] for each in old]
     if any(len(each) != len(layouts) for each in theirs):
         raise CorruptFile(f"the shards have {len(theirs[0])} parameters, the model has {len(layouts)}")
 
     def again(place: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A tensor that is divided as this parameter is, given each old rank's part of it."""
+        """This rank's part of a tensor that is divided as the parameter is, given each old rank's part."""
         parts = {(each[place] or (0, 1, 0))[2]: part for each, part in zip(theirs, tensors, strict=True)}
         return part_of(joined(parts, theirs[0][place]), layouts[place])
 

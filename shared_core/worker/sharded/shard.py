@@ -1,7 +1,7 @@
 """One rank's shard: its part of each parameter and of the optimizers' state.
 
 No replica has it, so it is rank-local state: published with every step boundary, in the shared memory of the machine. A
-replacement takes it as it was there, and makes every update of the failed worker's batch itself.
+replacement takes it from there, and makes every update of the failed worker's batch itself.
 """
 
 from __future__ import annotations
@@ -27,12 +27,8 @@ _REPLICATED = -1
 
 
 class Shard:
-    """The shard of one rank; see :class:`~shared_core.worker.sharded.own.OwnState`.
-
-    Args:
-        modules: those with ``fully_shard``.
-        replicated: all parameters, sharded or not, and the optimizers.
-        results: the log of operations. FSDP reduces gradients from memory of their own, which it does not overwrite.
+    """The shard of one rank of ``fully_shard`` modules; see :class:`~shared_core.worker.sharded.own.OwnState`. Making
+    one has FSDP reduce gradients from memory of their own, which the log keeps without a copy.
     """
 
     padded = False
@@ -44,9 +40,6 @@ class Shard:
 
     @property
     def unsettled(self) -> bool:
-        """Whether there is what belongs to no shard (gradients that are not reduced yet), so that no replacement can
-        begin here. All ranks agree, because the script decides it.
-        """
         return compat.unsettled(self._modules)
 
     @property
@@ -58,11 +51,10 @@ class Shard:
 
     @property
     def step_bytes(self) -> int:
-        """What the logs of a step take of memory, about, in bytes."""
         return self._replicated.nbytes
 
     def reshard(self) -> None:
-        """Let go of gathered parameters, as after a backward, and of the order of forwards. An evaluation leaves both,
+        """Free gathered parameters, as after a backward, and clear the order of forwards. An evaluation leaves both,
         and a replacement that begins after it must gather where its peers do.
         """
         for module in self._modules:
@@ -70,10 +62,8 @@ class Shard:
         compat.forget_forward(self._modules)
 
     def capture(self) -> dict[str, Any]:
-        """Parameters and optimizer state: live tensors, to be written at once.
-
-        Raises:
-            UnsupportedOptimizer: the state of an optimizer holds something else than tensors, numbers and text.
+        """Parameters and optimizer state: live tensors, to be written before the next update. Raises
+        UnsupportedOptimizer if an optimizer's state holds anything but tensors, numbers and text.
         """
         replicated = self._replicated
         with torch.no_grad():  # once, as there are many tensors
@@ -90,8 +80,8 @@ class Shard:
         return {"parameters": parameters, "states": states, LAYOUT: self._layouts}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Put a captured shard in place, or this rank's part of what another number of ranks has captured; optimizers
-        get the tensors themselves.
+        """Put a captured shard in place, or this rank's part of the shards of another number of ranks. Parameters are
+        copied into; optimizers get the tensors themselves.
         """
         self.reshard()
         replicated = self._replicated
@@ -111,12 +101,10 @@ class Shard:
     # -- gradients that are accumulated ----------------------------------------------------------------------------
 
     def gradients(self) -> dict[int, Any]:
-        """Those that are pending, by place."""
         parameters = self._replicated.parameters
         return {place: _distributed(p.grad) for place, p in enumerate(parameters) if p.grad is not None}
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
-        """Inverse of :meth:`gradients`."""
         for place, packed in gradients.items():
             parameter = self._replicated.parameters[place]
             parameter.grad = _unpacked(parameter, packed)
@@ -130,7 +118,7 @@ def _layout(parameter: Any) -> Layout:
 
 
 def _packed(key: str, value: Any) -> Any:
-    """A value of an optimizer's state as plain data; a tensor as a tuple, so that nothing else is taken for one."""
+    """A value of an optimizer's state as plain data; a tensor becomes a tuple, which no other value is."""
     if isinstance(value, torch.Tensor):
         return _distributed(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -141,7 +129,7 @@ def _packed(key: str, value: Any) -> Any:
 
 
 def _distributed(value: Any) -> tuple[Any, ...]:
-    """(local part, and of a DTensor its shape, strides and placements; of another whether it was on the host)."""
+    """A plain tensor as (tensor, whether on the host); a DTensor as (local part, shape, strides, placements)."""
     if not is_distributed(value):
         return value.detach(), value.is_cpu
     if any(placement.is_partial() for placement in value.placements):
@@ -154,14 +142,14 @@ def _unpacked(parameter: Any, packed: Any) -> Any:
     if not isinstance(packed, tuple):
         return packed
     if len(packed) <= 2:
-        value, on_host = (*packed, True)[:2]  # older checkpoints are of the CPU alone
+        value, on_host = (*packed, True)[:2]  # older checkpoints hold CPU tensors only
         return value if on_host else value.to(parameter.device)
     from torch.distributed.tensor import DTensor, Placement, Replicate
     from torch.distributed.tensor import Shard as Sharded
 
     local, shape, stride, places = packed
     mesh = parameter.device_mesh
-    # Of ranks in other numbers there may have been no replicas, or some: their dimension comes first.
+    # Another number of ranks may have had no replicas, or some: their dimension comes first.
     places = ([_REPLICATED] * mesh.ndim + list(places))[-mesh.ndim :]
     placements: list[Placement] = [Replicate() if place == _REPLICATED else Sharded(place) for place in places]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))

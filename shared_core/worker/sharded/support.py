@@ -20,12 +20,11 @@ _PAGE = "See docs/sharded.md"
 
 
 def sharded_modules(modules: Sequence[nn.Module]) -> list[Any]:
-    """Engines among these modules that divide their models themselves; else those of these modules, and of the modules
-    in them, to which ``fully_shard`` was applied.
+    """The engines among these modules that divide their models themselves; if there are none, all ``fully_shard``
+    modules in these.
 
-    Raises:
-        Unsupported: for FSDP1, for engines of DeepSpeed that were made without recovery, and for distributed tensors
-            that ``fully_shard`` has not made.
+    Raises Unsupported for FSDP1, for DeepSpeed engines made without recovery, and for DTensors that ``fully_shard`` has
+    not made.
     """
     owners = [each for each in modules if isinstance(each, Owner)]
     if owners:
@@ -61,16 +60,8 @@ def refuse(
     config: SwiftConfig,
     optimizers: Sequence[Any] = (),
 ) -> None:
-    """Refuse what cannot be exact, or is not built yet.
-
-    Args:
-        modules: all that are trained.
-        sharded: those of them with ``fully_shard``, or the engine.
-        config: the options of the job.
-        optimizers: that were attached.
-
-    Raises:
-        Unsupported: naming it, and what to do instead.
+    """Raises Unsupported for what cannot be exact, or is not built yet, and says what to do instead. ``modules`` are
+    all that are trained; ``sharded`` are the ``fully_shard`` modules in them, or the engine.
     """
     if config.reroutes or config.resizes:
         chosen = f"on_failure={config.on_failure!r}" if config.on_failure != "replace" else "resize.replace_timeout_s"

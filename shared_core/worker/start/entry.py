@@ -39,9 +39,7 @@ _HERE = Path(__file__).resolve()
 def enter(request: StartRequest, *, forked: bool) -> None:
     """Run the user's program in this process; returns or raises what a main program returns or raises.
 
-    Args:
-        request: what to become.
-        forked: from a zygote, whose imports carry state that a fresh interpreter would not have.
+    ``forked``: from a zygote, whose imports carry state that a fresh interpreter would not have.
 
     Raises:
         SystemExit: as the program asked, or with code 1 after an uncaught exception, which is then in the error file
@@ -113,7 +111,7 @@ def _freshen(request: StartRequest) -> None:
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()
     if (torch := sys.modules.get("torch")) is not None:
-        torch.default_generator.seed()  # of the processor only: those of devices begin with a fixed seed
+        torch.default_generator.seed()  # the CPU's only: those of devices begin with a fixed seed
         if request.threads > 1:
             torch.set_num_threads(request.threads)
     rank = int(request.env["RANK"])
@@ -173,7 +171,7 @@ def _run(request: StartRequest) -> None:
 
 
 def _program_ended() -> None:
-    """The program has ended without an error. A hot standby has come to no batch, and says no goodbye."""
+    """A hot standby whose program ends has met no step boundary: it exits, and says no goodbye."""
     if hot_standby.is_hot_standby():
         os._exit(0)
     link.program_ended()
@@ -192,7 +190,7 @@ def _run_program(mode: Mode, target: str, main: types.ModuleType) -> None:
 
 
 def _set_first_path(entry: str) -> None:
-    """The program's own folder comes first; ours, if any, was taken away when this interpreter began."""
+    """The program's own folder comes first. Modules of the same names that are already imported are forgotten."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, entry)
         preload.make_way(Path(entry))
@@ -210,16 +208,13 @@ def _exec_script(path: str, main: types.ModuleType) -> None:
 
 
 def _user_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without the launcher's own frames at its outer end."""
     while trace is not None and trace.tb_next is not None and _ours(trace):
         trace = trace.tb_next
     return trace
 
 
 def _print_once(error: Exception, job_dir: Path) -> None:
-    """As :func:`_print_exception`, in one of the workers of this machine that raise the same, as all of them do where
-    the script asks for what cannot be.
-    """
+    """As :func:`_print_exception`, once on this machine: often all workers raise the same error about the script."""
     name = hashlib.sha256(f"{type(error).__name__}: {error}".encode(errors="replace")).hexdigest()[:16]
     with ExitStack() as held:
         try:
@@ -237,7 +232,6 @@ def _print_once(error: Exception, job_dir: Path) -> None:
 
 
 def _print_exception(error: Exception) -> None:
-    """What the interpreter does about an uncaught exception."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     try:
         sys.excepthook(type(error), error, error.__traceback__)

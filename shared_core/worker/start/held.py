@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 class HeldOutput:
-    """Holds what this process and its children write to standard output and error, from now on."""
+    """Holds what this process and its children write to file descriptors 1 and 2, from now on."""
 
     def __init__(self) -> None:
         self._held: list[tuple[int, int, BinaryIO]] = []
@@ -22,7 +22,7 @@ class HeldOutput:
                 os.dup2(file.fileno(), fd)
 
     def write(self, fd: int, data: bytes) -> None:
-        """Write something that is not held, to standard output (1) or error (2)."""
+        """Write to the real standard output (1) or error (2), past what is held."""
         real = next((real for held, real, _ in self._held if held == fd), fd)
         with suppress(OSError):
             os.write(real, data)

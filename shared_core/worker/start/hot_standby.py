@@ -16,7 +16,7 @@ _background: Background | None = None
 
 
 def begin() -> None:
-    """Be a hot standby, if the launcher says so."""
+    """Become a hot standby if the environment says so: output is held and the process runs in the background."""
     global _held, _background
     if worker_env.SPARE in os.environ:
         _background = Background()
@@ -24,12 +24,11 @@ def begin() -> None:
 
 
 def is_hot_standby() -> bool:
-    """Whether this process is a hot standby."""
     return _held is not None
 
 
 def tell(message: str) -> None:
-    """Say something to the user now, though other output of a hot standby is held."""
+    """Show something to the user now, also from a hot standby, whose other output is held."""
     if _held is None:
         console(message)
     else:
@@ -37,7 +36,7 @@ def tell(message: str) -> None:
 
 
 def take_place(generation: int) -> None:
-    """Be a worker from now on, in this generation."""
+    """Be a worker from now on, in this generation: changes the environment, and shows the held output."""
     global _held, _background
     os.environ[worker_env.GENERATION] = str(generation)
     del os.environ[worker_env.SPARE]

@@ -1,4 +1,4 @@
-"""What a zygote imports: what the job imports, found by looking at the words of the user's script, which is not run."""
+"""What a zygote imports: what the job imports, found by the names in the user's script, which is not run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shared_core.kinds import open_regular
 
-#: Every worker needs these. The face of this product imports its parts only when they are asked for.
+#: Every worker needs these. ``shared_core`` imports its parts only when they are asked for.
 ALWAYS = (
     "torch",
     "torch.distributed",
@@ -28,7 +28,7 @@ ALWAYS = (
     "shared_core.sharing",
 )
 _LIGHTNING = ("lightning", "lightning_swift")
-#: This product, which is at work already when the program begins.
+#: This product, which is imported already when the program begins.
 _OURS = frozenset({"shared_core", "lightning_swift", "accelerate_swift"})
 #: Module to import -> names whose mention in a script says that the job will import it.
 HEAVY: dict[str, tuple[str, ...]] = {
@@ -67,7 +67,7 @@ class _Mentions:
 
 
 def find_script(target: str, *, module: bool) -> Path | None:
-    """The source file of a script or module, or None."""
+    """The source file of a script or module; None for a module that cannot be found."""
     if not module:
         path = Path(target)
         return path / "__main__.py" if path.is_dir() else path
@@ -79,12 +79,7 @@ def find_script(target: str, *, module: bool) -> Path | None:
 
 
 def modules_for(script: Path | None, extra: Iterable[str] = ()) -> list[str]:
-    """What a zygote for ``script`` imports, in order and without repeats: ``module`` or ``module:attribute``.
-
-    Args:
-        script: the user's source file, if there is one.
-        extra: modules asked for with ``--preload``.
-    """
+    """What a zygote for ``script`` imports, in order: ``module`` or ``module:attribute``; ``extra`` are added."""
     chosen = list(ALWAYS)
     if script is not None:
         found = _look_around(script)
@@ -96,7 +91,7 @@ def modules_for(script: Path | None, extra: Iterable[str] = ()) -> list[str]:
 
 
 def beside(folder: Path) -> set[str]:
-    """Names of the modules and packages in a folder."""
+    """Names of the modules and packages in a folder; empty if it cannot be read."""
     found = set()
     with suppress(OSError):
         for path in folder.iterdir():
@@ -108,9 +103,8 @@ def beside(folder: Path) -> set[str]:
 
 
 def make_way(folder: Path) -> None:
-    """Forget modules of the same names as the program's own in ``folder``, which come first: it will import those.
-
-    What the interpreter begins with stays, as it would without us; so do we.
+    """Forget imported modules that a module in ``folder`` hides: the program will import its own. Built-in modules
+    stay, as they would without us; so does this product.
     """
     inside = os.path.realpath(folder) + os.sep
     for name in beside(folder).intersection(map(_package, sys.modules)) - _OURS - {"__main__", "encodings"}:
@@ -123,7 +117,6 @@ def make_way(folder: Path) -> None:
 
 
 def _package(name: str) -> str:
-    """The outermost package of ``module`` or ``module:attribute``."""
     return name.partition(":")[0].partition(".")[0]
 
 
@@ -149,7 +142,7 @@ def is_there(module: str) -> bool:
 
 
 def load(name: str) -> None:
-    """Import ``module``, or ``module:attribute`` (which packages with lazy attributes then import)."""
+    """Import ``module``, or ``module:attribute``, which lazy packages import then. Raises what the import raises."""
     module, _, attribute = name.partition(":")
     loaded = importlib.import_module(module)
     if attribute and not hasattr(loaded, attribute):
@@ -157,7 +150,7 @@ def load(name: str) -> None:
 
 
 def _look_around(script: Path, limit: int = 30) -> _Mentions:
-    """Mentions in the script and in the modules beside it that it imports."""
+    """Names in the script and in the modules beside it that it imports, up to ``limit`` files."""
     found = _Mentions()
     todo, seen = [script], {script}
     while todo and len(seen) <= limit:
@@ -173,8 +166,8 @@ def _look_around(script: Path, limit: int = 30) -> _Mentions:
 
 
 def _mentions(script: Path) -> _Mentions:
-    """Names in a source file, not in comments or strings; what it imports of :data:`KNOWN`; names of all modules that
-    it imports, or may import from a package.
+    """Names in a source file (not in comments or strings), its imports of :data:`KNOWN`, and all modules that it may
+    import. Empty for a file that cannot be read or parsed.
     """
     try:
         with open_regular(script) as file:

@@ -26,20 +26,20 @@ from shared_core.system import process
 from shared_core.system.jobdir import CARD, TRAINS
 from shared_core.worker.start import hot_standby
 
-#: A rank of another machine has begun to train at most so much later than rank 0, of which an event says it.
+#: The ``began`` event comes from rank 0; a rank of another machine begins at most so much later.
 _LATER_NS = 1_000_000_000
 _watching = False
 
 
 def training_begins(job_dir: Path, rank: int) -> None:
-    """A rank comes to its first batch in an attempt: what the script wrote before, it writes again."""
+    """First batch of a rank in an attempt: from now on files of the script are new. Stops the warnings."""
     stop()
     with suppress(OSError):  # no room: then nobody is warned
         (job_dir / f"{TRAINS}{rank}").touch()
 
 
 def watch() -> None:
-    """Where the script runs again: warn of each file that it cuts off, until :func:`stop`."""
+    """Where the script runs again: warn of each file that it truncates, until :func:`stop`. The hook stays."""
     global _watching
     if not worker_env.launched():
         return
@@ -53,22 +53,21 @@ def watch() -> None:
 
 
 def stop() -> None:
-    """This worker has reached its place: what its script opens now, it had not opened before."""
     global _watching
     _watching = False
 
 
 def _looker(env: WorkerEnv) -> _Looker | None:
-    """None where the job is computed again from its beginning, and its files with it."""
+    """None where the job starts again from its beginning: its files do, too."""
     if env.incarnation:
         now = time.time_ns()
-        # While a standby runs the script, its worker writes on. What is newer than another replacement comes from
-        # others of its kind.
+        # While a standby runs the script, its worker still writes, so nothing is too new. What is newer than another
+        # replacement comes from other replacements.
         return _Looker(env, math.inf if hot_standby.is_hot_standby() else now, now)
     if env.resized is None and env.config.checkpoint.dir is None:
         return None
     with suppress(OSError):
-        # What other workers of this attempt have written by now is new.
+        # What other workers of this attempt have written since then is new.
         until = (env.job_dir / CARD).stat().st_mtime_ns
         return _Looker(env, until, until)
     return None
@@ -79,9 +78,8 @@ class _Looker:
     """Sees the files that are opened.
 
     Attributes:
-        env: of this worker.
-        until: what was written later is passed over, in nanoseconds since the epoch.
-        started: when this worker or its attempt did, in nanoseconds since the epoch.
+        until: a file changed later than this is passed over, in nanoseconds since the epoch.
+        started: start of this worker or its attempt, in nanoseconds since the epoch.
     """
 
     env: WorkerEnv
@@ -105,8 +103,8 @@ class _Looker:
     def _since(self) -> int | None:
         """When the rank began to train, in nanoseconds since the epoch; None if nobody knows.
 
-        Another worker of this machine may have begun later, and have written until then what all write; but not one
-        that is as new as this.
+        Another worker of this machine may have begun later and written shared files until then, so the latest time
+        counts, but none later than this worker's start.
         """
         env = self.env
         with suppress(OSError):
@@ -115,7 +113,7 @@ class _Looker:
             return max([own, *(other for other in others if other <= self.started)])
         if env.events is None:
             return None
-        # Its workers were on another machine, which fails.
+        # The rank's former worker ran on another machine, which has failed.
         began = [each.time for each in read_events(env.events) if each.kind == "began" and each.run == env.run]
         return int(began[-1] * 1e9) + _LATER_NS if began else None
 
@@ -138,13 +136,13 @@ class _Looker:
 
 def _ignored(job_dir: Path) -> tuple[str, ...]:
     folders = [str(job_dir), "/dev", "/proc"]
-    with suppress(OSError):  # none can be written to
+    with suppress(OSError):  # no place for temporary files
         folders.append(os.environ.get("TMPDIR") or tempfile.gettempdir())
     return tuple(os.path.join(os.path.realpath(folder), "") for folder in folders)
 
 
 def _by_script(frame: FrameType | None) -> bool:
-    """Whether the script's own code opens the file, perhaps through the standard library: what other packages write
+    """Whether the script's own code opens the file, perhaps through the standard library. What other packages write
     (loggers, trackers), they or this product continue.
     """
     library = os.path.join(sysconfig.get_path("stdlib"), "")

@@ -1,10 +1,10 @@
 """The zygote: it has imported what the job imports, runs no user code, holds one thread, and forks into workers.
 
-``main()`` runs with two arguments, the descriptor of a stream socket to the agent and the agent's pid, and with
-:data:`~shared_core.protocol.request.SINGLE_THREADED` in the environment. Lines of JSON come in: first what to import,
-answered by ``{"ready": ...}``; then start requests, each answered by ``{"token": n, "pid": p}``, or by
-``{"token": n, "errno": e}`` where the system lets no process start. A worker is forked twice, so that the agent (a
-subreaper) becomes its parent and can wait for it. At the end of the stream the zygote exits.
+``main()`` takes two arguments, the descriptor of a stream socket to the agent and the agent's pid; the environment has
+:data:`~shared_core.protocol.request.SINGLE_THREADED`. Lines of JSON come in: first what to import, answered by
+``{"ready": ...}``; then start requests, each answered by ``{"token": n, "pid": p}``, or by ``{"token": n, "errno": e}``
+where no process can be made. A worker is forked twice, so that the agent (a subreaper) becomes its parent and can wait
+for it. At the end of the stream the zygote exits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared_core.worker.start import entry, preload
 
 
 def serve(channel: socket.socket) -> StartRequest | None:
-    """Answer the agent until it closes the channel (None); returns a request in a process that is to be a worker."""
+    """Answer the agent until it closes the channel (None). In a forked worker, returns its request."""
     stream = channel.makefile("rb")
     report: dict[str, Any] = {"ready": True, "seconds": 0.0, "failed": {}}
     for line in stream:
@@ -98,7 +98,7 @@ def _fork_worker(channel: socket.socket, request: StartRequest) -> bool:
         os.close(pid_read)
         os.close(pid_write)
         channel.close()
-        # The zygote says go when the process between is gone and the agent has adopted this one.
+        # The zygote sends a byte when the middle process is gone and the agent has adopted this one.
         adopted = os.read(go_read, 1)
         os.close(go_read)
         if not adopted:
@@ -119,7 +119,6 @@ def _fork_worker(channel: socket.socket, request: StartRequest) -> bool:
 
 
 def main() -> None:
-    """Serve, or become a worker; the worker leaves through the interpreter's normal end."""
     atexit.register(link.leave)  # before anything is imported that registers handlers: it is the last to run
     channel = socket.socket(fileno=int(sys.argv[1]))
     if not process.die_with_parent(int(sys.argv[2])):

@@ -141,8 +141,8 @@ class Replicated:
         for name, own, theirs in zip(self.names, self.parameters, tensors[:count], strict=False):
             if own.shape != theirs.shape or own.dtype != theirs.dtype:
                 raise ReplicaMismatch(
-                    f"parameter {name} has shape {tuple(own.shape)} and {own.dtype} here, and {tuple(theirs.shape)} and "
-                    f"{theirs.dtype} at the donor"
+                    f"parameter {name} has shape {tuple(own.shape)} and {own.dtype} here, "
+                    f"and {tuple(theirs.shape)} and {theirs.dtype} at the donor"
                 )
             if own.data_ptr() != theirs.data_ptr():
                 own.data.copy_(theirs)

@@ -1,8 +1,9 @@
-"""What stands between a script's ``for`` and the passes and epochs that it iterates: ``enumerate``, ``zip`` and others
-of C, which count for themselves, and which no variable holds.
+"""Iterators of C between a script's ``for`` and the passes and epochs that it iterates: ``enumerate``, ``zip``
+and others.
 
-They hold what they ask, and nobody else may hold them: a loop that is left is known by that it lets go of them. So they
-are looked for while they ask for something, and what is published is how often they have asked.
+They count for themselves, and no variable holds them. They hold what they iterate; nobody else may hold them: a loop
+has been left when they have let go of it. So they are looked for while they ask for an item, and what is published is
+how often they have asked.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MOST = 12
 _MEMORY: tuple[Any, ...] = ([], (), range(0), "", b"", {}, set())
 #: Iterators over what is in memory: the next item changes nothing else.
 _PURE = (*(type(iter(each)) for each in _MEMORY), itertools.count)
-#: They ask all that they read from for an item, in order, each time that they are asked for one.
+#: Each time they are asked for an item, they ask all that they read from, in order.
 _TOGETHER = (zip, map)
 #: What :func:`.kinds.kind_of` says of objects whose attributes are captured.
 _PYTHONS = frozenset({"object", "fixed"})
@@ -41,7 +42,7 @@ _STUCK = "!"
 
 
 def is_bare(frame: types.FrameType) -> bool:
-    """Whether a script has called, in the running instruction of this frame, what a ``for`` iterates itself."""
+    """Whether a script's ``for`` iterates directly the result of the call that runs in this frame."""
     return is_script(frame.f_code, frame.f_globals) and _iterates_next(frame.f_code, frame.f_lasti)
 
 
@@ -53,8 +54,8 @@ def _iterates_next(code: types.CodeType, last: int) -> bool:
 
 
 def links_around(thing: Any) -> list[Any]:
-    """All that asks this one for its items, directly or through others, the innermost first. Slow: all objects are
-    looked at. Called by what is asked.
+    """All that asks this one for its items, directly or through others, the innermost first. Slow: it looks at all
+    objects. ``thing`` calls this itself, from its own frame.
     """
     found = [thing]
     for each in (thing, *_asking_in_python(thing)):
@@ -66,7 +67,7 @@ def links_around(thing: Any) -> list[Any]:
 
 
 def _asking_in_python(thing: Any) -> list[Any]:
-    """Generators, and objects with ``__next__``, that run and ask this one."""
+    """Generators, and objects with ``__next__``, that are running and ask this one."""
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and not _runs(frame, thing):
         frame = frame.f_back
@@ -88,13 +89,13 @@ def _is_asked(frame: types.FrameType) -> bool:
 
 
 def _own_of(frame: types.FrameType) -> Any:
-    """The object of the method that runs."""
+    """The object whose method runs in this frame."""
     names = frame.f_code.co_varnames
     return frame.f_locals.get(names[0]) if names and frame.f_code.co_argcount else None
 
 
 def _outer(thing: Any, known: Sequence[Any]) -> Any:
-    """What holds this one and asks it, but those that are known; of generators those that do not run, which show what
+    """What holds this one and asks it, except those already known. Of generators, only those not running show what
     they hold.
     """
     for each in gc.get_referrers(thing):
@@ -111,7 +112,7 @@ def _outer(thing: Any, known: Sequence[Any]) -> Any:
 
 
 def kinds_of(links: Sequence[Any], thing: Any) -> list[str]:
-    """Names of those that count for themselves, the innermost first; see :data:`_STUCK`."""
+    """Names of the iterators that count for themselves, the innermost first; see :data:`_STUCK`."""
     found: list[str] = []
     counts = True  # each is asked as often as the thing
     for each in links:
@@ -148,13 +149,13 @@ def _can_move_together(each: Any, chain: Sequence[Any]) -> bool:
 
 def _members(each: Any) -> tuple[Any, ...]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that iterators are pickled: here only what they hold is looked at
+        warnings.simplefilter("ignore")  # pickling iterators is deprecated; only what they hold is read here
         parts: tuple[Any, ...] = each.__reduce__()[1]
     return parts[1:] if type(each) is map else parts
 
 
 def move(links: Sequence[Any], times: int) -> bool:
-    """Move what :func:`kinds_of` has found to where it is after it has asked so often. False if that cannot be."""
+    """Advance these links by ``times`` items, if :func:`kinds_of` allows it; False if that cannot be."""
     for each in links:
         if type(each) is enumerate and not _count_on(each, times):
             return False
@@ -166,8 +167,9 @@ def move(links: Sequence[Any], times: int) -> bool:
 
 
 def _count_on(each: Any, times: int) -> bool:
-    """Have an ``enumerate`` continue with a later number. It has no method for that; the number lies behind what all
-    objects have, which is checked before and afterwards."""
+    """Add to the number of an ``enumerate``, in its C structure: it has no method for that. The number lies right
+    behind the object header. That is checked before and afterwards; False if it is not so.
+    """
     number = each.__reduce__()[1][1]
     place = ctypes.c_ssize_t.from_address(id(each) + object.__basicsize__)
     if place.value != number or not 0 <= number + times < 1 << 62:
@@ -180,13 +182,7 @@ def _count_on(each: Any, times: int) -> bool:
 
 
 class _Walk:
-    """One loop of a script that is running.
-
-    Args:
-        thing: what it iterates.
-        frame: of the script, which runs the loop.
-        what: a word for what it iterates.
-    """
+    """One running loop of a script: what it iterates (held weakly), a word for that, and the frame that runs it."""
 
     def __init__(self, thing: Any, frame: types.FrameType | None, what: str) -> None:
         self.what = what
@@ -198,7 +194,7 @@ class _Walk:
 
 
 class Walks:
-    """The loops of a script that are running, and what is around what they iterate."""
+    """The running loops of a script, and what is around what they iterate."""
 
     def __init__(self) -> None:
         #: What is around, by the place in the script.
@@ -206,12 +202,8 @@ class Walks:
         self._walks: list[_Walk] = []
 
     def begin(self, thing: Any, what: str, *, bare: bool = False) -> None:
-        """A loop of the script asks this for its first item. Called by what is asked.
-
-        Args:
-            thing: what is asked.
-            what: a word for it: epochs, steps.
-            bare: nothing is around it; see :func:`is_bare`.
+        """``thing`` calls this itself when a loop asks it for its first item. ``what`` is a word for it; ``bare``:
+        see :func:`is_bare`.
         """
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and not is_script(frame.f_code, frame.f_globals):
@@ -222,18 +214,16 @@ class Walks:
         self._walks.append(walk)
 
     def end(self, thing: Any) -> None:
-        """The script has left it."""
         self._walks = [each for each in self._walks if each.ref() not in (None, thing)]
 
     def gave(self, thing: Any, *, count: int | None = None) -> None:
-        """It is about to give an item, or has given so many."""
+        """It is about to give an item; or it has given ``count`` in all."""
         for each in self._walks:
             if each.ref() is thing:
                 each.given = each.given + 1 if count is None else count
 
     def capture(self) -> list[tuple[str, list[str], int]]:
-        """What each loop iterates, what is around that, and how many items it has been given; from the outermost loop
-        inward."""
+        """(word, what is around it, items given) of each loop, from the outermost inward."""
         return [(each.what, self._look(each), each.given) for each in self._walks if each.ref() is not None]
 
     def stuck(self) -> list[tuple[str, str]]:
@@ -246,14 +236,14 @@ class Walks:
         ]
 
     def look(self, thing: Any) -> None:
-        """Find what is around it, now that it is asked."""
+        """Find what is around ``thing``. Call while it is being asked for an item."""
         for each in self._walks:
             if each.ref() is thing:
                 self._look(each)
 
     def move(self, thing: Any, kinds: Sequence[str], given: int) -> tuple[str, str] | None:
-        """Move what is around this one, which is asked for its first item in a replacement, to where it was in the
-        failed worker; (place in the script, name) of what cannot be moved.
+        """In a replacement, when ``thing`` is asked for its first item: move what is around it to where the failed
+        worker had it. Returns (place in the script, name) of what cannot be moved; None if all is well.
         """
         walk = next((each for each in self._walks if each.ref() is thing), None)
         if walk is None:
@@ -271,7 +261,7 @@ class Walks:
         return None if wrong is None else (walk.where, wrong.removeprefix(_STUCK))
 
     def restore(self, captured: Sequence[tuple[str, Sequence[str], int]]) -> tuple[str, str] | None:
-        """Inverse of :meth:`capture`, for all loops but those that have given items here."""
+        """Inverse of :meth:`capture`, except for loops that have given items here. Returns as :meth:`move`."""
         todo = list(captured)
         for walk in list(self._walks):
             place = next((each for each in todo if each[0] == walk.what), None)

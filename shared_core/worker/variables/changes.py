@@ -13,11 +13,8 @@ _BYTES = 8
 
 
 def digests(values: Iterable[Any], rows: Iterable[Any]) -> dict[str, dict[str, bytes]]:
-    """A digest of each variable's value, by scope and name: two of one run are the same where nothing has changed.
-
-    Args:
-        values: scopes of a capture, as they were read.
-        rows: its descriptions of objects.
+    """A digest of each variable's value, by scope and name. Within one run equal values have equal digests; what cannot
+    be read always differs. ``values`` are the scopes of a capture, as they were read; ``rows`` describe its objects.
     """
     described = {row[0]: row[1:] for row in rows if row is not None}
     found: dict[str, dict[str, bytes]] = {}
@@ -31,13 +28,7 @@ def digests(values: Iterable[Any], rows: Iterable[Any]) -> dict[str, dict[str, b
 def changed(
     first: Mapping[str, Mapping[str, bytes]], values: Iterable[Any], rows: Iterable[Any]
 ) -> set[tuple[str, str]]:
-    """(scope, name) of the variables that were not there at first, or held another value.
-
-    Args:
-        first: digests of when the loop began.
-        values: see :func:`digests`.
-        rows: see :func:`digests`.
-    """
+    """(scope, name) of the variables that hold another value than in ``first``, or are new."""
     return {
         (scope, name)
         for scope, own in digests(values, rows).items()

@@ -1,7 +1,7 @@
-"""Data sets and samplers under a framework's loop: whether a script changes what they hold, beside what reading does.
+"""Data sets and samplers under a framework's loop: does the script change what they hold, other than by reading?
 
 A replacement draws the indices of a pass again, and reads batches again, with what the data set held at the script's
-start. So what has changed while nothing was read, which the replacement has not changed, is refused.
+start. So a change made while nothing was read, which the replacement has not made, is refused.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from shared_core.worker.variables.kinds import FRAMEWORKS, RANDOM, kind_of, root
 from shared_core.worker.variables.writer import Writer, attributes_of, read_own
 
 _ATOMS = (bool, int, float, str, bytes, type(None))
-#: What takes longer than this is looked at again only after so many times as long.
+#: What takes longer than this, in seconds, is looked at again only after this many times as long.
 _DEAR_S, _LONGEST_WAIT = 1e-3, 100
 _MOST = 32
-#: Parts of a loader that hold what it reads, and in which order.
+#: Attributes of a loader: what it reads, and in which order.
 _PARTS = ("dataset", "sampler", "batch_sampler")
 _KINDS: tuple[type, ...] = (Dataset, Sampler)
 
 
 class DataSets:
-    """Of the loaders of one script.
+    """Watches the data sets of one script's loaders.
 
     Args:
         ignored: names of attributes that do not count.
-        tell: says that an attribute of a name is not looked at in each step, at which intervals in seconds.
+        tell: called with a name and an interval in seconds when that attribute is not looked at in each step.
     """
 
     def __init__(self, ignored: set[str], tell: Callable[[str, float], Any]) -> None:
@@ -40,23 +40,19 @@ class DataSets:
         self._writer = Writer(lambda _: False)
         self._writer.of_data = True
         self._ignored, self._tell = ignored, tell
-        #: Checksums after something was read; names of what was another one before the next was read.
+        #: Checksums after the last read (None before the first); names that had changed when the next read began.
         self._after: dict[str, int] | None = None
         self._by_script: set[str] = set()
         self._depth = 0
         self._now: dict[str, tuple[int, float]] = {}
 
     def watch(self, loaders: Callable[[], Mapping[str, Any]]) -> None:
-        """Look at what these read from now on.
-
-        Args:
-            loaders: by names that they have in a replacement, too.
-        """
+        """Look at what these loaders read from now on. Their names must be the same in a replacement."""
         self._loaders, self._after = loaders, None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What changes in here is changed by reading."""
+        """What changes inside counts as changed by reading. May be nested."""
         if self._depth == 0:
             self._look()
         self._depth += 1
@@ -83,7 +79,7 @@ class DataSets:
         return {name: self._checksum(name, value) for name, value in self._attributes()}
 
     def differ(self, theirs: Mapping[str, bytes]) -> str:
-        """The first name under which this process holds something else; empty if there is none."""
+        """The first name in ``theirs`` for which this process holds something else; empty if there is none."""
         if not theirs:
             return ""
         self._by_script.update(theirs)
@@ -138,5 +134,5 @@ class DataSets:
                         yield below, value
 
 
-#: Samplers of these stand around those of the script.
+#: Their samplers wrap those of the script.
 _OURS = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"})

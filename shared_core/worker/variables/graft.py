@@ -1,7 +1,7 @@
-"""Values that another run of the script held, put into this run's: in place, so that every other reference sees it.
+"""Values that another run of the script held, put into this run's in place, so that every reference sees it.
 
-First both graphs are walked side by side, which changes nothing: it finds for each object of the other run the one here
-that stands for it, and what cannot be put back. Then what is here is filled.
+First both graphs are walked side by side, which changes nothing: for each object of the other run this finds the one
+here that stands for it, and what cannot be put back. Then the objects here are filled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shared_core.worker.variables.writer import (
     state_of,
 )
 
-#: Nothing is put into these.
+#: Kinds of objects that are never filled.
 _AS_HERE = frozenset({"fixed", "ignored", "named", "unbound", "opaque", "large"})
 _PLAIN = (list, dict, set)
 _TEXT = 60
@@ -46,7 +46,7 @@ class _Missing:
         return "not there"
 
 
-#: This run has nothing at a place.
+#: Stands for a place where this run has no value.
 MISSING = _Missing()
 
 
@@ -56,8 +56,8 @@ class Difference:
 
     Attributes:
         path: of the value: the variable, and the way from there.
-        was: what the other run held, for people.
-        here: what this run holds, for people.
+        was: text for what the other run held.
+        here: text for what this run holds.
         where: the place of the variable in the source.
     """
 
@@ -68,7 +68,7 @@ class Difference:
 
 
 class Graft:
-    """One run's values in another run of the same script.
+    """One run's values in another run of the same script. Call :meth:`match` for all values before :meth:`value`.
 
     Args:
         rows: descriptions of the other run's objects.
@@ -89,13 +89,7 @@ class Graft:
     # -- side by side -------------------------------------------------------------------------------------------------
 
     def match(self, new: Any, old: Any, path: str) -> None:
-        """Find what here stands for the objects in a value of the other run.
-
-        Args:
-            new: the value.
-            old: what this run holds in its place.
-            path: of the place.
-        """
+        """Find which objects here stand for those in ``new``, of the other run; ``old`` is in its place here."""
         self._whole = path
         todo = [(new, old, path)]
         while todo:
@@ -114,7 +108,7 @@ class Graft:
                     todo.extend(reversed(list(_pairs(new, MISSING, path))))
 
     def _claim(self, key: Any, old: Any) -> bool:
-        """Whether an object here can stand for this one: no other object of the other run has it."""
+        """Let ``old`` stand for this object; False if it already stands for another."""
         if id(old) in self._claimed:
             return False
         self._claimed[id(old)] = old
@@ -200,7 +194,7 @@ class Graft:
     # -- filling ------------------------------------------------------------------------------------------------------
 
     def value(self, new: Any) -> Any:
-        """A value of the other run, made of what is here."""
+        """The value of the other run, built from the objects here. Changes them in place."""
         if isinstance(new, Numbered):
             if new not in self._filled:
                 self._fill(new)
@@ -341,11 +335,11 @@ class Graft:
 
 
 def _later() -> None:
-    """Stands in a new partial for the function that it is given next."""
+    """Takes the place of a new partial's function until that is set."""
 
 
 class _Ended(torch.autograd.Function):
-    """A value whose graph was that of the failed worker: it can be read, but not differentiated again."""
+    """A value whose graph was in the failed worker: it can be read, but not differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
@@ -360,7 +354,7 @@ class _Ended(torch.autograd.Function):
 
 
 class _Shown:
-    """What :class:`.writer.Large` is of a value here."""
+    """What :class:`.writer.Large` is, for a value here."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -465,7 +459,7 @@ def _below(path: str, key: Any) -> str:
 
 
 def _look_up(name: str) -> Any:
-    """What has a name in a module that this process has imported; nothing is imported for it."""
+    """What has this name in a module that is already imported; else :data:`MISSING`. Imports nothing."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module, MISSING)
     if path.startswith("NoneType") and module == "builtins":
@@ -477,7 +471,7 @@ def _look_up(name: str) -> Any:
     return found
 
 
-#: Kinds that are made of nothing else here.
+#: Kinds that can be made here without their class.
 _MAKERS = frozenset(
     {"value", "tensor", "ndarray", "pyarray", "iterator", "atom", "enum", "tuple", "frozenset", "bound", "partial"}
 )
@@ -545,7 +539,7 @@ def short(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value for people, without asking the script's code for it."""
+    """Text for a value that calls none of the script's code."""
     if value is MISSING or value is Unbound:
         return "not there"
     if isinstance(value, (int, float, str, bool, bytes, type(None))) and type(value).__module__ == "builtins":

@@ -1,4 +1,4 @@
-"""What objects of a type are to a replacement: restored from their value, left alone, or only compared."""
+"""What a replacement does with objects of a type: restore from their value, leave alone, or only compare."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from torch._C._distributed_c10d import Store
 
 from shared_core.worker.comm import group_name, group_named
 
-#: Packages whose objects are restored by this product already, or hold what belongs to one process.
+#: Packages whose objects this product restores elsewhere, or which belong to one process.
 FRAMEWORKS = frozenset(
     "shared_core lightning_swift accelerate_swift lightning pytorch_lightning lightning_fabric lightning_utilities "
     "accelerate transformers deepspeed datasets tokenizers safetensors wandb mlflow tensorboard tensorboardX tqdm rich "
     "logging threading multiprocessing concurrent asyncio socket ssl subprocess selectors queue tempfile argparse "
     "unittest pytest _pytest inspect importlib contextlib abc typing matplotlib ctypes".split()
 )
-#: A class of the script that derives from one of theirs is left to their adapter, too.
+#: A class of the script that derives from one of these packages is left to the adapter, too.
 _ADAPTED = frozenset(
     "shared_core lightning_swift accelerate_swift lightning pytorch_lightning lightning_fabric accelerate transformers "
     "deepspeed datasets".split()
 )
-#: Modules of these are engines of a script, not networks: what is in them is attached.
+#: Modules of these packages are engines, not networks: their parts are attached.
 _ENGINES = frozenset(("shared_core", "deepspeed"))
-#: Parts of torch whose objects hold state of a script; all others are left to this product.
+#: Parts of torch whose objects hold state of a script; all others are restored elsewhere.
 _OF_TORCH = (
     "torch.optim.lr_scheduler",
     "torch.optim.swa_utils",
@@ -62,11 +62,11 @@ _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_paths()[each]) + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {sysconfig.get_paths()[each] + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-#: Packages whose own frames and modules are no part of a script.
+#: Folders of packages whose own frames and modules are no part of a script.
 OURS = tuple(
     f"{Path(__file__).resolve().parents[3] / name}/" for name in ("shared_core", "lightning_swift", "accelerate_swift")
 )
-#: What belongs to the process, and holds nothing that a script computes.
+#: Belongs to the process, and holds nothing that a script computes.
 IGNORED = (
     io.IOBase,
     logging.Logger,
@@ -93,7 +93,7 @@ IGNORED = (
     np.random.BitGenerator,
     Store,
 )
-#: Types whose objects are known by their name only.
+#: Types whose objects are restored by name only.
 NAMED = (
     type,
     types.ModuleType,
@@ -101,7 +101,7 @@ NAMED = (
     types.MethodDescriptorType,
     np.ufunc,
 )
-#: Functions in C: known by their name, or by it and the object to which they are bound.
+#: C functions: restored by name, or by name and the object to which they are bound.
 _OF_C = (types.BuiltinFunctionType, types.MethodWrapperType)
 RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CONTAINERS: tuple[tuple[type, str], ...] = (
@@ -144,7 +144,7 @@ ITERATORS: dict[type, tuple[Callable[[Any], Any], Any]] = {
 
 
 def of_libraries(file: str | None) -> bool:
-    """Whether a file of code is part of Python, or of an installed package."""
+    """Whether this file of code is part of Python or of an installed package."""
     return file is None or file.startswith(("<frozen", *_LIBRARIES)) or "site-packages" in file
 
 
@@ -152,7 +152,7 @@ _KINDS: dict[type, str] = {}
 
 
 def kind_of(cls: type) -> str:
-    """What is done with objects of a type: the name of one of the ways in :mod:`.writer`."""
+    """How objects of a type are written: one of the keys in :mod:`.writer`, or ``plain``. Cached by type."""
     known = _KINDS.get(cls)
     if known is None:
         known = _KINDS[cls] = _kind_of(cls)
@@ -203,7 +203,6 @@ def _kind_of(cls: type) -> str:
 
 
 def root_of(cls: type) -> str:
-    """The package that a class is from."""
     return cls.__module__.partition(".")[0]
 
 
@@ -217,10 +216,10 @@ def _left_to_others(cls: type) -> bool:
 
 
 def _is_made_of_attributes(cls: type) -> bool:
-    """All that makes an object of it is in its ``__dict__`` and ``__slots__``."""
+    """Whether all that makes an object of it is in its ``__dict__`` and ``__slots__``."""
     for base in cls.__mro__[:-1]:
         if not base.__flags__ & (1 << 9) or isinstance(base.__dict__.get("__new__"), types.BuiltinFunctionType):
-            return False  # a type in C, which keeps what nobody sees
+            return False  # a type in C, which may keep what no attribute shows
         if _is_extension(base.__module__):
             return False
     return hasattr(cls, "__dict__") and ("__dict__" in _members(cls) or bool(slots_of(cls)))
@@ -239,7 +238,7 @@ def _members(cls: type) -> set[str]:
 
 
 def is_bound(function: Any) -> bool:
-    """Whether a function in C is bound to an object: others are found by their names."""
+    """Whether a C function is bound to an object; others are found by their names."""
     return not isinstance(getattr(function, "__self__", None), (types.ModuleType, type, type(None)))
 
 
@@ -247,7 +246,7 @@ _SLOTS: dict[type, tuple[types.MemberDescriptorType, ...]] = {}
 
 
 def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
-    """Where objects of a type keep what is not in their ``__dict__``."""
+    """Descriptors of what objects of a type keep outside their ``__dict__``. Cached by type."""
     known = _SLOTS.get(cls)
     if known is None:
         known = _SLOTS[cls] = tuple(
@@ -260,7 +259,7 @@ def slots_of(cls: type) -> tuple[types.MemberDescriptorType, ...]:
 
 
 def name_of(thing: Any) -> str:
-    """By which a class, function or module is found in another process that runs the same script."""
+    """``module:qualname``, by which another process that runs the same script finds a class, function or module."""
     if isinstance(thing, types.ModuleType):
         return f"{thing.__name__}:"
     return f"{getattr(thing, '__module__', None)}:{getattr(thing, '__qualname__', type(thing).__qualname__)}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
-#: Who names one of these may read every variable.
+#: Code that names one of these may read every variable.
 READS_ALL = frozenset({"locals", "globals", "vars", "dir", "eval", "exec"})
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"})
@@ -19,12 +19,8 @@ _known: dict[tuple[CodeType, int], frozenset[str] | None] = {}
 def live(code: CodeType, last: int) -> frozenset[str] | None:
     """Names of variables that may be read, before they are written, by what follows the running instruction.
 
-    Args:
-        code: of the function or module that runs.
-        last: ``f_lasti`` of its frame.
-
-    Returns:
-        The names; of a module those that its functions name are always among them. None where any may be read.
+    ``last`` is ``f_lasti`` of the frame. Of a module, all names in its functions are included. None where any variable
+    may be read. Cached by code and instruction.
     """
     key = (code, last)
     if key not in _known:
@@ -65,7 +61,7 @@ def _live(code: CodeType, last: int) -> frozenset[str] | None:
 
 
 def _handlers(code: CodeType) -> Iterable[Any]:
-    """Where exceptions of which instructions continue: public, but not in the stubs."""
+    """Entries of the exception table: public, but not in the stubs."""
     bytecode: Any = dis.Bytecode(code)
     found: Iterable[Any] = bytecode.exception_entries
     return found

@@ -1,4 +1,4 @@
-"""Where a script's variables are: frames of its running functions, its modules, their classes, objects it tells of."""
+"""Where a script's variables are: frames of its running functions, its modules and their classes, told objects."""
 
 from __future__ import annotations
 
@@ -31,17 +31,13 @@ _OF_CLASSES = (
 )
 _WRITES_THROUGH = sys.version_info >= (3, 13)
 
-#: What has the variables of a scope. A framework tells of objects when it likes; all others are there whenever the
-#: script is at the same place.
+#: What holds the variables of a scope. A framework may tell of its objects at any time; all other scopes are there
+#: whenever the script is at the same place.
 Kind = Literal["told", "frame", "module", "class"]
 
 
 class Names:
-    """Names of variables, and their values at once.
-
-    Args:
-        names: in the order in which their values are wanted.
-    """
+    """Reads the values of several variables at once, in the order of the names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
@@ -49,11 +45,7 @@ class Names:
         self._get = itemgetter(*self.names) if len(self.names) > 1 else None
 
     def values(self, own: Mapping[str, Any]) -> Sequence[Any]:
-        """Values in a namespace.
-
-        Raises:
-            KeyError: one of the names is not there.
-        """
+        """Values in a namespace; raises KeyError if a name is missing."""
         if self._get is not None:
             return self._get(own)  # type: ignore[no-any-return]  # a tuple
         return [own[each] for each in self.names]
@@ -64,11 +56,9 @@ class Scope:
     """Variables in one place.
 
     Attributes:
-        name: by which a replacement knows the place.
-        kind: what has them.
+        name: by which a replacement finds the place.
         where: the place in the source, for people.
-        names: of the variables.
-        values: what they hold, in the same order.
+        values: what they hold, in the order of ``names``.
         holder: takes new values: a namespace, a class, or a frame.
     """
 
@@ -80,7 +70,6 @@ class Scope:
     holder: Any
 
     def put(self, changed: Mapping[str, Any]) -> None:
-        """Give variables other values."""
         if isinstance(self.holder, types.FrameType):
             _put_locals(self.holder, changed)
         elif isinstance(self.holder, type):
@@ -91,20 +80,13 @@ class Scope:
 
 
 class Told:
-    """Attributes of an object, found once and looked for again when there are others.
-
-    Args:
-        name: of the object.
-        thing: the object.
-        leaves: names of attributes that are none of a script's.
-    """
+    """Attributes of one object, listed again when their names change. ``leaves``: names that do not count."""
 
     def __init__(self, name: str, thing: Any, leaves: frozenset[str]) -> None:
         self._name, self._own, self._leaves = name, vars(thing), leaves
         self._size, self._names = -1, Names(())
 
     def scope(self) -> Scope:
-        """What they hold."""
         own = self._own
         try:
             if len(own) == self._size:
@@ -116,19 +98,14 @@ class Told:
 
 
 class _Class:
-    """Attributes of a class of the script that are no code.
-
-    Args:
-        name: of the class.
-        cls: the class.
-    """
+    """Attributes of a class of the script, without methods, properties and other code."""
 
     def __init__(self, name: str, cls: type) -> None:
         self._name, self._cls, self._own = name, cls, vars(cls)
         self._size, self._names = -1, Names(())
 
     def scope(self) -> Scope | None:
-        """What they hold; None where there are none."""
+        """None where there are no such attributes."""
         own = self._own
         if len(own) != self._size or any(each not in own for each in self._names.names):
             self._size = len(own)
@@ -141,14 +118,7 @@ class _Class:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is looked at in a module.
-
-    Attributes:
-        size: of its namespace, when this was made.
-        names: of its variables.
-        where: the place in the source, for people.
-        classes: its classes.
-    """
+    """What is looked at in a module, valid while its namespace has ``size`` names."""
 
     size: int
     names: Names
@@ -157,10 +127,8 @@ class _Plan:
 
 
 class Scopes:
-    """The places of one script."""
-
     def __init__(self) -> None:
-        # By identity, as a hash of code goes through all of it; kept with the code, so that no other takes its place.
+        # By id: hashing code objects reads all of them. The code is kept too, so that its id is not reused.
         self._codes: dict[int, tuple[types.CodeType, bool]] = {}
         self._modules: list[tuple[str, dict[str, Any]]] = []
         self._seen_modules = -1
@@ -169,12 +137,7 @@ class Scopes:
         self._frames: dict[tuple[int, int], tuple[Names, str]] = {}
 
     def find(self, frame: types.FrameType | None, told: Iterable[Told]) -> Iterator[Scope]:
-        """All scopes: those of objects that are told first, then frames from the innermost outward, then modules.
-
-        Args:
-            frame: the innermost one to look at.
-            told: objects whose attributes count too.
-        """
+        """All scopes: told objects first, then frames from ``frame`` outward, then modules and their classes."""
         for each in told:
             yield each.scope()
         running: dict[int, types.FrameType] = {}
@@ -250,13 +213,12 @@ class Scopes:
 
 
 def _let_go(own: dict[str, Any], code: types.CodeType) -> None:
-    """What a function lets go of would stay in the copy of its variables, until somebody looks at them again."""
+    """Clear Python 3.12's copy of a frame's variables: it would keep alive what the function has dropped."""
     if not _WRITES_THROUGH and READS_ALL.isdisjoint(code.co_names):  # else the script may have put something there
         own.clear()
 
 
 def _plan(name: str, own: dict[str, Any], frame: types.FrameType | None) -> _Plan:
-    """Which of a module's names are variables, and its classes."""
     alive = None if frame is None else live(frame.f_code, frame.f_lasti)
     names, classes = [], []
     for each, value in own.items():
@@ -289,7 +251,7 @@ def _put_locals(frame: types.FrameType, changed: Mapping[str, Any]) -> None:
 
 
 def is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:
-    """Whether code is the script's, by its file and its global variables."""
+    """Whether code is the script's: it runs in ``__main__``, or its file is of no library and not of this product."""
     main = sys.modules.get("__main__")
     if main is not None and variables is vars(main):
         return True
@@ -297,14 +259,8 @@ def is_script(code: types.CodeType, variables: Mapping[str, Any]) -> bool:
 
 
 def import_again(names: Iterable[str]) -> bool:
-    """Import modules of the script that the failed worker had imported inside its loop; what they draw from random
-    generators is as if it had not been. What cannot be imported is left out.
-
-    Args:
-        names: of scopes; others than those of modules are passed over.
-
-    Returns:
-        Whether there were any.
+    """Import modules that the failed worker imported inside its loop; ``names`` of other scopes are passed over. Random
+    generators are put back afterwards. Errors of an import are ignored. Returns whether any were missing.
     """
     missing = [each for each in names if ":" not in each and each not in sys.modules]
     if not missing:

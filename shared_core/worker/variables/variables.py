@@ -37,15 +37,15 @@ from shared_core.worker.variables.writer import (
 
 #: For tests: a script's variables are left alone.
 OFF = "SWIFT_TEST_NO_VARIABLES"
-#: A script is told what its variables cost when captures have taken so many seconds, so often.
+#: The user is told what captures cost when so many have taken longer than this, in seconds.
 _DEAR_S, _DEAR_TIMES = 2e-3, 5
 _ATOMS = (bool, int, float, str, bytes, type(None))
-#: Iterators of C that a framework draws from, of which so many are remembered.
+#: So many iterators of C that a framework draws from are remembered.
 _SOURCES = 16
 
 
-#: Whose variables a worker puts back: those of the failed worker that had its place; those that a checkpoint has of an
-#: earlier start of the script; those of another rank, whose place is not this one's.
+#: Whose variables a worker puts back: those of its failed worker; those in a checkpoint of an earlier start of the
+#: script; those of another rank, at another place.
 Origin = Literal["same", "checkpoint", "other"]
 
 
@@ -53,17 +53,12 @@ def _raise(reason: str, origin: Origin) -> None:
     raise RecoveryFailed(reason)
 
 
-#: A variable, what another run held in it, and what this one holds.
+#: A variable, what the other run held in it, and what this one holds.
 _Change = tuple[Scope, str, Any, Any]
 
 
 class _Untold:
-    """What a framework had told of in another run, and not yet in this one, at the place that was restored.
-
-    Args:
-        graft: of what was restored; None where nothing was.
-        origin: where it comes from.
-    """
+    """Attributes that a framework had told of in the other run, and not yet here. ``graft``: None if none."""
 
     def __init__(self, graft: Graft | None, origin: Origin) -> None:
         self.graft, self.origin = graft, origin
@@ -72,19 +67,18 @@ class _Untold:
         self._boundaries, self._heard = 0, False
 
     def hears(self) -> None:
-        """The framework tells of something."""
         self._heard = True
 
     def is_over(self) -> bool:
-        """At a step boundary: whether the framework has told of all that it will. The restored boundary itself may be
-        published again, before it has told of anything.
+        """Call at each step boundary: whether the framework has told of all that it will. The restored boundary itself
+        may be published again before the framework has told of anything.
         """
         self._boundaries += 1
         return self._heard or self._boundaries > 1
 
 
 def _match(graft: Graft, scope: Scope, where: str, wanted: Mapping[str, Any]) -> list[_Change]:
-    """Find what in a scope stands for the values of another run; what cannot be put back is noted in ``graft``."""
+    """Match a scope with the values of another run; what cannot be put back is added to ``graft.differences``."""
     mine = dict(zip(scope.names.names, scope.values, strict=True))
     todo: list[_Change] = []
     for name, new in wanted.items():
@@ -108,12 +102,12 @@ def _fill(graft: Graft, todo: Iterable[_Change]) -> None:
 
 
 class Variables:
-    """The variables of one worker's script. Called on the script's own thread only.
+    """The variables of one worker's script. Call on the script's own thread only.
 
     Args:
-        rank: of this worker; None where nobody replaces it, and nothing is captured.
+        rank: of this worker; None where nobody replaces it: then nothing is captured.
         origin: whose variables are put back.
-        refuse: ends what cannot continue, for a reason and with what it has begun from.
+        refuse: ends what cannot continue; called with a reason and the origin.
     """
 
     def __init__(
@@ -130,39 +124,34 @@ class Variables:
         self._told: dict[str, tuple[Any, Told]] = {}
         self._leaves: list[tuple[type, frozenset[str]]] = []
         self._named: dict[str, Any] | None = None
-        #: Variables of these scopes and names are written as what only stands for them.
+        #: Variables, by scope and name, that are written as a stand-in.
         self._large: dict[tuple[str, str], type[Large]] = {}
         self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
         #: Iterators that a framework draws from, or what refers to them, by identity.
         self._sources: dict[int, Any] = {}
-        #: What is attached and its parts, by names that a replacement gives them, too.
+        #: What is attached and its parts, by names that are the same in a replacement.
         self._parts: dict[str, Any] = {}
         self._holds = False
         self._held: tuple[dict[str, Any], Origin] | None = None
         self._untold = _Untold(None, "same")
         self._dear, self._dark = 0, (0, 0)
-        #: Of the loops of frameworks.
         self.data_sets = DataSets(self._writer.ignored, self._tell_seldom)
         self._of_data: tuple[dict[str, bytes], Origin] | None = None
 
     # -- what counts --------------------------------------------------------------------------------------------------
 
     def ignore(self, *names: str) -> None:
-        """Variables and attributes of these names are neither captured nor compared."""
         self._writer.ignored.update(names)
 
     def leave(self, cls: type, names: Iterable[str]) -> None:
-        """Attributes of these names, of objects of this class, belong to a framework."""
         self._leaves.append((cls, frozenset(names)))
 
     def tell(self, name: str, thing: Any, leaves: Iterable[str] = ()) -> None:
-        """The attributes of an object count, too; all else that it is comes back otherwise.
+        """Capture the attributes of an object, too; all else that it is comes back otherwise.
 
-        Args:
-            name: by which a replacement knows it.
-            thing: the object; another one of this name is forgotten.
-            leaves: names of its attributes that do not count, beside those of :meth:`leave`.
+        ``name`` must be the same in a replacement; another object of this name is forgotten. ``leaves``: attributes
+        that do not count, beside those of :meth:`leave`.
         """
         leaves = frozenset(leaves).union(*(names for cls, names in self._leaves if isinstance(thing, cls)))
         self._told[name] = thing, Told(name, thing, leaves | MODULE_PARTS if isinstance(thing, nn.Module) else leaves)
@@ -172,8 +161,10 @@ class Variables:
             self._put_told(self._told[name][1].scope())
 
     def reads(self, source: Any) -> None:
-        """A framework draws from this iterator, beside others, and has it where it was in a replacement. So it does not
-        count, for as long as it lives; of those whose life cannot be followed the oldest count again.
+        """Do not capture this iterator: a framework draws from it, and puts it in its place in a replacement.
+
+        This holds for as long as it lives. Of iterators that take no weak reference only the newest ``_SOURCES``
+        are remembered.
         """
         key = id(source)
         if key in self._sources:
@@ -181,7 +172,7 @@ class Variables:
         self._restored[key] = True
         try:
             self._sources[key] = weakref.ref(source, lambda _: self._no_source(key))
-        except TypeError:  # an iterator of C, which others with its number must not be taken for
+        except TypeError:  # an iterator of C: kept alive, so that its id is not reused
             self._sources[key] = source
             strong = [key for key, each in self._sources.items() if not isinstance(each, weakref.ref)]
             for each in strong[:-_SOURCES]:
@@ -192,18 +183,17 @@ class Variables:
         self._restored.pop(key, None)
 
     def forget(self, name: str) -> None:
-        """An object that was told counts no more."""
         self._told.pop(name, None)
 
     def attach(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-        """These are put back by others, all but the attributes that classes of the script have added."""
+        """Leave these to others, except attributes that classes of the script added. Replaces earlier ones."""
         for name in self._attached:
             self.forget(name)
         for each in self._parts.values():
             self._writer.parts.pop(id(each), None)
         self._attached.clear()
         self._parts.clear()
-        self._restored.clear()  # the writer asks this very dictionary
+        self._restored.clear()  # in place: the writer has this very dictionary
         self._restored.update(self._sources)
         self._restored.update((id(thing), thing) for thing, _ in self._told.values())
         for number, module in enumerate(modules):
@@ -228,10 +218,8 @@ class Variables:
     # -- at step boundaries -------------------------------------------------------------------------------------------
 
     def capture(self, *, boundary: bool = True) -> dict[str, Any]:
-        """All of them as plain data.
-
-        Args:
-            boundary: this is a step boundary; else the start of an epoch, before its first.
+        """All variables as plain data; empty if nothing is captured. Reads the frames of its callers. ``boundary`` is
+        False at the start of an epoch, before its first step boundary.
         """
         if self._off:
             return {}
@@ -283,7 +271,7 @@ class Variables:
         return scope.name, scope.kind, scope.where, " ".join(name for name, _ in kept), [value for _, value in kept]
 
     def _single_out(self, scopes: list[Scope]) -> None:
-        """Find the values that are only compared from now on."""
+        """Choose the largest values until the rest fit into ``LIMIT``: these are only compared from now on."""
         sizes = self._sizes(scopes)
         total = sum(size for size, *_ in sizes)
         for size, scope_name, name, where in sizes:
@@ -300,7 +288,7 @@ class Variables:
 
     def _sizes(self, scopes: list[Scope]) -> list[tuple[int, str, str, str]]:
         """(bytes, scope, name, place) of all values but simple ones, the largest first. What cannot be written at all
-        is left out from now on, and told by name.
+        is left out from now on, and the user is told.
         """
         found: list[tuple[int, str, str, str]] = []
         for scope in scopes:
@@ -334,7 +322,7 @@ class Variables:
             )
 
     def _tell_dark(self, scopes: list[Scope]) -> None:
-        """Name the variables that hold what does not show what it holds, or not all of it each time."""
+        """Tell the user which variables hold what cannot be read fully, or not at each step."""
         self._dark = len(self._writer.dark), self._writer.partly
         for scope in scopes:
             *_, names, values = self._row(scope)
@@ -365,13 +353,8 @@ class Variables:
             console_once(f"variable {name}", message)
 
     def put_back(self, stored: dict[str, Any], *, boundary: bool = True) -> None:
-        """Put back what :meth:`capture` has given in the process that this one continues for; refuse what cannot be.
-
-        Of another rank only objects that were told are put back: variables say which rank it was.
-
-        Args:
-            stored: from there.
-            boundary: see :meth:`capture`.
+        """Put back what :meth:`capture` returned in the process that this one continues; refuse what cannot be. Of
+        another rank only told objects are put back: variables may depend on the rank.
         """
         origin = self._origin()
         if boundary and stored:
@@ -384,15 +367,13 @@ class Variables:
     def _put_back(self, stored: dict[str, Any], origin: Origin, boundary: bool) -> None:
         try:
             refusal = self.restore(stored, origin, boundary=boundary)
-        except Exception as error:  # of a class that is another one now, or of bytes that are damaged
+        except Exception as error:  # of a class that is another one now, or of damaged bytes
             refusal = f"rank {self._rank}: the script's variables cannot be put back: {type(error).__name__}: {error}"
         if refusal:
             self._refuse(refusal, origin)
 
     def check_data(self) -> None:
-        """In a replacement, after all was read that is read again: refuse what a script has changed of data sets and
-        samplers that its framework reads.
-        """
+        """In a replacement, after the batches were read again: refuse the script's changes to data sets."""
         if self._of_data is None:
             return
         (theirs, origin), self._of_data = self._of_data, None
@@ -415,9 +396,7 @@ class Variables:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """What is to be put back in here is put back at its end. Until then the script holds what it did at its start,
-        for data that is read again; and what that changes is put right afterwards.
-        """
+        """:meth:`put_back` inside takes effect at the end: batches are read again with the script's first values."""
         self._holds = self._writer.data = True
         try:
             yield
@@ -430,16 +409,15 @@ class Variables:
     # -- in a replacement ---------------------------------------------------------------------------------------------
 
     def restore(self, stored: dict[str, Any], origin: Origin = "same", *, boundary: bool = True) -> str:
-        """Put back what :meth:`capture` has given in another process, at the same place of the script.
+        """Put back what :meth:`capture` returned in another process, at the same place of the script.
 
         Args:
-            stored: from there.
             origin: where it comes from. What had not changed when a checkpoint was made is left alone: a later start of
                 the script may give it other values.
             boundary: this is a step boundary, where what cannot be put back is compared.
 
         Returns:
-            What cannot be put back, for people; empty where all is as it was. Nothing is changed then.
+            What cannot be put back, for people; then nothing is changed. Empty where all is as it was.
 
         Raises:
             CorruptFile: if it is damaged.
@@ -473,7 +451,7 @@ class Variables:
             if scope is not None:
                 todo += _match(graft, scope, where, wanted)
             elif kind == "told" and boundary:
-                # A framework tells of it again where it begins; what has changed is named if it does not.
+                # A framework tells of it again where it begins; if it does not, what has changed is refused.
                 self._untold.scopes[scope_name] = wanted, begun is None or scope_name in begun
             elif kind != "told" and wanted:
                 graft.differences.append(Difference(scope_name, "there", "not there", where))
@@ -485,7 +463,7 @@ class Variables:
         return ""
 
     def _put_told(self, scope: Scope) -> None:
-        """A framework tells of this only now, which the failed worker held at the place that was restored."""
+        """The framework tells of this only now: put back what the failed worker held in it."""
         wanted, _ = self._untold.scopes.pop(scope.name)
         graft, origin = self._untold.graft, self._untold.origin
         assert graft is not None  # else nothing was restored, and nothing is untold
@@ -497,7 +475,7 @@ class Variables:
             _fill(graft, todo)
 
     def _name_untold(self) -> None:
-        """At a step boundary: refuse what a framework has not told of again."""
+        """At a step boundary: refuse if attributes have changed that the framework has not told of again."""
         if not self._untold.scopes or not self._untold.is_over():
             return
         scopes, origin = self._untold.scopes, self._untold.origin

@@ -36,44 +36,40 @@ from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.generators import python_memory
 from shared_core.worker.variables.kinds import OURS, VALUES, is_bound, kind_of, name_of, of_libraries, root_of, slots_of
 
-#: Bytes of all values together, beyond which the largest are only compared.
+#: Limit of all values together, in bytes; if they are more, the largest are only compared.
 LIMIT = 4 << 20
-#: Tensors and arrays of more bytes are written again only where they have changed.
+#: Tensors and arrays of more bytes than this are written again only if they have changed.
 _LARGE = 1 << 16
-#: Of those up to so many bytes all is looked at each time, of larger ones so many parts of so many bytes, in turn.
+#: Up to so many bytes all of a tensor is looked at each time; of larger ones so many parts, of this size, in turn.
 _WHOLE, _PART, _PARTS = 1 << 20, 1 << 16, 4
 SEEN_AT_ONCE = _PART * _PARTS
-#: Elements of long lists that are looked at together, and lists that are followed.
+#: Elements of long lists that are looked at together; how many lists are followed.
 _ROWS, _LISTS = 1024, 16
-#: What modules have by themselves, and is no state.
+#: Attributes that every module has, which are no state.
 MODULE_PARTS = frozenset(vars(nn.Module()))
 _STATE_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"})
-#: A digest of an object that pickles is taken again after so many times as long as it took.
+#: If a digest took longer than this many seconds, it is taken again only after this many times as long.
 _LONGEST_WAIT, _DEAR_S = 100, 1e-3
-#: Large tensors and arrays that are followed before those that are gone are forgotten.
+#: When more large tensors and arrays are followed than this, those that no longer exist are dropped.
 _REMEMBERED = 4096
 _OURS = ("shared_core", "lightning_swift", "accelerate_swift")
 _SIMPLE, _DEEPEST = (int, float, str, bool, bytes, type(None)), 6
 
 
-#: In the place of a checksum: a data set or a sampler holds an object that does not show what it holds.
+#: In place of a checksum: a data set or a sampler holds an object that cannot be read.
 OF_DATA = "of data"
-#: What the bytes name.
+#: Functions and types that the bytes name.
 _NAMES = frozenset({_numbered, plain._scalar, plain._dtype, torch.Size, deque, complex})
 _DATA = (torch.utils.data.Dataset, torch.utils.data.Sampler)
 _BY_NAME = frozenset({"function", "named", "bound"})
 
 
 class TooLarge(Exception):
-    """The values have more bytes than there is room for."""
+    """The values have more bytes than the limit."""
 
 
 class Large:
-    """Stands for a value beyond the limit, of which a sample is compared.
-
-    Args:
-        value: what it stands for.
-    """
+    """Stands for a value beyond the limit, of which a sample is compared."""
 
     __slots__ = ("value",)
 
@@ -88,7 +84,7 @@ class Unwritten(Large):
 
 
 class Unbound:
-    """Stands for a variable that has no value."""
+    """Stands for the value of a variable that has none."""
 
 
 class _Rows:
@@ -96,7 +92,7 @@ class _Rows:
 
 
 class _Room(io.BytesIO):
-    """Takes so many bytes."""
+    """A buffer that raises TooLarge beyond its limit."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -109,7 +105,7 @@ class _Room(io.BytesIO):
         return super().write(data)
 
 
-#: What the bytes name, as their reader makes it (:mod:`shared_core.encoding.unpacking`).
+#: As their reader makes them (:mod:`shared_core.encoding.unpacking`).
 _MADE: dict[str, Callable[..., Any]] = {
     "_numbered": Numbered,
     "_scalar": lambda data, kind: np.frombuffer(data, np.dtype(kind))[0],
@@ -126,16 +122,15 @@ class _OwnReader(pickle.Unpickler):
 
 
 def read_own(data: bytes) -> Any:
-    """What this very process has just written, read twenty times as fast as what comes from elsewhere."""
+    """Reads, without checks, what this process itself has just written: twenty times as fast. Never other bytes."""
     return _OwnReader(io.BytesIO(data)).load()
 
 
 class _Followed:
-    """A large tensor or array, and what it was at first.
+    """A large tensor or array, and checksums of its first state.
 
     Args:
-        thing: it.
-        parts: checksums of its parts, to be filled; None if it is another one than in a replacement.
+        parts: checksums of its parts, empty to be filled; None if a replacement has another value.
         version: see :meth:`Writer.unchanged`.
     """
 
@@ -161,26 +156,25 @@ class Writer:
     """Writes values, and remembers what has not changed since it was first written.
 
     Args:
-        restored: whether an object's state is put back by others: of what is attached.
-        inner: this is part of what an iterator holds. Iterators in there are not looked into: many of a program hold
-            all of it.
+        restored: whether the object with this id is restored by others, because it is attached.
+        inner: this writes part of what an iterator holds. Iterators in there are not looked into: many of a program
+            hold all of it.
     """
 
     def __init__(self, restored: Callable[[int], bool], *, inner: bool = False) -> None:
         self.restored, self.inner = restored, inner
-        #: Names of attributes that are left out.
         self.ignored: set[str] = set()
         #: Names of variables that hold what is not described, by identity.
         self.aliases: dict[int, str] = {}
         #: Names of what is attached and its parts, by identity.
         self.parts: dict[int, str] = {}
-        #: Types whose objects do not show what they hold, and were among what was written.
+        #: Types of written objects that do not show what they hold.
         self.dark: set[str] = set()
-        #: Whether what is seen for the first time was made by what a replacement runs, too.
+        #: Whether a replacement also makes what is seen for the first time now.
         self.begins = True
-        #: Whether data sets and samplers count: where they are put back after all was read that is read again.
+        #: Whether data sets and samplers are written: they are put back after the batches were read again.
         self.data = False
-        #: Whether all that is written is of data sets and samplers.
+        #: Whether all that is written belongs to data sets and samplers.
         self.of_data = False
         #: Bytes of the largest array of which only a part is looked at each time.
         self.partly = 0
@@ -190,32 +184,23 @@ class Writer:
         self._digests: dict[int, tuple[Any, int | None, float]] = {}
 
     def write(self, values: Any, limit: int = LIMIT) -> bytes:
-        """Values as bytes.
-
-        Raises:
-            TooLarge: beyond the limit.
-            Exception: what comes of an object that cannot be described.
-        """
+        """Values as bytes. Raises TooLarge beyond the limit, and whatever an object raises that cannot be described."""
         room = _Room(limit)
         pickler = _Values(room, self)
         pickler.dump((values, _Rows()))
         return room.getvalue()
 
     def describe(self, kind: str, thing: Any) -> tuple[Any, ...]:
-        """What is written of an object of this kind, beside its number, kind and type."""
+        """What is written of an object of this kind, after number, kind and type."""
         return _WAYS[kind](self, thing)
 
     def put_back(self, thing: Any) -> None:
-        """This tensor or array was given another value than what the script's beginning gives it."""
+        """This tensor or array now has another value than the script's start gives it: write it each time."""
         self._followed[id(thing)] = _Followed(thing, None)
 
     def unchanged(self, thing: Any, version: Any, data: memoryview) -> bool:
-        """Whether a large tensor or array is as what a replacement runs has made it, too.
-
-        Args:
-            thing: the tensor or array.
-            version: changes where torch has written to it.
-            data: all of its bytes.
+        """Whether a large tensor or array is as a replacement's script makes it, too. ``version`` changes when torch
+        writes to it; None if nothing tells. ``data`` is all of its bytes.
         """
         known = self._followed.get(id(thing))
         if known is None or known.ref() is not thing:
@@ -227,16 +212,14 @@ class Writer:
         return known.is_same(version, data)
 
     def same_list(self, items: list[Any]) -> bool:
-        """Whether a long list is as it was when this was asked first, as far as it has been looked at: a part each
-        time, in turn.
-        """
+        """Whether a long list is as at the first look. Each call compares ``_ROWS`` elements, in turn."""
         known = self._lists.get(id(items))
         if known is None or known[0] is not items:
             if len(self._lists) >= _LISTS:
                 self._lists.pop(next(iter(self._lists)))
             known = self._lists[id(items)] = (items, {}, itertools.count())
         _, of_parts, turn = known
-        part = next(turn) % max(len(items) // _ROWS, 1)
+        part = next(turn) % max(-(-len(items) // _ROWS), 1)
         rows = items[part * _ROWS : (part + 1) * _ROWS]
         try:
             found = zlib.crc32(Writer(lambda _: False).write(rows))
@@ -245,7 +228,7 @@ class Writer:
         return bool(of_parts.setdefault(part, found) == found)
 
     def random(self, thing: Any) -> Any:
-        """The state of a generator; asked for only where its memory has changed."""
+        """The state of a generator. Python's is copied only if its memory has changed."""
         if not isinstance(thing, random.Random):
             return generator_state(thing)
         memory = python_memory(thing)
@@ -257,9 +240,7 @@ class Writer:
         return known[1]
 
     def digest(self, thing: Any) -> int | None:
-        """A checksum of an object of a type in C; None where it shows nothing. Where that takes long, it is not taken
-        each time.
-        """
+        """A checksum of an object of a C type; None where it shows nothing. A slow one is not taken each time."""
         if self.inner and hasattr(type(thing), "__next__"):
             return zlib.crc32(name_of(type(thing)).encode())
         known = self._digests.get(id(thing))
@@ -269,7 +250,7 @@ class Writer:
         found = _digest(thing)
         took = time.monotonic() - now
         if took > _DEAR_S:
-            with suppress(TypeError):  # of some types no weak reference can be made
+            with suppress(TypeError):  # some types take no weak reference
                 self._digests[id(thing)] = (weakref.ref(thing), found, now + _LONGEST_WAIT * took)
         return found
 
@@ -304,19 +285,20 @@ class _Values(_Pickler):
         return _numbered, (self._count,)
 
     def _rows(self) -> Iterator[Any]:
-        # The pickler asks for one more before it has written one, which may find others: so a None after each.
+        # The pickler asks for one more row before it has written one, and writing may find more objects: so a None
+        # after each.
         while self._todo:
-            number, kind, thing, self._of_data = self._todo.popleft()  # what is in the row is written before the next
+            number, kind, thing, self._of_data = self._todo.popleft()  # it is written before the next is asked for
             cls, parts = name_of(type(thing)), tuple[Any, ...]()
             try:
                 if isinstance(thing, Unwritten):
                     cls, parts = name_of(type(thing.value)), (None,)
                 else:
                     parts = _WAYS[kind](self._writer, thing)
-            except Exception:  # of the script's own code, or of a type that does not keep to what types do
+            except Exception:  # of the script's own code, or of an odd type
                 kind, parts = "opaque", (None,)
             if kind == "opaque" and parts[0] is None:
-                if self._of_data:  # files, say: what reading changes in C is looked for where data are read
+                if self._of_data:  # files, for instance: what reading changes in C is looked for where data are read
                     parts = (OF_DATA,)
                 else:
                     self._writer.dark.add(cls)
@@ -325,7 +307,7 @@ class _Values(_Pickler):
 
 
 def attributes_of(thing: Any) -> Mapping[str, Any]:
-    """All that an object keeps in its ``__dict__`` and ``__slots__``."""
+    """All that an object keeps in its ``__dict__`` and ``__slots__``. Without slots this is the live ``__dict__``."""
     own: dict[str, Any] = getattr(thing, "__dict__", {})
     slots = slots_of(type(thing))
     if slots:
@@ -339,7 +321,6 @@ def attributes_of(thing: Any) -> Mapping[str, Any]:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """What of a module's attributes is state."""
     return {k: v for k, v in vars(module).items() if k not in MODULE_PARTS or k in _STATE_OF_MODULES}
 
 
@@ -349,7 +330,7 @@ def _object(writer: Writer, thing: Any) -> tuple[Any, ...]:
 
 
 def _items(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    if isinstance(table, OrderedDict):  # its order is not that of the dictionary in it
+    if isinstance(table, OrderedDict):  # its order is not that of the dictionary underneath
         return [(key, dict.__getitem__(table, key)) for key in OrderedDict.__iter__(table)]
     return list(dict.items(table))
 
@@ -379,7 +360,7 @@ def _tensor(writer: Writer, thing: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _on_device(writer: Writer, thing: torch.Tensor, head: tuple[Any, ...], gradient: int) -> tuple[Any, ...]:
-    # Its device sums it, as its memory cannot be looked at.
+    # Summed on its device, as the host cannot look at its memory.
     if thing.nbytes > _LARGE and writer.unchanged(thing, thing.data_ptr(), memoryview(checksum(thing).to_bytes(8))):
         return ("same", *head, b"", gradient)
     dense = to_host(thing.resolve_conj().resolve_neg()).contiguous()
@@ -417,7 +398,7 @@ def _function(_: Writer, thing: Any) -> tuple[Any, ...]:
     return (name_of(thing), cells, own)
 
 
-#: Types of objects that compute a checksum, by the modules in C that make them.
+#: C modules whose objects compute a checksum.
 _CHECKSUMS = frozenset("_hashlib _blake2 _md5 _sha1 _sha2 _sha256 _sha512 _sha3".split())
 
 
@@ -442,11 +423,7 @@ def _digest(thing: Any) -> int | None:
 
 
 def _progress(thing: Any, depth: int = 0) -> Any:
-    """How far an iterator is; what it reads from is compared by itself.
-
-    Raises:
-        _DarkError: it does not show that.
-    """
+    """How far an iterator is; what it reads from is compared by itself. Raises _DarkError if it does not show that."""
     cls = type(thing)
     if isinstance(thing, _SIMPLE):
         return thing
@@ -468,13 +445,13 @@ def _progress(thing: Any, depth: int = 0) -> Any:
         return cls.__qualname__, _shown(thing)
     if cls.__name__.startswith(("dict_", "set_")):
         return cls.__name__, length_hint(thing)
-    with warnings.catch_warnings(action="ignore"):  # that iterators are pickled: here only their places are looked at
+    with warnings.catch_warnings(action="ignore"):  # pickling iterators is deprecated; only their places are read here
         parts = thing if cls is tuple else thing.__reduce__()[1:]
     return cls.__name__, [_progress(each, depth + 1) for each in parts]
 
 
 def _shown(value: Any) -> int | str:
-    """A checksum of what an iterator holds; of much its type, which its own variable is compared by."""
+    """A checksum of what an iterator holds; for much data only its type, as its own variable is compared."""
     try:
         return zlib.crc32(Writer(lambda _: False, inner=True).write(value, _LARGE))
     except Exception:
@@ -482,7 +459,7 @@ def _shown(value: Any) -> int | str:
 
 
 def _large(writer: Writer, thing: Large) -> tuple[Any, ...]:
-    """Type, number of parts, a checksum of what is compared; None in its place where it is known to have changed."""
+    """Type, number of parts, and a checksum of what is compared, which is None if that is known to have changed."""
     value = thing.value
     summary = _summary(writer, value, 0)
     size = len(value) if hasattr(type(value), "__len__") and isinstance(value, _SIZED) else len(attributes_of(value))
@@ -493,13 +470,13 @@ _SIZED = (list, tuple, deque, dict, set, frozenset, torch.Tensor, np.ndarray)
 
 
 def _summary(writer: Writer, value: Any, depth: int) -> Any:
-    """Small values as a checksum; of large containers the length, and both ends; None for what has changed."""
+    """A checksum of small values; of large containers the length and both ends; None for what has changed."""
     try:
         return zlib.crc32(Writer(lambda _: False).write(value, _LARGE))
     except Exception:  # too large
         pass
     if isinstance(value, (torch.Tensor, np.ndarray)) or depth >= _DEEPEST:
-        return None  # it is not as it was made, or it would not be here
+        return None  # it has changed, or it would not be here
     if type(value) is list and not writer.same_list(value):
         return None
     if isinstance(value, (list, tuple, deque)):
