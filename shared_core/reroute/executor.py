@@ -1,10 +1,9 @@
 """Runs the plan of a step at one worker, and continues inside the step when another fails.
 
-Everything that a step says to other workers goes over a survivor group, which joins those that are there. After a
-failure all of them tell how far they are, come to the same new plan, and send again what its readers still need.
-Nothing that a survivor has computed is thrown away: not its activations, not its gradients, which are kept apart by
-home pipeline where sums must come out bit for bit (``ordered``). Between two steps survivors may move to other stages;
-see :mod:`shared_core.reroute.moving`.
+All messages of a step go over a survivor group. After a failure the survivors tell how far they are, compute the same
+new plan, and send again what its readers still need. Nothing that a survivor has computed is thrown away: neither
+activations nor gradients, which are kept apart by home pipeline where sums must be exact (``ordered``). Between two
+steps survivors may move to other stages; see :mod:`shared_core.reroute.moving`.
 """
 
 from __future__ import annotations
@@ -38,19 +37,14 @@ from shared_core.worker.recovery.survivor_group import SurvivorGroup
 
 
 class Executor:
-    """Runs steps at one worker.
+    """Runs the steps of one worker.
 
     Args:
-        home: the place of this worker.
-        places: where all are.
-        model: its stage.
+        home: the place that belongs to this worker; it may compute at another.
         connect: makes the survivor group of the newest generation; blocks until all workers that are there have come.
         joining_ranks: whether a replacement waits to be admitted; asked at one worker only.
-        planner: makes the plans.
-        options: see :class:`Options`.
-        noted: called with the kind of what has happened, and plain facts: ``rerouted`` after each change of plan,
-            ``took_over`` when the first forward of another worker's micro-batch begins after it, ``moved`` when workers
-            have moved.
+        noted: called with a kind and plain facts: ``rerouted`` after each change of plan, ``took_over`` when the first
+            forward of another worker's micro-batch begins after it, ``moved`` when workers have moved.
 
     Attributes:
         step: number of the next step.
@@ -100,15 +94,15 @@ class Executor:
         return self._history.failed
 
     def move_to(self, step: int) -> None:
-        """The next step has this number; this worker may be taking its place in a running job."""
+        """Set the number of the next step; a replacement calls this when it joins a running job."""
         self.step = step
 
     def run(self) -> StepResult:
         """Train on the next global batch, through failures.
 
         Raises:
-            RecoveryFailed: nobody can compute what was lost.
-            DataAway: replacements have to be admitted first, before the step; then call it again.
+            RecoveryFailed: no survivor can compute what a failed worker had.
+            DataAway: replacements have to be admitted before this step; then call it again.
         """
         through_failures(self._move, self.leave)
         self._roles.now.measuring.begin(self.step)
@@ -130,7 +124,6 @@ class Executor:
         return mine.result
 
     def _carry_on(self, step: Step) -> None:
-        """Run what is left of a step."""
         changed = self._channel is None or self._channel.survivor_group.broken()
         if changed:
             self._change()
@@ -158,7 +151,7 @@ class Executor:
         """Make the evaluation that was begun, through failures.
 
         Raises:
-            RecoveryFailed: nobody can compute what was lost.
+            RecoveryFailed: no survivor can compute what a failed worker had.
             DataAway: replacements have to be admitted first; then call it again.
         """
 
@@ -176,7 +169,7 @@ class Executor:
         """Return when all workers have finished the last step.
 
         Raises:
-            RecoveryFailed: nobody can compute what was lost.
+            RecoveryFailed: no survivor can compute what a failed worker had.
         """
 
         def attempt() -> None:
@@ -195,7 +188,6 @@ class Executor:
 
     @property
     def evaluations(self) -> Evaluating:
-        """What has come of evaluations."""
         return self._evaluating
 
     @property
@@ -205,18 +197,18 @@ class Executor:
 
     @property
     def survivor_group(self) -> SurvivorGroup:
-        """The survivor group in use; after :meth:`settle`."""
+        """The survivor group in use; valid after :meth:`settle`."""
         assert self._channel is not None
         return self._channel.survivor_group
 
     @property
     def gradients(self) -> torch.Tensor | None:
-        """Of the last step, one after the other: summed, not clipped. None before the first."""
+        """Flat gradients of the last step: summed over the pipelines, not clipped, no copy. None before the first."""
         last = self._steps.get(self.step - 1)
         return None if last is None else last.home if self._roles.away else last.reduced
 
     def leave(self) -> None:
-        """The survivor group is of no more use: replacements are admitted now."""
+        """Drop the survivor group, which is broken or about to change: replacements are admitted now."""
         self._channel = None
 
     # -- losses ------------------------------------------------------------------------------------
@@ -226,7 +218,7 @@ class Executor:
 
         Raises:
             SurvivorGroupBroken: somebody else failed meanwhile.
-            RecoveryFailed: nobody can compute what was lost.
+            RecoveryFailed: no survivor can compute what a failed worker had.
         """
         survivor_group = self._connect()
         if survivor_group.finished:
@@ -269,7 +261,7 @@ class Executor:
                 self._roles.now.runner.run(self._steps[number], history.steps[number])
 
     def _behind(self) -> dict[int, int]:
-        """Places in rows of steps that are over here, in which others still need something."""
+        """By step that is over here: the place in its row from which others still need something."""
         me, plans = self._roles.now.place.me, self._history.steps
         over = [self._steps[number] for number in self._steps.keys() & plans.keys() if number < self.step]
         return {one.number: one.at for one in over if one.at < len(plans[one.number].plan.schedule.rows.get(me, ()))}
@@ -277,7 +269,7 @@ class Executor:
     # -- moves -------------------------------------------------------------------------------------
 
     def _move(self) -> None:
-        """Before a step: if a change of places is due, make it."""
+        """Before a step: make the change of places that is due."""
         if self._channel is None or self._due is None or self._due.step != self.step:
             return
         survivor_group, moves, began = self._channel.survivor_group, self._due.moves, time.perf_counter()
@@ -304,7 +296,7 @@ class Executor:
     # -- what is told after a failure -----------------------------------------------------------------
 
     def _tell(self) -> dict[str, Any]:
-        """How far this worker is."""
+        """How far this worker is; plain data."""
         step = self._steps.get(self.step)
         mine = {
             "base": self._history.number,
@@ -347,12 +339,11 @@ def _reads(steps: Mapping[int, Step]) -> bool:
 
 
 def _bytes_in(told: Mapping[int, Any]) -> int:
-    """Bytes of the states that are given."""
     return sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
 
 
 def _refuse(topology: Topology, gone: frozenset[Worker]) -> None:
-    """Raises RecoveryFailed where a stage has lost all workers that belong to it."""
+    """Raise RecoveryFailed where all workers of a stage have failed."""
     try:
         survivors(topology, gone)  # replacements get no state from who has moved there
     except ConfigError as error:

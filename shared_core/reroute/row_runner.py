@@ -40,14 +40,7 @@ _POINTS = {
 
 
 class RowRunner:
-    """Runs the rows of plans at one worker.
-
-    Args:
-        former: its parameters before the last update.
-        finishing: sums gradients and tells losses.
-        keeping: has the data.
-        noted: see :class:`~shared_core.reroute.executor.Executor`.
-    """
+    """Runs the rows of plans at one worker; see :class:`~shared_core.reroute.executor.Executor` for ``noted``."""
 
     _channel: MessageChannel
 
@@ -69,7 +62,7 @@ class RowRunner:
         self._watched = False
 
     def connect(self, channel: MessageChannel) -> None:
-        """There is a new survivor group; say when the first forward for another worker begins after it."""
+        """Use a new survivor group; after it, the first forward for another worker is noted."""
         self._channel, self._watched = channel, True
 
     def run(self, step: Step, plan: StepPlan) -> None:
@@ -96,10 +89,9 @@ class RowRunner:
             self._finishing.tell_losses(step, row)
 
     def _act(self, step: Step, plan: StepPlan, action: Action) -> MessageKey | None:
-        """Everything that may have to wait comes before anything that changes this worker.
+        """Run one action; return the key of the message that it made, if any.
 
-        Returns:
-            The message that was made, if there is one.
+        Everything that may have to wait comes before anything that changes this worker.
         """
         if action.kind is Kind.OPT:
             self._finishing.reduce(step, plan)
@@ -151,7 +143,7 @@ class RowRunner:
         self._measuring.add(step.number, Kind.W, began)
 
     def _as_of(self, step: Step) -> AbstractContextManager[None]:
-        """What the layers compute in here is of this step, also if this stage has its sum already."""
+        """Inside, the layers compute as in this step, also if this stage has made its update already."""
         return nullcontext() if step.reduced is None else self._former.of(step)
 
     def _accumulating(self, step: Step, home: int) -> Accumulating:

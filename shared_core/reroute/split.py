@@ -1,13 +1,13 @@
 """Decoupled backward: input gradients of a micro-batch first, weight gradients later (ReCycle's Decoupled BackProp).
 
-A stage owes its neighbour dL/dx at once; dL/dW can fill a bubble. Nothing is patched, the forward is an ordinary one:
+A stage owes its neighbor dL/dx at once; dL/dW can fill a bubble. Nothing is patched, the forward is an ordinary one:
 its autograd graph is looked at only when ``backward_input`` is called. A linear layer or convolution then keeps its
-input and its output gradient; all else that the graph had saved is let go while the input gradients are computed, as
-in an unsplit backward.
+input and its output gradient; all else that the graph had saved is freed while the input gradients are computed, as in
+an unsplit backward.
 
-Gradients are bit for bit those of ``torch.autograd.backward``: each node of the graph runs the kernel it would have
-run, and a parameter used twice is summed within the micro-batch before it is added to ``.grad``. Where that cannot be
-had, ``backward_input`` does the whole backward, ``backward_weight`` does nothing, and ``whole`` says why.
+Gradients have the bits of ``torch.autograd.backward``: each node of the graph runs the kernel it would have run, and a
+parameter used twice is summed within the micro-batch before it is added to ``.grad``. Where that cannot be had,
+``backward_input`` does the whole backward, ``backward_weight`` does nothing, and ``whole`` says why.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ class _State(enum.Enum):
 class StageBackward:
     """The backward of one micro-batch of one stage: whole (B), or input gradients (I) and later weight gradients (W).
 
-    What is to be done is decided after the forward; until then nothing is spent. Accumulation into ``.grad``, with all
-    hooks of parameters (tensor hooks, hooks of ``AccumulateGrad``, post-accumulate hooks), happens in B, or in W:
-    parameters are summed over micro-batches in the order of the calls of B and W. Exception: where ``whole`` is set, it
-    happens in I.
+    The graph is read after the forward; until then nothing is spent. Accumulation into ``.grad``, with all hooks of
+    parameters (tensor hooks, hooks of ``AccumulateGrad``, post-accumulate hooks), happens in B, or in W: parameters are
+    summed over micro-batches in the order of the calls of B and W. Exception: where ``whole`` is set, it happens in I.
 
     Where no input needs a gradient, as in a first stage, I goes down to tables and the lowest layers, and W has the
     same share as in other stages; where that cannot be, I does nothing and W is the whole backward.
@@ -80,10 +79,9 @@ class StageBackward:
 
     @classmethod
     def forward(cls, fn: Callable[..., Any], *inputs: Any) -> tuple[Any, Self]:
-        """Run ``fn`` on ``inputs``, cut off from the graph they come from.
+        """Run ``fn`` on ``inputs``, detached from the graph they come from.
 
         Args:
-            fn: the stage.
             inputs: tensors, also within tuples, lists and dicts. A gradient is wanted for those that require one.
 
         Returns:
@@ -102,6 +100,9 @@ class StageBackward:
 
         Returns:
             dL/d(input), one for each input, of its shape; ``None`` where it requires none or no output depends on it.
+
+        Raises:
+            BackwardOrder: a backward of this forward has begun already.
         """
         outputs, given = self._begin(grads)
         self._state = _State.DONE
@@ -172,7 +173,7 @@ class StageBackward:
         return self._whole
 
     def _begin(self, grads: Sequence[Tensor | None] | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs that are differentiated, with their gradients; this object lets go of the others."""
+        """Outputs that are differentiated, with their gradients; this object frees the others."""
         if self._state is not _State.RECORDED:
             raise BackwardOrder(f"a backward follows its forward once; last done: {self._state.value}")
         given = [torch.ones_like(y) for y in self._outputs] if grads is None else list(grads)
@@ -194,7 +195,7 @@ class StageBackward:
         return result
 
     def _run_all(self, outputs: list[Tensor], grads: list[Tensor]) -> None:
-        """The backward in one piece, or one for each output; the lists are emptied."""
+        """The backward in one piece, or one for each output; empties the lists, to free them early."""
         while outputs:
             some = slice(1 if self._apart else len(outputs))
             torch.autograd.backward(outputs[some], grads[some], retain_graph=self._apart and len(outputs) > 1)
@@ -223,7 +224,6 @@ class _LateLayer:
         self._gradients = gradients
 
     def captured(self) -> None:
-        """I is over."""
         self._hook.remove()
 
     def accumulate(self) -> None:
@@ -258,12 +258,10 @@ class _LateTail:
         return [gradient for _, gradient in self._received]
 
     def captured(self) -> None:
-        """I is over."""
         for hook in self._hooks:
             hook.remove()
 
     def accumulate(self) -> None:
-        """Run the branch."""
         if self._received:
             torch.autograd.backward([edge for edge, _ in self._received], self.gradients)
 
@@ -283,7 +281,7 @@ def _receiver(
 
 
 class _Held:
-    """A tensor that the graph had saved, now in our hands: it can be let go although the graph stays."""
+    """A tensor that the graph had saved; it can be freed here although the graph stays."""
 
     def __init__(self, once: bool, stand_in: bool = False) -> None:
         self.value: Tensor | None = None
@@ -343,7 +341,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _detached(value: Any, leaves: list[Tensor]) -> Any:
-    """``value`` with leaves in place of its tensors; the leaves are added to ``leaves``."""
+    """``value`` with leaves in place of its tensors, which share their memory; adds them to ``leaves``."""
     if isinstance(value, Tensor):
         leaves.append(value.detach().requires_grad_(value.requires_grad))
         return leaves[-1]
