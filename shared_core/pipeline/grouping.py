@@ -1,6 +1,6 @@
 """Selective logging: which machines of a pipeline restart together, so that messages between them need no log.
 
-Machines form a chain. A plan cuts it into groups of neighbours; messages are logged where two groups meet, and a failed
+Machines form a chain. A plan cuts it into groups of neighbors; messages are logged where two groups meet, and a failed
 machine's whole group replays. Fewer logs, longer replay: the idea is Swift's (Zhong et al., arXiv 2302.06173), which
 merges greedily; here the plan is the best one. All functions are pure. See ``docs/design/plan_logging.md``.
 
@@ -53,11 +53,11 @@ class ChainProfile:
     """What was measured of a pipeline.
 
     Attributes:
-        machines: the machines, in the order of the pipeline.
+        machines: in the order of the pipeline.
         boundary_bytes: bytes that cross from machine i to i + 1 and back in one step, both directions together.
         steps_between_checkpoints: steps for which logs are kept.
-        micro_batches: micro-batches of a step; 1 gives the cost that Swift's own grouping uses.
-        link_bytes_per_s: bytes per second between two machines, both directions together; None leaves transfers out.
+        micro_batches: of a step; 1 gives the cost that Swift's own grouping uses.
+        link_bytes_per_s: between two machines, both directions together; None leaves transfers out.
         step_s: seconds of a normal step of the whole pipeline; needed only for a budget in bytes per second.
     """
 
@@ -148,10 +148,10 @@ class GroupPlan:
 
     Attributes:
         groups: indices of the machines of each group, in the order of the pipeline.
-        bytes_a_step: bytes logged in a step, by all machines together.
-        storage_bytes: bytes of the logs between two checkpoints.
+        bytes_a_step: logged by all machines together.
+        storage_bytes: of the logs between two checkpoints.
         replay_s: expected seconds to replay one step: over groups, probability of a failure in it times its replay.
-        slowest_replay_s: the same of the group that takes longest.
+        slowest_replay_s: seconds to replay one step of the group that takes longest.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -167,7 +167,7 @@ class GroupPlan:
 
 
 def plan_groups(profile: ChainProfile, budget: Budget) -> GroupPlan:
-    """The plan with the least expected replay time that keeps within the budget; of equal ones that with fewest bytes.
+    """The plan with the least expected replay time within the budget; of equal ones that with fewest bytes.
 
     One always exists: a single group logs nothing.
 
@@ -237,13 +237,13 @@ def drifted(now: ChainProfile, planned: ChainProfile, tolerance: float = 0.2) ->
     )
 
 
-#: A grouping of the first machines: bytes logged a step, sum of weight times replay seconds, where the last group
-#: begins, and the grouping before it.
+#: A grouping of the first machines: bytes logged a step, sum of weight times replay seconds, first machine of the last
+#: group, and the grouping before it.
 _Label = tuple[int, float, int, "_Label | None"]
 
 
 def _curve(profile: ChainProfile, limit: float) -> list[GroupPlan]:
-    """Plans that log at most ``limit`` bytes a step and that no other beats, by an exact dynamic programme.
+    """Plans that log at most ``limit`` bytes a step and that no other beats, by an exact dynamic program.
 
     A group's cost depends on its ends alone, so a grouping of the first machines that logs no less and replays no
     faster than another one of the same machines is never part of a better plan, and is dropped. Equal boundaries leave

@@ -31,8 +31,8 @@ class Word(IntEnum):
 
 @dataclass(frozen=True)
 class Reported:
-    """What a worker reports: medians, empty from a worker that has just come; and the number of the proposal for which
-    it has the plan that is needed, -1 for none.
+    """Medians of a worker, empty from one that has just come, and the number of the proposal
+    whose plan it has, or -1.
     """
 
     medians: Medians
