@@ -85,9 +85,7 @@ class SharedReplay:
         return self._helpers is not None
 
     def _has_trained(self) -> bool:
-        """Whether a step here or at the failed worker has made the shapes of messages known;
-        the same in all of a line.
-        """
+        """Whether a step here or at the failed worker has made the shapes of messages known; alike in a whole line."""
         engine = self._engine
         first, last = engine.is_first_stage(), engine.is_last_stage()
         known = (first or engine.pipe_recv_buf is not None) and (last or engine.grad_layer is not None)

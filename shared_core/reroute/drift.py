@@ -31,8 +31,8 @@ class Word(IntEnum):
 
 @dataclass(frozen=True)
 class Reported:
-    """Medians of a worker, empty from one that has just come, and the number of the proposal
-    whose plan it has, or -1.
+    """Medians of a worker, empty from one that has just come, and the number of the proposal it has the plan for,
+    or -1.
     """
 
     medians: Medians

@@ -84,11 +84,10 @@ class Arrays:
         return _Pass(self, rule).run()
 
     def measure(self, rows: list[list[int]], rounds: int) -> SimulatedTimes:
-        """Times of a schedule."""
         return self._simulation(rows).measure(self.problem.staggered, rounds)
 
     def timeline(self, rows: list[list[int]], schedule: Schedule, measured: SimulatedTimes) -> Timeline:
-        """The same with a time for every action."""
+        """The times of a schedule, for every action."""
         return self._simulation(rows).timeline(measured, schedule)
 
     def _simulation(self, rows: list[list[int]]) -> Simulation:
@@ -117,8 +116,6 @@ class Arrays:
 
 
 class _Pass:
-    """One pass over the arrays with one rule."""
-
     def __init__(self, arrays: Arrays, rule: Rule) -> None:
         self.a, self.rule = arrays, rule
         size, workers = arrays.size, len(arrays.places)

@@ -36,12 +36,10 @@ def survivors(topology: Topology, failed: Collection[Worker]) -> list[list[int]]
 
 
 def deal(topology: Topology, failed: Collection[Worker], *, times: Times = EQUAL_SLOTS, ordered: bool = False) -> Route:
-    """Deal every micro-batch of a failed worker out to the peer that is through with it first, all its work counted;
-    ``ordered``, all of a failed worker to one peer. Peers that are equally fast take turns, over all failures of a
-    stage.
+    """Deal every micro-batch of a failed worker out to the peer that would finish first, all its work counted.
 
-    Raises:
-        ConfigError: a stage has nobody left.
+    ``ordered``, all of a failed worker to one peer. Peers that are equally fast take turns, over all failures of a
+    stage. Raises ConfigError where a stage has nobody left.
     """
     alive = survivors(topology, failed)
     route: Route = {}
