@@ -84,7 +84,7 @@ class CheckpointOptions(Section):
 
     @property
     def chosen_policy(self) -> str:
-        """By which policy checkpoints are made; ``none`` where none are."""
+        """The policy by which checkpoints are made; ``none`` where none are."""
         if self.dir is None:
             return "none"
         if self.policy != "auto":

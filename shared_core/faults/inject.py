@@ -1,8 +1,8 @@
 """The fault injector: the core calls :func:`point` at named places; an armed fault strikes there.
 
 Faults are armed by ``swiftrun --faults FILE``, which sets :func:`variables` for its workers; the variables alone do
-nothing. The first point that a worker reaches reads them. Afterwards an unarmed point costs one test of a module-level
-flag.
+nothing. The first point that a worker reaches reads them. Afterwards an unarmed point costs one test of a
+module-level flag.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAULTS = "SWIFT_FAULTS"
 #: Process id of the launcher that was given the faults: only processes below it arm them.
 LAUNCHER = "SWIFT_FAULTS_LAUNCHER"
 STRUCK = "SWIFT_FAULTS_STRUCK"
-#: Longest that a fault waits for the one that must strike before it.
+#: Seconds for which a fault waits for the one that must strike before it.
 AFTER_S = 40.0
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -42,7 +42,7 @@ class FaultInjected(RuntimeError):
 
 
 class _Injector:
-    """Faults of one worker, with the counts that decide when they strike."""
+    """Faults of one worker, with the counts that decide when they strike; ``lock`` guards them."""
 
     def __init__(self, faults: Iterable[Fault], rank: int, incarnation: int) -> None:
         self.pid = os.getpid()
@@ -60,7 +60,7 @@ class _Injector:
             self.pending.pop(index, None)
 
     def visit(self, name: str) -> None:
-        """Count one occurrence of a point and strike if a fault is due."""
+        """Count one occurrence of a point and strike, on this thread, if a fault is due."""
         if os.getpid() != self.pid:  # a child of the worker, such as a data loader's: not a rank
             return
         with self.lock:
@@ -102,7 +102,7 @@ def point(name: str, **info: Any) -> None:
 
     Args:
         name: one of :data:`shared_core.faults.spec.POINTS`.
-        info: facts for people who read the call; not evaluated.
+        info: facts for people who read the call; not used.
     """
     if _active:
         _visit(name)
@@ -137,7 +137,6 @@ def arm(faults: Iterable[Fault], rank: int, incarnation: int = 0) -> None:
 
 
 def disarm() -> None:
-    """Forget all faults."""
     global _active, _injector
     _active, _injector = False, None
 
@@ -149,7 +148,7 @@ def arm_from_env() -> bool:
         Whether the environment names faults and a rank, and a launcher that this process comes from.
 
     Raises:
-        ConfigError: if the list of faults cannot be read.
+        ConfigError: the list of faults cannot be read.
     """
     env = os.environ
     if "RANK" not in env or FAULTS not in env or not _comes_from(env.get(LAUNCHER, "")):
@@ -164,11 +163,7 @@ def variables(faults: Iterable[Fault]) -> dict[str, str]:
 
 
 def read_file(path: str | os.PathLike[str]) -> list[Fault]:
-    """The faults in a file, a JSON list.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
+    """The faults in a file, a JSON list. Raises ConfigError where it cannot be read."""
     try:
         with open_regular(path) as file:
             return loads(file.read().decode())
@@ -194,7 +189,7 @@ def _comes_from(launcher: str) -> bool:
 
 
 def set_step(boundaries: int) -> None:
-    """Set the rank's step boundaries, the one of the present batch included; called by a replacement when it joins."""
+    """Set the rank's step boundaries, the one of the present batch included; a replacement calls it when it joins."""
     injector = _resolve() if _active else _injector
     if injector is not None:
         with injector.lock:
@@ -226,7 +221,6 @@ def strike(fault: Fault, index: int = -1, boundaries: int = 0) -> None:
     """Record a fault and carry it out on this process.
 
     Args:
-        fault: what to do.
         index: its place in the job's list, -1 for none.
         boundaries: step boundaries passed, for the record.
 

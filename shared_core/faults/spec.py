@@ -176,7 +176,6 @@ class Fault:
             raise ConfigError(f"fault: a step has one step_boundary, so nth must be 1, got {self.nth}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, inverse of :meth:`from_dict`."""
         return asdict(self)
 
     @classmethod
@@ -222,11 +221,7 @@ def dumps(faults: Iterable[Fault]) -> str:
 
 
 def loads(text: str) -> list[Fault]:
-    """Inverse of :func:`dumps`.
-
-    Raises:
-        ConfigError: if the text is not a JSON list of faults.
-    """
+    """Inverse of :func:`dumps`. Raises ConfigError where the text is not a JSON list of faults."""
     try:
         raw = parse(text)
     except ValueError as error:
@@ -248,22 +243,18 @@ def random_faults(
 ) -> list[Fault]:
     """``n`` faults drawn from a seed, in order of their steps; the same arguments give the same faults.
 
-    No rank is struck twice within neighbouring steps, at least one rank is left unstruck there, and a rank struck
-    again later is struck in its next incarnation. Faults in a recovery match any step and are drawn only beside a fault
-    that causes one: ``recovery.*`` strikes a survivor, ``join`` and ``startup`` the replacement.
+    No rank is struck twice within neighboring steps, at least one rank is left unstruck there, and a rank struck again
+    later is struck in its next incarnation. Faults in a recovery match any step and are drawn only beside a fault that
+    causes one: ``recovery.*`` strikes a survivor, ``join`` and ``startup`` the replacement.
 
     Args:
         seed: anything :class:`random.Random` takes.
-        n: how many faults.
-        world_size: ranks 0 to ``world_size - 1`` are struck.
         steps: steps 1 to ``steps`` are struck.
-        points: points to draw from.
-        kinds: kinds to draw from.
         max_nth: highest ``nth`` of a point; 1 where not given.
         only: steps in which a point occurs; all where not given.
 
     Raises:
-        ConfigError: if ``n`` faults cannot be placed.
+        ConfigError: ``n`` faults cannot be placed.
     """
     if n < 0 or steps < 1 or world_size < 2 or not points or not kinds:
         raise ConfigError(f"cannot draw {n} faults for {world_size} ranks, {steps} steps, {points!r}, {kinds!r}")

@@ -31,9 +31,7 @@ class Word(IntEnum):
 
 @dataclass(frozen=True)
 class Reported:
-    """Medians of a worker, empty from one that has just come, and the number of the proposal it has the plan for,
-    or -1.
-    """
+    """Medians of a worker, empty from one that has just come, and the proposal that it has the plan for, or -1."""
 
     medians: Medians
     ready: int = -1

@@ -27,7 +27,6 @@ def note_runs(job: Job, **more: str) -> dict[str, str]:
     """Call in rank 0 when runs were opened: leave their names to its replacements.
 
     Args:
-        job: of this worker.
         more: further variables that replacements find in their environment.
 
     Returns:
@@ -47,11 +46,7 @@ def note_runs(job: Job, **more: str) -> dict[str, str]:
 
 
 def take_up(names: Mapping[str, str] | None) -> None:
-    """In a replacement that has not found the names in its environment, because it is on another machine.
-
-    Args:
-        names: what :func:`note_runs` has returned to the failed worker.
-    """
+    """In a replacement on another machine: put into its environment what :func:`note_runs` has returned."""
     for name, value in (names or {}).items():
         os.environ.setdefault(name, value)
 
