@@ -43,7 +43,6 @@ _TEXTS = {
 
 
 def reason(error: OSError) -> str:
-    """What the system says, without numbers and names."""
     return error.strerror or str(error)
 
 
@@ -53,7 +52,7 @@ def advice(error: OSError) -> str:
 
 
 def no_thread(error: Exception) -> bool:
-    """Whether an error says that the system has no thread or process left."""
+    """Whether an error says, in its text, that the system has no thread or process left."""
     return re.search(_NO_THREAD, str(error)) is not None
 
 
@@ -83,7 +82,6 @@ class Retries:
 
     @property
     def due(self) -> bool:
-        """Whether to try now."""
         return self.error is None or self._clock() >= self._next
 
     def refused(self, what: str, error: OSError) -> None:
@@ -95,16 +93,13 @@ class Retries:
         self.error = error
 
     def worked(self) -> None:
-        """It could be had."""
         self.error, self._wait_s = None, 0.0
 
 
 def told_before(folder: Path, what: str) -> bool:
     """Whether a process of this machine has told the user of ``what`` before; the next one that asks hears yes.
 
-    Args:
-        folder: that these processes share.
-        what: a word, for the name of a file.
+    ``folder`` is shared by these processes; ``what`` is a word, for the name of a file.
     """
     try:
         os.close(os.open(folder / f"{TOLD}{what}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -131,7 +126,7 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def map_room(path: str | os.PathLike[str], size: int) -> mmap.mmap:
-    """Map the beginning of a file, made if it is not there, in memory that is really there.
+    """Map the first ``size`` bytes of a file, made if it is not there, with the space allocated.
 
     A file that has only been given its length is a trap where memory is short: the first touch of a page ends the
     process with SIGBUS.

@@ -1,8 +1,8 @@
 """Versions of frameworks: which were tested, and whether another one has the private names that are used of it.
 
 A name is ``module:place`` or ``module:place(parameters)``. A place is that of a function, a class, or what a class or
-its instances have: something that it defines, or that one of its functions stores. ``A or B``: versions differ, and
-one of them is there. A framework is only looked at; nothing of it runs but its imports.
+its instances have: something that it defines, or that one of its functions stores. ``A or B``: versions differ, and one
+of them is there. A framework is only looked at; nothing of it runs but its imports.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ class Tested:
 
 
 def check_version(tested: Tested, names: Iterable[tuple[str, str]]) -> None:
-    """See that an imported framework can be used; one line for a version that nobody has tested.
+    """Refuse an imported framework that cannot be used; one line for a version that nobody has tested.
 
     Args:
-        tested: what was.
         names: private names of it that are used, each with the reason.
 
     Raises:
@@ -67,18 +66,13 @@ def check_version(tested: Tested, names: Iterable[tuple[str, str]]) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Its major and minor number; nothing for what is no version."""
+    """Its major and minor number; empty for what is no version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found is not None else ()
 
 
 def what_is_wrong(name: str, package: str = "") -> str | None:
-    """Why a name is not what it was; None if it is.
-
-    Args:
-        name: the name; see above.
-        package: names of other packages are taken as right; all are looked up by default.
-    """
+    """Why a name is not what it was; None if it is. Names that do not begin with ``package`` are taken as right."""
     found = [_what_is_wrong(each) for each in name.split(" or ") if each.startswith(package)]
     return None if None in found or not found else "; ".join(filter(None, found))
 

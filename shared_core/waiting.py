@@ -12,9 +12,9 @@ from typing import Protocol
 from shared_core.errors import GenerationAbandoned, WaitTimeout
 from shared_core.events import console
 
-#: A wait that lasts longer says so, in seconds; one whose bound is short says so at half of it.
+#: Seconds after which a wait says so; one whose bound is short says so at half of it.
 QUIET_S = 5.0
-#: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
+#: Seconds of a wait that is meant to last: torch warns of each store wait that times out, and counts in 32 bits of ms.
 FOREVER_S = 20 * 86400.0
 HANGS = "It may hang in its start-up; raise detection.wait_timeout_s if it is only slow."
 _STUCK = "It may hang: see what it printed last, or where each rank is with swiftctl status."
@@ -34,7 +34,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def quiet_s(limit_s: float) -> float:
-    """How long a wait that is bounded by ``limit_s`` seconds says nothing."""
+    """Seconds for which a wait that is bounded by ``limit_s`` says nothing."""
     return min(QUIET_S, limit_s / 2)
 
 
@@ -54,8 +54,6 @@ class Wait:
         ends: what happens at the limit; where there is none, until when the wait continues.
         advice: what the user can do, the end of the error; by the bound if none is given.
         speaks: asked once when there is something to say; False leaves it to others that wait for the same.
-        say: prints a line.
-        clock: seconds.
     """
 
     def __init__(
@@ -132,7 +130,6 @@ class Wait:
 
     @property
     def text(self) -> str:
-        """What is waited for."""
         return self._what if isinstance(self._what, str) else self._what()
 
 
@@ -151,14 +148,10 @@ def wait_for(
     """Wait until all ``keys`` are in ``store``. Of several ranks that wait for the same, the lowest says so.
 
     Args:
-        store: where to look.
         keys: by the rank that sets each.
         abandoned: whether to give up.
-        limit_s: seconds until the wait ends.
         rank: that waits.
         what: the ranks are to do, and why: ``to be ready``.
-        bound: see :class:`Wait`.
-        ends: see :class:`Wait`.
         silent: whoever depends on this says so itself.
 
     Raises:
