@@ -29,10 +29,7 @@ class RunState:
     """Everything of a trainer, its module and callbacks that only this rank has. One for each entry call.
 
     What there is to visit is looked up once, when it is first needed, because hooks of the start-up still add to it.
-
-    Args:
-        trainer: whose state it is.
-        held: models that the user's callbacks hold belong to it.
+    With ``held``, models that the user's callbacks hold belong to it.
     """
 
     def __init__(self, trainer: pl.Trainer, *, held: bool = False) -> None:
@@ -72,8 +69,10 @@ class RunState:
         self.tell()
 
     def tell(self) -> None:
-        """Attributes of the user's callbacks and data module count as variables of the script, as those of the module
-        do, which is attached."""
+        """Attributes of the user's callbacks and data module count as variables of the script.
+
+        Those of the module do so anyway: it is attached.
+        """
         for name in self._told:
             self._job.variables.forget(name)
         found = {f"callback {name}": each for name, each in _callback_objects(self.trainer, user=True)[0].items()}
@@ -182,7 +181,7 @@ class RunState:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """The module's own attributes, metrics among them, are afterwards as they were."""
+        """Afterwards, the module's own attributes, metrics among them, are as before, unless an error comes out."""
         before = dumps(self._holders("module").capture())
         yield
         self._holders("module").restore(loads(before))
@@ -226,9 +225,7 @@ def _module_objects(trainer: pl.Trainer) -> tuple[dict[str, object], frozenset[s
 
 
 def _layers(modules: Mapping[str, nn.Module]) -> dict[str, object]:
-    """Those with attributes to visit. Of torch's own layers they are the configuration; what these learn are parameters
-    and buffers.
-    """
+    """Modules with attributes to visit. Those of torch's own layers are configuration; parameters and buffers aside."""
     return {
         f"{name}.{path}" if name else path: child
         for name, module in modules.items()

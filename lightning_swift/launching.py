@@ -36,8 +36,8 @@ _DEFAULTS = dict(SwiftConfig().items())
 class LaunchingStrategy(RecoveringStrategy):
     """The part of a strategy that is at work before anything is trained.
 
-    With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain
-    ``torchrun`` it trains as :attr:`stock` does and says that survivors cannot be kept alive.
+    With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain ``torchrun``
+    it trains as :attr:`stock` does and says that survivors cannot be kept alive.
 
     Attributes:
         stock: Lightning's own class, whose objects :meth:`adopt` takes over.
@@ -51,8 +51,7 @@ class LaunchingStrategy(RecoveringStrategy):
         """Turn an object of :attr:`stock` into this class, in place: Lightning already refers to it.
 
         Raises:
-            Unsupported: if it is of another class (a subclass may have behaviour of its own), or has options that are
-                refused.
+            Unsupported: it is of another class (a subclass may have behavior of its own), or has refused options.
         """
         if isinstance(strategy, cls):
             return strategy
@@ -75,7 +74,7 @@ class LaunchingStrategy(RecoveringStrategy):
         self._options = options
         #: The trainer has a callback that makes checkpoints.
         self._saves = False
-        #: Options of the run: the environment (and what swiftrun was given) over the constructor's.
+        #: Options of the run: the environment, and what swiftrun was given, over the constructor's.
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(options))
         check_version(TESTED, NAMES)
         self._begin(install() if launched_by_swiftrun() else None)
@@ -86,8 +85,8 @@ class LaunchingStrategy(RecoveringStrategy):
     # -- launch -------------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        # The latest moment of the Trainer's construction where the number of devices is known; no process group exists
-        # yet.
+        # The latest moment of the Trainer's construction at which the number of devices is known, and no process group
+        # exists.
         self.find_checkpoints()
         if self.job is not None:
             self._launcher = SwiftLauncher(self)
@@ -146,7 +145,6 @@ class LaunchingStrategy(RecoveringStrategy):
 
     @property
     def num_processes(self) -> int:
-        """See :func:`workers_here`."""
         return workers_here(getattr(self, "job", None), len(self.parallel_devices or ()))
 
 

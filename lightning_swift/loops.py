@@ -1,8 +1,7 @@
 """Lightning's loops with step boundaries in them.
 
-Lightning has no hook before a batch is fetched, and none around a stand-alone evaluation, so the loops of a trainer
-are given these classes. They add no
-state of their own: the objects that Lightning and the user hold stay the same.
+Lightning has no hook before a batch is fetched, and none around a stand-alone evaluation, so the loops of a trainer get
+these classes. They add no state of their own: the objects that Lightning and the user hold stay the same.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
     def advance(self, data_fetcher: compat.DataFetcher) -> None:
         # In the middle of an accumulation window gradients are pending, which are nobody's published state. The last
         # window of an epoch may be short, but then the next batch is the first of its epoch: nothing is pending at
-        # `ready == 0`.
-        # A pass that only makes statistics of batch normalisation has no gradients.
+        # `ready == 0`. A pass that only makes statistics of batch normalization has no gradients.
         automatic = self.trainer.lightning_module.automatic_optimization and not compat.only_measures(
             self.trainer.fit_loop
         )
@@ -81,9 +79,7 @@ class SwiftAutomaticOptimization(compat.AutomaticOptimization):
 
 
 class SwiftFitLoop(compat.FitLoop):
-    """Notes the random state before the user's hooks make loaders, which a replacement may have to do again in a later
-    epoch.
-    """
+    """Notes the random state before the user's hooks make loaders, which a replacement may have to repeat later."""
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         # A replacement gets the failed worker's place at the step boundary. The file may be newer than that
@@ -109,8 +105,7 @@ class SwiftEvaluationLoop(compat.EvaluationLoop):
         if compat.purpose(self) != TrainerFn.FITTING:
             strategy.eval_boundary()
         elif self.trainer.sanity_checking and strategy.joining:
-            # Its results are thrown away; but the loaders are made here, in their place in the stream of random
-            # numbers.
+            # Its results are thrown away; but the loaders are made here, in their place in the random numbers.
             self.setup_data()
             return []
         return super().run()
@@ -137,8 +132,7 @@ class SwiftPredictionLoop(compat.PredictionLoop):
 
 
 class SwiftSignalConnector(compat.SignalConnector):
-    """Leaves SIGTERM alone: its sender is either the agent, which ends the job, or a failure, which must end the
-    process.
+    """Leaves SIGTERM alone: its sender is the agent, which ends the job, or a failure, which must end the process.
 
     Lightning's handler would issue a collective from within whatever the process is doing.
     """

@@ -1,6 +1,4 @@
-"""Parts of the pipeline strategy that need neither a process group nor DeepSpeed: the engine's options, micro-batches,
-and checkpoints of one file a stage.
-"""
+"""Parts of the pipeline strategy that need neither a process group nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def micro_batches_of(given: int | None, config: Mapping[str, Any], accumulate: i
         accumulate: ``Trainer(accumulate_grad_batches=...)``; 1 if not given.
 
     Raises:
-        ConfigError: if they contradict each other.
+        ConfigError: they contradict each other.
     """
     steps = config.get("gradient_accumulation_steps")
     if given is not None and steps not in (None, "auto", given):
@@ -86,13 +84,10 @@ def micro_batches_of(given: int | None, config: Mapping[str, Any], accumulate: i
 def engine_config(
     config: Mapping[str, Any], micro_batches: int, clip: float | None, algorithm: str | None
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration.
+    """DeepSpeed's configuration, from the user's and the Trainer's ``gradient_clip_val`` and algorithm.
 
     Args:
-        config: as the user gave it.
         micro_batches: of one optimizer step.
-        clip: ``Trainer(gradient_clip_val=...)``.
-        algorithm: ``Trainer(gradient_clip_algorithm=...)``.
 
     Raises:
         ConfigError: for what Lightning does, and for a contradiction.
@@ -128,11 +123,7 @@ def engine_config(
 
 
 def precision_config(config: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """DeepSpeed's configuration with the Trainer's precision in it.
-
-    Args:
-        config: as the user gave it.
-        precision: ``Trainer(precision=...)``, as Lightning spells it out.
+    """DeepSpeed's configuration with the Trainer's precision in it, as Lightning spells it out.
 
     Raises:
         ConfigError: for a contradiction.
@@ -169,7 +160,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
     """A configuration of DeepSpeed as given: plain data, or the path of a JSON file.
 
     Raises:
-        ConfigError: if the file cannot be read.
+        ConfigError: the file cannot be read.
     """
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
@@ -189,7 +180,7 @@ def rows_of(batch: Any) -> int:
     """Rows of a batch: the first dimension of all its tensors.
 
     Raises:
-        ConfigError: if it is no pair of tensors or of containers of them, with equally many rows.
+        ConfigError: it is no pair of tensors or of containers of them, with equally many rows.
     """
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         raise ConfigError(
@@ -206,10 +197,10 @@ def rows_of(batch: Any) -> int:
 
 
 def split(batch: Any, pieces: int) -> list[tuple[Any, Any]]:
-    """Split a batch along the first dimension.
+    """Split a batch along the first dimension, into views.
 
     Raises:
-        ConfigError: if the rows cannot be dealt out equally.
+        ConfigError: the rows cannot be dealt out equally.
     """
     rows = rows_of(batch)
     if not rows or rows % pieces:
@@ -231,7 +222,6 @@ def most_pieces(rows: int, limit: int) -> int:
 
 
 def shapes_of(piece: Any) -> list[list[int]]:
-    """Shapes of all tensors of a micro-batch."""
     return [list(leaf.shape) for leaf in tree_leaves(piece)]
 
 
@@ -263,17 +253,14 @@ def _uneven(rows: int, pieces: int) -> str:
 
 
 class StageFiles:
-    """A checkpoint: a folder with one file a stage, and one with what all ranks share, written last. Where the
-    optimizer of a stage is divided over its ranks, each of these has a file, too.
+    """A checkpoint: a folder with one file a stage, and one with what all ranks share, written last.
 
-    The shared file names the others. Files of an older checkpoint in the same folder stay until the new one is
-    complete.
+    Where the optimizer of a stage is divided over its ranks, each of these has a file, too. The shared file names the
+    others. Files of an older checkpoint in the same folder stay until the new one is complete.
 
     Args:
         folder: path or URL.
         io: writes and reads files.
-        stage: stage of this rank.
-        stages: their number.
         index: data-parallel index of this rank.
         shards: ranks that the optimizer of a stage is divided over; 0: each of them has it all.
     """
@@ -298,7 +285,7 @@ class StageFiles:
                 self._io.save_checkpoint(part, f"{self._folder}/{file}", options)
 
     def commit(self, checkpoint: Mapping[str, Any], options: Any) -> None:
-        """Write what all ranks share, once all parts are there."""
+        """Write what all ranks share; call it on one rank, once all parts are there."""
         shared = {name: value for name, value in checkpoint.items() if name not in (_STATE, _OPTIMIZERS)}
         shared |= {"pipeline_stages": self._stages, "pipeline_shards": self._shards if _OPTIMIZERS in checkpoint else 0}
         self._io.save_checkpoint(shared, f"{self._folder}/{_TRAINER_FILE}", options)
@@ -316,7 +303,7 @@ class StageFiles:
         """The checkpoint of this stage, as Lightning knows it.
 
         Raises:
-            ConfigError: if the folder holds no complete checkpoint of as many stages.
+            ConfigError: the folder holds no complete checkpoint of as many stages.
         """
         fs = get_filesystem(self._folder)
         if not fs.exists(f"{self._folder}/{_TRAINER_FILE}"):

@@ -28,12 +28,12 @@ class PipelineSteps(SwiftDDPStrategy):
     _per_step: int
     #: Micro-batches of this step from batches that were read already (accumulate_grad_batches).
     _waiting: list[tuple[Any, Any]]
-    #: Shapes in the last micro-batch that passed the pipeline.
+    #: Shapes in the last micro-batch that passed the pipeline; None before one.
     _shapes: list[list[int]] | None
 
     @property
     def engine(self) -> SwiftPipelineEngine:
-        """The engine, from set-up on."""
+        """The engine; valid from set-up on."""
         assert self._engine is not None
         return self._engine
 
@@ -65,11 +65,9 @@ class PipelineSteps(SwiftDDPStrategy):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> torch.Tensor:
-        """Evaluate a batch; see :meth:`_evaluate`."""
         return self._evaluate("val", batch)
 
     def test_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> torch.Tensor:
-        """Evaluate a batch; see :meth:`_evaluate`."""
         return self._evaluate("test", batch)
 
     def _evaluate(self, stage: str, batch: Any) -> torch.Tensor:
@@ -102,7 +100,7 @@ class PipelineSteps(SwiftDDPStrategy):
             module.log(f"{stage}_loss", loss, prog_bar=True, batch_size=rows, sync_dist=stage != "train")
 
     def _before_step(self) -> None:
-        """Gradients are complete, of this stage.
+        """This stage's gradients are complete: call the user's hooks.
 
         Raises:
             Unsupported: with ``on_failure="reroute"``, if a hook changes them.

@@ -33,7 +33,7 @@ class RecoveringStrategy(CollectiveStrategy):
 
     Attributes:
         config: options of the run.
-        sharing: the training steps of the last fit, where survivors compute a failed worker's share.
+        sharing: the training steps of the last fit, where survivors compute a failed worker's share; else None.
     """
 
     config: SwiftConfig
@@ -45,11 +45,7 @@ class RecoveringStrategy(CollectiveStrategy):
     builds_late = False
 
     def _begin(self, job: Job | None) -> None:
-        """Called once, by whatever makes the strategy.
-
-        Args:
-            job: of this worker; None where nobody recovers it.
-        """
+        """Called once, by whatever makes the strategy; ``job`` is None where nobody recovers this worker."""
         self.job = job
         leave_out(job)
         self.quiet = False
@@ -90,9 +86,7 @@ class RecoveringStrategy(CollectiveStrategy):
         check_trainer(trainer, averages=self.averages and not self.reroutes)
 
     def begin_entry(self, trainer: pl.Trainer) -> None:
-        """An entry call begins: everything that only this rank has is registered before the job decides whether to
-        run it.
-        """
+        """An entry call begins: register all rank-local state before the job decides whether to run it."""
         assert self.job is not None
         self._check(trainer)
         self._trainer = trainer
@@ -107,7 +101,6 @@ class RecoveringStrategy(CollectiveStrategy):
             self.job.reporter.listen(self._log_recovery)
 
     def attach(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        """Tell the job what is trained."""
         assert self.job is not None
         self.job.attach(modules, optimizers)
         if optimizers:
@@ -122,8 +115,9 @@ class RecoveringStrategy(CollectiveStrategy):
         super().teardown()
 
     def at_end(self) -> dict[str, Any]:
-        """At the end of an entry call: the state of the module and the optimizers, which the user's code finds after
-        it. It is serialised at once.
+        """At the end of an entry call: state of the module and the optimizers, which the user's code finds after it.
+
+        Not copied: serialize it at once.
         """
         assert self.lightning_module is not None
         state = {k: value for k, value in self.lightning_module.state_dict().items() if hasattr(value, "dtype")}
@@ -135,7 +129,6 @@ class RecoveringStrategy(CollectiveStrategy):
         }
 
     def put_back(self, ended: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`at_end`."""
         if self.lightning_module is not None:
             self.lightning_module.load_state_dict(ended["module"], strict=False)
             for name, buffer in self.lightning_module.named_buffers():
@@ -147,9 +140,7 @@ class RecoveringStrategy(CollectiveStrategy):
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
         """A replacement has skipped an entry call: make what the failed worker made in it with collectives.
 
-        Args:
-            trainer: its trainer.
-            ended: from :meth:`at_end`.
+        ``ended`` comes from :meth:`at_end`.
         """
 
     @property

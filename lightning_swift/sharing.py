@@ -1,8 +1,8 @@
-"""``on_failure="reroute"`` under ``swift_ddp``: survivors run ``training_step`` on the failed worker's batches too.
+"""``on_failure="reroute"`` under ``swift_ddp``: survivors run ``training_step`` on the failed worker's batches, too.
 
 Each worker computes its share of a step (its batches, with random numbers of their place), and those of failed ranks
-that it hosts; gradients are summed over those who are there. What ``training_step`` logs is averaged over all logical
-ranks in the same way, so every worker has the same values, and a replacement that copies a peer has the right ones.
+that it hosts; a survivor group sums the gradients. What ``training_step`` logs is averaged over all logical ranks in
+the same way, so every worker has the same values, and a replacement that copies a peer has the right ones.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class SharedLoader:
 
     Args:
         wrapped: the user's loader, with a distributed sampler.
-        sharing: the steps of the fit.
 
     Raises:
         Unsupported: for data that only the rank itself can read.
@@ -97,12 +96,7 @@ class _Recorder(ResultCollection):
 
 
 class SharedClosure(Closure):
-    """Lightning's closure (``training_step`` and backward) of a batch, for the shares of all logical ranks.
-
-    Args:
-        inner: for this rank's own.
-        sharing: computes and adds up.
-    """
+    """Lightning's closure (``training_step`` and backward) of a batch, for the shares of all logical ranks."""
 
     def __init__(self, inner: Closure, sharing: Sharing) -> None:
         super().__init__(*compat.closure_parts(inner))
@@ -117,21 +111,16 @@ class Sharing:
     """The training steps of a fit.
 
     Args:
-        job: of this worker.
-        trainer: whose fit begins.
         untouched: a context after which the module's own attributes, metrics among them, are as they were.
         seed: of random numbers.
         number: of the next step; it counts over all fits, so that no two have the same random numbers.
 
     Attributes:
-        job: as given.
-        seed: as given.
-        number: of the next step.
         behind: the present step boundary is behind the batch: only what follows it (validation, the end of the epoch)
             is left.
 
     Raises:
-        ConfigError: if nothing is trained.
+        ConfigError: nothing is trained.
         Unsupported: for what cannot be computed by others.
     """
 
@@ -160,7 +149,7 @@ class Sharing:
         self._kept: list[torch.Tensor | None] = []
         self._entries: list[tuple[str, float, int, dict[str, Any]]] = []
         self._called = -1
-        #: In which this rank's batch gets from its loader to its device.
+        #: Entered while this rank's batch gets from its loader to its device.
         self._moving = ExitStack()
         start_alike([module])
         job.register("lightning.sharing", lambda: (self.number, self.behind), self._restore)
@@ -171,7 +160,6 @@ class Sharing:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch."""
         return self._trainer.current_epoch
 
     @property
@@ -196,7 +184,11 @@ class Sharing:
         self._steps.wait_for_all(self.number)
 
     def begin_batch(self) -> None:
-        """At the step boundary of a batch: wait for all if callbacks will talk to all before its end."""
+        """At the step boundary of a batch: wait for all if callbacks will talk to all before its end.
+
+        Raises:
+            Unsupported: a parameter is trained that was frozen when the fit began.
+        """
         trainer = self._trainer
         self._shards = self._loader.shards
         self._shards.keep(self.job.survivor_groups.absent | {self.job.rank})
@@ -316,11 +308,7 @@ class Sharing:
 
     @property
     def _loader(self) -> SharedLoader:
-        """The training loader.
-
-        Raises:
-            Unsupported: if there are several.
-        """
+        """The training loader. Raises Unsupported if there are several."""
         combined = compat.loader_of(self._trainer.fit_loop)
         loader: Any = None if combined is None else combined.iterables
         if not isinstance(loader, SharedLoader):
@@ -333,8 +321,9 @@ class Sharing:
     # -- logs ---------------------------------------------------------------------------------------------------------
 
     def _log(self, outcomes: Sequence[Outcome]) -> None:
-        """Log what all ranks' ``training_step`` logged, the same at all workers: averaged by batch sizes, or summed,
-        the largest or the smallest, as ``reduce_fx`` says.
+        """Log what all ranks' ``training_step`` logged, the same at all workers.
+
+        It is averaged by batch sizes, or summed, the largest or the smallest, as ``reduce_fx`` says.
         """
         own, self._entries = self._entries, []
         notes: list[list[tuple[str, float, int]]] = [json.loads(o.note) if o.note else [] for o in outcomes]

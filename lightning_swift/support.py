@@ -1,7 +1,4 @@
-"""What cannot be recovered exactly is refused before training starts.
-
-The table in ``docs/lightning.md`` lists it all.
-"""
+"""What cannot be recovered exactly is refused before training starts. ``docs/lightning.md`` lists it all."""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
     """Refuse what is asked of this trainer and cannot be recovered.
 
     Args:
-        trainer: to be checked.
         averages: callbacks may average the weights.
 
     Raises:
@@ -120,7 +116,6 @@ def check_ddp_options(
 
 
 def refuse_strategy(strategy: object) -> Unsupported:
-    """The error for a trainer whose strategy cannot be adopted."""
     if isinstance(strategy, FSDPStrategy):
         why = "it shards with FullyShardedDataParallel (FSDP1). Call fully_shard() in configure_model() and choose"
         instead = "swift_fsdp"
