@@ -28,7 +28,7 @@ def refuse_alone(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
     """Refuse a ``transformers.Trainer`` whose workers train parameters that nothing keeps equal.
 
     Raises:
-        Unsupported: see above.
+        Unsupported: naming how many.
     """
     summed = {id(each) for model in models if isinstance(model, DistributedDataParallel) for each in model.parameters()}
     alone = [each for each in _parameters(optimizers) if id(each) not in summed and not isinstance(each, DTensor)]
@@ -37,11 +37,7 @@ def refuse_alone(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
 
 
 def refuse_apart(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Have each update refused that is made from gradients of this worker alone.
-
-    Returns:
-        Handles that end this.
-    """
+    """Have each update refused that is made from gradients of this worker alone; returns handles that end this."""
     handles = []
     for optimizer in optimizers:
         own = {id(each) for each in _parameters([optimizer])}

@@ -1,8 +1,7 @@
-"""Everything of Accelerate and transformers that they do not offer, and every place where they are changed: nothing
-else of this package uses private names, except that subclasses override them.
+"""All private names of Accelerate and transformers that this package uses, and all places where they are patched.
 
-:data:`NAMES` says why each is needed; a test looks each up, so that a version that has changed one is noticed before a
-job meets it.
+Nothing else uses them, except that subclasses override some. :data:`NAMES` says why each is needed; a test looks each
+up, so that a version that has changed one is noticed before a job meets it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TESTED = Tested("accelerate", "1.15", "1.15")
 _ACCELERATOR, _LOADER = "accelerate:Accelerator", "accelerate.data_loader"
 _TRAINER = "transformers.trainer:Trainer"
 
-#: ``module:name``, with its parameters where it is overridden or called; why it is needed.
+#: ``module:name``, with its parameters where it is overridden or called, and why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
     (
         f"{_ACCELERATOR}._dataloaders",
@@ -117,7 +116,6 @@ def loaders_of(accelerator: Accelerator) -> list[Any]:
 
 
 def exchange_loader(accelerator: Accelerator, old: Any, new: Any) -> None:
-    """Put one loader in the place of another."""
     accelerator._dataloaders = [new if each is old else each for each in accelerator._dataloaders]
 
 
@@ -128,13 +126,13 @@ def models_of(accelerator: Accelerator) -> list[Any]:
 
 
 def optimizers_of(accelerator: Accelerator) -> list[Any]:
-    """Optimizers, wrapped."""
+    """Optimizers, in Accelerate's wrappers."""
     found: list[Any] = accelerator._optimizers
     return found
 
 
 def schedulers_of(accelerator: Accelerator) -> list[Any]:
-    """Schedulers, wrapped."""
+    """Schedulers, in Accelerate's wrappers."""
     found: list[Any] = accelerator._schedulers
     return found
 
@@ -151,7 +149,6 @@ def set_sync(accelerator: Accelerator, sync: bool) -> None:
 
 
 def is_prepared(loader: Any) -> bool:
-    """Whether Accelerate has prepared a loader already."""
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
 
@@ -180,7 +177,6 @@ def is_at_end(dispatcher: DataLoaderDispatcher) -> bool:
 
 
 def set_at_end(dispatcher: DataLoaderDispatcher, ended: bool) -> None:
-    """Inverse of :func:`is_at_end`."""
     dispatcher._stop_iteration = ended
 
 
@@ -199,13 +195,12 @@ def sends_at_once(dispatcher: DataLoaderDispatcher) -> bool:
 
 @contextlib.contextmanager
 def skipping(rest: Callable[[Any], Any], inside: Any = None) -> Iterator[None]:
-    """Patch: where the Trainer skips batches by making a new loader, at the start of an epoch, it gets what ``rest``
-    makes of its loader.
+    """Patch: where the Trainer skips batches by making a new loader, it gets ``rest(loader)``.
 
-    ``Trainer`` calls the function by its global name, once; there is no other way between.
+    That is at the start of an epoch. ``Trainer`` calls the function by its global name, once; there is no other
+    way between.
 
     Args:
-        rest: see above.
         inside: arguments of a Trainer that begins inside an epoch also if they say ``ignore_data_skip``.
     """
     import transformers.trainer

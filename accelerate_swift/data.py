@@ -23,8 +23,7 @@ def gate(watch: Watch, prepared: Any, key: str | None = None) -> Any:
     """Have a prepared loader mark the step boundaries; returns what the script is to iterate.
 
     Args:
-        watch: what is trained.
-        prepared: as Accelerate has made it.
+        prepared: as Accelerate has made it; it may be changed in place.
         key: the same in a replacement; by default loaders are numbered.
     """
     if type(prepared) is DataLoaderDispatcher:
@@ -50,7 +49,7 @@ def unwrapped(prepared: Any) -> Any:
     """The ``DataLoader`` below what Accelerate has prepared.
 
     Raises:
-        Unsupported: if batches are dealt out by rank 0.
+        Unsupported: rank 0 deals out the batches.
     """
     if isinstance(prepared, DataLoaderDispatcher):
         raise Unsupported("shared_steps() needs workers that read their own data: set dispatch_batches=False")
@@ -62,7 +61,6 @@ class Gate:
     """Stands between a prepared loader and the ``DataLoader`` below it, and looks like the latter.
 
     Args:
-        watch: what is trained.
         loader: the one below.
         key: its own, the same in a replacement.
         ahead: batches that are fetched before they are used.

@@ -23,7 +23,6 @@ from shared_core.loaders import Position
 
 
 def _stock(values: dict[str, Any]) -> DataLoaderDispatcher:
-    """A loader of Accelerate's own class with these attributes."""
     made = DataLoaderDispatcher.__new__(DataLoaderDispatcher)
     made.__dict__.update(values)
     return made
@@ -118,7 +117,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         self._ahead.items = position.delivered - before
 
     def _deliver(self, position: Position) -> Any:
-        """This rank's part of the batch that was read ahead; the next one is read meanwhile."""
+        """This rank's part of the batch that was read ahead; the next one is read meanwhile. A collective."""
         ahead, ranks, rank = self._ahead, self.state.num_processes, self.state.process_index
         mine = ahead.batch if rank == 0 else initialize_tensors(ahead.info[0])
         batch = broadcast(

@@ -15,11 +15,11 @@ class Steps:
 
     def __init__(self) -> None:
         self._now: dict[int, int] = {}
-        #: Of the failed worker's passes that this replacement has not reached yet.
+        #: Numbers in the failed worker's passes that this replacement has not reached yet.
         self._theirs: dict[int, int] = {}
 
     def over(self, loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """``(index, batch)`` for each batch, as ``enumerate(loader)`` gives them to who begins with the first."""
+        """``(index, batch)`` for each batch, with the index that ``enumerate(loader)`` gives without a failure."""
         place = next(number for number in count() if number not in self._now)
         index = self._now[place] = 0
         try:
@@ -38,5 +38,4 @@ class Steps:
         return dict(self._now)
 
     def restore(self, numbers: Mapping[int, int]) -> None:
-        """Inverse of :meth:`capture`."""
         self._theirs = dict(numbers)

@@ -11,17 +11,12 @@ from accelerate.tracking import GeneralTracker, MLflowTracker, WandBTracker
 from shared_core import Job
 from shared_core.trackers import Mlflow, Rows, Service, note_runs, of_wandb, take_up
 
-#: Under which the state of an ``Accelerator`` is published.
+#: Name under which the state of an ``Accelerator`` is published.
 STATE = "accelerate.state"
 
 
 class Trackers:
-    """The trackers of an ``Accelerator``; only the main process has any.
-
-    Args:
-        accelerator: whose trackers are meant.
-        job: of this worker.
-    """
+    """The trackers of an ``Accelerator``; only the main process has any."""
 
     def __init__(self, accelerator: Accelerator, job: Job) -> None:
         self._accelerator, self._job = accelerator, job
@@ -60,12 +55,10 @@ class Trackers:
                 tracker.log = rows.give
 
     def capture(self) -> Any:
-        """Plain data."""
         rows = {number: rows.state() for number, rows in self._rows.items()}
         return {"names": self._noted, "rows": rows}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Put back what :meth:`capture` took."""
         for number, state in data["rows"].items():
             if number in self._rows:
                 self._rows[number].restore(state)

@@ -23,14 +23,14 @@ _PREPARE = "prepare it with accelerator.prepare_model(model, evaluation_mode=Tru
 
 
 class Watch:
-    """Shared by the plugin, the ``Accelerator`` that it has taken, and its loaders.
+    """What is trained; shared by the plugin, the ``Accelerator`` that it has taken, and its loaders.
 
     Attributes:
         loop: of the core; without a job until :meth:`begin`.
-        replays: a replacement runs the whole script, and its engine passes by the calls that others have finished.
+        replays: a replacement runs the whole script, and its engine skips the calls that others have finished.
         fetching: None where loaders mark the step boundaries. A ``transformers.Trainer`` marks them itself, and says
             here whether it fetches what it trains on: its models may be in evaluation mode then.
-        engine: a pipeline engine, which says itself what is trained.
+        engine: a pipeline engine, which says itself what is trained; else None.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Watch:
         self.attach()
 
     def attach(self) -> None:
-        """Tell the job what is trained.
+        """Tell the job what is trained, if that has changed.
 
         Raises:
             Unsupported: for a kind of distributed training that is not supported.
@@ -109,7 +109,7 @@ class Watch:
                 job.keep_boundaries()
 
     def _check_alike(self, job: Job, optimizers: list[Optimizer]) -> None:
-        """Raises Unsupported where the workers do not train the same."""
+        """Raise Unsupported where the workers do not train the same."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -123,7 +123,7 @@ class Watch:
         """Whether what is read now is trained on rather than evaluated.
 
         Raises:
-            Unsupported: if a sharded model is trained that was not prepared.
+            Unsupported: a sharded model is trained that was not prepared.
         """
         if self.fetching is not None:
             return self.fetching
@@ -159,8 +159,9 @@ class Watch:
         return prepared
 
     def next_key(self) -> str:
-        """Names loaders in the order in which they are prepared: those of an epoch apart, for a replacement prepares
-        none of the epochs before.
+        """Names loaders in the order in which they are prepared.
+
+        Those of an epoch apart, for a replacement prepares none of the epochs before.
         """
         if self.loop.epoch is not None:
             self._epoch_keys.append(f"epoch {len(self._epoch_keys) + 1}")
