@@ -197,11 +197,8 @@ def sends_at_once(dispatcher: DataLoaderDispatcher) -> bool:
 def skipping(rest: Callable[[Any], Any], inside: Any = None) -> Iterator[None]:
     """Patch: where the Trainer skips batches by making a new loader, it gets ``rest(loader)``.
 
-    That is at the start of an epoch. ``Trainer`` calls the function by its global name, once; there is no other
-    way between.
-
-    Args:
-        inside: arguments of a Trainer that begins inside an epoch also if they say ``ignore_data_skip``.
+    That is at the start of an epoch. ``Trainer`` calls the function by its global name, once; there is no other way
+    between. ``inside``: arguments of a Trainer that begins inside an epoch also if they say ``ignore_data_skip``.
     """
     import transformers.trainer
 

@@ -46,11 +46,7 @@ def gate_any(watch: Watch, loader: Any, key: str) -> Any:
 
 
 def unwrapped(prepared: Any) -> Any:
-    """The ``DataLoader`` below what Accelerate has prepared.
-
-    Raises:
-        Unsupported: rank 0 deals out the batches.
-    """
+    """The ``DataLoader`` below what Accelerate has prepared. Raises Unsupported if rank 0 deals out the batches."""
     if isinstance(prepared, DataLoaderDispatcher):
         raise Unsupported("shared_steps() needs workers that read their own data: set dispatch_batches=False")
     loader = getattr(prepared, "base_dataloader", prepared)

@@ -58,8 +58,7 @@ class Watch:
     def begin_training(self) -> None:
         """A training loader is about to be iterated: say what is trained, and check that this can work.
 
-        Raises:
-            Unsupported: for a kind of distributed training that is not supported.
+        Raises Unsupported for a kind of distributed training that is not supported.
         """
         assert self.loop.job is not None
         self.loop.refuse_own_steps()
@@ -68,8 +67,7 @@ class Watch:
     def attach(self) -> None:
         """Tell the job what is trained, if that has changed.
 
-        Raises:
-            Unsupported: for a kind of distributed training that is not supported.
+        Raises Unsupported for a kind of distributed training that is not supported.
         """
         accelerator, job = self._accelerator, self.loop.job
         assert accelerator is not None and job is not None
@@ -122,8 +120,7 @@ class Watch:
     def training(self) -> bool:
         """Whether what is read now is trained on rather than evaluated.
 
-        Raises:
-            Unsupported: a sharded model is trained that was not prepared.
+        Raises Unsupported if a sharded model is trained that was not prepared.
         """
         if self.fetching is not None:
             return self.fetching
@@ -144,8 +141,7 @@ class Watch:
     def refuse_wrapping(self, model: nn.Module) -> None:
         """Accelerate is about to put ``DistributedDataParallel`` around a model.
 
-        Raises:
-            Unsupported: for a sharded model.
+        Raises Unsupported for a sharded model.
         """
         if model_has_dtensor(model):
             raise Unsupported(

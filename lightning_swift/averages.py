@@ -69,9 +69,8 @@ class Averages:
     def made(self, *, begun: bool) -> bool:
         """Whether callbacks have made models since this was last asked.
 
-        Args:
-            begun: training has begun, so a replacement does not have what is made now: a line says so, and it is left
-                out, unless it takes the place of another.
+        ``begun``: training has begun, so a replacement does not have what is made now: a line says so, and it is left
+        out, unless it takes the place of another.
         """
         before, held = self._known, self.held()
         late = [name for name, model in held.items() if begun and name not in before and _has_values(model)]
@@ -100,8 +99,7 @@ class Averages:
     def require(self, states: Mapping[str, Any]) -> None:
         """Refuse to begin between two calls where a model is missing that had been made in a call.
 
-        Raises:
-            Unsupported: naming it.
+        Raises Unsupported, naming it.
         """
         missing = [name for name in states if name not in self._models()]
         if missing:

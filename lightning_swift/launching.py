@@ -50,8 +50,7 @@ class LaunchingStrategy(RecoveringStrategy):
     def adopt(cls, strategy: Strategy) -> Self:
         """Turn an object of :attr:`stock` into this class, in place: Lightning already refers to it.
 
-        Raises:
-            Unsupported: it is of another class (a subclass may have behavior of its own), or has refused options.
+        Raises Unsupported if it is of another class (a subclass may have behavior of its own), or has refused options.
         """
         if isinstance(strategy, cls):
             return strategy
@@ -104,8 +103,7 @@ class LaunchingStrategy(RecoveringStrategy):
     def find_checkpoints(self) -> None:
         """In the constructor of a Trainer: take the options of its :class:`~lightning_swift.SwiftCheckpoint`.
 
-        Raises:
-            ConfigError: where they contradict what was said elsewhere.
+        Raises ConfigError where they contradict what was said elsewhere.
         """
         said = SwiftConfig.from_env().changed
         for callback in compat.callbacks_under_construction():
@@ -127,8 +125,7 @@ class LaunchingStrategy(RecoveringStrategy):
     def hand_over(self) -> None:
         """Become ``swiftrun`` with the running script. Does not return.
 
-        Raises:
-            SwiftError: in a notebook, or where a process group exists already.
+        Raises SwiftError in a notebook, or where a process group exists already.
         """
         self._check_device((self.parallel_devices or [torch.device("cpu")])[0])
         hand_over(self.num_processes, self._standbys, self._options)

@@ -154,8 +154,7 @@ _CLASSES: tuple[tuple[type, type], ...] = (
 def adopt_loops(trainer: pl.Trainer) -> None:
     """Give the trainer's loops (and its signal connector) the classes above. The one place where that is done.
 
-    Raises:
-        Unsupported: for a loop class of the user's own.
+    Raises Unsupported for a loop class of the user's own.
     """
     for part in compat.replaceable_parts(trainer):
         ours = dict(_CLASSES).get(type(part))

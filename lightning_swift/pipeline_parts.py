@@ -36,8 +36,7 @@ _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
 def check_module(module: pl.LightningModule) -> None:
     """Refuse a module that is no list of layers, or wants to do what the engine does.
 
-    Raises:
-        ConfigError: naming the method.
+    Raises ConfigError, naming the method.
     """
     name = type(module).__name__
     for method, reason in _OWNED.items():
@@ -58,8 +57,7 @@ def micro_batches_of(given: int | None, config: Mapping[str, Any], accumulate: i
         config: DeepSpeed's configuration, as the user gave it.
         accumulate: ``Trainer(accumulate_grad_batches=...)``; 1 if not given.
 
-    Raises:
-        ConfigError: they contradict each other.
+    Raises ConfigError if they contradict each other.
     """
     steps = config.get("gradient_accumulation_steps")
     if given is not None and steps not in (None, "auto", given):
@@ -86,8 +84,7 @@ def engine_config(
 ) -> dict[str, Any]:
     """DeepSpeed's configuration, from the user's and the Trainer's ``gradient_clip_val`` and algorithm.
 
-    Args:
-        micro_batches: of one optimizer step.
+    ``micro_batches``: of one optimizer step.
 
     Raises:
         ConfigError: for what Lightning does, and for a contradiction.
@@ -159,8 +156,7 @@ def _enabled(config: Mapping[str, Any], section: str) -> bool | None:
 def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     """A configuration of DeepSpeed as given: plain data, or the path of a JSON file.
 
-    Raises:
-        ConfigError: the file cannot be read.
+    Raises ConfigError if the file cannot be read.
     """
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
@@ -179,8 +175,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
 def rows_of(batch: Any) -> int:
     """Rows of a batch: the first dimension of all its tensors.
 
-    Raises:
-        ConfigError: it is no pair of tensors or of containers of them, with equally many rows.
+    Raises ConfigError if it is no pair of tensors or of containers of them, with equally many rows.
     """
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         raise ConfigError(
@@ -199,8 +194,7 @@ def rows_of(batch: Any) -> int:
 def split(batch: Any, pieces: int) -> list[tuple[Any, Any]]:
     """Split a batch along the first dimension, into views.
 
-    Raises:
-        ConfigError: the rows cannot be dealt out equally.
+    Raises ConfigError if the rows cannot be dealt out equally.
     """
     rows = rows_of(batch)
     if not rows or rows % pieces:
@@ -228,8 +222,7 @@ def shapes_of(piece: Any) -> list[list[int]]:
 def check_loader(loader: object, pieces: int) -> None:
     """Refuse a training loader before training where it shows that a batch cannot be split.
 
-    Raises:
-        ConfigError: naming ``drop_last`` where the last batch is the reason.
+    Raises ConfigError, naming ``drop_last`` where the last batch is the reason.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or loader.batch_size is None or not hasattr(sampler, "__len__"):
@@ -302,8 +295,7 @@ class StageFiles:
     def read(self, weights_only: bool | None) -> dict[str, Any]:
         """The checkpoint of this stage, as Lightning knows it.
 
-        Raises:
-            ConfigError: the folder holds no complete checkpoint of as many stages.
+        Raises ConfigError if the folder holds no complete checkpoint of as many stages.
         """
         fs = get_filesystem(self._folder)
         if not fs.exists(f"{self._folder}/{_TRAINER_FILE}"):

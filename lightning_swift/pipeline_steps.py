@@ -49,8 +49,7 @@ class PipelineSteps(SwiftDDPStrategy):
     def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
         """Train on a batch, or keep it where ``accumulate_grad_batches`` asks for more.
 
-        Returns:
-            The mean loss of the step, the same on every rank; NaN for a batch that is kept.
+        Returns the mean loss of the step, the same on every rank; NaN for a batch that is kept.
         """
         assert self.lightning_module is not None
         self._waiting += split(batch, self._pieces)
@@ -102,8 +101,7 @@ class PipelineSteps(SwiftDDPStrategy):
     def _before_step(self) -> None:
         """This stage's gradients are complete: call the user's hooks.
 
-        Raises:
-            Unsupported: with ``on_failure="reroute"``, if a hook changes them.
+        Raises Unsupported with ``on_failure="reroute"``, if a hook changes them.
         """
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer

@@ -39,11 +39,8 @@ _MOVING = 1
 class SharedLoader:
     """The training loader of a rank. Which batch is next follows from where the trainer is.
 
-    Args:
-        wrapped: the user's loader, with a distributed sampler.
-
-    Raises:
-        Unsupported: for data that only the rank itself can read.
+    ``wrapped``: the user's loader, with a distributed sampler. Raises Unsupported for data that only the rank itself
+    can read.
     """
 
     def __init__(self, wrapped: DataLoader[Any], sharing: Sharing) -> None:
@@ -115,9 +112,8 @@ class Sharing:
         seed: of random numbers.
         number: of the next step; it counts over all fits, so that no two have the same random numbers.
 
-    Attributes:
-        behind: the present step boundary is behind the batch: only what follows it (validation, the end of the epoch)
-            is left.
+    ``behind``: the present step boundary is behind the batch: only what follows it (validation, the end of the epoch)
+    is left.
 
     Raises:
         ConfigError: nothing is trained.
@@ -186,8 +182,7 @@ class Sharing:
     def begin_batch(self) -> None:
         """At the step boundary of a batch: wait for all if callbacks will talk to all before its end.
 
-        Raises:
-            Unsupported: a parameter is trained that was frozen when the fit began.
+        Raises Unsupported if a parameter is trained that was frozen when the fit began.
         """
         trainer = self._trainer
         self._shards = self._loader.shards
@@ -211,8 +206,7 @@ class Sharing:
     def batch(self, own: Callable[[], ClosureResult]) -> ClosureResult:
         """Run a batch: this rank's share, and at the end of an accumulation window all that is missing of the step.
 
-        Args:
-            own: ``training_step``, ``zero_grad`` and backward of this rank's batch.
+        ``own``: ``training_step``, ``zero_grad`` and backward of this rank's batch.
         """
         loop = self._trainer.fit_loop
         index = loop.epoch_loop.batch_idx
@@ -363,8 +357,7 @@ def _reduced(operation: str, values: torch.Tensor, weights: torch.Tensor) -> tup
 def check_sharing(trainer: pl.Trainer) -> None:
     """Refuse what a worker cannot compute for another, or what talks to all workers in every batch.
 
-    Raises:
-        Unsupported: naming the feature and what to do instead.
+    Raises Unsupported, naming the feature and what to do instead.
     """
     module = trainer.lightning_module
     refused: list[tuple[bool, str]] = [

@@ -42,11 +42,7 @@ _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
 def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
     """Refuse what is asked of this trainer and cannot be recovered.
 
-    Args:
-        averages: callbacks may average the weights.
-
-    Raises:
-        Unsupported: naming the feature and what to do instead.
+    ``averages``: callbacks may average the weights. Raises Unsupported, naming the feature and what to do instead.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
         for kind, reason in _CALLBACKS:
@@ -71,8 +67,7 @@ def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
 def check_overlapped_update(trainer: pl.Trainer) -> None:
     """With ``state.overlapped_update``: refuse what changes gradients after backward.
 
-    Raises:
-        Unsupported: naming the option of the trainer.
+    Raises Unsupported, naming the option of the trainer.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
     if trainer.gradient_clip_val or scaler:

@@ -144,8 +144,7 @@ Kind = Whole | WholeOrAuto | Number | Truth | Choice | Port | Place
 def whole_of_environment(name: str, default: int) -> int:
     """The whole number in a variable that a launcher or scheduler has set; ``default`` where it is not set, or empty.
 
-    Raises:
-        ConfigError: it holds something else.
+    Raises ConfigError if it holds something else.
     """
     try:
         return Whole().read(os.environ.get(name) or default)
@@ -205,8 +204,7 @@ def check_regular(option: str, path: str | os.PathLike[str], *, null: bool = Fal
         option: and its value as the user gave it, for the error.
         null: ``/dev/null`` will do, too.
 
-    Raises:
-        ConfigError: it is a pipe, a device, a folder or a socket, or its name can be no file's.
+    Raises ConfigError if it is a pipe, a device, a folder or a socket, or its name can be no file's.
     """
     try:
         found = os.stat(path)
@@ -223,11 +221,7 @@ def check_regular(option: str, path: str | os.PathLike[str], *, null: bool = Fal
 def check_length(option: str, path: str | os.PathLike[str]) -> None:
     """Refuse a path of which a part, or all, is too long for the file system; it need not be there.
 
-    Args:
-        option: and its value as the user gave it, for the error.
-
-    Raises:
-        ConfigError: it is too long.
+    ``option``: and its value as the user gave it, for the error. Raises ConfigError if it is too long.
     """
     try:
         os.lstat(path)
@@ -239,8 +233,7 @@ def check_length(option: str, path: str | os.PathLike[str]) -> None:
 def check_host(option: str, host: str) -> None:
     """Refuse a name that can be no machine's. ``option`` and its value as the user gave it, for the error.
 
-    Raises:
-        ConfigError: it can be none.
+    Raises ConfigError if it can be none.
     """
     try:
         host.encode("idna")

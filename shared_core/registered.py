@@ -28,11 +28,8 @@ class Registered:
     def add(self, objects: tuple[Any, ...], values: Mapping[str, Any]) -> tuple[SimpleNamespace, bool]:
         """Register objects, and counters with their first values.
 
-        Returns:
-            A namespace with the counters as attributes, and whether any of the objects holds weights.
-
-        Raises:
-            ConfigError: for an object without state.
+        Returns a namespace with the counters as attributes, and whether any of the objects holds weights. Raises
+        ConfigError for an object without state.
         """
         counters = SimpleNamespace(**values)
         weigh = False

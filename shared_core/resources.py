@@ -129,10 +129,7 @@ def map_room(path: str | os.PathLike[str], size: int) -> mmap.mmap:
     """Map the first ``size`` bytes of a file, made if it is not there, with the space allocated.
 
     A file that has only been given its length is a trap where memory is short: the first touch of a page ends the
-    process with SIGBUS.
-
-    Raises:
-        OSError: there is no room, or this process may do no more.
+    process with SIGBUS. Raises OSError if there is no room, or this process may do no more.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -42,11 +42,8 @@ class Tested:
 def check_version(tested: Tested, names: Iterable[tuple[str, str]]) -> None:
     """Refuse an imported framework that cannot be used; one line for a version that nobody has tested.
 
-    Args:
-        names: private names of it that are used, each with the reason.
-
-    Raises:
-        Unsupported: it is older than what was tested, or newer and without a name that is needed.
+    ``names``: private names of it that are used, each with the reason. Raises Unsupported if it is older than what was
+    tested, or newer and without a name that is needed.
     """
     found = str(getattr(sys.modules[tested.framework], "__version__", ""))
     version = _numbers(found)

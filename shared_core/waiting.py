@@ -77,11 +77,7 @@ class Wait:
         self._quiet_s: float = quiet_s(limit_s)
 
     def look(self) -> None:
-        """Say the line when it is time.
-
-        Raises:
-            WaitTimeout: at the limit.
-        """
+        """Say the line when it is time. Raises WaitTimeout at the limit."""
         waited = self._clock() - self._begin
         if waited >= self._limit_s:
             raise WaitTimeout(f"{self._who} waited {self._limit_s:g} s ({self._bound}) for {self.text}. {self._advice}")
@@ -98,8 +94,7 @@ class Wait:
     def until(self, changed: threading.Condition, done: Callable[[], bool]) -> None:
         """Wait until ``done()``, which may become true when ``changed`` is notified. Callers hold its lock.
 
-        Raises:
-            WaitTimeout: at the limit.
+        Raises WaitTimeout at the limit.
         """
         while not changed.wait_for(done, self.next_s()):
             self.look()

@@ -363,8 +363,7 @@ class WatchOptions(Section):
 def ranges_of(groups: str) -> list[range]:
     """The ranges of ranks in ``log.groups``, none where it is a word.
 
-    Raises:
-        ConfigError: it is neither, or a rank is in two ranges.
+    Raises ConfigError if it is neither, or a rank is in two ranges.
     """
     if not isinstance(groups, str):
         raise ConfigError("log.groups must be worker, machine, auto, plan or ranges of ranks such as 0-3,4-7, not None")

@@ -65,10 +65,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 def dumps(value: Any) -> bytes:
     """Plain data (containers, numbers, text, tensors, numpy arrays, paths, time deltas) as bytes.
 
-    Tensors of a device are copied to the host; what is read back is on the CPU and requires no gradient.
-
-    Raises:
-        SwiftError: the value holds something else.
+    Tensors of a device are copied to the host; what is read back is on the CPU and requires no gradient. Raises
+    SwiftError if the value holds something else.
     """
     return _dump(value, None)
 
@@ -101,11 +99,8 @@ def _dump(value: Any, apart: Callable[[pickle.PickleBuffer], Any] | None) -> byt
 def loads(data: bytes | memoryview, *, cyclic: bool = False) -> Any:
     """Inverse of :func:`dumps`, and of :func:`pieces` joined. Nothing in the result shares memory with ``data``.
 
-    Args:
-        cyclic: containers may contain themselves. Who asks for this must not follow them for ever.
-
-    Raises:
-        CorruptFile: the bytes are damaged or name anything but plain data.
+    ``cyclic``: containers may contain themselves. Who asks for this must not follow them for ever. Raises CorruptFile
+    if the bytes are damaged or name anything but plain data.
     """
     try:
         main, *apart = _split(memoryview(data))

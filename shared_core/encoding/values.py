@@ -40,11 +40,10 @@ class NotPlain(Exception):
 
 
 def encode(value: Any) -> Any:
-    """``value`` as data that can be published. Large tensors and arrays are not copied: serialize it before
-    they change.
+    """``value`` as data that can be published. Large tensors and arrays are not copied: serialize it before they
+    change.
 
-    Raises:
-        NotPlain: it is, or holds, something that is no plain state.
+    Raises NotPlain if it is, or holds, something that is no plain state.
     """
     kind = type(value)
     if kind in ATOMS:
@@ -82,8 +81,7 @@ def _matrix_in(value: Any) -> bool:
 def encode_state(state: Any) -> Any:
     """A ``state_dict`` encoded without what is no plain data (functions), which the replacement has of its own.
 
-    Raises:
-        NotPlain: ``state`` is no plain data at all.
+    Raises NotPlain if ``state`` is no plain data at all.
     """
     if isinstance(state, dict):
         kept = []
@@ -141,9 +139,8 @@ _ENCODERS.update(dict.fromkeys(_MAPPINGS, _mapping))
 def decode(data: Any) -> Any:
     """Inverse of :func:`encode`, as new objects; generators cannot be made again and come out as None.
 
-    Raises:
-        CorruptFile: :func:`encode` does not make this, or it names an enumeration of a module that this program has not
-            imported.
+    Raises CorruptFile if :func:`encode` does not make this, or it names an enumeration of a module that this program
+    has not imported.
     """
     try:
         return _decode(data)

@@ -144,11 +144,8 @@ def disarm() -> None:
 def arm_from_env() -> bool:
     """Arm from what :func:`variables` has made, ``RANK`` and ``SWIFT_RECOVERY_INCARNATION``.
 
-    Returns:
-        Whether the environment names faults and a rank, and a launcher that this process comes from.
-
-    Raises:
-        ConfigError: the list of faults cannot be read.
+    Returns whether the environment names faults and a rank, and a launcher that this process comes from. Raises
+    ConfigError if the list of faults cannot be read.
     """
     env = os.environ
     if "RANK" not in env or FAULTS not in env or not _comes_from(env.get(LAUNCHER, "")):

@@ -143,8 +143,7 @@ class Fault:
         delay_s: strike so many seconds after the point is met, wherever the worker is by then.
         after: place in the job's list of a fault that must have struck before: the worker waits for it at the point.
 
-    Raises:
-        ConfigError: for a value out of range, with what is allowed.
+    Raises ConfigError for a value out of range, with what is allowed.
     """
 
     rank: int
@@ -182,8 +181,7 @@ class Fault:
     def from_dict(cls, values: Mapping[str, Any]) -> Fault:
         """Build from plain data.
 
-        Raises:
-            ConfigError: for an unknown or missing field (with the closest known name) or a bad value.
+        Raises ConfigError for an unknown or missing field (with the closest known name) or a bad value.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"a fault must be a mapping of fields, got {values!r}")
@@ -253,8 +251,7 @@ def random_faults(
         max_nth: highest ``nth`` of a point; 1 where not given.
         only: steps in which a point occurs; all where not given.
 
-    Raises:
-        ConfigError: ``n`` faults cannot be placed.
+    Raises ConfigError if ``n`` faults cannot be placed.
     """
     if n < 0 or steps < 1 or world_size < 2 or not points or not kinds:
         raise ConfigError(f"cannot draw {n} faults for {world_size} ranks, {steps} steps, {points!r}, {kinds!r}")

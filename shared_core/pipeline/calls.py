@@ -45,15 +45,14 @@ class Calls:
         return self.count < self._target
 
     def admit(self, count: int, draws: int) -> bool:
-        """This replacement copies a replica that has finished more calls than the failed worker, which had
-        made ``count``.
+        """This replacement copies a replica that has finished more calls than the failed worker, which had made
+        ``count``.
 
         Args:
             count: calls that this worker has finished itself.
             draws: items that it has taken.
 
-        Returns:
-            Whether others have finished the present call.
+        Returns whether others have finished the present call.
         """
         self._job.position.note_rejoined(False)
         self._target, self.count, self.draws = self.count, count, draws

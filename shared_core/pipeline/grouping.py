@@ -90,8 +90,7 @@ class ChainProfile:
     def from_dict(cls, values: Any) -> ChainProfile:
         """Build from plain data, as read from JSON.
 
-        Raises:
-            ConfigError: for an unknown or missing field, or a bad value.
+        Raises ConfigError for an unknown or missing field, or a bad value.
         """
         data = dict(_known(cls, values, "profile"))
         for name in ("machines", "boundary_bytes", "steps_between_checkpoints"):
@@ -128,8 +127,7 @@ class Budget:
     def bytes_a_step(self, profile: ChainProfile) -> float:
         """Bytes that may be logged in one step.
 
-        Raises:
-            ConfigError: ``bytes_per_s`` is given, but not the profile's ``step_s``.
+        Raises ConfigError if ``bytes_per_s`` is given, but not the profile's ``step_s``.
         """
         limit = math.inf
         if self.storage_bytes is not None:
@@ -169,10 +167,8 @@ class GroupPlan:
 def plan_groups(profile: ChainProfile, budget: Budget) -> GroupPlan:
     """The plan with the least expected replay time within the budget; of equal ones that with fewest bytes.
 
-    One always exists: a single group logs nothing.
-
-    Raises:
-        ConfigError: ``bytes_per_s`` is given, but not the profile's ``step_s``.
+    One always exists: a single group logs nothing. Raises ConfigError if ``bytes_per_s`` is given, but not the
+    profile's ``step_s``.
     """
     return _curve(profile, budget.bytes_a_step(profile))[-1]
 
@@ -185,8 +181,7 @@ def trade_off(profile: ChainProfile) -> list[GroupPlan]:
 def evaluate(profile: ChainProfile, groups: Iterable[Sequence[int]]) -> GroupPlan:
     """What a given grouping costs under this profile.
 
-    Raises:
-        ConfigError: the groups are not the machines in order, each once.
+    Raises ConfigError if the groups are not the machines in order, each once.
     """
     made = tuple(tuple(group) for group in groups)
     if [i for group in made for i in group] != list(range(len(profile.machines))) or not all(made):
@@ -206,10 +201,8 @@ def drifted(now: ChainProfile, planned: ChainProfile, tolerance: float = 0.2) ->
 
     True if a time or a number of bytes differs from its planned value by more than ``tolerance`` times the planned mean
     over the chain (so what is small itself may vary), a machine's share of the failures by more than ``tolerance``
-    times an equal share, a rate or ``step_s`` by more than ``tolerance`` times itself, or anything else at all.
-
-    Raises:
-        ConfigError: ``tolerance`` is negative.
+    times an equal share, a rate or ``step_s`` by more than ``tolerance`` times itself, or anything else at all. Raises
+    ConfigError if ``tolerance`` is negative.
     """
     _number("tolerance", tolerance)
 

@@ -89,8 +89,7 @@ class HostedStage:
         number: the other stage.
         description, state: what :meth:`StageState.export` gave there.
 
-    Raises:
-        ReplicaMismatch: the layers built here are others than those that are trained there.
+    Raises ReplicaMismatch if the layers built here are others than those that are trained there.
     """
 
     def __init__(

@@ -65,8 +65,7 @@ class InstrumentedEngine(PipelineEngine):  # type: ignore[misc]
         compute_s: seconds of forward and backward passes that this process has made.
         timed: backward passes that it has made.
 
-    Raises:
-        ConfigError: layers are to be seeded, and the module seeds them itself.
+    Raises ConfigError if layers are to be seeded, and the module seeds them itself.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

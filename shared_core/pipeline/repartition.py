@@ -58,8 +58,7 @@ def repartitioned(
         rows: of the new rank's masters.
         sizes: elements of the new rank's parts of the parameters.
 
-    Raises:
-        Unsupported: DeepSpeed groups parameters in another way with this number of ranks.
+    Raises Unsupported if DeepSpeed groups parameters in another way with this number of ranks.
     """
     first, layout = old[0], old[0]["layout"]
     before = [[Piece(*piece) for piece in row] for row in layout["masters"]]

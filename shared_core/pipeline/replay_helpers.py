@@ -211,10 +211,7 @@ class Helpers:
     def compute(self, stage: Stage, works: list[Work]) -> list[Computed]:
         """Compute the micro-batches of one step, here and at the helpers. All replacements of the line call it.
 
-        The global generators are as before afterwards.
-
-        Args:
-            works: with what comes from outside the line.
+        The global generators are as before afterwards. ``works``: with what comes from outside the line.
 
         Raises:
             RuntimeError: a helper or a replacement failed; nothing was changed.

@@ -53,11 +53,7 @@ _HOOKED = (
 class Rerouting:
     """Runs the steps of one engine.
 
-    Args:
-        whole: the optimizer, where DeepSpeed's shards it.
-
-    Raises:
-        Unsupported: for what cannot be re-routed.
+    ``whole``: the optimizer, where DeepSpeed's shards it. Raises Unsupported for what cannot be re-routed.
     """
 
     def __init__(self, engine: InstrumentedEngine, job: Job, whole: WholeOptimizer | None) -> None:

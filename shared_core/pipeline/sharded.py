@@ -63,8 +63,7 @@ class Shard:
     def capture(self) -> dict[str, Any]:
         """Masters, moments, hyper-parameters: live tensors, to be written at once.
 
-        Raises:
-            SwiftError: gradients are pending; at a pipeline's step boundary there should be none.
+        Raises SwiftError if gradients are pending; at a pipeline's step boundary there should be none.
         """
         outer = self._outer
         groups = outer.bf16_groups if isinstance(outer, BF16_Optimizer) else outer.bit16_groups

@@ -39,11 +39,8 @@ class WholeOptimizer:
         index: this replica's.
         replicas: their number.
 
-    Attributes:
-        optimizer: one of torch's, of the class inside ``outer``, with the master weights of all shards.
-
-    Raises:
-        Unsupported: for what :class:`Shard` refuses, and for what is not the same at every replica.
+    ``optimizer``: one of torch's, of the class inside ``outer``, with the master weights of all shards. Raises
+    Unsupported for what :class:`Shard` refuses, and for what is not the same at every replica.
     """
 
     def __init__(self, outer: Any, parameters: Sequence[nn.Parameter], index: int, replicas: int) -> None:

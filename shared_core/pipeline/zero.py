@@ -225,11 +225,7 @@ def _numbered(module: Any) -> list[Any]:
 
 
 def refuse_zero(engine: Any) -> None:
-    """Refuse what cannot be exact, or is not built yet.
-
-    Raises:
-        Unsupported: naming it, and what to do instead.
-    """
+    """Refuse what cannot be exact, or is not built yet. Raises Unsupported, naming it, and what to do instead."""
     for name, wrong in _found(engine):
         if wrong:
             raise Unsupported(f"{name}. {_PAGE}")

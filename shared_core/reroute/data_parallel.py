@@ -115,10 +115,8 @@ class DataParallelSteps:
     def run(self, step: int) -> list[Outcome]:
         """Leave the mean of all logical ranks' gradients of ``step`` in ``.grad``, through failures.
 
-        ``step`` is one more than the last step of all workers. Returns one outcome for each logical rank.
-
-        Raises:
-            Unsupported: for sparse gradients.
+        ``step`` is one more than the last step of all workers. Returns one outcome for each logical rank. Raises
+        Unsupported for sparse gradients.
         """
         self._step = step
         shares: dict[int, Tensor] = {}
@@ -174,13 +172,11 @@ class DataParallelSteps:
     # -- agreeing ----------------------------------------------------------------------------------
 
     def _agree(self, *, waits: bool = False, ends: bool = False, idle: bool = False) -> bool:
-        """Whether all workers of the survivor group compute the same step now; if not, this call did something
-        about it.
+        """Whether all workers of the survivor group compute the same step now; if not, this call did something about
+        it.
 
-        They exchange their places on a new survivor group, while a rank is missing, and while they wait for all.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed.
+        They exchange their places on a new survivor group, while a rank is missing, and while they wait for all. Raises
+        SurvivorGroupBroken if somebody failed.
         """
         survivor_group = self._connect()
         if self._channel is None or self._channel.survivor_group is not survivor_group:

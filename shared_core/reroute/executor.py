@@ -46,8 +46,7 @@ class Executor:
         noted: called with a kind and plain facts: ``rerouted`` after each change of plan, ``took_over`` when the first
             forward of another worker's micro-batch begins after it, ``moved`` when workers have moved.
 
-    Attributes:
-        step: number of the next step.
+    ``step``: number of the next step.
     """
 
     def __init__(
@@ -168,8 +167,7 @@ class Executor:
     def settle(self) -> None:
         """Return when all workers have finished the last step.
 
-        Raises:
-            RecoveryFailed: no survivor can compute what a failed worker had.
+        Raises RecoveryFailed if no survivor can compute what a failed worker had.
         """
 
         def attempt() -> None:

@@ -96,8 +96,7 @@ class Finishing:
     def reduce(self, step: Step, plan: StepPlan) -> None:
         """Sum the gradients of this stage over the pipelines into ``step.reduced``.
 
-        Raises:
-            SurvivorGroupBroken: somebody failed meanwhile.
+        Raises SurvivorGroupBroken if somebody failed meanwhile.
         """
         self._await_read(step, plan)
         if step.reduced is not None:
@@ -159,8 +158,7 @@ class Finishing:
             having: ranks that have the sum of their stage.
             waiting: ranks in this step that lack it.
 
-        Raises:
-            SurvivorGroupBroken: somebody else failed meanwhile.
+        Raises SurvivorGroupBroken if somebody else failed meanwhile.
         """
         parameters, everything = self._model.parameters, tuple(range(len(self._model.parameters)))
         step.tied.clear()
@@ -191,8 +189,7 @@ class Finishing:
     def finish(self, step: Step) -> None:
         """From summed gradients to the next step: make the update, gather the losses.
 
-        Raises:
-            SurvivorGroupBroken: somebody failed meanwhile; another call continues where this one was.
+        Raises SurvivorGroupBroken if somebody failed meanwhile; another call continues where this one was.
         """
         assert step.reduced is not None
         if not step.updated:

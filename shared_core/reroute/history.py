@@ -90,11 +90,8 @@ class PlanHistory:
                 ``summed``: pairs of a step and a stage whose sum of gradients somebody has; ``until``, the first step
                 that nobody can make as yet, or None: what was begun of it is begun again.
 
-        Returns:
-            Steps that have new rows, in which every worker is at place 0.
-
-        Raises:
-            ConfigError: no worker can compute what a failed one had.
+        Returns steps that have new rows, in which every worker is at place 0. Raises ConfigError if no worker can
+        compute what a failed one had.
         """
         self.number = entry["number"]
         self.entries = [*self.entries, dict(entry)][-_KEPT:]

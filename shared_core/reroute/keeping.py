@@ -78,8 +78,7 @@ def data_until(topology: Topology, gone: frozenset[Worker], views: Mapping[int, 
     """The first step whose data are missing, as both ends of a pipeline failed; None if there is none. ``views`` is
     what all have told, by rank.
 
-    Raises:
-        RecoveryFailed: a worker has already summed gradients of that step.
+    Raises RecoveryFailed if a worker has already summed gradients of that step.
     """
     if readers_of(views):
         return None
@@ -119,9 +118,8 @@ class Keeping:
     def connect(self, channel: MessageChannel, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:
         """Use a new survivor group.
 
-        Args:
-            views: what all workers have told, by rank: for each step, as text, :meth:`held` as ``data``; as ``reads``,
-                whether they can read other pipelines' data.
+        ``views``: what all workers have told, by rank: for each step, as text, :meth:`held` as ``data``; as ``reads``,
+        whether they can read other pipelines' data.
         """
         self._channel, self._held, self._readers = channel, {}, readers_of(views)
         for rank, view in views.items():
@@ -137,8 +135,7 @@ class Keeping:
     def give(self, step: Step, plan: StepPlan) -> None:
         """Send what this worker owes of a step, once on each survivor group, and begin to receive what it is to keep.
 
-        Raises:
-            Unsupported: both ends of a pipeline failed, and the data of this step cannot be read again.
+        Raises Unsupported if both ends of a pipeline failed, and the data of this step cannot be read again.
         """
         me = self._rank(self._me)
         for d in range(self._topology.pipelines):
@@ -161,8 +158,7 @@ class Keeping:
     def complete(self, step: Step, plan: StepPlan) -> None:
         """Before the last forward of a row: wait for all that is to be kept.
 
-        Raises:
-            SurvivorGroupBroken: somebody failed.
+        Raises SurvivorGroupBroken if somebody failed.
         """
         row = plan.plan.schedule.rows[self._me]
         if sum(action.kind is Kind.F for action in row[step.at :]) > 1:

@@ -76,13 +76,11 @@ class Measuring:
         self._planner.learn(views.values())
 
     def agree(self, channel: MessageChannel, step: int, activations: Sequence[Tensors]) -> None:
-        """At the end of the last measured step, all workers exchange medians, and use the same times and limits
-        of memory.
+        """At the end of the last measured step, all workers exchange medians, and use the same times and limits of
+        memory.
 
-        ``activations`` are those that this worker has sent in ``step``, on the survivor group of ``channel``.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed.
+        ``activations`` are those that this worker has sent in ``step``, on the survivor group of ``channel``. Raises
+        SurvivorGroupBroken if somebody failed.
         """
         if self._planner.times is not None:  # always at another's place: nobody moves before there are times
             return

@@ -160,11 +160,8 @@ class Roles:
     def prepare(self, channel: MessageChannel, step: int, moves: Sequence[Move], told: Mapping[int, Any]) -> str:
         """Give state, or get it and build the layers.
 
-        Returns:
-            Why this worker cannot move; empty if nothing is in the way.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed.
+        Returns why this worker cannot move; empty if nothing is in the way. Raises SurvivorGroupBroken if somebody
+        failed.
         """
         if len({view["terms"] for view in told.values()}) > 1:
             return "the hyper-parameters of the stages differ"
@@ -215,8 +212,7 @@ class StateFollower:
     def follow(self, channel: MessageChannel, step: Step, vacant: frozenset[Worker]) -> None:
         """Make the update of a step, which has ended at the place where this worker computes.
 
-        Raises:
-            SurvivorGroupBroken: somebody failed meanwhile; another call continues where this one was.
+        Raises SurvivorGroupBroken if somebody failed meanwhile; another call continues where this one was.
         """
         parameters = self._model.parameters
         if step.home is None:

@@ -184,11 +184,8 @@ class Plans:
     def choose(self, failed: frozenset[Worker], ready: Collection[str]) -> None:
         """Use the plan for ``failed`` that is ready, if all have it, else make one quickly; with the newest times.
 
-        Args:
-            ready: what :meth:`lies_ready` has told at all workers.
-
-        Raises:
-            ConfigError: all others use a plan of the exact solver that this worker does not have.
+        ``ready``: what :meth:`lies_ready` has told at all workers. Raises ConfigError if all others use a plan of the
+        exact solver that this worker does not have.
         """
         settings = self._settings(self.times)
         exact = next((name for name in ready if name.startswith(f"{settings.key}:")), "")
@@ -238,11 +235,10 @@ class Plans:
             moves: who computes elsewhere.
             switched: the newest times are new.
 
-        Returns:
-            Plain data: the ``times``, the ``room``, the ``period_s`` that is expected, whether the plan was ``ready``,
-            its ``solver``, and after how many seconds it was there (``planned_s``). After new times also what
-            ``drifted``: pipeline, stage, kind, seconds before and now; and the period with the plan until then
-            (``period_before_s``).
+        Returns plain data: the ``times``, the ``room``, the ``period_s`` that is expected, whether the plan was
+        ``ready``, its ``solver``, and after how many seconds it was there (``planned_s``). After new times also what
+        ``drifted``: pipeline, stage, kind, seconds before and now; and the period with the plan until then
+        (``period_before_s``).
         """
         now, staggered = self.plan(failed, self.since), self.variant is Variant.STAGGERED
         ready, seconds = self._looked_up

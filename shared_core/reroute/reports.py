@@ -70,11 +70,10 @@ class Reports:
         self._channel.send(self._key(step, MessageKind.REPORT, self._me), [values], self._rank(decider))
 
     def word(self, step: int) -> Word:
-        """At the worker that decides, which tells the losses of a step: wait for the reports and decide what else
-        to tell.
+        """At the worker that decides, which tells the losses of a step: wait for the reports and decide what else to
+        tell.
 
-        Raises:
-            SurvivorGroupBroken: somebody failed.
+        Raises SurvivorGroupBroken if somebody failed.
         """
         used = self._planner.times
         if not self._due(step) or used is None or self._decider() != self._me:

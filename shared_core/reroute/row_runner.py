@@ -68,8 +68,7 @@ class RowRunner:
     def run(self, step: Step, plan: StepPlan) -> None:
         """Run what is left of this worker's row.
 
-        Raises:
-            SurvivorGroupBroken: somebody failed meanwhile; another call continues where this one was.
+        Raises SurvivorGroupBroken if somebody failed meanwhile; another call continues where this one was.
         """
         row = plan.plan.schedule.rows[self._me]
         self._finishing.tell_losses(step, row)

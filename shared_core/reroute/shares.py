@@ -28,8 +28,7 @@ class Shares:
         what: what asks for shares that any worker can compute, for messages.
         code: the user's code that computes them, for messages.
 
-    Raises:
-        Unsupported: for batch normalisation.
+    Raises Unsupported for batch normalisation.
     """
 
     def __init__(self, job: Job | None, modules: Sequence[nn.Module], seed: int, what: str, code: str) -> None:
@@ -47,11 +46,8 @@ class Shares:
     def share(self, *place: int) -> Iterator[None]:
         """Compute a share, or a part of one, in here. Afterwards the random generators are as before.
 
-        Args:
-            place: number of the step, rank, and what else names it; the random numbers depend on it.
-
-        Raises:
-            Unsupported: a buffer was changed, or collectives were issued.
+        ``place``: number of the step, rank, and what else names it; the random numbers depend on it. Raises Unsupported
+        if a buffer was changed, or collectives were issued.
         """
         before, versions, issued = RawRandom(), [buffer._version for _, buffer in self._buffers], self._issued()
         seed_random(place_seed(self._seed, _STEP, *place))

@@ -60,8 +60,7 @@ class StageBackward:
         apart: outputs have a backward each, one after the other, as in DeepSpeed's pipelines, and not one for all. It
             rounds differently; where there are several that require a gradient, the backward is not split then.
 
-    Raises:
-        ValueError: an input that requires a gradient is not a leaf: its own graph would be run too.
+    Raises ValueError if an input that requires a gradient is not a leaf: its own graph would be run too.
     """
 
     def __init__(self, outputs: Any, inputs: Iterable[Tensor], apart: bool = False) -> None:
@@ -81,11 +80,8 @@ class StageBackward:
     def forward(cls, fn: Callable[..., Any], *inputs: Any) -> tuple[Any, Self]:
         """Run ``fn`` on ``inputs``, detached from the graph they come from.
 
-        Args:
-            inputs: tensors, also within tuples, lists and dicts. A gradient is wanted for those that require one.
-
-        Returns:
-            What ``fn`` returned, and its backward. Input gradients come in the order of the tensors in ``inputs``.
+        ``inputs``: tensors, also within tuples, lists and dicts. A gradient is wanted for those that require one.
+        Returns what ``fn`` returned, and its backward. Input gradients come in the order of the tensors in ``inputs``.
         """
         leaves: list[Tensor] = []
         outputs = fn(*_detached(inputs, leaves))
@@ -94,15 +90,10 @@ class StageBackward:
     def backward(self, grads: Sequence[Tensor | None] | None = None) -> Gradients:
         """B: all gradients at once, as ``torch.autograd.backward`` does it.
 
-        Args:
-            grads: dL/d(output), one for each tensor of the outputs, of its shape; ``None`` where the output is not used
-                further. Without it, outputs are losses.
-
-        Returns:
-            dL/d(input), one for each input, of its shape; ``None`` where it requires none or no output depends on it.
-
-        Raises:
-            BackwardOrder: a backward of this forward has begun already.
+        ``grads``: dL/d(output), one for each tensor of the outputs, of its shape; ``None`` where the output is not used
+        further. Without it, outputs are losses. Returns dL/d(input), one for each input, of its shape; ``None`` where
+        it requires none or no output depends on it. Raises BackwardOrder if a backward of this forward has begun
+        already.
         """
         outputs, given = self._begin(grads)
         self._state = _State.DONE
@@ -147,8 +138,7 @@ class StageBackward:
     def backward_weight(self) -> None:
         """W: the weight gradients, accumulated into ``.grad``; what was held for them is freed layer by layer.
 
-        Raises:
-            BackwardOrder: the input gradients were not computed before, or W was done already.
+        Raises BackwardOrder if the input gradients were not computed before, or W was done already.
         """
         if self._state is not _State.INPUT_DONE:
             raise BackwardOrder(f"weight gradients need the input gradients first; last done: {self._state.value}")
@@ -304,10 +294,8 @@ class _Held:
 def _hold(plan: Survey, kept: list[_Held]) -> None:
     """Take over into ``kept`` what the graph saved for the input gradients alone; each goes when its node has used it.
 
-    Nodes of torch ask for a saved tensor once. A user's function may ask again; its tensors go after I.
-
-    Raises:
-        RuntimeError: a saved tensor was modified in place (autograd's own message).
+    Nodes of torch ask for a saved tensor once. A user's function may ask again; its tensors go after I. Raises
+    RuntimeError if a saved tensor was modified in place (autograd's own message).
     """
     for node in plan.first:
         once = not is_python(type(node))

@@ -76,8 +76,7 @@ class StageModel(Protocol):
     def clip(self, norms: Sequence[float | None]) -> float:
         """The factor of the gradients; not a number where the update is left out.
 
-        Args:
-            norms: sum of the squares of the gradients of each stage; None where there is nothing to clip.
+        ``norms``: sum of the squares of the gradients of each stage; None where there is nothing to clip.
         """
 
     def norm(self) -> float | None:
@@ -113,8 +112,7 @@ class HomeModel(StageModel, Protocol):
     def build(self, stage: int, description: Mapping[str, Any], state: Tensor) -> StageModel:
         """Layers of another stage, from what a worker there has exported.
 
-        Raises:
-            Unsupported, ReplicaMismatch: these are not the layers that are trained there.
+        Raises Unsupported, ReplicaMismatch if these are not the layers that are trained there.
         """
 
 

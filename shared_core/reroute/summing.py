@@ -78,8 +78,7 @@ def reduce_in_order(
         pool: has memory for the sum, which the caller gives back, and for what is received. Fresh memory may take
             longer than the sum.
 
-    Raises:
-        SurvivorGroupBroken: after a failure.
+    Raises SurvivorGroupBroken after a failure.
     """
     pool = pool or BufferPool()
     peers = sorted(ranks)
@@ -138,11 +137,8 @@ def hand_over(
         held: the sum, at the giver.
         like: a tensor of its shape and type, at the takers.
 
-    Returns:
-        What this rank has got; None at the giver and all that are no ``takers``.
-
-    Raises:
-        SurvivorGroupBroken: after another failure.
+    Returns what this rank has got; None at the giver and all that are no ``takers``. Raises SurvivorGroupBroken after
+    another failure.
     """
     if me == giver:
         assert held is not None
@@ -155,10 +151,8 @@ def hand_over(
 def flat_gradients(parameters: Sequence[Tensor], pool: BufferPool | None = None) -> Tensor:
     """Gradients concatenated, zeros where there is none; then 1 for each that there is, 0 for the others.
 
-    One-dimensional, of the promoted dtype of the parameters; a copy, in the pool's memory.
-
-    Raises:
-        Unsupported: for sparse gradients.
+    One-dimensional, of the promoted dtype of the parameters; a copy, in the pool's memory. Raises Unsupported for
+    sparse gradients.
     """
     parts = []
     for parameter in parameters:

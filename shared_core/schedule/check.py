@@ -47,16 +47,15 @@ def check(
     done: Mapping[Worker, Collection[Action]] | None = None,
     ordered: bool = False,
 ) -> None:
-    """Refuse a schedule unless every micro-batch passes every stage once, at one worker, in a possible order,
-    within memory.
+    """Refuse a schedule unless every micro-batch passes every stage once, at one worker, in a possible order, within
+    memory.
 
     Args:
         done: what surviving workers have executed already in an iteration under way; it is not in the rows.
         ordered: the micro-batches of a pipeline at a stage must be at one worker, with W (or B) in ascending order,
             which a reduction needs that is equal bit for bit.
 
-    Raises:
-        InvalidSchedule: names the first action that is wrong.
+    Raises InvalidSchedule, which names the first action that is wrong.
     """
     before = {} if done is None else done
     hosts: dict[tuple[int, int, int], Worker] = {}
@@ -143,8 +142,7 @@ def _check_complete(
 def check_order(schedule: Schedule) -> None:
     """Refuse unless the micro-batches of a pipeline at a stage are at one worker, their W (or B) ascending.
 
-    Raises:
-        InvalidSchedule: names the first action that is wrong.
+    Raises InvalidSchedule, which names the first action that is wrong.
     """
     last: dict[tuple[int, int], tuple[Worker, int]] = {}
     for worker, row in schedule.rows.items():

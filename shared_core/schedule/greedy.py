@@ -48,8 +48,7 @@ def greedy(problem: Problem, effort: int = EFFORT) -> FoundSchedule:
         problem: what to schedule; ``split_last`` is chosen here.
         effort: actions that all passes together may place; the first pass is always made.
 
-    Raises:
-        InvalidSchedule: no order fits into the memory.
+    Raises InvalidSchedule if no order fits into the memory.
     """
     topology = problem.topology
     passes = max(1, effort // (3 * topology.pipelines * topology.stages * topology.micro_batches))

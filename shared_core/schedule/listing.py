@@ -78,8 +78,7 @@ class Arrays:
     def schedule(self, rule: Rule) -> list[list[int]]:
         """Codes of what every place runs, in order. Times of the actions are those of ``timing.simulate``.
 
-        Raises:
-            InvalidSchedule: no order fits into the memory.
+        Raises InvalidSchedule if no order fits into the memory.
         """
         return _Pass(self, rule).run()
 

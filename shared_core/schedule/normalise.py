@@ -76,8 +76,7 @@ def normalise(
         able: who may move; None for everybody.
         moved: moves made already for some of these failures; they stay where they are part of a best choice.
 
-    Raises:
-        ConfigError: a stage has nobody left, or ``moving`` has a wrong length.
+    Raises ConfigError if a stage has nobody left, or ``moving`` has a wrong length.
     """
     times = Times() if times is None else times
     gone = set(failed)

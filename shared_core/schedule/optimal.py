@@ -49,8 +49,7 @@ def improve(found: FoundSchedule, time_limit: float, workers: int = 2) -> FoundS
         time_limit: seconds; of one thread, those of the solver's own count, so that the same input gives the same plan.
         workers: threads.
 
-    Raises:
-        MissingExtra: OR-tools is not installed.
+    Raises MissingExtra if OR-tools is not installed.
     """
     cp_model = import_solver()
     problem = found.problem

@@ -24,8 +24,7 @@ class Profile:
     def add(self, kind: Kind | str, seconds: float, step: int = 0) -> None:
         """Note one duration of an action, or of a transfer (``COMMUNICATION``).
 
-        Raises:
-            ConfigError: there is no such kind, or the duration is negative or not finite.
+        Raises ConfigError if there is no such kind, or the duration is negative or not finite.
         """
         name = str(kind)
         if name not in _NAMES:

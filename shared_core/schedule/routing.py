@@ -15,8 +15,7 @@ Route = dict[tuple[int, int, int], Worker]
 def survivors(topology: Topology, failed: Collection[Worker]) -> list[list[int]]:
     """Pipelines that still have a worker, for every stage.
 
-    Raises:
-        ConfigError: a failed worker is not in the topology, or a stage has nobody left.
+    Raises ConfigError if a failed worker is not in the topology, or a stage has nobody left.
     """
     for worker in failed:
         if not (0 <= worker.pipeline < topology.pipelines and 0 <= worker.stage < topology.stages):

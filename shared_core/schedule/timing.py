@@ -136,8 +136,7 @@ def simulate(
         rounds: iterations to run at most.
         late: of workers that begin an iteration so much later than their stage can.
 
-    Raises:
-        InvalidSchedule: an action waits for one that never runs; both are named.
+    Raises InvalidSchedule if an action waits for one that never runs; both are named.
     """
     actions = [action for row in schedule.rows.values() for action in row] + list(done)
     stages = 1 + max([worker.stage for worker in schedule.rows] + [action.stage for action in actions], default=0)
@@ -213,8 +212,7 @@ class Simulation:
     def measure(self, staggered: bool, rounds: int = ROUNDS) -> SimulatedTimes:
         """Run it, staggered until the period repeats or the rounds are over.
 
-        Raises:
-            InvalidSchedule: an action waits for one that never runs.
+        Raises InvalidSchedule if an action waits for one that never runs.
         """
         ready = [0.0] * self.stages
         starts, after, slots = self.run(ready, staggered)

@@ -75,11 +75,8 @@ class JobDir:
         logs: parent of the folder for logs on disk, which is removed with it; see :func:`log_folder`.
         logging: there may be such logs.
 
-    Attributes:
-        note: for the user, where the folder is not in memory, or others are left over; empty otherwise.
-
-    Raises:
-        OutOfResources: there is no place for it.
+    ``note``: for the user, where the folder is not in memory, or others are left over; empty otherwise. Raises
+    OutOfResources if there is no place for it.
     """
 
     def __init__(self, logs: str | None = None, *, logging: bool = True) -> None:
@@ -124,8 +121,7 @@ class JobDir:
         """Remove what an attempt has left. The lock, snapshots, other machines' publications, and since when ranks
         train stay.
 
-        Args:
-            keep: number of an attempt from which the next one continues: its publications and what it handed on stay.
+        ``keep``: number of an attempt from which the next one continues: its publications and what it handed on stay.
         """
         with suppress(OSError):
             for left in [*self._logs.glob("rank*"), *self._logs.glob(f"{ON_DISK}*/attempt*")]:
@@ -192,8 +188,7 @@ def _make(parent: str) -> tuple[Path, int]:
 def _lock(folder: Path) -> int:
     """Lock a folder that was made just now; the lock lasts until the descriptor is closed.
 
-    Raises:
-        FileNotFoundError: somebody who sweeps was here between the making and the locking, and has removed it.
+    Raises FileNotFoundError if somebody who sweeps was here between the making and the locking, and has removed it.
     """
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
@@ -252,11 +247,8 @@ def _sweep(parent: Path, prefix: str) -> set[str]:
 def _is_left_by_earlier(at: int, name: str) -> bool:
     """Remove folder ``name`` if a killed agent has left it; returns whether one of an earlier version has.
 
-    Args:
-        at: descriptor of the folder that it is in.
-
-    Raises:
-        OSError: it is a link, somebody holds its lock, or it has none.
+    ``at``: descriptor of the folder that it is in. Raises OSError if it is a link, somebody holds its lock, or it has
+    none.
     """
     folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
     try:

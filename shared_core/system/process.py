@@ -50,8 +50,7 @@ def _prctl(option: int, value: int) -> None:
 def become_subreaper() -> None:
     """Make orphaned descendants of this process its own children, so that it can wait for them and end them.
 
-    Raises:
-        Unsupported: on another system than Linux.
+    Raises Unsupported on another system than Linux.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

@@ -43,8 +43,7 @@ class NotAuthenticated(ConnectionError):
 def find(path: str | None) -> bytes:
     """The secret that the user has named on the command line or in the environment, else the one of the home folder.
 
-    Raises:
-        ConfigError: there is none that could be used.
+    Raises ConfigError if there is none that could be used.
     """
     path = path or os.environ.get(VARIABLE)
     if path:
@@ -86,8 +85,7 @@ def _own(path: Path) -> bytes:
 def read(path: str, option: str = "") -> bytes:
     """The secret in a file. ``option`` has named the file, for errors.
 
-    Raises:
-        ConfigError: there is none, it is short, or others may read it.
+    Raises ConfigError if there is none, it is short, or others may read it.
     """
     how = f"make one with: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
     try:
@@ -127,11 +125,7 @@ def of_job(job_dir: Path) -> bytes:
 def ask(sock: socket.socket, key: bytes) -> bytes:
     """The server's side: let the other one prove that it knows the key, and prove it. Changes the socket's time-out.
 
-    Returns:
-        A key for this connection alone.
-
-    Raises:
-        OSError: it does not, or not in time.
+    Returns a key for this connection alone. Raises OSError if it does not, or not in time.
     """
     deadline = time.monotonic() + PROOF_S
     sock.settimeout(PROOF_S)

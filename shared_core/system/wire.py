@@ -48,8 +48,7 @@ class Frame(NamedTuple):
 def place_of(machine: str) -> tuple[str, int]:
     """Host and port of a machine's agent, from the machine's name, ``HOST:PORT#...``.
 
-    Raises:
-        OSError: it is not the name of a machine.
+    Raises OSError if it is not the name of a machine.
     """
     host, _, port = machine.partition("#")[0].rpartition(":")
     if not (
@@ -105,8 +104,7 @@ class Link:
     def shutdown(self) -> None:
         """Have whoever waits on this connection, on any thread, return with an error.
 
-        Raises:
-            OSError: it is closed already.
+        Raises OSError if it is closed already.
         """
         self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -120,11 +118,7 @@ class Link:
     def send(
         self, kind: bytes, rank: int = 0, attempt: int = 0, name: str = "", data: Sequence[bytes | memoryview] = ()
     ) -> None:
-        """Send one frame; its data are given in pieces.
-
-        Raises:
-            OSError: the other side has gone.
-        """
+        """Send one frame; its data are given in pieces. Raises OSError if the other side has gone."""
         raw = name.encode()
         length = sum(map(len, data))
         head = _HEAD.pack(kind, rank, attempt, len(raw), length)
@@ -229,11 +223,7 @@ def _tell(peer: str) -> None:
 
 
 def connect(machine: str, key: bytes) -> Link:
-    """A connection to the agent of the machine of this name. ``key`` is the job's.
-
-    Raises:
-        OSError: there is none.
-    """
+    """A connection to the agent of the machine of this name. ``key`` is the job's. Raises OSError if there is none."""
     sock = socket.create_connection(place_of(machine), CONNECT_S)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -248,8 +238,7 @@ def connect(machine: str, key: bytes) -> Link:
 def accept(sock: socket.socket, key: bytes) -> Link:
     """The other side of :func:`connect`, which has ``sock`` from a listener.
 
-    Raises:
-        OSError: who connects does not know the key, or not in time.
+    Raises OSError if who connects does not know the key, or not in time.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

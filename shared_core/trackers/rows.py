@@ -24,8 +24,7 @@ _KEPT = 1000
 class Service:
     """What takes the rows. This one can only be told: what it was given, it is taken to have.
 
-    Attributes:
-        buffer_s: what is younger, in seconds, the service may lose with the process.
+    ``buffer_s``: what is younger, in seconds, the service may lose with the process.
     """
 
     buffer_s = 0.0

@@ -26,11 +26,7 @@ def prepare() -> None:
 def note_runs(job: Job, **more: str) -> dict[str, str]:
     """Call in rank 0 when runs were opened: leave their names to its replacements.
 
-    Args:
-        more: further variables that replacements find in their environment.
-
-    Returns:
-        The variables, for :func:`take_up`.
+    ``more``: further variables that replacements find in their environment. Returns the variables, for :func:`take_up`.
     """
     names = dict(more)
     run = getattr(sys.modules.get("wandb"), "run", None)

@@ -77,8 +77,7 @@ class _LinkBell:
 def serve(store: MemoryStore, link: Link) -> None:
     """Answer the requests of one connection until it ends; on a thread of its own.
 
-    Raises:
-        OSError: the other side has gone, or asks for what there is not.
+    Raises OSError if the other side has gone, or asks for what there is not.
     """
     link.settimeout(None)
     bells: list[_LinkBell] = []

@@ -71,8 +71,7 @@ class Bell(Protocol):
     def wait(self, seconds: float) -> bool:
         """Return True when it has rung since the last call, False when the time is over.
 
-        Raises:
-            OSError: whoever is waited for has gone.
+        Raises OSError if whoever is waited for has gone.
         """
 
 
