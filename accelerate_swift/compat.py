@@ -81,7 +81,6 @@ def accelerator_under_construction() -> Accelerator | None:
 
 
 def is_set_up() -> bool:
-    """Whether Accelerate has set up a process group, or found that there is none."""
     return bool(PartialState._shared_state)
 
 
@@ -96,7 +95,6 @@ def become(target: Any, mixin: type) -> None:
 
 
 def without_mixin(target: Any) -> type:
-    """The class that an object had before :func:`become`."""
     found: type = type(target).__bases__[1]
     return found
 
@@ -120,7 +118,6 @@ def exchange_loader(accelerator: Accelerator, old: Any, new: Any) -> None:
 
 
 def models_of(accelerator: Accelerator) -> list[Any]:
-    """Models, as Accelerate keeps them."""
     found: list[Any] = accelerator._models
     return found
 
@@ -138,7 +135,6 @@ def schedulers_of(accelerator: Accelerator) -> list[Any]:
 
 
 def registered(accelerator: Accelerator) -> list[Any]:
-    """Objects that the script has registered for checkpointing."""
     found: list[Any] = accelerator._custom_objects
     return found
 
@@ -153,7 +149,6 @@ def is_prepared(loader: Any) -> bool:
 
 
 def persists(loader: Any) -> bool:
-    """Whether a loader keeps its workers from pass to pass."""
     return bool(getattr(loader, "persistent_workers", False))
 
 
@@ -172,7 +167,6 @@ def fetch(dispatcher: DataLoaderDispatcher, iterator: Any) -> Any:
 
 
 def is_at_end(dispatcher: DataLoaderDispatcher) -> bool:
-    """Whether :func:`fetch` has met the end."""
     return bool(getattr(dispatcher, "_stop_iteration", False))
 
 
@@ -181,12 +175,10 @@ def set_at_end(dispatcher: DataLoaderDispatcher, ended: bool) -> None:
 
 
 def drops_last(dispatcher: DataLoaderDispatcher) -> bool:
-    """Whether a batch that is too small is left out."""
     return bool(dispatcher._drop_last)
 
 
 def sends_at_once(dispatcher: DataLoaderDispatcher) -> bool:
-    """Whether batches are sent to their device without waiting."""
     return bool(dispatcher._non_blocking)
 
 

@@ -136,7 +136,6 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of ``DeepSpeedPlugin``, in which the number of micro-batches is said once."""
         options = {"zero_stage": 0} | given
         source = options.get("hf_ds_config") or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         said = options.get(_STEPS)

@@ -295,7 +295,6 @@ def _known(plugin: SwiftPlugin) -> int:
 
 
 def _plugin_here(process: int, number: int, init: InitProcessGroupKwargs | None) -> Any:
-    """What stands for a plugin of a process in this one."""
     plugin = _PLUGINS.get(number) if process == os.getpid() else None
     return plugin if plugin is not None else init or InitProcessGroupKwargs()
 

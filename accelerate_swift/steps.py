@@ -34,7 +34,6 @@ class Steps:
             del self._now[place]
 
     def capture(self) -> dict[int, int]:
-        """Numbers of the next batches, by place."""
         return dict(self._now)
 
     def restore(self, numbers: Mapping[int, int]) -> None:

@@ -239,7 +239,6 @@ class SwiftTrainer(transformers.Trainer):
 
 
 def _of_a_service(callback: Any) -> bool:
-    """Whether a callback holds a connection."""
     return type(callback).__module__.startswith("transformers.integrations")
 
 

@@ -46,7 +46,6 @@ class Watch:
         self._epoch_keys: list[str] = []
 
     def begin(self, accelerator: Accelerator, job: Job, config: SwiftConfig) -> None:
-        """An ``Accelerator`` takes part in a job."""
         self._accelerator = accelerator
         self.loop.begin(job, config, replays=self.replays)
 
@@ -166,6 +165,5 @@ class Watch:
         return str(self._numbered)
 
     def kept_key(self) -> str:
-        """Names the loaders that a Trainer keeps, in the order in which it makes them."""
         self._kept += 1
         return f"kept {self._kept}"

@@ -198,8 +198,6 @@ class RunState:
 
 
 class _Lazy:
-    """Holders that are built when first used."""
-
     def __init__(self, build: Callable[[], Holders]) -> None:
         self._build = build
 
@@ -256,7 +254,6 @@ _BUILDERS: dict[str, Callable[[pl.Trainer], tuple[dict[str, object], frozenset[s
 
 
 def _loops_of(trainer: pl.Trainer, fitting: bool) -> Iterator[Loop]:
-    """The loops that the entry call in progress can change."""
     roots: list[Loop] = [trainer.fit_loop]
     if not fitting:
         roots += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]

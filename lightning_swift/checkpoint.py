@@ -149,12 +149,10 @@ class SwiftCheckpoint(pl.Callback):
                     self.note_file(os.path.join(folder, os.path.basename(path)))
 
     def note_file(self, path: str) -> None:
-        """The run has written a file, or found it."""
         if path not in self._files:
             self._files.append(path)
 
     def forget_file(self, path: str) -> None:
-        """The run has removed a file."""
         if path in self._files:
             self._files.remove(path)
 

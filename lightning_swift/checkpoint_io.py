@@ -170,7 +170,6 @@ def _seal(buffer: io.BytesIO) -> None:
 
 
 def _check(chunks: Iterator[bytes], size: int) -> str:
-    """Whether a file is as it was written."""
     digest, tail, rest = hashlib.sha256(), b"", size - _SEAL_BYTES - _LENGTH_BYTES
     begin = b""
     for chunk in chunks:

@@ -185,7 +185,6 @@ def accumulates(loop: _FitLoop | _TrainingEpochLoop) -> bool:
 
 
 def validates_next(loop: _TrainingEpochLoop, fetcher: _DataFetcher) -> bool:
-    """Whether validation follows the batch in progress."""
     return loop._should_check_val_fx(fetcher)
 
 
@@ -231,7 +230,6 @@ def step_arguments(loop: _TrainingEpochLoop, start: Any, batch: Any, index: int)
 
 
 def before_transfer(module: pl.LightningModule, batch: Any) -> Any:
-    """Call the user's hook for a batch that is moved to its device."""
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
@@ -259,7 +257,6 @@ def keep_fetcher(loop: _FitLoop, fetcher: _DataFetcher) -> None:
 
 
 def most_batches(loop: _EvaluationLoop) -> list[Any]:
-    """Batches of each loader."""
     return list(loop._max_batches)
 
 
@@ -279,7 +276,6 @@ def iterators_of(combined: CombinedLoader) -> Sequence[Iterator[Any]]:
 
 
 def ends_with_shortest(combined: CombinedLoader) -> bool:
-    """Whether a pass ends with the shortest loader."""
     return isinstance(combined._iterator, _MinSize)
 
 
@@ -303,7 +299,6 @@ def set_place(combined: CombinedLoader, index: int | None, consumed: Sequence[bo
 
 
 def structure_of(combined: CombinedLoader) -> Any:
-    """How its loaders are nested."""
     return combined._spec
 
 
@@ -343,7 +338,6 @@ def set_metric_state(metric: _ResultMetric, forward: Any, computed: Any, updates
 
 
 def make_sync(fn: Any, should: bool, rank_zero_only: bool, op: str | None, group: Any) -> _Sync:
-    """How a logged value is reduced over ranks."""
     return _Sync(fn=fn, _should=should, rank_zero_only=rank_zero_only, _op=op, _group=group)
 
 
@@ -357,7 +351,6 @@ def average_of(callback: WeightAveraging | StochasticWeightAveraging) -> nn.Modu
 
 
 def has_average_scheduler(callback: StochasticWeightAveraging) -> bool:
-    """Whether stochastic averaging has its own scheduler by now."""
     return callback._swa_scheduler is not None
 
 
@@ -461,7 +454,6 @@ def fabric_loaders() -> list[_FabricDataLoader]:
 
 
 def passes_of(loader: _FabricDataLoader) -> int:
-    """How many passes over a loader were begun."""
     return loader._num_iter_calls
 
 

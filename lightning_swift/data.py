@@ -56,7 +56,6 @@ class Data:
         compat.set_most_batches(fit.epoch_loop.val_loop, most)
 
     def begin_pass(self) -> None:
-        """An ordinary pass begins: restore its lengths."""
         if self._ordinary is not None:
             lengths, self._ordinary = self._ordinary, None
             self.set_lengths(lengths)

@@ -70,8 +70,6 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
 
 
 class SwiftAutomaticOptimization(compat.AutomaticOptimization):
-    """Under ``reroute`` a batch is that of all ranks."""
-
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         closure = super()._make_closure(kwargs, optimizer, batch_idx)
         sharing = _strategy(self.trainer).sharing
@@ -124,8 +122,6 @@ class SwiftEvaluationLoop(compat.EvaluationLoop):
 
 
 class SwiftPredictionLoop(compat.PredictionLoop):
-    """A prediction starts at a recovery point."""
-
     def run(self) -> Any:
         _strategy(self.trainer).eval_boundary()
         return super().run()

@@ -33,7 +33,6 @@ class PipelineSteps(SwiftDDPStrategy):
 
     @property
     def engine(self) -> SwiftPipelineEngine:
-        """The engine; valid from set-up on."""
         assert self._engine is not None
         return self._engine
 

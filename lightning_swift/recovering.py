@@ -145,7 +145,6 @@ class RecoveringStrategy(CollectiveStrategy):
 
     @property
     def run_state(self) -> RunState:
-        """Rank-local state of the entry call in progress."""
         assert self._run_state is not None
         return self._run_state
 
@@ -202,7 +201,6 @@ class RecoveringStrategy(CollectiveStrategy):
                 self._log_recovery({})
 
     def eval_boundary(self) -> None:
-        """The start of a stand-alone evaluation."""
         if self.job is not None:
             self.run_state.tell()
             self.job.entries.evaluation_boundary()

@@ -34,7 +34,6 @@ class _Lazy:
         return self._rows
 
     def give(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Stands for ``log_metrics``."""
         self.rows.give(metrics, step)
 
     def state(self) -> Any:

@@ -234,7 +234,6 @@ class Sharing:
 
     @property
     def _first(self) -> int:
-        """Number of the first batch of the accumulation window."""
         index = self._trainer.fit_loop.epoch_loop.batch_idx
         return index - index % self._trainer.accumulate_grad_batches
 

@@ -179,7 +179,6 @@ class _Ranks:
         return text(client.get(key), key)
 
     def agreed(self, key: str, mine: str) -> str:
-        """What rank 0 says, at all ranks."""
         if self._world_size == 1:
             return mine
         if self._rank == 0:
@@ -270,7 +269,6 @@ class Alone(_NoReplacements):
         return self
 
     def keep_boundaries(self) -> None:
-        """See :meth:`Job.keep_boundaries`."""
         self._outside = True
 
     def peek(self, name: str) -> Any:
@@ -495,7 +493,6 @@ class Alone(_NoReplacements):
         return lineage.folder_of(self._where, self._command, self._run)
 
     def _mark_ended(self) -> None:
-        """The next start starts from scratch."""
         with suppress(OSError):
             lineage.mark_ended(self._folder, self.boundaries)
         if self._pricing is not None:

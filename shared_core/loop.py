@@ -149,7 +149,6 @@ class _Anchors:
         self.taken: dict[int, bytes] = {}
 
     def take(self, passes: int) -> None:
-        """The script is at the start of an epoch, or after so many passes in it."""
         if passes == 0:
             self.taken.clear()
         values = self._registered.capture_counters()
@@ -444,7 +443,6 @@ class TrainingLoop:
         return bool(there <= here)
 
     def end_round(self) -> None:
-        """The training loader of this round was left."""
         if self.epoch is not None and not self.joining and not sys.is_finalizing():
             self._anchors.take(self._round)
             self._begin_part()
@@ -459,11 +457,9 @@ class TrainingLoop:
             self._walks.begin(thing, what, bare=bare)
 
     def gave(self, thing: Any) -> None:
-        """``thing`` gives an item."""
         self._walks.gave(thing)
 
     def walked(self, thing: Any) -> None:
-        """The loop has left ``thing``."""
         self._walks.end(thing)
 
     def variables_held(self) -> AbstractContextManager[None]:

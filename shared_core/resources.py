@@ -140,7 +140,6 @@ def map_room(path: str | os.PathLike[str], size: int) -> mmap.mmap:
 
 
 def unwritable(path: Path, size: int, error: OSError, nor: str = "") -> OutOfResources:
-    """The error for a file that recovery cannot do without."""
     message = f"{size} bytes cannot be written to {path} ({reason(error)}){nor}: "
     if error.errno in FULL and path.is_relative_to("/dev/shm"):
         message += "give the job more shared memory (docker run --shm-size=..., or mount -o remount,size=... /dev/shm)"

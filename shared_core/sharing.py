@@ -127,13 +127,11 @@ class StepSharing:
             parameter.grad = None
 
     def step(self, number: int) -> SharedStep:
-        """The step with this number, which is the next."""
         self._next = number
         epoch, index = divmod(number, self.per_epoch)
         return SharedStep(number, epoch, index == 0, self)
 
     def wait_for_all(self, number: int) -> None:
-        """See :meth:`SharedStep.wait_for_all`."""
         if self._steps is None:
             return
         if self._next != number:
@@ -144,7 +142,6 @@ class StepSharing:
         self._steps.wait_for_all(number)
 
     def backward(self, number: int, loss: Loss) -> Tensor:
-        """See :meth:`SharedStep.backward`."""
         losses = self._backward(number, loss)
         if self._job is not None:
             self._job.note_loss(losses.mean())

@@ -21,8 +21,6 @@ _STUCK = "It may hang: see what it printed last, or where each rank is with swif
 
 
 class Keys(Protocol):
-    """A store, of which only this is used."""
-
     def check(self, keys: list[str], /) -> bool:
         """Whether all these are there."""
 
@@ -39,7 +37,6 @@ def quiet_s(limit_s: float) -> float:
 
 
 def ends_text(left_s: float, bound: str, ends: str = "this ends with an error") -> str:
-    """When a wait ends, for the line that announces it."""
     return ends if math.isinf(left_s) else f"{ends} in {max(0.0, left_s):.0f} s ({bound})"
 
 

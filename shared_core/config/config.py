@@ -316,7 +316,6 @@ def _tell_of(former: Mapping[str, str]) -> None:
 
 
 def _build(values: Mapping[str, Any]) -> SwiftConfig:
-    """From options by full name."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     plain = {}
     for name, value in values.items():

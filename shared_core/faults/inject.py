@@ -86,7 +86,6 @@ class _Injector:
         return fault.step == self.boundaries
 
     def awaits(self, name: str) -> bool:
-        """Whether a fault at this point is armed for the present step."""
         return os.getpid() == self.pid and any(
             fault.point == name and self._now(fault) for fault in self.pending.values()
         )

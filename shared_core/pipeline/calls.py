@@ -62,7 +62,6 @@ class Calls:
 
     @property
     def behind(self) -> bool:
-        """Whether others have finished the next call."""
         return self._target is not None and self.count < self._target
 
     def comes_in(self) -> bool:

@@ -229,7 +229,6 @@ def use_one_buffer(engine: Any) -> None:
 
 
 def next_batch(engine: Any) -> Any:
-    """The next micro-batch of the data."""
     return engine._next_batch()
 
 
@@ -349,7 +348,6 @@ def _statuses() -> tuple[Any, Any]:
 
 
 def gradient_norm(engine: Any) -> Any:
-    """Of the last step."""
     return engine._global_grad_norm
 
 

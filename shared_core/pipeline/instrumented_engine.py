@@ -133,7 +133,6 @@ class InstrumentedEngine(PipelineEngine):  # type: ignore[misc]
         super()._exec_send_grads(buffer_id)
 
     def _note(self, direction: str) -> None:
-        """Say in the log what the next messages are."""
         if self._job is not None:
             micro_batch = self._sent[direction] = self._sent.get(direction, -1) + 1
             what = {"version": self.global_steps, "micro_batch": micro_batch, "direction": direction}

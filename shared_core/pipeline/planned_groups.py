@@ -40,8 +40,6 @@ def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_b
 
 
 class PlannedGroups:
-    """Plans the log groups of one pipeline without replicas."""
-
     def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._last_boundary = 0

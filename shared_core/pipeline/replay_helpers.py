@@ -205,7 +205,6 @@ class Helpers:
 
     @property
     def use(self) -> int:
-        """How many survivors compute."""
         return len(self.sizes[1:])
 
     def compute(self, stage: Stage, works: list[Work]) -> list[Computed]:
@@ -336,7 +335,6 @@ def _computed(layout: list[Any], results: list[torch.Tensor]) -> list[Any]:
 
 
 def workers_to_use(replay: ReplayCost, survivors: int, policy: str) -> int:
-    """How many survivors compute: the best number, or all of them where the policy is ``always``."""
     if policy == "always":
         return min(survivors, replay.micro_batches - 1)
     return replay.best(survivors + 1) - 1

@@ -176,7 +176,6 @@ class Rerouting:
             self._job.fall_back(str(error))
 
     def run(self) -> None:
-        """Train on the next global batch."""
         if self._stepped_at < 0 and self._job.config.reroute.normalise and self._layers.hooked:
             console_once("hooks", _HOOKED)
         self._stepped_at = self._job.position.boundaries
@@ -467,7 +466,6 @@ def _tied(engine: InstrumentedEngine, parameters: Sequence[nn.Parameter]) -> lis
 
 
 def refuse_rerouting(engine: InstrumentedEngine) -> None:
-    """Raise ``Unsupported`` for an engine whose steps cannot be re-routed."""
     usual = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     reasons: list[tuple[bool, str]] = [
         (is_sharded(engine.optimizer) and engine.torch_autocast_enabled(), "ZeRO-1 and torch_autocast together"),

@@ -27,7 +27,6 @@ _FACTS = ("overflow", "_global_grad_norm")
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Whether the state of DeepSpeed's optimizer is divided over the data-parallel ranks."""
     return isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)) and not evaluates(optimizer)
 
 

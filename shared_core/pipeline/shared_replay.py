@@ -31,8 +31,6 @@ _T = TypeVar("_T")
 
 
 class SharedReplay:
-    """Shares the replay of one engine's stage."""
-
     def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._helpers: Helpers | None = None
@@ -204,7 +202,6 @@ class SharedReplay:
             return None
 
     def _work(self, place: int) -> Work:
-        """A micro-batch, with what comes from outside the line."""
         engine, buffers = self._engine, self._engine.pipe_buffers
         work = Work(engine.number_of(place), None)
         if engine.is_first_stage() or engine.is_last_stage():

@@ -63,7 +63,6 @@ class WholeOptimizer:
 
     @property
     def _own(self) -> list[Tensor]:
-        """This rank's master weights, by group."""
         return [group["params"][0] for group in self._outer.optimizer.param_groups]
 
     def _all_masters(self, group: compat.FlatGroup, own: Tensor) -> list[Tensor]:
@@ -86,7 +85,6 @@ class WholeOptimizer:
 
     @property
     def accumulates(self) -> torch.dtype | None:
-        """See :attr:`shared_core.reroute.step.StageModel.accumulates`."""
         dtype: torch.dtype | None = self._outer.grad_acc_dtype if self._bf16 else None
         return dtype
 

@@ -232,7 +232,6 @@ def refuse_zero(engine: Any) -> None:
 
 
 def _found(engine: Any) -> Iterator[tuple[str, bool]]:
-    """What is refused, from the most general on, and whether it is there."""
     zero, optimizer = engine.zero_optimization_stage(), engine.optimizer
     yield "an engine without an optimizer cannot be recovered: only training is", evaluates(optimizer)
     yield (

@@ -174,7 +174,6 @@ def variable(node: Node) -> torch.Tensor:
 
 
 def raw_tensors(node: Node) -> Iterator[Any]:
-    """The ``SavedTensor`` objects of ``node``."""
     for raw, _ in saved_names(type(node)):
         value = getattr(node, raw)
         yield from value if isinstance(value, tuple | list) else (value,)

@@ -60,7 +60,6 @@ class _Sum:
     notes: Tensor
 
     def outcomes(self) -> list[Outcome]:
-        """One for each logical rank."""
         notes, found = self.notes.numpy().tobytes(), []
         for loss, length in self.table.tolist():
             found.append(Outcome(loss, notes[: int(length)]))
@@ -254,7 +253,6 @@ class DataParallelSteps:
     # -- a step ------------------------------------------------------------------------------------
 
     def _reduce(self, shares: dict[int, Tensor], outcomes: dict[int, Outcome]) -> _Sum:
-        """Compute the shares that are missing here, and sum over all."""
         assert self._channel is not None
         channel, survivor_group, step = self._channel, self._channel.survivor_group, self._step
         computing = [rank for rank in survivor_group.ranks if rank not in self._idle]
@@ -294,7 +292,6 @@ class DataParallelSteps:
         return _Sum(step, flat, table, self._gather(table, notes, hosted))
 
     def _gather(self, table: Tensor, mine: Mapping[int, Tensor], hosted: Mapping[int, int]) -> Tensor:
-        """Notes of all logical ranks, concatenated."""
         assert self._channel is not None
         if not _length(table, range(self._world)):
             return torch.empty(0, dtype=torch.uint8)
@@ -365,5 +362,4 @@ def _empty_table(world: int) -> Tensor:
 
 
 def _length(table: Tensor, ranks: Iterable[int]) -> int:
-    """Bytes of the notes of these ranks."""
     return sum(int(table[rank, 1]) for rank in ranks)

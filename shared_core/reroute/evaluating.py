@@ -42,8 +42,6 @@ def host_of(topology: Topology, failed: Collection[Worker], pipeline: int, stage
 
 
 class Evaluating:
-    """Runs evaluations at one worker."""
-
     def __init__(self, place: WorkerPlace, model: StageModel) -> None:
         self._place, self._model = place, model
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
@@ -91,7 +89,6 @@ class Evaluating:
         }
 
     def learn(self, views: Mapping[int, Any]) -> None:
-        """Take what all workers have told on a new survivor group, by rank."""
         self._held = {}
         for rank, view in views.items():
             for boundary, index, rows in view["results"]:

@@ -143,7 +143,6 @@ class Executor:
         role.measuring.agree(self._channel, step.number, activations)
 
     def begin_evaluation(self, boundary: int, micro_batches: int, items: Sequence[Item]) -> None:
-        """See :meth:`Evaluating.begin`."""
         self._evaluating.begin(boundary, micro_batches, items, self._model.reader if items else None)
 
     def evaluate(self) -> Losses:
@@ -267,7 +266,6 @@ class Executor:
     # -- moves -------------------------------------------------------------------------------------
 
     def _move(self) -> None:
-        """Before a step: make the change of places that is due."""
         if self._channel is None or self._due is None or self._due.step != self.step:
             return
         survivor_group, moves, began = self._channel.survivor_group, self._due.moves, time.perf_counter()
@@ -294,7 +292,6 @@ class Executor:
     # -- what is told after a failure -----------------------------------------------------------------
 
     def _tell(self) -> dict[str, Any]:
-        """How far this worker is; plain data."""
         step = self._steps.get(self.step)
         mine = {
             "base": self._history.number,
@@ -317,7 +314,6 @@ class Executor:
             self._steps[number].at = 0
 
     def _send_again(self, views: Mapping[int, Any]) -> None:
-        """Send what readers still need and may not have got."""
         assert self._channel is not None
         role, having = self._roles.now, self._roles.feed_again(self._steps, views, self.failed)
         open_steps = self._history.changed_since(2 * self._channel.survivor_group.number - 1)
@@ -332,7 +328,6 @@ class Executor:
 
 
 def _reads(steps: Mapping[int, Step]) -> bool:
-    """Whether a worker with these steps can read the data of any pipeline."""
     return any(step.reader is not None for step in steps.values())
 
 

@@ -60,7 +60,6 @@ class Finishing:
         self.channel, self._told, self._heard = channel, set(), set()
 
     def forget_before(self, number: int) -> None:
-        """Steps before ``number`` are over everywhere."""
         self._told = {(step, what) for step, what in self._told if step >= number}
         self._heard = {(step, who) for step, who in self._heard if step >= number}
 
@@ -69,7 +68,6 @@ class Finishing:
         self._told.add((number, f"norm {stage}"))
 
     def _peers(self, stages: Collection[int]) -> dict[Worker, int]:
-        """Workers of these stages that are there, and their ranks."""
         workers = [worker for worker in self._topology.workers() if worker.stage in stages]
         return {worker: self._rank(worker) for worker in workers if worker not in self._history.failed}
 
@@ -283,11 +281,9 @@ class Finishing:
         self._reports.tell(step.number, word)
 
     def _tails(self) -> list[Worker]:
-        """Workers of the last stage that are there, ascending."""
         return sorted(self._peers((self._topology.stages - 1,)))
 
     def _hear(self, step: Step, worker: Worker) -> None:
-        """Wait for the losses of a worker of the last stage."""
         if worker == self._me or step.result is not None or (step.number, worker) in self._heard:
             return
         like = torch.empty(_FLAGS + self._topology.pipelines * self._topology.micro_batches, dtype=torch.float64)

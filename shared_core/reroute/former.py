@@ -57,7 +57,6 @@ class FormerParameters:
 
 
 def _exchange(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replace parameters of the layers by others, in place."""
     for layer in module.modules():
         for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in others:

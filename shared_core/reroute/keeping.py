@@ -99,8 +99,6 @@ def data_until(topology: Topology, gone: frozenset[Worker], views: Mapping[int, 
 
 
 class Keeping:
-    """Passes the data of a step to those that keep them or compute with them."""
-
     _channel: MessageChannel
 
     def __init__(self, place: WorkerPlace) -> None:

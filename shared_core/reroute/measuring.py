@@ -43,7 +43,6 @@ class Measuring:
         return self._began is not None and step > self._began
 
     def takes_halves(self, step: int) -> bool:
-        """Whether some whole backwards are run in halves, to measure I and W, too."""
         return self._planner.times is None and self.takes(step)
 
     def add(self, step: int, kind: Kind, began: float) -> None:

@@ -44,7 +44,6 @@ class Role:
     shapes: dict[MessageKind, Shapes]
 
     def facts(self, steps: Mapping[int, Step]) -> dict[str, Any]:
-        """What others are told of this worker's steps after a failure; plain data."""
         return {str(number): step.facts() | {"data": self.keeping.held(step)} for number, step in steps.items()}
 
     def learn(self, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:

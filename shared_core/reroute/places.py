@@ -25,7 +25,6 @@ class Places:
         self.moves = tuple(moves)
 
     def rank(self, place: Worker) -> int:
-        """Rank of who computes at a place."""
         return self.home_rank(next((move.source for move in self.moves if move.target == place), place))
 
     def workers(self) -> dict[int, Worker]:
@@ -44,7 +43,6 @@ class Places:
         return tuple(move for move in moves if rank(move.source) in ranks and rank(move.target) not in ranks)
 
     def vacant_after(self, moves: Sequence[Move], ranks: Collection[int]) -> frozenset[Worker]:
-        """Places at which nobody will compute if these are the moves."""
         after = Places(self.topology, self.home_rank)
         after.move(moves)
         return after.vacant(ranks)
@@ -71,7 +69,6 @@ class WorkerPlace:
         return self.me.stage == self.topology.stages - 1
 
     def rank_of(self, place: Worker) -> int:
-        """Rank of who computes at a place."""
         return self.places.rank(place)
 
     def workers(self) -> dict[int, Worker]:

@@ -217,7 +217,6 @@ class Filling:
 
 
 def _sealed(text: str) -> str:
-    """A line and its SHA-256."""
     return f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 

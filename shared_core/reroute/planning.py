@@ -110,7 +110,6 @@ class Plans:
         self._use((*self._in_use, used)[-_KEPT:], room)
 
     def view(self) -> dict[str, Any]:
-        """What others are told after a failure; plain data."""
         return {"in_use": [used.to_dict() for used in self._in_use], "room": list(self.room)}
 
     def learn(self, views: Iterable[Mapping[str, Any]]) -> None:
@@ -209,7 +208,6 @@ class Plans:
         return found
 
     def plan(self, failed: frozenset[Worker], step: int) -> IterationPlan:
-        """The plan of a step that begins with these failures."""
         used, settings = self._of_step(step), self._settings_of(step)
         found = self._known.get((settings.key, failed))
         if found is None:

@@ -30,8 +30,6 @@ _NAMES = (*(kind.value for kind in Kind), COMMUNICATION)
 
 
 class Reports:
-    """Reports of one worker, and, at the one that decides, those of all."""
-
     _channel: MessageChannel
 
     def __init__(self, place: WorkerPlace, planner: Plans, measuring: Measuring, history: PlanHistory) -> None:
@@ -47,7 +45,6 @@ class Reports:
         self._planner.proposal = None
 
     def _there(self) -> dict[Worker, int]:
-        """Workers that are there, and their ranks."""
         return {w: self._rank(w) for w in self._topology.workers() if w not in self._history.failed}
 
     def _decider(self) -> Worker:

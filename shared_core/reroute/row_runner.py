@@ -184,7 +184,6 @@ class RowRunner:
         return self._channel.fetch_like(key, differentiable(outputs, False), self._rank(source))
 
     def _keep(self, step: Step, action: Action, what: MessageKind, parts: Tensors) -> MessageKey:
-        """Keep a message for its reader, and for readers that may need it again."""
         stage = action.stage + (1 if what is MessageKind.ACTIVATION else -1)
         key = self._key(step, what, stage, action)
         step.made[key] = parts

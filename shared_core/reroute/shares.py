@@ -68,7 +68,6 @@ class Shares:
             )
 
     def _issued(self) -> int:
-        """Collectives that this worker has issued, of all groups."""
         if self._job is None:
             return 0
         runtime = self._job.runtime

@@ -259,8 +259,6 @@ class _LateTail:
 def _receiver(
     cuts: list[BranchEdge], received: list[tuple[GradientEdge, Tensor]]
 ) -> Callable[[Gradients, Gradients], None]:
-    """A hook that notes what a node sends along ``cuts``."""
-
     def hook(sent: Gradients, _: Gradients) -> None:
         for cut in cuts:
             gradient = sent[cut.position]

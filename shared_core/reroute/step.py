@@ -37,8 +37,6 @@ class Tied:
 
 
 class StageModel(Protocol):
-    """The layers of one stage."""
-
     @property
     def module(self) -> nn.Module:
         """Holds the layers."""

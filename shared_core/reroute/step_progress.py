@@ -35,7 +35,6 @@ class StepProgress(NamedTuple):
         return StepProgress(self.step, 0 if self.step in changed else self.place, {**self.behind, **new})
 
     def progress(self, number: int, row: Sequence[Action]) -> int:
-        """How many actions of its row of a step the worker has run."""
         if number < self.step:
             return self.behind.get(number, len(row))
         return self.place if number == self.step else 0

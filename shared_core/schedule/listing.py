@@ -86,7 +86,6 @@ class Arrays:
         return self._simulation(rows).measure(self.problem.staggered, rounds)
 
     def timeline(self, rows: list[list[int]], schedule: Schedule, measured: SimulatedTimes) -> Timeline:
-        """The times of a schedule, for every action."""
         return self._simulation(rows).timeline(measured, schedule)
 
     def _simulation(self, rows: list[list[int]]) -> Simulation:

@@ -56,7 +56,6 @@ class Problem:
         return self.route.get((pipeline, stage, micro_batch)) or Worker(pipeline, stage)
 
     def splits(self, pipeline: int, stage: int, micro_batch: int) -> bool:
-        """Whether the backward of a micro-batch is run as I and W."""
         if self.variant is Variant.COUPLED:
             return False
         if stage in self.failed_stages:

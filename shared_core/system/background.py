@@ -37,7 +37,6 @@ class Background:
         _disk(_IDLE)
 
     def leave(self) -> None:
-        """Be as any other process again, with all that was started meanwhile."""
         if self._niced:
             os.setpriority(os.PRIO_PGRP, 0, self._nice)
         _disk(_NONE)
@@ -63,7 +62,6 @@ def _can_be_taken_back(nice: int) -> bool:
 
 
 def _disk(priority: int) -> None:
-    """Set the I/O priority of this process group."""
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         ctypes.CDLL(None).syscall(number, _PROCESS_GROUP, 0, priority)

@@ -64,5 +64,4 @@ def _chunks(size: int) -> Iterator[int]:
 
 
 def ask(link: Link, kind: bytes, header: Any) -> None:
-    """Send a request; ``header`` is plain data."""
     link.send(kind, data=[json.dumps(header).encode()])

@@ -99,7 +99,6 @@ class Rows:
         self._written.value = self._count
 
     def state(self) -> Any:
-        """What a replacement must know, as plain data."""
         oldest = time.time() - self._service.buffer_s
         while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()

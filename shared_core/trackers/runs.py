@@ -48,7 +48,6 @@ def take_up(names: Mapping[str, str] | None) -> None:
 
 
 def note_file(job: Job, run: Any) -> None:
-    """Note the file that Weights & Biases writes of a run."""
     file = str(run.settings.sync_file)
     if file not in job.notes.kept(_KIND):
         job.notes.keep(_KIND, file, run.id)
