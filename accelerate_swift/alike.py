@@ -25,10 +25,7 @@ _APART = (
 
 
 def refuse_alone(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse a ``transformers.Trainer`` whose workers train parameters that nothing keeps equal.
-
-    Raises Unsupported, naming how many.
-    """
+    """Raise Unsupported for a ``transformers.Trainer`` whose workers train parameters that nothing keeps equal."""
     summed = {id(each) for model in models if isinstance(model, DistributedDataParallel) for each in model.parameters()}
     alone = [each for each in _parameters(optimizers) if id(each) not in summed and not isinstance(each, DTensor)]
     if alone:

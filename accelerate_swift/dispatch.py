@@ -36,10 +36,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
 
     @classmethod
     def adopt(cls, watch: Watch, prepared: DataLoaderDispatcher, key: str) -> SwiftDispatcher:
-        """The same loader with step boundaries; ``key`` is its own in the script, the same in a replacement.
-
-        Raises Unsupported where the number of workers may change.
-        """
+        """The same loader with step boundaries. Raises Unsupported where the number of workers may change."""
         assert watch.loop.job is not None
         if watch.loop.job.config.resizes:
             raise Unsupported(

@@ -55,8 +55,7 @@ def _command_line(pid: int) -> list[str]:
 
 
 def _asked_for(command: Sequence[str]) -> int:
-    """Processes that this command line of ``accelerate launch``, or its configuration file, asks for; 1 if it
-    says nothing.
+    """Processes that this command line of ``accelerate launch``, or its configuration file, asks for; else 1.
 
     Accelerate itself starts only one on a CPU unless there is MPI, and does not tell it how many were wanted.
     """

@@ -36,10 +36,7 @@ class RunState:
     # -- what must not be done twice ----------------------------------------------------------------------------------
 
     def save_again(self, folder: str | None, save: Callable[[str | None], Any]) -> Any:
-        """``save_state``, also into the folder that the failed worker had begun.
-
-        Accelerate names the folders itself and refuses one that exists.
-        """
+        """``save_state``, also into the folder that the failed worker had begun, which Accelerate refuses."""
         project = self._accelerator.project_configuration
         if not (self._job.env.incarnation or self._job.env.restart) or not project.automatic_checkpoint_naming:
             return save(folder)

@@ -8,10 +8,7 @@ from typing import Any
 
 
 class Steps:
-    """Counts the batches of each pass that is in progress.
-
-    A pass is known by its place: one inside another has the next number, and takes it again in a replacement.
-    """
+    """Counts the batches of each pass in progress, which is known by its place, the same in a replacement."""
 
     def __init__(self) -> None:
         self._now: dict[int, int] = {}

@@ -25,12 +25,7 @@ class Trackers:
         self._configured = job.notes.tally("accelerate.trackers")
 
     def start(self, config: Any, start: Callable[[Any], None]) -> None:
-        """``init_trackers``: replacements take up the failed worker's runs and leave its configuration alone.
-
-        Args:
-            config: the script's configuration of the run.
-            start: opens the runs, with the configuration that it is given.
-        """
+        """``init_trackers``: replacements take up the failed worker's runs and leave its configuration alone."""
         if self._job.rank != 0:
             start(config)
             return

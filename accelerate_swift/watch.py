@@ -55,19 +55,13 @@ class Watch:
             self.loop.forget(self._epoch_keys.pop())
 
     def begin_training(self) -> None:
-        """A training loader is about to be iterated: say what is trained, and check that this can work.
-
-        Raises Unsupported for a kind of distributed training that is not supported.
-        """
+        """A training loader is about to be iterated: say what is trained, and check that this can work."""
         assert self.loop.job is not None
         self.loop.refuse_own_steps()
         self.attach()
 
     def attach(self) -> None:
-        """Tell the job what is trained, if that has changed.
-
-        Raises Unsupported for a kind of distributed training that is not supported.
-        """
+        """Tell the job what is trained, if that has changed. Raises Unsupported for what cannot be recovered."""
         accelerator, job = self._accelerator, self.loop.job
         assert accelerator is not None and job is not None
         if accelerator.num_processes != job.world_size:
@@ -117,10 +111,7 @@ class Watch:
 
     @property
     def training(self) -> bool:
-        """Whether what is read now is trained on rather than evaluated.
-
-        Raises Unsupported if a sharded model is trained that was not prepared.
-        """
+        """Whether what is read now is trained on. Raises Unsupported for a sharded model that was not prepared."""
         if self.fetching is not None:
             return self.fetching
         if not self._models and self._trains_shards():
@@ -138,10 +129,7 @@ class Watch:
         return any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
 
     def refuse_wrapping(self, model: nn.Module) -> None:
-        """Accelerate is about to put ``DistributedDataParallel`` around a model.
-
-        Raises Unsupported for a sharded model.
-        """
+        """Raise Unsupported where Accelerate would put ``DistributedDataParallel`` around a sharded model."""
         if model_has_dtensor(model):
             raise Unsupported(
                 f"on a CPU Accelerate puts DistributedDataParallel around a sharded model, too, unless you {_PREPARE}"
@@ -154,10 +142,7 @@ class Watch:
         return prepared
 
     def next_key(self) -> str:
-        """Names loaders in the order in which they are prepared.
-
-        Those of an epoch apart, for a replacement prepares none of the epochs before.
-        """
+        """Names loaders in their order, those of an epoch apart: a replacement prepares none of earlier epochs."""
         if self.loop.epoch is not None:
             self._epoch_keys.append(f"epoch {len(self._epoch_keys) + 1}")
             return self._epoch_keys[-1]

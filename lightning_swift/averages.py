@@ -23,10 +23,7 @@ _SHORT = 32
 
 
 class Averages:
-    """The averaging callbacks of a trainer, and, with ``held``, the models that the user's callbacks hold.
-
-    The callbacks are looked at again at each call.
-    """
+    """The averaging callbacks of a trainer, and, with ``held``, the models that the user's callbacks hold."""
 
     def __init__(self, trainer: pl.Trainer, *, held: bool) -> None:
         self._trainer, self._held = trainer, held
@@ -97,10 +94,7 @@ class Averages:
                 model.load_state_dict(states[number], strict=False)
 
     def require(self, states: Mapping[str, Any]) -> None:
-        """Refuse to begin between two calls where a model is missing that had been made in a call.
-
-        Raises Unsupported, naming it.
-        """
+        """Raise Unsupported if a model is missing that had been made in a call, to begin between two calls."""
         missing = [name for name in states if name not in self._models()]
         if missing:
             raise Unsupported(

@@ -69,10 +69,7 @@ class RunState:
         self.tell()
 
     def tell(self) -> None:
-        """Attributes of the user's callbacks and data module count as variables of the script.
-
-        Those of the module do so anyway: it is attached.
-        """
+        """Attributes of the user's callbacks and data module count as variables of the script."""
         for name in self._told:
             self._job.variables.forget(name)
         found = {f"callback {name}": each for name, each in _callback_objects(self.trainer, user=True)[0].items()}

@@ -99,12 +99,7 @@ class Data:
     # -- restore ------------------------------------------------------------------------------------------------------
 
     def restore(self, data: Mapping[str, Any], resized: bool = False, copied: bool = False) -> None:
-        """Put back what :meth:`capture` took.
-
-        Args:
-            resized: it is of another number of workers.
-            copied: it is that of a peer, who reads another part of the data.
-        """
+        """Put back what :meth:`capture` took; ``copied`` from a peer, who reads another part of the data."""
         self._ordinary = None if resized else data["ordinary"]
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
         if data["reloaded"]:

@@ -63,12 +63,7 @@ class LaunchingStrategy(RecoveringStrategy):
         return found
 
     def _take_over(self, standbys: int, options: dict[str, Any]) -> None:
-        """Begin, with the stock part of the object complete.
-
-        Raises:
-            ConfigError: for an unknown option or a bad value.
-            Unsupported: for an option that is refused.
-        """
+        """Begin, with the stock part of the object complete. Raises for options that are unknown, bad or refused."""
         self._standbys = standbys
         self._options = options
         #: The trainer has a callback that makes checkpoints.
@@ -101,10 +96,7 @@ class LaunchingStrategy(RecoveringStrategy):
             )
 
     def find_checkpoints(self) -> None:
-        """In the constructor of a Trainer: take the options of its :class:`~lightning_swift.SwiftCheckpoint`.
-
-        Raises ConfigError where they contradict what was said elsewhere.
-        """
+        """In the constructor of a Trainer: take the options of its :class:`~lightning_swift.SwiftCheckpoint`."""
         said = SwiftConfig.from_env().changed
         for callback in compat.callbacks_under_construction():
             if isinstance(callback, SwiftCheckpoint):
@@ -123,10 +115,7 @@ class LaunchingStrategy(RecoveringStrategy):
         return self.job is None and needed and not external and not under_plain_torchrun()
 
     def hand_over(self) -> None:
-        """Become ``swiftrun`` with the running script. Does not return.
-
-        Raises SwiftError in a notebook, or where a process group exists already.
-        """
+        """Become ``swiftrun`` with the running script. Does not return."""
         self._check_device((self.parallel_devices or [torch.device("cpu")])[0])
         hand_over(self.num_processes, self._standbys, self._options)
 
@@ -152,10 +141,5 @@ def workers_here(job: Job | None, devices: int) -> int:
 
 
 def given_options(given: Mapping[str, Any], more: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options of the job, by their full names.
-
-    Args:
-        given: arguments of a constructor, by the full names of their options; defaults are left out.
-        more: further options, by name.
-    """
+    """Options of the job by full name: those of ``given`` that are no defaults, and ``more``."""
     return {name: value for name, value in given.items() if value != _DEFAULTS[name]} | full_names(dict(more or {}))

@@ -80,10 +80,7 @@ def _noted(kind: type, choose: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 class SwiftExperimentWriter(csv_logs.ExperimentWriter):
-    """Writes ``metrics.csv`` with a header that is exchanged atomically, and counts its rows.
-
-    Before a replacement joins it leaves the file alone.
-    """
+    """Writes ``metrics.csv``, exchanging its header atomically; before a replacement joins, nothing."""
 
     rows = 0
 

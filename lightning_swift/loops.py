@@ -63,10 +63,7 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
         sharing.behind = False
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Nothing: :class:`SwiftSignalConnector` never sets the flag that rank 0 would give out here.
-
-        Lightning also drops whatever error this collective meets, so the rank would continue beside the others.
-        """
+        """Nothing: nobody sets this flag, and Lightning drops whatever error its collective meets."""
 
 
 class SwiftAutomaticOptimization(compat.AutomaticOptimization):
@@ -128,10 +125,7 @@ class SwiftPredictionLoop(compat.PredictionLoop):
 
 
 class SwiftSignalConnector(compat.SignalConnector):
-    """Leaves SIGTERM alone: its sender is the agent, which ends the job, or a failure, which must end the process.
-
-    Lightning's handler would issue a collective from within whatever the process is doing.
-    """
+    """Leaves SIGTERM alone: it ends the process. Lightning's handler would issue a collective anywhere."""
 
     def register_signal_handlers(self) -> None:
         self.received_sigterm = False
@@ -148,10 +142,7 @@ _CLASSES: tuple[tuple[type, type], ...] = (
 
 
 def adopt_loops(trainer: pl.Trainer) -> None:
-    """Give the trainer's loops (and its signal connector) the classes above. The one place where that is done.
-
-    Raises Unsupported for a loop class of the user's own.
-    """
+    """Give the trainer's loops the classes above. Raises Unsupported for a loop class of the user's own."""
     for part in compat.replaceable_parts(trainer):
         ours = dict(_CLASSES).get(type(part))
         if ours is not None:

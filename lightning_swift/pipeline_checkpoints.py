@@ -68,10 +68,7 @@ class StageCheckpoints(SwiftDDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a folder: one file a stage, by its first rank, and what all share, by rank 0. A collective.
-
-        In bf16 and with ZeRO there is also one a rank.
-        """
+        """Write a folder: one file a stage, one a rank for sharded optimizers, one of all. A collective."""
         point("checkpoint.write")
         files = self._files(self.broadcast(filepath))
         files.write_parts(checkpoint, storage_options)

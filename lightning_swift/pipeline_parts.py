@@ -34,10 +34,7 @@ _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
 
 
 def check_module(module: pl.LightningModule) -> None:
-    """Refuse a module that is no list of layers, or wants to do what the engine does.
-
-    Raises ConfigError, naming the method.
-    """
+    """Raise ConfigError for a module that is no list of layers, or wants to do what the engine does."""
     name = type(module).__name__
     for method, reason in _OWNED.items():
         if getattr(type(module), method) is not getattr(pl.LightningModule, method):
@@ -52,12 +49,7 @@ def check_module(module: pl.LightningModule) -> None:
 def micro_batches_of(given: int | None, config: Mapping[str, Any], accumulate: int) -> tuple[int, int]:
     """(micro-batches that one batch of the loader is split into, loader's batches of one optimizer step).
 
-    Args:
-        given: ``micro_batches`` of the strategy.
-        config: DeepSpeed's configuration, as the user gave it.
-        accumulate: ``Trainer(accumulate_grad_batches=...)``; 1 if not given.
-
-    Raises ConfigError if they contradict each other.
+    ``accumulate`` is ``Trainer(accumulate_grad_batches=...)``, 1 if not given. Raises ConfigError for a contradiction.
     """
     steps = config.get("gradient_accumulation_steps")
     if given is not None and steps not in (None, "auto", given):
@@ -82,13 +74,9 @@ def micro_batches_of(given: int | None, config: Mapping[str, Any], accumulate: i
 def engine_config(
     config: Mapping[str, Any], micro_batches: int, clip: float | None, algorithm: str | None
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration, from the user's and the Trainer's ``gradient_clip_val`` and algorithm.
+    """DeepSpeed's configuration, from the user's and the Trainer's clipping; ``micro_batches`` of a step.
 
-    ``micro_batches``: of one optimizer step.
-
-    Raises:
-        ConfigError: for what Lightning does, and for a contradiction.
-        Unsupported: for clipping by value.
+    Raises ConfigError for what Lightning does and for a contradiction, Unsupported for clipping by value.
     """
     for section, instead in (("optimizer", "the optimizer"), ("scheduler", "the scheduler, which Lightning steps,")):
         if section in config:
@@ -122,9 +110,7 @@ def engine_config(
 def precision_config(config: Mapping[str, Any], precision: str) -> dict[str, Any]:
     """DeepSpeed's configuration with the Trainer's precision in it, as Lightning spells it out.
 
-    Raises:
-        ConfigError: for a contradiction.
-        Unsupported: for fp16, other precisions, and ZeRO stages 2 and 3.
+    Raises ConfigError for a contradiction, Unsupported for all but fp32, bf16 and ZeRO stages 0 and 1.
     """
     if precision not in ("32-true", "bf16-true", "bf16-mixed") or _enabled(config, "fp16"):
         asked = "a section 'fp16' in the DeepSpeed configuration" if _enabled(config, "fp16") else repr(precision)
@@ -154,10 +140,7 @@ def _enabled(config: Mapping[str, Any], section: str) -> bool | None:
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """A configuration of DeepSpeed as given: plain data, or the path of a JSON file.
-
-    Raises ConfigError if the file cannot be read.
-    """
+    """DeepSpeed's configuration as plain data, also from a JSON file; ConfigError where that cannot be read."""
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     try:
@@ -173,10 +156,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
 
 
 def rows_of(batch: Any) -> int:
-    """Rows of a batch: the first dimension of all its tensors.
-
-    Raises ConfigError if it is no pair of tensors or of containers of them, with equally many rows.
-    """
+    """First dimension of all tensors of a batch. ConfigError if it is no pair, or the tensors differ in it."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         raise ConfigError(
             f"a batch is a {type(batch).__name__}, not a pair (inputs, targets): a pipeline's first stage reads the "
@@ -192,10 +172,7 @@ def rows_of(batch: Any) -> int:
 
 
 def split(batch: Any, pieces: int) -> list[tuple[Any, Any]]:
-    """Split a batch along the first dimension, into views.
-
-    Raises ConfigError if the rows cannot be dealt out equally.
-    """
+    """Split a batch along the first dimension, into views. ConfigError if that leaves a rest."""
     rows = rows_of(batch)
     if not rows or rows % pieces:
         raise ConfigError(_uneven(rows, pieces))
@@ -220,10 +197,7 @@ def shapes_of(piece: Any) -> list[list[int]]:
 
 
 def check_loader(loader: object, pieces: int) -> None:
-    """Refuse a training loader before training where it shows that a batch cannot be split.
-
-    Raises ConfigError, naming ``drop_last`` where the last batch is the reason.
-    """
+    """Raise ConfigError for a training loader that shows before training that a batch cannot be split."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or loader.batch_size is None or not hasattr(sampler, "__len__"):
         return
@@ -293,10 +267,7 @@ class StageFiles:
                 fs.rm(path)
 
     def read(self, weights_only: bool | None) -> dict[str, Any]:
-        """The checkpoint of this stage, as Lightning knows it.
-
-        Raises ConfigError if the folder holds no complete checkpoint of as many stages.
-        """
+        """The checkpoint of this stage, as Lightning knows it. ConfigError if it is incomplete, or of other stages."""
         fs = get_filesystem(self._folder)
         if not fs.exists(f"{self._folder}/{_TRAINER_FILE}"):
             raise ConfigError(

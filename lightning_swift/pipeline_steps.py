@@ -46,10 +46,7 @@ class PipelineSteps(SwiftDDPStrategy):
             )
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
-        """Train on a batch, or keep it where ``accumulate_grad_batches`` asks for more.
-
-        Returns the mean loss of the step, the same on every rank; NaN for a batch that is kept.
-        """
+        """Train on a batch, or keep it: the mean loss of the step, on every rank; NaN for a kept batch."""
         assert self.lightning_module is not None
         self._waiting += split(batch, self._pieces)
         if compat.accumulates(self.lightning_module.trainer.fit_loop):
@@ -98,10 +95,7 @@ class PipelineSteps(SwiftDDPStrategy):
             module.log(f"{stage}_loss", loss, prog_bar=True, batch_size=rows, sync_dist=stage != "train")
 
     def _before_step(self) -> None:
-        """This stage's gradients are complete: call the user's hooks.
-
-        Raises Unsupported with ``on_failure="reroute"``, if a hook changes them.
-        """
+        """Call the user's hooks on complete gradients. Raises Unsupported if one changes what must stay."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         before = self._gradient_versions()

@@ -29,12 +29,7 @@ from shared_core.loaders import wrap_loader
 
 
 class RecoveringStrategy(CollectiveStrategy):
-    """The part of a strategy that is at work while something is trained.
-
-    Attributes:
-        config: options of the run.
-        sharing: the training steps of the last fit, where survivors compute a failed worker's share; else None.
-    """
+    """The part of a strategy that is at work while something is trained."""
 
     config: SwiftConfig
     #: Whether callbacks may average the weights.
@@ -115,10 +110,7 @@ class RecoveringStrategy(CollectiveStrategy):
         super().teardown()
 
     def at_end(self) -> dict[str, Any]:
-        """At the end of an entry call: state of the module and the optimizers, which the user's code finds after it.
-
-        Not copied: serialize it at once.
-        """
+        """State of the module and the optimizers at the end of an entry call; not copied."""
         assert self.lightning_module is not None
         state = {k: value for k, value in self.lightning_module.state_dict().items() if hasattr(value, "dtype")}
         return {
@@ -138,10 +130,7 @@ class RecoveringStrategy(CollectiveStrategy):
         self.run_state.averages.load(ended["averages"])
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
-        """A replacement has skipped an entry call: make what the failed worker made in it with collectives.
-
-        ``ended`` comes from :meth:`at_end`.
-        """
+        """An entry call was skipped: make what the failed worker made in it with collectives."""
 
     @property
     def run_state(self) -> RunState:

@@ -37,11 +37,7 @@ _MOVING = 1
 
 
 class SharedLoader:
-    """The training loader of a rank. Which batch is next follows from where the trainer is.
-
-    ``wrapped``: the user's loader, with a distributed sampler. Raises Unsupported for data that only the rank itself
-    can read.
-    """
+    """The training loader of a rank. Which batch is next follows from where the trainer is."""
 
     def __init__(self, wrapped: DataLoader[Any], sharing: Sharing) -> None:
         self.wrapped = wrapped
@@ -67,9 +63,7 @@ class SharedLoader:
 class _Recorder(ResultCollection):
     """Stands for the training loop's results while a share is computed, and keeps what ``training_step`` logs.
 
-    Args:
-        results: get all that is logged elsewhere; None for a share of another rank, of which nothing else is kept.
-        batch: what is computed.
+    What is logged elsewhere goes to ``results``; None for a share of another rank, of which nothing else is kept.
     """
 
     def __init__(self, results: ResultCollection | None, batch: Any) -> None:
@@ -180,10 +174,7 @@ class Sharing:
         self._steps.wait_for_all(self.number)
 
     def begin_batch(self) -> None:
-        """At the step boundary of a batch: wait for all if callbacks will talk to all before its end.
-
-        Raises Unsupported if a parameter is trained that was frozen when the fit began.
-        """
+        """At the step boundary of a batch: wait for all if callbacks will talk to all before its end."""
         trainer = self._trainer
         self._shards = self._loader.shards
         self._shards.keep(self.job.survivor_groups.absent | {self.job.rank})
@@ -204,10 +195,7 @@ class Sharing:
     # -- a batch ------------------------------------------------------------------------------------------------------
 
     def batch(self, own: Callable[[], ClosureResult]) -> ClosureResult:
-        """Run a batch: this rank's share, and at the end of an accumulation window all that is missing of the step.
-
-        ``own``: ``training_step``, ``zero_grad`` and backward of this rank's batch.
-        """
+        """Run a batch: this rank's share ``own``, and at the end of a window all that is missing of the step."""
         loop = self._trainer.fit_loop
         index = loop.epoch_loop.batch_idx
         if self._called == loop.total_batch_idx:
@@ -314,10 +302,7 @@ class Sharing:
     # -- logs ---------------------------------------------------------------------------------------------------------
 
     def _log(self, outcomes: Sequence[Outcome]) -> None:
-        """Log what all ranks' ``training_step`` logged, the same at all workers.
-
-        It is averaged by batch sizes, or summed, the largest or the smallest, as ``reduce_fx`` says.
-        """
+        """Log what all ranks' ``training_step`` logged, reduced as ``reduce_fx`` says, the same at all workers."""
         own, self._entries = self._entries, []
         notes: list[list[tuple[str, float, int]]] = [json.loads(o.note) if o.note else [] for o in outcomes]
         names = [entry[0] for entry in own]
@@ -354,10 +339,7 @@ def _reduced(operation: str, values: torch.Tensor, weights: torch.Tensor) -> tup
 
 
 def check_sharing(trainer: pl.Trainer) -> None:
-    """Refuse what a worker cannot compute for another, or what talks to all workers in every batch.
-
-    Raises Unsupported, naming the feature and what to do instead.
-    """
+    """Raise Unsupported for what a worker cannot compute for another, or what talks to all in every batch."""
     module = trainer.lightning_module
     refused: list[tuple[bool, str]] = [
         (

@@ -19,10 +19,7 @@ _NOWHERE = "meta"
 
 
 def check(device: torch.device, what: str, *, allowed: bool) -> None:
-    """Refuse what is not in host memory, unless the user has allowed it. ``what`` is on the device, for people.
-
-    Raises Unsupported for another device than the CPU, where it is not allowed.
-    """
+    """Raise Unsupported for what is not in host memory, unless it is ``allowed``. ``what`` is there, for people."""
     if device.type not in (_HOST, _NOWHERE) and not allowed:
         raise Unsupported(f"{what} is on {device}, {REFUSED}")
 

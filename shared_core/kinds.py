@@ -142,10 +142,7 @@ Kind = Whole | WholeOrAuto | Number | Truth | Choice | Port | Place
 
 
 def whole_of_environment(name: str, default: int) -> int:
-    """The whole number in a variable that a launcher or scheduler has set; ``default`` where it is not set, or empty.
-
-    Raises ConfigError if it holds something else.
-    """
+    """The whole number in a variable, ``default`` where it is not set or empty; else ConfigError."""
     try:
         return Whole().read(os.environ.get(name) or default)
     except ValueError as error:
@@ -153,26 +150,15 @@ def whole_of_environment(name: str, default: int) -> int:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file to read it. What is no file, such as a pipe to which nobody writes, is refused at once.
-
-    Raises:
-        NotAFile: it is no regular file.
-        OSError: it cannot be opened.
-    """
+    """Open a file to read it, without waiting. NotAFile for a pipe, a device, a folder or a socket."""
     return os.fdopen(open_fd(path, os.O_RDONLY), "rb")
 
 
 def open_fd(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, null: bool = False) -> int:
-    """A descriptor of a regular file. It never waits: what is no file is opened without waiting, looked at and closed.
+    """A descriptor of a regular file; what is no file is opened without waiting, looked at and closed.
 
-    Args:
-        flags: of ``os.open``; close-on-exec and non-blocking are added.
-        mode: of a file that this call makes.
-        null: ``/dev/null`` is let through, too.
-
-    Raises:
-        NotAFile: it is a pipe, a device, a folder or a socket.
-        OSError: it cannot be opened.
+    ``flags`` are of ``os.open``; close-on-exec and non-blocking are added. ``mode`` is that of a new file. With
+    ``null``, ``/dev/null`` is let through. Raises NotAFile for a pipe, a device, a folder or a socket.
     """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
@@ -198,13 +184,9 @@ def is_regular(found: os.stat_result, *, null: bool = False) -> bool:
 
 
 def check_regular(option: str, path: str | os.PathLike[str], *, null: bool = False) -> None:
-    """Refuse an option that names something that is there and is no regular file.
+    """Raise ConfigError for an option that names something that is there and is no regular file.
 
-    Args:
-        option: and its value as the user gave it, for the error.
-        null: ``/dev/null`` will do, too.
-
-    Raises ConfigError if it is a pipe, a device, a folder or a socket, or its name can be no file's.
+    ``option``: with its value, as the user gave it. ``null``: ``/dev/null`` will do, too.
     """
     try:
         found = os.stat(path)
@@ -219,10 +201,7 @@ def check_regular(option: str, path: str | os.PathLike[str], *, null: bool = Fal
 
 
 def check_length(option: str, path: str | os.PathLike[str]) -> None:
-    """Refuse a path of which a part, or all, is too long for the file system; it need not be there.
-
-    ``option``: and its value as the user gave it, for the error. Raises ConfigError if it is too long.
-    """
+    """Raise ConfigError for a path that is too long for the file system; ``option`` with its value, for people."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -231,10 +210,7 @@ def check_length(option: str, path: str | os.PathLike[str]) -> None:
 
 
 def check_host(option: str, host: str) -> None:
-    """Refuse a name that can be no machine's. ``option`` and its value as the user gave it, for the error.
-
-    Raises ConfigError if it can be none.
-    """
+    """Raise ConfigError for a name that can be no machine's; ``option`` with its value, for people."""
     try:
         host.encode("idna")
     except UnicodeError as error:

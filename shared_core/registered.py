@@ -26,11 +26,7 @@ class Registered:
         self._counters: dict[str, SimpleNamespace] = {}
 
     def add(self, objects: tuple[Any, ...], values: Mapping[str, Any]) -> tuple[SimpleNamespace, bool]:
-        """Register objects, and counters with their first values.
-
-        Returns a namespace with the counters as attributes, and whether any of the objects holds weights. Raises
-        ConfigError for an object without state.
-        """
+        """Register objects and counters: the counters' namespace, and whether an object holds weights."""
         counters = SimpleNamespace(**values)
         weigh = False
         for each in (*objects, *([counters] if values else [])):
@@ -92,10 +88,7 @@ def _restore(each: Any, data: Any) -> None:
 
 
 def _beside(each: Any) -> dict[str, object]:
-    """Objects whose attributes the ``state_dict`` of ``each`` may not hold.
-
-    Metrics of torchmetrics hold nothing by default. That of a class of torch is whole.
-    """
+    """Objects whose attributes the ``state_dict`` of ``each`` may not hold, as of metrics of torchmetrics."""
     parts = each.named_modules() if isinstance(each, nn.Module) else [("", each)]
     return {path: part for path, part in parts if hasattr(part, "__dict__") and not _of_torch(type(part))}
 

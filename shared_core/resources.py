@@ -68,12 +68,7 @@ def what_to_do(error: OSError) -> str:
 
 
 class Retries:
-    """When to try again what the system has refused. The user hears of it once, until it works again.
-
-    Args:
-        say: prints a line for the user.
-        clock: seconds, as ``time.monotonic``.
-    """
+    """When to try again what the system has refused. The user hears of it once, until it works again."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -97,10 +92,7 @@ class Retries:
 
 
 def told_before(folder: Path, what: str) -> bool:
-    """Whether a process of this machine has told the user of ``what`` before; the next one that asks hears yes.
-
-    ``folder`` is shared by these processes; ``what`` is a word, for the name of a file.
-    """
+    """Whether a process that shares ``folder`` has told the user of the word ``what``; the next one hears yes."""
     try:
         os.close(os.open(folder / f"{TOLD}{what}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
@@ -111,12 +103,7 @@ def told_before(folder: Path, what: str) -> bool:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """As :func:`map_room`, for a file that recovery cannot do without.
-
-    Raises:
-        OutOfResources: there is no room.
-        OSError: this process may do no more.
-    """
+    """As :func:`map_room`, for a file that recovery needs: OutOfResources where there is no room."""
     try:
         return map_room(path, size)
     except OSError as error:

@@ -23,13 +23,7 @@ from shared_core.events import console_once
 
 @dataclass(frozen=True)
 class Tested:
-    """The versions of a framework that the product was tested with.
-
-    Attributes:
-        framework: its distribution and its package.
-        first: the lowest, such as "2.11": older ones are refused.
-        last: the highest: newer ones are used if they have all names.
-    """
+    """The versions of a framework that were tested: older than ``first`` are refused, newer than ``last`` looked at."""
 
     framework: str
     first: str
@@ -40,11 +34,7 @@ class Tested:
 
 
 def check_version(tested: Tested, names: Iterable[tuple[str, str]]) -> None:
-    """Refuse an imported framework that cannot be used; one line for a version that nobody has tested.
-
-    ``names``: private names of it that are used, each with the reason. Raises Unsupported if it is older than what was
-    tested, or newer and without a name that is needed.
-    """
+    """Raise Unsupported for a framework that is too old, or newer and without one of the private ``names``."""
     found = str(getattr(sys.modules[tested.framework], "__version__", ""))
     version = _numbers(found)
     what = f"{tested.framework} {found}"

@@ -89,9 +89,8 @@ class Wait:
             self._say(f"{self._who} {verb} for {self.text}; {ends}")
 
     def until(self, changed: threading.Condition, done: Callable[[], bool]) -> None:
-        """Wait until ``done()``, which may become true when ``changed`` is notified. Callers hold its lock.
-
-        Raises WaitTimeout at the limit.
+        """Wait until ``done()``, looked at when ``changed`` is notified; callers hold its
+        lock. May raise WaitTimeout.
         """
         while not changed.wait_for(done, self.next_s()):
             self.look()
@@ -141,8 +140,6 @@ def wait_for(
 
     Args:
         keys: by the rank that sets each.
-        abandoned: whether to give up.
-        rank: that waits.
         what: the ranks are to do, and why: ``to be ready``.
         silent: whoever depends on this says so itself.
 
@@ -172,12 +169,7 @@ def wait_for(
 
 
 def poll(done: Callable[[], bool], abandoned: Callable[[], bool], wait: Wait) -> None:
-    """Wait until ``done()``.
-
-    Raises:
-        GenerationAbandoned: as soon as ``abandoned()`` holds.
-        WaitTimeout: at the limit of ``wait``.
-    """
+    """Wait until ``done()``. GenerationAbandoned once ``abandoned()`` holds, WaitTimeout at the limit of ``wait``."""
     # Polled, because a store's own wait can neither be given up nor time out without a warning on the console; a look
     # takes some 50 microseconds.
     pause = 0.0002

@@ -63,19 +63,15 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dumps(value: Any) -> bytes:
-    """Plain data (containers, numbers, text, tensors, numpy arrays, paths, time deltas) as bytes.
+    """Plain data (containers, numbers, text, tensors, numpy arrays, paths, time deltas) as bytes; else SwiftError.
 
-    Tensors of a device are copied to the host; what is read back is on the CPU and requires no gradient. Raises
-    SwiftError if the value holds something else.
+    Tensors of a device are copied to the host; what is read back is on the CPU and requires no gradient.
     """
     return _dump(value, None)
 
 
 def pieces(value: Any) -> list[Piece]:
-    """As :func:`dumps`, in pieces to be written one after the other.
-
-    Large tensors on the CPU are not copied: write the pieces before they change. Raises as :func:`dumps`.
-    """
+    """As :func:`dumps`, in pieces. Large tensors on the CPU are not copied: write the pieces before they change."""
     apart: list[memoryview] = []
     main = _dump(value, lambda each: apart.append(each.raw()))
     if not apart:

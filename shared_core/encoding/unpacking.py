@@ -406,11 +406,8 @@ _MARKS: dict[int, Callable[[_Reader], None]] = {
 
 
 def unpack(main: memoryview, apart: Sequence[memoryview], size: int, *, cyclic: bool = False) -> Any:
-    """The value in ``main``, whose large tensors are ``apart``; ``size`` bytes in all; it may be ``cyclic``.
-
-    Raises:
-        CorruptFile: it is anything but plain data.
-        Exception: whatever damaged bytes lead to.
+    """The value in ``main``, whose large tensors are ``apart``; ``size`` bytes in all. Raises
+    for all but plain data.
     """
     value = _Reader(main, apart, size).read()
     _check(value, _REPEATS * size + _SOME, cyclic)

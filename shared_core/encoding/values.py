@@ -40,11 +40,7 @@ class NotPlain(Exception):
 
 
 def encode(value: Any) -> Any:
-    """``value`` as data that can be published. Large tensors and arrays are not copied: serialize it before they
-    change.
-
-    Raises NotPlain if it is, or holds, something that is no plain state.
-    """
+    """``value`` as data that can be published, else NotPlain. Large tensors and arrays are not copied."""
     kind = type(value)
     if kind in ATOMS:
         return value
@@ -79,10 +75,7 @@ def _matrix_in(value: Any) -> bool:
 
 
 def encode_state(state: Any) -> Any:
-    """A ``state_dict`` encoded without what is no plain data (functions), which the replacement has of its own.
-
-    Raises NotPlain if ``state`` is no plain data at all.
-    """
+    """A ``state_dict`` encoded without functions and the like, which the replacement has of its own."""
     if isinstance(state, dict):
         kept = []
         for name, value in state.items():
@@ -180,10 +173,7 @@ def _decode(data: Any) -> Any:
 
 
 def _member(module: str, kind: str, name: str) -> Any:
-    """A member of an enumeration of a module that this program has imported: data does not name what is imported.
-
-    Names are looked up in dictionaries, since the ``__getattr__`` of a module or class may import, too.
-    """
+    """A member of an enumeration of an imported module. Looked up in dictionaries: ``__getattr__`` may import."""
     found: Any = sys.modules.get(module)
     if found is None:
         raise ValueError(

@@ -97,12 +97,7 @@ _injector: _Injector | None = None
 
 
 def point(name: str, **info: Any) -> None:
-    """A place where a fault may strike; does nothing unless one is armed for it.
-
-    Args:
-        name: one of :data:`shared_core.faults.spec.POINTS`.
-        info: facts for people who read the call; not used.
-    """
+    """A place, one of :data:`shared_core.faults.spec.POINTS`, where a fault may strike; ``info`` is for readers."""
     if _active:
         _visit(name)
 
@@ -125,10 +120,7 @@ def _resolve() -> _Injector | None:
 def arm(faults: Iterable[Fault], rank: int, incarnation: int = 0) -> None:
     """Arm those of ``faults`` that concern this worker, in place of what was armed before.
 
-    Args:
-        faults: faults of the whole job; the place in the list identifies a fault in the record of struck ones.
-        rank: logical rank of this process.
-        incarnation: which worker of that rank it is.
+    A fault's place in ``faults``, those of the whole job, identifies it in the record of struck ones.
     """
     global _active, _injector
     _injector = _Injector(faults, rank, incarnation)
@@ -141,11 +133,7 @@ def disarm() -> None:
 
 
 def arm_from_env() -> bool:
-    """Arm from what :func:`variables` has made, ``RANK`` and ``SWIFT_RECOVERY_INCARNATION``.
-
-    Returns whether the environment names faults and a rank, and a launcher that this process comes from. Raises
-    ConfigError if the list of faults cannot be read.
-    """
+    """Arm what :func:`variables` names for this rank; whether there was something, from a launcher above this."""
     env = os.environ
     if "RANK" not in env or FAULTS not in env or not _comes_from(env.get(LAUNCHER, "")):
         return False
@@ -214,16 +202,9 @@ def _operations(each: Callable[[], None]) -> AbstractContextManager[Any]:
 
 
 def strike(fault: Fault, index: int = -1, boundaries: int = 0) -> None:
-    """Record a fault and carry it out on this process.
+    """Record a fault and carry it out on this process; ``index`` is its place in the job's list, -1 for none.
 
-    Args:
-        index: its place in the job's list, -1 for none.
-        boundaries: step boundaries passed, for the record.
-
-    Raises:
-        FaultInjected: for kind ``exception``.
-        OSError: for one of :data:`~shared_core.faults.spec.REFUSALS`.
-        WaitTimeout: the fault that must come before it does not strike.
+    Raises FaultInjected, an OSError of :data:`~shared_core.faults.spec.REFUSALS`, or WaitTimeout for ``after``.
     """
     if fault.after is not None:
         first = fault.after

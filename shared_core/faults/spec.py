@@ -179,10 +179,7 @@ class Fault:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fault:
-        """Build from plain data.
-
-        Raises ConfigError for an unknown or missing field (with the closest known name) or a bad value.
-        """
+        """Build from plain data; ConfigError for an unknown, missing or bad field."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"a fault must be a mapping of fields, got {values!r}")
         known = {f.name for f in fields(cls)}

@@ -45,14 +45,9 @@ class Calls:
         return self.count < self._target
 
     def admit(self, count: int, draws: int) -> bool:
-        """This replacement copies a replica that has finished more calls than the failed worker, which had made
-        ``count``.
+        """This replacement copies a replica that is ahead: whether others have finished the present call.
 
-        Args:
-            count: calls that this worker has finished itself.
-            draws: items that it has taken.
-
-        Returns whether others have finished the present call.
+        ``count`` calls and ``draws`` items are those of this worker itself.
         """
         self._job.position.note_rejoined(False)
         self._target, self.count, self.draws = self.count, count, draws

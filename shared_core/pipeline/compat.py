@@ -155,11 +155,9 @@ def engines(kind: type) -> Iterator[None]:
 
 
 def choose_engines(name: str, choose: Callable[[Mapping[str, Any]], type]) -> None:
-    """Patch: ``deepspeed.PipelineEngine(...)`` or ``deepspeed.DeepSpeedEngine(...)`` makes the class that
-    ``choose`` says.
+    """Patch: ``deepspeed.PipelineEngine(...)``, or another name, makes what ``choose`` says of the arguments.
 
-    ``choose`` gets the keyword arguments. The name stays that of a class: ``isinstance``, ``issubclass`` and subclasses
-    mean what they did.
+    The name stays that of a class: ``isinstance``, ``issubclass`` and subclasses mean what they did.
     """
     import deepspeed
 
@@ -419,12 +417,7 @@ def is_replicated(parameter: Any) -> bool:
 
 
 def link_moments(optimizer: Any, *, there: bool) -> None:
-    """Link parameters to their slices of the present tensors of moments.
-
-    Args:
-        optimizer: one of DeepSpeed's that shards.
-        there: an update has been made; else DeepSpeed links them at the first one.
-    """
+    """Link parameters to their slices of the present moments; not ``there``: DeepSpeed does it at an update."""
     optimizer._hp_optimizer_states_linked = False
     if there:
         optimizer._lazy_init_hp_params_optimizer_state()

@@ -88,10 +88,7 @@ class ChainProfile:
 
     @classmethod
     def from_dict(cls, values: Any) -> ChainProfile:
-        """Build from plain data, as read from JSON.
-
-        Raises ConfigError for an unknown or missing field, or a bad value.
-        """
+        """Build from plain data, as read from JSON. ConfigError for an unknown, missing or bad field."""
         data = dict(_known(cls, values, "profile"))
         for name in ("machines", "boundary_bytes", "steps_between_checkpoints"):
             if name not in data:
@@ -125,10 +122,7 @@ class Budget:
                 _number(field.name, getattr(self, field.name))
 
     def bytes_a_step(self, profile: ChainProfile) -> float:
-        """Bytes that may be logged in one step.
-
-        Raises ConfigError if ``bytes_per_s`` is given, but not the profile's ``step_s``.
-        """
+        """Bytes that may be logged in one step. ConfigError if ``bytes_per_s`` is given without ``step_s``."""
         limit = math.inf
         if self.storage_bytes is not None:
             # Whole steps only: what a step may take is rounded down, as storage is compared in whole bytes.
@@ -167,8 +161,7 @@ class GroupPlan:
 def plan_groups(profile: ChainProfile, budget: Budget) -> GroupPlan:
     """The plan with the least expected replay time within the budget; of equal ones that with fewest bytes.
 
-    One always exists: a single group logs nothing. Raises ConfigError if ``bytes_per_s`` is given, but not the
-    profile's ``step_s``.
+    One always exists: a single group logs nothing.
     """
     return _curve(profile, budget.bytes_a_step(profile))[-1]
 
@@ -179,10 +172,7 @@ def trade_off(profile: ChainProfile) -> list[GroupPlan]:
 
 
 def evaluate(profile: ChainProfile, groups: Iterable[Sequence[int]]) -> GroupPlan:
-    """What a given grouping costs under this profile.
-
-    Raises ConfigError if the groups are not the machines in order, each once.
-    """
+    """What a given grouping costs; ConfigError if it does not have the machines in order, each once."""
     made = tuple(tuple(group) for group in groups)
     if [i for group in made for i in group] != list(range(len(profile.machines))) or not all(made):
         raise ConfigError(f"groups must be machines 0 to {len(profile.machines) - 1} in order, each once, got {made}")

@@ -46,8 +46,7 @@ class StageState:
     def hooked(self) -> bool:
         """Whether hooks of the script on this stage's optimizer alone keep workers from moving.
 
-        They may belong to the parameters of this stage, and a worker that has moved makes the other stage's optimizer
-        from scratch.
+        They may belong to this stage's parameters, and a moved worker makes the other optimizer from scratch.
         """
         if not self._possible:
             return False
@@ -192,10 +191,7 @@ class HostedStage:
             self._undo.commit()
 
     def _step(self, factor: float) -> None:
-        """Update as the engine of that stage would.
-
-        The schedules of hyper-parameters are those of this worker's own stage, whose update of the step comes later.
-        """
+        """Update with the schedules of this worker's own stage, whose update of the step comes later."""
         for group, values in zip(self._optimizer.param_groups, hyperparameters(self._engine.optimizer), strict=True):
             group.update(values)
         if factor != 1.0:
@@ -213,10 +209,7 @@ def set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
 
 
 def square_sum(parameters: Sequence[nn.Parameter], first: bool) -> float:
-    """Sum of the squares of a stage's gradients, as DeepSpeed counts them, rounded to fp32.
-
-    It leaves other stages than the first out, except layers that say that they are divided among workers.
-    """
+    """Sum of squares as DeepSpeed counts them: of other stages than the first, only what workers divide."""
     counted = [p for p in parameters if first or is_model_parallel_parameter(p)]
     norms = [p.grad.detach().float().norm(2.0) for p in counted if p.grad is not None]
     return float(torch.stack(norms).pow(2.0).sum().float()) if norms else 0.0

@@ -24,12 +24,7 @@ INTERVAL_DRIFT = 0.2
 
 
 def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_batches: int) -> ChainProfile:
-    """The profile of a chain of machines with ``stages`` stages each.
-
-    Args:
-        rows: of each stage: seconds of computing in a step, bytes that cross to and from the next stage in a step, ...
-        steps: between two checkpoints.
-    """
+    """The chain's profile; ``rows``: of each stage, seconds and bytes to and from the next stage in a step."""
     machines = [rows[first : first + stages] for first in range(0, len(rows), stages)]
     return ChainProfile(
         tuple(ChainMachine(max(row[0] for row in each), stages=stages) for each in machines),

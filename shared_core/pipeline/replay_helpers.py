@@ -73,10 +73,9 @@ def _shaped(layout: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
 def help_replacements(
     replays: Replays, replaying: Replaying, to_help: Sequence[Line], stage_of: Callable[[int], Stage], threads: int
 ) -> None:
-    """In a survivor: compute what each line hands out, until it has caught up. Returns at once.
+    """In a survivor: compute what each line hands out, on a thread each, until it has caught up.
 
-    Each line has a thread of its own. ``threads`` is torch's number of threads in the program, which bits may
-    depend on.
+    Returns at once. ``threads`` is torch's number of threads in the program, which bits may depend on.
     """
 
     def serve(line: Line) -> None:
@@ -171,13 +170,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be shared, and how; the same at all replacements of a line.
-
-    Attributes:
-        micro_batches: of a step.
-        policy: ``always``, or ``auto``: where it pays.
-        ordered: gradients come back by micro-batch, not summed.
-    """
+    """What is to be shared, the same at all replacements of a line; ``ordered``: gradients by micro-batch."""
 
     micro_batches: int
     policy: str
@@ -208,13 +201,9 @@ class Helpers:
         return len(self.sizes[1:])
 
     def compute(self, stage: Stage, works: list[Work]) -> list[Computed]:
-        """Compute the micro-batches of one step, here and at the helpers. All replacements of the line call it.
+        """Compute one step's micro-batches, here and at the helpers. All replacements of the line call it.
 
-        The global generators are as before afterwards. ``works``: with what comes from outside the line.
-
-        Raises:
-            RuntimeError: a helper or a replacement failed; nothing was changed.
-            WaitTimeout: one does not answer.
+        The global generators are as before afterwards. On RuntimeError or WaitTimeout nothing was changed.
         """
         before = RawRandom()
         try:
@@ -273,12 +262,7 @@ class Helpers:
 
 
 def agree(replays: Replays, replaying: Replaying, line: Line, mine: Part, wish: Wish) -> Helpers:
-    """In each replacement of a line at the same step: meet the survivors and settle how many of them compute.
-
-    Raises:
-        RuntimeError: a worker failed.
-        SwiftError: somebody does not come.
-    """
+    """In each replacement of a line at the same step: settle with the survivors how many of them compute."""
     inner = meet(replays, replaying, line)
     try:
         if inner.rank == line[0]:
@@ -315,12 +299,7 @@ def _settle(inner: InnerGroup, parts: Sequence[Part], wish: Wish) -> dict[str, A
 
 
 def _bytes_per_s(inner: InnerGroup, helper: int) -> float:
-    """Measure how fast a helper gets a message of 1 MiB.
-
-    Raises:
-        RuntimeError: a helper failed.
-        WaitTimeout: it does not answer.
-    """
+    """Measure how fast a helper gets a message of 1 MiB."""
     probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
     for data in ([], [probe]):  # the first opens what is opened once
         began = time.perf_counter()

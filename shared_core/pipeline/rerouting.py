@@ -51,10 +51,7 @@ _HOOKED = (
 
 
 class Rerouting:
-    """Runs the steps of one engine.
-
-    ``whole``: the optimizer, where DeepSpeed's shards it. Raises Unsupported for what cannot be re-routed.
-    """
+    """Runs the steps of one engine; ``whole`` is the optimizer, where DeepSpeed's shards it."""
 
     def __init__(self, engine: InstrumentedEngine, job: Job, whole: WholeOptimizer | None) -> None:
         refuse_rerouting(engine)
@@ -114,8 +111,7 @@ class Rerouting:
     def at_boundary(self) -> None:
         """Before each step and evaluation: admit replacements, if the last step has said so.
 
-        They begin at step boundaries, so an evaluation in the batch of a step, as Lightning's validations are,
-        admits nobody.
+        An evaluation in the batch of a step, as Lightning's validations are, admits nobody.
         """
         executor, job, result = self._executor, self._job, self.result
         executor.move_to(int(self._engine.global_steps))
@@ -131,11 +127,7 @@ class Rerouting:
             self._admit(WaitFor.NOT_AT_ALL)
 
     def wait_for_all(self) -> None:
-        """Admit replacements until nobody is away. All workers call it at the same place.
-
-        That is at a step boundary or after the step that followed: replacements begin at that boundary, and skip
-        that step.
-        """
+        """Admit replacements until nobody is away. All workers call it at a step boundary, or a step later."""
         while self._job.survivor_groups.absent and not self._job.joining:
             self._wait(WaitFor.FOR_ALL)
 
@@ -194,11 +186,7 @@ class Rerouting:
         self._prepare()
 
     def evaluates(self) -> bool:
-        """Whether evaluations use the survivor groups of steps; the same at all workers.
-
-        Not before the first step, when all workers wait for a failed one, nor in bf16, in which DeepSpeed adds losses
-        of that type.
-        """
+        """Whether evaluations use survivor groups: not before the first step, nor in bf16, whose sums differ."""
         return (
             not self._engine.bfloat16_enabled()
             and self._job.position.boundaries > 0

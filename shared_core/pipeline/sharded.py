@@ -36,11 +36,7 @@ def evaluates(optimizer: Any) -> bool:
 
 
 class Shard:
-    """One rank's part of a sharded optimizer of DeepSpeed.
-
-    Raises:
-        Unsupported: for what keeps state elsewhere (offload, experts, ZenFlow), and if it does not wrap one of torch's.
-    """
+    """One rank's part of a sharded optimizer. Unsupported for offload, experts, and optimizers that are not torch's."""
 
     def __init__(self, optimizer: Any) -> None:
         if type(optimizer) not in (BF16_Optimizer, DeepSpeedZeroOptimizer):
@@ -60,10 +56,7 @@ class Shard:
         return [master for group in self._inner.param_groups for master in group["params"]]
 
     def capture(self) -> dict[str, Any]:
-        """Masters, moments, hyper-parameters: live tensors, to be written at once.
-
-        Raises SwiftError if gradients are pending; at a pipeline's step boundary there should be none.
-        """
+        """Masters, moments, hyper-parameters, not copied: write them at once. SwiftError if gradients are pending."""
         outer = self._outer
         groups = outer.bf16_groups if isinstance(outer, BF16_Optimizer) else outer.bit16_groups
         if any(parameter.grad is not None for group in groups for parameter in group):
@@ -77,12 +70,7 @@ class Shard:
 
 
 def captured(outer: Any, masters: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Masters, moments, hyper-parameters: live tensors, to be written at once.
-
-    Args:
-        outer: one of DeepSpeed's optimizers that shard, or one of torch's.
-        masters: flat tensors that the optimizer inside steps, or the parameters that torch's does.
-    """
+    """As :meth:`Shard.capture`; ``masters`` are the flat tensors or parameters that the optimizer inside steps."""
     inner = _inner(outer)
     return {
         "masters": [master.detach() for master in masters],

@@ -189,10 +189,7 @@ class SharedReplay:
             compat.instructions_of(engine)[instruction](engine)
 
     def _helped(self, own: Stage, works: list[Work]) -> list[Computed] | None:
-        """None where somebody failed: then this stage computes the step by itself, and the schedule those after it.
-
-        The others of the line notice by themselves: a cut group ends for all.
-        """
+        """None where somebody failed: this stage computes the step alone. Others notice: a cut group ends for all."""
         assert self._helpers is not None
         try:
             return self._helpers.compute(own, works)
@@ -218,10 +215,10 @@ class SharedReplay:
         return work
 
     def _pass(self, own: Stage, works: list[Work], known: list[Computed] | None) -> list[Computed]:
-        """Forward and backward of all micro-batches in the order of the schedule, with all messages.
+        """Forward and backward of all micro-batches in the schedule's order; messages that neighbors have are
+        only logged.
 
-        Messages that neighbors have had already are not sent; a copy goes into the log again. ``known`` are the
-        results, where they are computed elsewhere; None: compute them here.
+        ``known`` are the results, where they are computed elsewhere; None: compute them here.
         """
         engine = self._engine
         ahead, behind = iter(range(len(works))), iter(range(len(works)))

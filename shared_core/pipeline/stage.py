@@ -30,25 +30,14 @@ TensorOrTuple = Any
 
 
 def layer_seed(seed: int, number: int, layer: int) -> int:
-    """Seed of the random numbers of a layer in one micro-batch, 63 bits.
-
-    Args:
-        number: of the micro-batch, counted over all steps and pipelines.
-        layer: place of the layer in the whole model.
-    """
+    """Seed, 63 bits, of a layer (place in the whole model) in a micro-batch (number over all steps, pipelines)."""
     raw = hashlib.blake2b(f"{seed} {number} {layer}".encode(), digest_size=8).digest()
     return int.from_bytes(raw, "big") >> 1
 
 
 @dataclass
 class Work:
-    """One micro-batch of a stage.
-
-    Attributes:
-        number: see :func:`layer_seed`.
-        labels: at the last stage, for the loss.
-        gradient: of the output; at the last stage None.
-    """
+    """One micro-batch of a stage; ``labels`` at the last one, ``gradient`` of the output at the others."""
 
     number: int
     inputs: TensorOrTuple
@@ -137,10 +126,7 @@ class Stage:
         return Passed(work, leaves, outputs, roots, None if loss is None else loss.detach())
 
     def backward(self, passed: Passed, gradient: torch.Tensor | None) -> Computed:
-        """Backward of a micro-batch, once; it frees the graph. ``.grad`` stays as it is.
-
-        ``gradient`` is that of the output; not used at the last stage.
-        """
+        """Backward of a micro-batch, once; frees the graph, leaves ``.grad``. The last stage needs no gradient."""
         leaves, given = passed.leaves, None if self.last else [gradient]
         wanted = [*self.parameters, *(t for t in leaves if t.requires_grad)]
         got: list[torch.Tensor | None] = list(torch.autograd.grad(passed.roots, wanted, given, allow_unused=True))
@@ -153,14 +139,10 @@ class Stage:
 
 
 def compute_line(stages: Sequence[Stage], works: Sequence[Work]) -> list[Computed]:
-    """Forward and backward of one micro-batch in neighboring stages, each with its own graph, as in workers of
-    their own.
+    """Forward and backward of one micro-batch in neighboring stages, each with its own graph.
 
-    Sets the global generators; the caller restores them.
-
-    Args:
-        stages: neighbors, in order; one tensor passes from one to the next.
-        works: of each stage: the first has inputs, the last labels or the gradient of its outputs.
+    One tensor passes from stage to stage; the first of ``works`` has inputs, the last labels or a gradient. Sets the
+    global generators; the caller restores them.
     """
     line: list[Passed] = []
     for place, (stage, work) in enumerate(zip(stages, works, strict=True)):
@@ -174,10 +156,7 @@ def compute_line(stages: Sequence[Stage], works: Sequence[Work]) -> list[Compute
 
 
 def clone(engine: PipelineEngine, stage: int, seed: int) -> Stage:
-    """Build the layers of another stage, as DeepSpeed's ``PipelineModule`` builds its own.
-
-    The parameters are those of fresh layers: load the trained ones. Layers that are modules are copied.
-    """
+    """Build the layers of another stage, as DeepSpeed builds its own; parameters are fresh, modules are copied."""
     module = engine.module
     first, stop = module.parts[stage], module.parts[stage + 1]
     made = nn.Module()

@@ -199,10 +199,7 @@ class WholeOptimizer:
             compat.link_moments(self._outer, there=True)
 
     def loaded(self, group: Any) -> None:
-        """After DeepSpeed's optimizer, this rank's shard alone, was loaded: get the others from their ranks.
-
-        A collective of ``group``, the replicas.
-        """
+        """DeepSpeed has loaded this rank's shard: get the others from their ranks. A collective of the replicas."""
         self._take_hyperparameters()
         self.optimizer.state.clear()
         for masters in self._masters:

@@ -37,8 +37,7 @@ _DIVIDES_NOTHING = 0
 
 
 class SwiftZeroEngine(Owner, DeepSpeedEngine):  # type: ignore[misc]
-    """A :class:`deepspeed.DeepSpeedEngine` whose workers can be replaced, once it is given
-    to :func:`shared_core.attach`.
+    """DeepSpeed's engine, whose workers can be replaced once :func:`shared_core.attach` has it.
 
     Outside ``swiftrun`` it is DeepSpeed's engine. ``pending`` says that no update has used the gradients yet.
     """

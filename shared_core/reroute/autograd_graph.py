@@ -44,10 +44,7 @@ COMPILED = "CompiledFunctionBackward"
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """A product whose weight gradient can wait.
-
-    Only its branch ends at ``parameters``; ``spare`` names the saved operands that only the input gradient needs.
-    """
+    """A product whose weight gradient can wait; only the input gradient needs the operands named ``spare``."""
 
     node: Node
     parameters: tuple[torch.Tensor, ...]

@@ -171,11 +171,9 @@ class DataParallelSteps:
     # -- agreeing ----------------------------------------------------------------------------------
 
     def _agree(self, *, waits: bool = False, ends: bool = False, idle: bool = False) -> bool:
-        """Whether all workers of the survivor group compute the same step now; if not, this call did something about
-        it.
+        """Whether all workers of the survivor group compute the same step now; if not, something was done about it.
 
-        They exchange their places on a new survivor group, while a rank is missing, and while they wait for all. Raises
-        SurvivorGroupBroken if somebody failed.
+        They exchange their places on a new survivor group, while a rank is missing, and while they wait for all.
         """
         survivor_group = self._connect()
         if self._channel is None or self._channel.survivor_group is not survivor_group:

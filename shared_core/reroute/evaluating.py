@@ -53,13 +53,9 @@ class Evaluating:
         self._reader: Reader | None = None
 
     def begin(self, boundary: int, micro_batches: int, items: Sequence[Item], reader: Reader | None) -> None:
-        """Name the next evaluation.
+        """Name the next evaluation, after step boundary ``boundary``.
 
-        Args:
-            boundary: number of the last step boundary.
-            micro_batches: of each pipeline.
-            items: of this worker's pipeline, at its first and last stage; else empty.
-            reader: of the data of other pipelines; None if this worker cannot read them.
+        ``items`` are of this worker's pipeline, empty but at its ends; ``reader`` is None if it cannot read others' data.
         """
         self._reader = reader
         self._now = When(boundary, self._now.number + 1 if self._now.boundary == boundary else 0)
@@ -103,9 +99,7 @@ class Evaluating:
     def run(self, channel: MessageChannel, failed: Collection[Worker]) -> Losses:
         """Make the evaluation that was begun, unless others have made it.
 
-        Raises:
-            SurvivorGroupBroken: somebody failed; another call makes it again.
-            DataAway: both ends of a pipeline failed before anybody else had its data.
+        After SurvivorGroupBroken another call makes it again. DataAway: its data went with both ends of a pipeline.
         """
         if (known := self.known()) is not None:
             return known

@@ -99,9 +99,7 @@ class Executor:
     def run(self) -> StepResult:
         """Train on the next global batch, through failures.
 
-        Raises:
-            RecoveryFailed: no survivor can compute what a failed worker had.
-            DataAway: replacements have to be admitted before this step; then call it again.
+        Raises RecoveryFailed if it cannot be made, DataAway if replacements have to be admitted first: then call it again.
         """
         through_failures(self._move, self.leave)
         self._roles.now.measuring.begin(self.step)
@@ -146,12 +144,7 @@ class Executor:
         self._evaluating.begin(boundary, micro_batches, items, self._model.reader if items else None)
 
     def evaluate(self) -> Losses:
-        """Make the evaluation that was begun, through failures.
-
-        Raises:
-            RecoveryFailed: no survivor can compute what a failed worker had.
-            DataAway: replacements have to be admitted first; then call it again.
-        """
+        """Make the evaluation that was begun, through failures; raises as :meth:`run`."""
 
         def attempt() -> Losses:
             if (known := self._evaluating.known()) is not None:
@@ -164,10 +157,7 @@ class Executor:
         return through_failures(attempt, self.leave)
 
     def settle(self) -> None:
-        """Return when all workers have finished the last step.
-
-        Raises RecoveryFailed if no survivor can compute what a failed worker had.
-        """
+        """Return when all workers have finished the last step; RecoveryFailed if that cannot be."""
 
         def attempt() -> None:
             if self._channel is None or self._channel.survivor_group.broken():
@@ -211,12 +201,7 @@ class Executor:
     # -- losses ------------------------------------------------------------------------------------
 
     def _change(self) -> None:
-        """Form the survivor group of the newest generation, and agree on how to continue.
-
-        Raises:
-            SurvivorGroupBroken: somebody else failed meanwhile.
-            RecoveryFailed: no survivor can compute what a failed worker had.
-        """
+        """Form the survivor group of the newest generation, and agree on how to continue."""
         survivor_group = self._connect()
         if survivor_group.finished:
             self._channel = MessageChannel(survivor_group, self._topology, self._roles.now.shapes, {})

@@ -26,12 +26,7 @@ _FLAGS = 3
 
 
 class Finishing:
-    """Ends steps.
-
-    Args:
-        steps: those under way and the one before, by number; the caller's own mapping, which the caller changes.
-        joining_ranks: whether a replacement waits to be admitted; asked at one worker only.
-    """
+    """Ends steps. ``steps`` is the caller's own mapping; ``joining_ranks`` is asked at one worker only."""
 
     channel: MessageChannel
 
@@ -81,8 +76,7 @@ class Finishing:
                 self.channel.send(MessageKey(step.number, MessageKind.READ, s, d), [torch.zeros(1)], self._rank(worker))
 
     def _await_read(self, step: Step, plan: StepPlan) -> None:
-        """Wait until the stage before has all gradients of this one, so that a failed worker's seldom have to be
-        made again.
+        """Wait until the stage before has all gradients of this one, which so seldom have to be made again.
 
         It costs nothing: the stage before sends nothing of the next step earlier.
         """
@@ -92,10 +86,7 @@ class Finishing:
                 self.channel.fetch_like(key, [torch.zeros(1)], self._rank(worker))
 
     def reduce(self, step: Step, plan: StepPlan) -> None:
-        """Sum the gradients of this stage over the pipelines into ``step.reduced``.
-
-        Raises SurvivorGroupBroken if somebody failed meanwhile.
-        """
+        """Sum the gradients of this stage over the pipelines into ``step.reduced``."""
         self._await_read(step, plan)
         if step.reduced is not None:
             return
@@ -147,16 +138,10 @@ class Finishing:
         return list(flat.split([self._model.parameters[index].numel() for index in indices]))
 
     def pass_on_sums(self, step: Step, having: set[int], waiting: set[int]) -> None:
-        """After a failure: who has the sum of its stage gives it to peers that lack it, and to other stages what they
-        have in common with it.
+        """After a failure: give this stage's sum to peers that lack it, and common parts to other stages.
 
-        Sums that are made again need not have the same bits, and an update may have been made.
-
-        Args:
-            having: ranks that have the sum of their stage.
-            waiting: ranks in this step that lack it.
-
-        Raises SurvivorGroupBroken if somebody else failed meanwhile.
+        Sums that are made again need not have the same bits, and an update may have been made. ``having`` are the ranks
+        that have the sum of their stage, ``waiting`` those in this step that lack it.
         """
         parameters, everything = self._model.parameters, tuple(range(len(self._model.parameters)))
         step.tied.clear()
@@ -185,10 +170,7 @@ class Finishing:
                 step.reduced = flat
 
     def finish(self, step: Step) -> None:
-        """From summed gradients to the next step: make the update, gather the losses.
-
-        Raises SurvivorGroupBroken if somebody failed meanwhile; another call continues where this one was.
-        """
+        """Make the update and gather the losses; after SurvivorGroupBroken another call continues."""
         assert step.reduced is not None
         if not step.updated:
             self._model.set_gradients(step.reduced)
@@ -259,10 +241,7 @@ class Finishing:
             step.norms[other] = float(value) if clips else None
 
     def tell_losses(self, step: Step, row: Sequence[Action]) -> None:
-        """At a last stage, after its last forward: tell all others, who need all losses before they begin another step.
-
-        They get them long before this worker has finished the step, so none of them waits for it.
-        """
+        """At a last stage, after its last forward, long before its step ends: tell all others the losses."""
         told = (step.number, "losses") in self._told or step.result is not None
         if told or not self._last or any(action.kind is Kind.F for action in row[step.at :]):
             return

@@ -55,11 +55,9 @@ def keepers(topology: Topology, failed: Collection[Worker], pipeline: int, stage
 def first_without_data(
     topology: Topology, failed: Collection[Worker], held: Mapping[int, Collection[tuple[int, int]]], first: int
 ) -> int | None:
-    """The first step that cannot be made without a replacement of either end of a pipeline; None if all can be made.
+    """The first step from ``first`` on that lacks data of a pipeline without ends; None if there is none.
 
-    Args:
-        held: by step, (pipeline, kind of message) of all data that somebody has.
-        first: the oldest step that is not over.
+    ``held`` has, by step, (pipeline, kind of message) of all data that somebody has.
     """
     parts, last = parts_of(topology), topology.stages - 1
     dark = [d for d in range(topology.pipelines) if {Worker(d, 0), Worker(d, last)} <= set(failed)]
@@ -75,8 +73,7 @@ def readers_of(views: Mapping[int, Any]) -> list[int]:
 
 
 def data_until(topology: Topology, gone: frozenset[Worker], views: Mapping[int, Any]) -> int | None:
-    """The first step whose data are missing, as both ends of a pipeline failed; None if there is none. ``views`` is
-    what all have told, by rank.
+    """The first step whose data are missing, from what all have told; None if there is none.
 
     Raises RecoveryFailed if a worker has already summed gradients of that step.
     """
@@ -114,11 +111,7 @@ class Keeping:
         return [[d, int(part.kind)] for d in pipelines for part in self._parts if self._has_all(step, d, part)]
 
     def connect(self, channel: MessageChannel, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:
-        """Use a new survivor group.
-
-        ``views``: what all workers have told, by rank: for each step, as text, :meth:`held` as ``data``; as ``reads``,
-        whether they can read other pipelines' data.
-        """
+        """Use a new survivor group; ``views`` has :meth:`held` of each step, and who can read, by rank."""
         self._channel, self._held, self._readers = channel, {}, readers_of(views)
         for rank, view in views.items():
             for number, facts in view["steps"].items():
@@ -131,10 +124,7 @@ class Keeping:
                         self._put(step, (d, j), part, None)
 
     def give(self, step: Step, plan: StepPlan) -> None:
-        """Send what this worker owes of a step, once on each survivor group, and begin to receive what it is to keep.
-
-        Raises Unsupported if both ends of a pipeline failed, and the data of this step cannot be read again.
-        """
+        """Send what this worker owes of a step, once on each survivor group, and begin to receive what it keeps."""
         me = self._rank(self._me)
         for d in range(self._topology.pipelines):
             for part in self._parts:
@@ -154,10 +144,7 @@ class Keeping:
                         self._channel.post(self._key(step, d, j, part), source)
 
     def complete(self, step: Step, plan: StepPlan) -> None:
-        """Before the last forward of a row: wait for all that is to be kept.
-
-        Raises SurvivorGroupBroken if somebody failed.
-        """
+        """Before the last forward of a row: wait for all that is to be kept."""
         row = plan.plan.schedule.rows[self._me]
         if sum(action.kind is Kind.F for action in row[step.at :]) > 1:
             return

@@ -51,9 +51,8 @@ class Measuring:
             self._profile.add(kind, time.perf_counter() - began, step)
 
     def recent(self, since: int) -> dict[str, float]:
-        """Medians in seconds of the steps from ``since`` on, completed from the times in use.
-
-        Empty for a worker that has measured nothing, and before all have agreed on times.
+        """Medians in seconds from step ``since`` on, completed; empty before there are any, or
+        before times are agreed.
         """
         medians, used = self._profile.medians(since), self._planner.times
         if used is None or not medians.keys() & {Kind.F, Kind.I, Kind.W, Kind.B}:
@@ -75,12 +74,7 @@ class Measuring:
         self._planner.learn(views.values())
 
     def agree(self, channel: MessageChannel, step: int, activations: Sequence[Tensors]) -> None:
-        """At the end of the last measured step, all workers exchange medians, and use the same times and limits of
-        memory.
-
-        ``activations`` are those that this worker has sent in ``step``, on the survivor group of ``channel``. Raises
-        SurvivorGroupBroken if somebody failed.
-        """
+        """At the end of the last measured step: all exchange medians, and use the same times and limits."""
         if self._planner.times is not None:  # always at another's place: nobody moves before there are times
             return
         assert self._first is not None

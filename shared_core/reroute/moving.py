@@ -57,12 +57,7 @@ class Role:
 
 
 class Roles:
-    """At which place one worker computes; moves it, and helps others to move.
-
-    Attributes:
-        home: its role at its own place.
-        now: its role at the place at which it computes.
-    """
+    """At which place one worker computes, ``now`` or at ``home``; moves it, and helps others to move."""
 
     def __init__(
         self, home: Worker, model: HomeModel, places: Places, make: Callable[[WorkerPlace, StageModel], Role]
@@ -78,12 +73,7 @@ class Roles:
         return self.now is not self.home
 
     def take(self, moves: Sequence[Move], steps: Mapping[int, Step]) -> None:
-        """From now on these workers, and no others, compute elsewhere.
-
-        Args:
-            moves: all that hold.
-            steps: what this worker keeps of steps; if it moves or comes home, they have ended.
-        """
+        """From now on these workers, and no others, compute elsewhere. If this one moves, its ``steps`` have ended."""
         self._places.move(moves)
         place = next((move.target for move in moves if move.source == self._home), self._home)
         before = self.now.place.me
@@ -102,12 +92,7 @@ class Roles:
     def meet(
         self, survivor_group: SurvivorGroup, views: Mapping[int, Any], steps: Mapping[int, Step]
     ) -> MessageChannel:
-        """A channel over a new survivor group, which all parts of the present role then use.
-
-        Args:
-            views: what all have told of :meth:`shapes`, and of steps under way.
-            steps: this worker's, of those under way.
-        """
+        """A channel over a new survivor group, which all parts of the present role then use."""
         at = self._places.workers()
         knows = {
             rank: {MessageKind(kind) for place, kinds in view["shapes"] if Worker(*place) == at[rank] for kind in kinds}
@@ -123,10 +108,7 @@ class Roles:
     def feed_again(
         self, steps: Mapping[int, Step], views: Mapping[int, Any], vacant: frozenset[Worker]
     ) -> dict[int, set[int]]:
-        """On a new survivor group: give sums to workers that compute elsewhere and lack them.
-
-        Returns the ranks that have the sum of the stage at which they compute, by step.
-        """
+        """On a new survivor group, give sums to workers that compute elsewhere; returns who has sums, by step."""
         having = {
             number: {rank for rank, view in views.items() if view["steps"].get(str(number), {}).get("reduced")}
             for number in steps
@@ -157,11 +139,7 @@ class Roles:
         }
 
     def prepare(self, channel: MessageChannel, step: int, moves: Sequence[Move], told: Mapping[int, Any]) -> str:
-        """Give state, or get it and build the layers.
-
-        Returns why this worker cannot move; empty if nothing is in the way. Raises SurvivorGroupBroken if somebody
-        failed.
-        """
+        """Give state, or get it and build the layers. Returns why this worker cannot move; empty if it can."""
         if len({view["terms"] for view in told.values()}) > 1:
             return "the hyper-parameters of the stages differ"
         wrong, mine = "", self._places.home_rank(self._home)
@@ -209,10 +187,7 @@ class StateFollower:
         self._givers = {step: min(ranks) for step, ranks in having.items() if ranks}
 
     def follow(self, channel: MessageChannel, step: Step, vacant: frozenset[Worker]) -> None:
-        """Make the update of a step, which has ended at the place where this worker computes.
-
-        Raises SurvivorGroupBroken if somebody failed meanwhile; another call continues where this one was.
-        """
+        """Make the update of a step that has ended; after SurvivorGroupBroken another call continues."""
         parameters = self._model.parameters
         if step.home is None:
             peers = [Worker(d, self._home.stage) for d in range(self._places.topology.pipelines)]

@@ -103,10 +103,7 @@ class PlanStore:
         self._read: dict[Path, IterationPlan] = {}
 
     def look_up(self, failed: Collection[Worker], *, exact: bool = False) -> IterationPlan | None:
-        """The plan for these failures, None if it has not been made yet. Reads one file, the first time.
-
-        With ``exact``, the plan of the exact solver; None also where that has found no better one.
-        """
+        """The plan for these failures, or with ``exact`` a better one of the exact solver; None if there is none."""
         pattern, names = canonical(self.settings.topology, failed, self.settings.times)
         found = self._load(pattern, self._path(pattern, exact))
         return None if found is None else rename(found, {new: old for old, new in names.items()})
@@ -133,8 +130,7 @@ class PlanStore:
         return count
 
     def improve(self, failures: int, wanted: Callable[[], bool] = lambda: True) -> int:
-        """Give the exact solver each plan for 1 to ``failures`` failures that may not be the best, fewest first,
-        while ``wanted``.
+        """Give the exact solver each plan that may not be the best, fewest failures first, while ``wanted``.
 
         Returns how many it has improved. Does nothing without OR-tools, nor for large pipelines.
         """
@@ -195,12 +191,7 @@ class Filling:
         return self._process.poll() is None
 
     def wait(self, timeout: float) -> None:
-        """Until all plans are there, for ``timeout`` seconds.
-
-        Raises:
-            WaitTimeout: they are not there in time; the process continues.
-            ConfigError: it failed; its error is on the console.
-        """
+        """Until all plans are there. WaitTimeout after ``timeout`` seconds, ConfigError if the process failed."""
         try:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired as error:

@@ -33,10 +33,7 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class TimesInUse:
-    """Times that all use from step ``since`` on.
-
-    ``ready`` are the failures whose plan all had when they agreed on the times; None if nobody was asked.
-    """
+    """Times that all use from step ``since`` on; ``ready``: failures whose plan all had by then, or None."""
 
     since: int
     times: Times

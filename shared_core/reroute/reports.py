@@ -67,11 +67,7 @@ class Reports:
         self._channel.send(self._key(step, MessageKind.REPORT, self._me), [values], self._rank(decider))
 
     def word(self, step: int) -> Word:
-        """At the worker that decides, which tells the losses of a step: wait for the reports and decide what else to
-        tell.
-
-        Raises SurvivorGroupBroken if somebody failed.
-        """
+        """At the worker that decides, before it tells losses: wait for the reports and decide what else to tell."""
         used = self._planner.times
         if not self._due(step) or used is None or self._decider() != self._me:
             return Word.NOTHING

@@ -17,12 +17,7 @@ _SHARE = 0.5
 
 
 class MemoryUse(NamedTuple):
-    """What one worker has measured, in bytes.
-
-    Attributes:
-        held: what a micro-batch holds from its forward to its backward on the host; None if that is not known.
-        spare: what the worker may use.
-    """
+    """Bytes that a micro-batch holds on the host until its backward, None if unknown; bytes that are to spare."""
 
     held: int | None
     spare: int

@@ -66,10 +66,7 @@ class RowRunner:
         self._channel, self._watched = channel, True
 
     def run(self, step: Step, plan: StepPlan) -> None:
-        """Run what is left of this worker's row.
-
-        Raises SurvivorGroupBroken if somebody failed meanwhile; another call continues where this one was.
-        """
+        """Run what is left of this worker's row; after SurvivorGroupBroken another call continues."""
         row = plan.plan.schedule.rows[self._me]
         self._finishing.tell_losses(step, row)
         while step.at < len(row):
@@ -88,10 +85,7 @@ class RowRunner:
             self._finishing.tell_losses(step, row)
 
     def _act(self, step: Step, plan: StepPlan, action: Action) -> MessageKey | None:
-        """Run one action; return the key of the message that it made, if any.
-
-        Everything that may have to wait comes before anything that changes this worker.
-        """
+        """Run one action: all waits come before any change. Returns the key of the message that it made, if any."""
         if action.kind is Kind.OPT:
             self._finishing.reduce(step, plan)
             return None

@@ -44,10 +44,9 @@ class Shares:
 
     @contextmanager
     def share(self, *place: int) -> Iterator[None]:
-        """Compute a share, or a part of one, in here. Afterwards the random generators are as before.
+        """Compute a share in here. Afterwards the random generators are as before, unless an error comes out.
 
-        ``place``: number of the step, rank, and what else names it; the random numbers depend on it. Raises Unsupported
-        if a buffer was changed, or collectives were issued.
+        The random numbers depend on ``place``. Raises Unsupported if a buffer was changed, or collectives were issued.
         """
         before, versions, issued = RawRandom(), [buffer._version for _, buffer in self._buffers], self._issued()
         seed_random(place_seed(self._seed, _STEP, *place))

@@ -78,10 +78,9 @@ class StageBackward:
 
     @classmethod
     def forward(cls, fn: Callable[..., Any], *inputs: Any) -> tuple[Any, Self]:
-        """Run ``fn`` on ``inputs``, detached from the graph they come from.
+        """Run ``fn`` on ``inputs``, detached; returns its result, and its backward.
 
-        ``inputs``: tensors, also within tuples, lists and dicts. A gradient is wanted for those that require one.
-        Returns what ``fn`` returned, and its backward. Input gradients come in the order of the tensors in ``inputs``.
+        A gradient is wanted for tensors in ``inputs`` that require one; gradients come in the order of these tensors.
         """
         leaves: list[Tensor] = []
         outputs = fn(*_detached(inputs, leaves))
@@ -292,8 +291,7 @@ class _Held:
 def _hold(plan: Survey, kept: list[_Held]) -> None:
     """Take over into ``kept`` what the graph saved for the input gradients alone; each goes when its node has used it.
 
-    Nodes of torch ask for a saved tensor once. A user's function may ask again; its tensors go after I. Raises
-    RuntimeError if a saved tensor was modified in place (autograd's own message).
+    Nodes of torch ask for a saved tensor once. A user's function may ask again; its tensors go after I.
     """
     for node in plan.first:
         once = not is_python(type(node))

@@ -91,12 +91,7 @@ def next_change(
 
 
 def tell(model: HomeModel, allowed: bool, sent_bytes: int) -> dict[str, int | None]:
-    """What a worker tells the others for :func:`due`, plain data.
-
-    Args:
-        allowed: workers may move.
-        sent_bytes: of an activation that it has sent; 0 if it sends none.
-    """
+    """What a worker tells the others for :func:`due`; ``sent_bytes`` of an activation that it sends, 0 for none."""
     size = model.state_bytes if allowed else None
     return {"state_bytes": size, "sent_bytes": sent_bytes, "spare_bytes": spare_bytes() if size is not None else 0}
 

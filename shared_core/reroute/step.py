@@ -59,23 +59,16 @@ class StageModel(Protocol):
     def forward(
         self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int, step: int | None = None
     ) -> Tensors:
-        """Outputs of a micro-batch, or at the last stage what is differentiated, and its loss.
+        """Outputs of a micro-batch of ``pipeline``; at the last stage what is differentiated, and its loss.
 
-        Args:
-            inputs: leaves.
-            labels: at the last stage; else None.
-            pipeline: home of the micro-batch.
-            step: random numbers are those of this step; None for the present one.
+        ``inputs`` are leaves. Random numbers are those of ``step``; None for the present one.
         """
 
     def set_gradients(self, flat: Tensor) -> None:
         """Take the summed gradients of all parameters, concatenated; they must not be changed."""
 
     def clip(self, norms: Sequence[float | None]) -> float:
-        """The factor of the gradients; not a number where the update is left out.
-
-        ``norms``: sum of the squares of the gradients of each stage; None where there is nothing to clip.
-        """
+        """The factor of the gradients, from the stages' :meth:`norm`; not a number where the update is left out."""
 
     def norm(self) -> float | None:
         """Sum of the squares of the summed gradients; None where nothing is clipped."""
@@ -108,10 +101,7 @@ class HomeModel(StageModel, Protocol):
         """Description, plain data, and all bytes of parameters, buffers and optimizer state, uint8."""
 
     def build(self, stage: int, description: Mapping[str, Any], state: Tensor) -> StageModel:
-        """Layers of another stage, from what a worker there has exported.
-
-        Raises Unsupported, ReplicaMismatch if these are not the layers that are trained there.
-        """
+        """Layers of another stage, from an export. Raises Unsupported, ReplicaMismatch where they are others."""
 
 
 @dataclass
@@ -188,13 +178,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StepResult:
-    """How a step came out.
-
-    Attributes:
-        losses: of each pipeline's micro-batches.
-        admit: replacements are admitted before the next step, if the survivor group still has this number; -1 for not.
-        loss_type: type of the losses, in which they are added.
-    """
+    """Losses by pipeline and micro-batch, and their dtype; ``admit``: survivor group that admits next, or -1."""
 
     losses: tuple[tuple[float, ...], ...]
     admit: int

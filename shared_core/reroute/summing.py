@@ -131,14 +131,9 @@ def hand_over(
     held: Tensor | None,
     like: Tensor,
 ) -> Tensor | None:
-    """After a failure, one rank that has a sum gives it to those that lack it: made again it may have other bits.
+    """After a failure, ``giver`` sends the sum ``held`` to the ``takers``: made again it may have other bits.
 
-    Args:
-        held: the sum, at the giver.
-        like: a tensor of its shape and type, at the takers.
-
-    Returns what this rank has got; None at the giver and all that are no ``takers``. Raises SurvivorGroupBroken after
-    another failure.
+    ``like`` has its shape and type. Returns what this rank has got; None at the giver and all that are no takers.
     """
     if me == giver:
         assert held is not None
@@ -175,10 +170,7 @@ def like_flat(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def set_mean_gradients(flat: Tensor, parameters: Sequence[Tensor], world: int) -> None:
-    """Set ``.grad`` to the mean, from a sum of :func:`flat_gradients` over ``world`` ranks; None where no rank had one.
-
-    ``flat`` stays unchanged.
-    """
+    """Set ``.grad`` to the mean, from a sum of :func:`flat_gradients`, unchanged; None where no rank had one."""
     count = len(parameters)
     gradients = unflatten(flat[: flat.numel() - count], parameters)
     used = flat[flat.numel() - count :].tolist()

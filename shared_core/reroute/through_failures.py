@@ -13,12 +13,7 @@ T = TypeVar("T")
 
 
 def through_failures(attempt: Callable[[], T], leave_survivor_group: Callable[[], None]) -> T:
-    """Call ``attempt`` until no failure interrupts it, with gradients enabled.
-
-    Args:
-        attempt: forms a survivor group where there is none, and continues where the attempt before was interrupted.
-        leave_survivor_group: called when the survivor group in use is broken.
-    """
+    """Call ``attempt``, which continues an interrupted one, until no failure interrupts it; gradients enabled."""
     while True:
         try:
             # Evaluations come here, too, and messages of the step before may have to be differentiated.

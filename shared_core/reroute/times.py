@@ -83,8 +83,7 @@ def _furthest(one: StageTimes, other: StageTimes) -> float:
 def completed(medians: Medians, used: StageTimes) -> dict[str, float]:
     """Medians of one worker with those that it has not measured lately, in proportion to those that it sees.
 
-    A worker that runs whole backwards sees no I and W, one that splits all of them sees no B. ``used`` are its times
-    until now.
+    A worker that runs whole backwards sees no I and W, one that splits all of them sees no B.
     """
     halves = used.backward_input + used.backward_weight
     full = {Kind.F.value: used.forward, Kind.OPT.value: used.optimizer} | dict(medians)
@@ -99,10 +98,7 @@ def completed(medians: Medians, used: StageTimes) -> dict[str, float]:
 
 
 def drifts(now: Times, before: Times, workers: Iterable[Worker]) -> list[Drift]:
-    """Durations of workers that are off by more than :data:`DRIFT`, as a share of their longest F, I or W until now.
-
-    Of the optimizer, as a share of its own time, if that is longer.
-    """
+    """Durations off by more than :data:`DRIFT`, as a share of the longest F, I, W (OPT: of its own if longer)."""
     found = []
     for worker in workers:
         old, new = before.at(worker), now.at(worker)

@@ -47,15 +47,11 @@ def check(
     done: Mapping[Worker, Collection[Action]] | None = None,
     ordered: bool = False,
 ) -> None:
-    """Refuse a schedule unless every micro-batch passes every stage once, at one worker, in a possible order, within
-    memory.
+    """Raise InvalidSchedule, naming the first wrong action, for a schedule that cannot be executed.
 
-    Args:
-        done: what surviving workers have executed already in an iteration under way; it is not in the rows.
-        ordered: the micro-batches of a pipeline at a stage must be at one worker, with W (or B) in ascending order,
-            which a reduction needs that is equal bit for bit.
-
-    Raises InvalidSchedule, which names the first action that is wrong.
+    Every micro-batch must pass every stage once, at one worker, in a possible order, within memory. ``done`` is what
+    survivors have executed already, which the rows leave out. ``ordered``: micro-batches of a pipeline at a stage must
+    be at one worker, with W (or B) ascending, for sums that are equal bit for bit.
     """
     before = {} if done is None else done
     hosts: dict[tuple[int, int, int], Worker] = {}
@@ -140,10 +136,7 @@ def _check_complete(
 
 
 def check_order(schedule: Schedule) -> None:
-    """Refuse unless the micro-batches of a pipeline at a stage are at one worker, their W (or B) ascending.
-
-    Raises InvalidSchedule, which names the first action that is wrong.
-    """
+    """Raise InvalidSchedule unless each pipeline's micro-batches of a stage are at one worker, W (or B) ascending."""
     last: dict[tuple[int, int], tuple[Worker, int]] = {}
     for worker, row in schedule.rows.items():
         for action in row:

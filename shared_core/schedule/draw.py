@@ -44,12 +44,7 @@ def draw_text(timeline: Timeline) -> str:
 
 
 def draw_file(timeline: Timeline, path: Path, title: str = "") -> None:
-    """Write a picture; the ending of the name chooses SVG or PNG, or text (``.txt``).
-
-    Raises:
-        ConfigError: another ending.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write a picture; the name ends in ``.svg``, ``.png`` (both need matplotlib) or ``.txt``, else ConfigError."""
     if path.suffix == ".txt":
         path.write_text(draw_text(timeline) + "\n", encoding="utf-8")
         return

@@ -88,8 +88,7 @@ def _attempts(
 ) -> Iterator[tuple[int, Rule]]:
     """First every rule, then the five best with noise, again and again.
 
-    Rules come first that take little memory and split little; in a ``hurry`` those that take much, which are the
-    better ones.
+    Rules that take little memory come first; in a ``hurry`` those that take much, which are the better ones.
     """
     whiches, aheads = list(range(choices)), [0, 1, 2, problem.topology.stages]
     whole = problem.variant is Variant.COUPLED

@@ -76,10 +76,7 @@ class Arrays:
         self.hosting = {place: sorted(workers) for place, workers in hosting.items()}
 
     def schedule(self, rule: Rule) -> list[list[int]]:
-        """Codes of what every place runs, in order. Times of the actions are those of ``timing.simulate``.
-
-        Raises InvalidSchedule if no order fits into the memory.
-        """
+        """Codes of what every place runs, in order. InvalidSchedule where no order fits into the memory."""
         return _Pass(self, rule).run()
 
     def measure(self, rows: list[list[int]], rounds: int) -> SimulatedTimes:

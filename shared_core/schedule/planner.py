@@ -79,12 +79,7 @@ class IterationPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> IterationPlan:
-        """Reverse of ``to_dict``.
-
-        Raises:
-            ConfigError: a field is missing or cannot be read.
-            InvalidSchedule: an action cannot be read.
-        """
+        """Reverse of ``to_dict``; ConfigError or InvalidSchedule where something cannot be read."""
         try:
             topology = Topology(data["pipelines"], data["stages"], data["micro_batches"])
             failed = tuple(parse_worker(text) for text in data["failed"])
@@ -160,11 +155,9 @@ def plan(
     """Plan an iteration without the failed workers. Without a failure it is plain 1F1B.
 
     Args:
-        failed: places without a worker.
         times: durations; one slot each and three for the optimizer where left out.
         ordered: all micro-batches of a failed worker go to one peer, W in ascending order.
         time_limit: seconds for the exact solver, which starts from the greedy's plan; 0 leaves it out.
-        threads: of that solver; see ``improve``.
         effort: actions that the greedy may place; see ``greedy``.
 
     Raises:

@@ -22,10 +22,7 @@ class Profile:
         self._samples: dict[str, deque[tuple[int, float]]] = {}
 
     def add(self, kind: Kind | str, seconds: float, step: int = 0) -> None:
-        """Note one duration of an action, or of a transfer (``COMMUNICATION``).
-
-        Raises ConfigError if there is no such kind, or the duration is negative or not finite.
-        """
+        """Note one duration of an action, or of a transfer (``COMMUNICATION``); ConfigError if it can be none."""
         name = str(kind)
         if name not in _NAMES:
             raise ConfigError(f"{name!r} is not profiled; choose one of {', '.join(_NAMES)}")
@@ -34,10 +31,10 @@ class Profile:
         self._samples.setdefault(name, deque(maxlen=_KEPT)).append((step, seconds))
 
     def medians(self, since: int = 0) -> dict[str, float]:
-        """Seconds by name, from the samples of the steps from ``since`` on.
+        """Seconds by name, from the steps from ``since`` on.
 
-        Transfers are measured once in a job: theirs has no age. Of the optimizer it is the least, since the others
-        contain waiting for peers.
+        Transfers are measured once in a job: theirs has no age. Of the optimizer it is the least: others
+        contain waiting.
         """
         found: dict[str, float] = {}
         for name, samples in self._samples.items():

@@ -58,16 +58,11 @@ def replan(
     Args:
         plan: the plan under way; after an earlier failure of the same iteration, the plan of that ``Remainder``.
         progress: how many actions of its row each worker has finished.
-        failed: workers failed now.
         measured: durations that ``extra`` is computed with; ``times`` where left out.
         before: ``done`` of the earlier ``Remainder``, if there was one.
         summed: stages whose sum a survivor has; those at which one has stepped count anyway.
-        memory: limits of the workers; what survivors hold counts.
-        effort: actions that the greedy may place.
 
-    Raises:
-        ConfigError: a stage has nobody left.
-        InvalidSchedule: no order fits into the memory.
+    Raises ConfigError if a stage has nobody left, InvalidSchedule if no order fits into the memory.
     """
     times = Times() if times is None else times
     gone = tuple(sorted({*plan.failed, *failed}))
@@ -133,14 +128,7 @@ def _for_neighbors(
     summed: Collection[int],
     gone: Collection[Worker],
 ) -> list[tuple[int, int, int]]:
-    """What passes stages again that have their sum, because somebody else still needs a result of it.
-
-    Args:
-        again: what passes other stages again.
-        left: what survivors have still to run.
-        summed: stages that have their sum.
-        gone: all failed workers.
-    """
+    """What passes ``summed`` stages again, because ``again`` and ``left`` need a result of failed workers."""
     found = set[tuple[int, int, int]]()
     waiting = [*left, *(Action(s, kind, j, d) for d, s, j in again for kind in (Kind.F, Kind.B))]
     steps = {Kind.F: -1, Kind.I: 1, Kind.B: 1}

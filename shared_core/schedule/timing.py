@@ -160,14 +160,7 @@ def codes(actions: Collection[Action], stages: int, count: int) -> list[int]:
 
 
 class SimulatedTimes(NamedTuple):
-    """What a simulation found.
-
-    Attributes:
-        starts: start times of the actions of every row.
-        ready: when the iteration could start at each stage.
-        after: when the next one can.
-        slots, period: as in :class:`Timeline`.
-    """
+    """Start times by row; when each stage can start the iteration, and the next one; slots; period."""
 
     starts: list[list[float]]
     ready: list[float]
@@ -210,10 +203,7 @@ class Simulation:
             self.optimizer[worker.stage] = max(self.optimizer[worker.stage], one.optimizer)
 
     def measure(self, staggered: bool, rounds: int = ROUNDS) -> SimulatedTimes:
-        """Run it, staggered until the period repeats or the rounds are over.
-
-        Raises InvalidSchedule if an action waits for one that never runs.
-        """
+        """Run it, staggered until the period repeats or the rounds are over; raises as :func:`simulate`."""
         ready = [0.0] * self.stages
         starts, after, slots = self.run(ready, staggered)
         period = max(after)

@@ -48,12 +48,7 @@ def log_folder(parent: str | os.PathLike[str] | None, job_dir: Path) -> Path:
 
 
 def own(folder: Path) -> bool:
-    """Make a folder of mode 0700, or see that it is this user's and make it 0700; returns whether it was made.
-
-    Raises:
-        ConfigError: it belongs to somebody else, or is no folder.
-        OSError: it cannot be made.
-    """
+    """Make a folder of mode 0700; returns whether it was made. ConfigError if somebody else has it, or it is none."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         folder.mkdir(mode=0o700)
@@ -118,8 +113,7 @@ class JobDir:
         return str(self.path), str(self._logs)
 
     def clear(self, keep: int | None = None) -> None:
-        """Remove what an attempt has left. The lock, snapshots, other machines' publications, and since when ranks
-        train stay.
+        """Remove what an attempt has left, but not what belongs to the job.
 
         ``keep``: number of an attempt from which the next one continues: its publications and what it handed on stay.
         """
@@ -186,10 +180,7 @@ def _make(parent: str) -> tuple[Path, int]:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder that was made just now; the lock lasts until the descriptor is closed.
-
-    Raises FileNotFoundError if somebody who sweeps was here between the making and the locking, and has removed it.
-    """
+    """Lock a new folder until the descriptor is closed; FileNotFoundError if somebody who sweeps has removed it."""
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -245,10 +236,9 @@ def _sweep(parent: Path, prefix: str) -> set[str]:
 
 
 def _is_left_by_earlier(at: int, name: str) -> bool:
-    """Remove folder ``name`` if a killed agent has left it; returns whether one of an earlier version has.
+    """Remove folder ``name`` if a killed agent has left it; returns whether an earlier version has.
 
-    ``at``: descriptor of the folder that it is in. Raises OSError if it is a link, somebody holds its lock, or it has
-    none.
+    ``at`` is a descriptor of its parent. Raises OSError if it is a link, or somebody holds its lock.
     """
     folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
     try:

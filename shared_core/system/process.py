@@ -27,10 +27,7 @@ NOT_FROM_HERE = "import sys; sys.path[:1] = [p for p in sys.path[:1] if getattr(
 
 
 def run_module(module: str, *args: str) -> list[str]:
-    """Command line of a fresh interpreter with this one's flags that runs a module of this package as ``-m`` does.
-
-    It imports nothing from the working directory.
-    """
+    """Command line that runs a module of this package, with this interpreter's flags, without the working directory."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing's spawn does
     code = f"{NOT_FROM_HERE}sys.path.append({PACKAGE_ROOT!r}); import runpy; runpy._run_module_as_main({module!r})"
     return [sys.executable, *flags, "-c", code, *args]
@@ -48,10 +45,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Make orphaned descendants of this process its own children, so that it can wait for them and end them.
-
-    Raises Unsupported on another system than Linux.
-    """
+    """Adopt orphaned descendants of this process, to wait for them and end them. Linux only, else Unsupported."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

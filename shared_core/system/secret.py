@@ -41,10 +41,7 @@ class NotAuthenticated(ConnectionError):
 
 
 def find(path: str | None) -> bytes:
-    """The secret that the user has named on the command line or in the environment, else the one of the home folder.
-
-    Raises ConfigError if there is none that could be used.
-    """
+    """The secret that the user has named, else the one of the home folder; ConfigError where none can be used."""
     path = path or os.environ.get(VARIABLE)
     if path:
         return read(path, "--secret-file ")
@@ -83,10 +80,7 @@ def _own(path: Path) -> bytes:
 
 
 def read(path: str, option: str = "") -> bytes:
-    """The secret in a file. ``option`` has named the file, for errors.
-
-    Raises ConfigError if there is none, it is short, or others may read it.
-    """
+    """The secret in a file; ConfigError if it is missing, short, or others may read it. ``option`` named the file."""
     how = f"make one with: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
     try:
         with open_regular(path) as file:
@@ -123,10 +117,7 @@ def of_job(job_dir: Path) -> bytes:
 
 
 def ask(sock: socket.socket, key: bytes) -> bytes:
-    """The server's side: let the other one prove that it knows the key, and prove it. Changes the socket's time-out.
-
-    Returns a key for this connection alone. Raises OSError if it does not, or not in time.
-    """
+    """The server's side of a proof: returns a key for this connection alone, else OSError. Changes the time-out."""
     deadline = time.monotonic() + PROOF_S
     sock.settimeout(PROOF_S)
     mine = secrets.token_bytes(_NONCE)
@@ -140,12 +131,7 @@ def ask(sock: socket.socket, key: bytes) -> bytes:
 
 
 def prove(sock: socket.socket, key: bytes) -> bytes:
-    """The client's side of :func:`ask`. Changes the socket's time-out.
-
-    Raises:
-        NotAuthenticated: the other side does not know the key, or has another one.
-        OSError: it does not answer.
-    """
+    """The client's side of :func:`ask`: NotAuthenticated where the other side has another key. Changes the time-out."""
     deadline = time.monotonic() + PROOF_S
     hello = _receive(sock, len(_MAGIC) + _NONCE, deadline)
     magic, theirs = hello[: len(_MAGIC)], hello[len(_MAGIC) :]

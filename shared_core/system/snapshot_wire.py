@@ -41,10 +41,7 @@ def receive_bytes(link: Link, size: int) -> bytes:
 
 
 def receive_file(link: Link, path: Path, size: int) -> str:
-    """Write ``size`` bytes into a new file and compare the SHA-256 that follows; returns it.
-
-    Raises ConnectionError if they are damaged; what has come stays in the file.
-    """
+    """Write ``size`` bytes into a new file and compare the SHA-256 that follows; damaged, ConnectionError."""
     digest = hashlib.sha256()
     with open(path, "xb", buffering=0) as file:
         for length in _chunks(size):

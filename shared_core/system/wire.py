@@ -46,10 +46,7 @@ class Frame(NamedTuple):
 
 
 def place_of(machine: str) -> tuple[str, int]:
-    """Host and port of a machine's agent, from the machine's name, ``HOST:PORT#...``.
-
-    Raises OSError if it is not the name of a machine.
-    """
+    """Host and port of a machine's agent, from the machine's name, ``HOST:PORT#...``; OSError for other names."""
     host, _, port = machine.partition("#")[0].rpartition(":")
     if not (
         host.isascii() and host.isprintable() and port.isdecimal() and port.isascii() and 0 < int(port[:6]) < 65536
@@ -102,10 +99,7 @@ class Link:
         self._sock.close()
 
     def shutdown(self) -> None:
-        """Have whoever waits on this connection, on any thread, return with an error.
-
-        Raises OSError if it is closed already.
-        """
+        """Have whoever waits on this connection, on any thread, return with an error. OSError if it is closed."""
         self._sock.shutdown(socket.SHUT_RDWR)
 
     def fileno(self) -> int:
@@ -236,10 +230,7 @@ def connect(machine: str, key: bytes) -> Link:
 
 
 def accept(sock: socket.socket, key: bytes) -> Link:
-    """The other side of :func:`connect`, which has ``sock`` from a listener.
-
-    Raises OSError if who connects does not know the key, or not in time.
-    """
+    """The other side of :func:`connect`, for ``sock`` from a listener; OSError without a proof of the key."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return Link(sock, secret.ask(sock, key), serves=True)

@@ -75,10 +75,7 @@ class _LinkBell:
 
 
 def serve(store: MemoryStore, link: Link) -> None:
-    """Answer the requests of one connection until it ends; on a thread of its own.
-
-    Raises OSError if the other side has gone, or asks for what there is not.
-    """
+    """Answer the requests of one connection until it ends, with OSError; on a thread of its own."""
     link.settimeout(None)
     bells: list[_LinkBell] = []
 
@@ -194,10 +191,7 @@ class RemoteStore:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """What goes wrong on the link, as :class:`StoreError`.
-
-        A link that has failed is closed: an answer that is still on its way would be taken for the next one.
-        """
+        """What goes wrong on the link, as StoreError; the link is closed, as a late answer would be the next one's."""
         try:
             yield
         except StoreError:

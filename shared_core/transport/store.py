@@ -44,10 +44,7 @@ class Store(Protocol):
         """Add to a number, which is 0 before there is one; returns the sum. StoreError if the key holds no number."""
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Keep ``desired`` if the key holds ``expected`` (or does not exist, and ``expected`` is empty).
-
-        Returns what the key holds then; ``expected`` if it does not exist.
-        """
+        """Keep ``desired`` if the key holds ``expected``, or is missing and that is empty; returns what it holds."""
 
     def delete_key(self, key: str) -> bool:
         """Forget a key; returns whether there was one."""
@@ -69,9 +66,8 @@ class Bell(Protocol):
         """The key may be there. Any thread; must not block; called with the store's lock held."""
 
     def wait(self, seconds: float) -> bool:
-        """Return True when it has rung since the last call, False when the time is over.
-
-        Raises OSError if whoever is waited for has gone.
+        """True when it has rung since the last call, False after ``seconds``; OSError if
+        whoever is awaited has gone.
         """
 
 
