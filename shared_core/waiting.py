@@ -89,9 +89,7 @@ class Wait:
             self._say(f"{self._who} {verb} for {self.text}; {ends}")
 
     def until(self, changed: threading.Condition, done: Callable[[], bool]) -> None:
-        """Wait until ``done()``, looked at when ``changed`` is notified; callers hold its
-        lock. May raise WaitTimeout.
-        """
+        """Wait until ``done()``, looked at when ``changed`` is notified; callers hold its lock. WaitTimeout at last."""
         while not changed.wait_for(done, self.next_s()):
             self.look()
 

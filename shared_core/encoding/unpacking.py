@@ -406,9 +406,7 @@ _MARKS: dict[int, Callable[[_Reader], None]] = {
 
 
 def unpack(main: memoryview, apart: Sequence[memoryview], size: int, *, cyclic: bool = False) -> Any:
-    """The value in ``main``, whose large tensors are ``apart``; ``size`` bytes in all. Raises
-    for all but plain data.
-    """
+    """The value in ``main``, with its large tensors ``apart``; ``size`` bytes in all. Raises for all but plain data."""
     value = _Reader(main, apart, size).read()
     _check(value, _REPEATS * size + _SOME, cyclic)
     return value

@@ -42,7 +42,7 @@ class FaultInjected(RuntimeError):
 
 
 class _Injector:
-    """Faults of one worker, with the counts that decide when they strike; ``lock`` guards them."""
+    """Faults of one worker, with the counts that decide when they strike; ``lock`` is held when they change."""
 
     def __init__(self, faults: Iterable[Fault], rank: int, incarnation: int) -> None:
         self.pid = os.getpid()

@@ -55,7 +55,7 @@ class Evaluating:
     def begin(self, boundary: int, micro_batches: int, items: Sequence[Item], reader: Reader | None) -> None:
         """Name the next evaluation, after step boundary ``boundary``.
 
-        ``items`` are of this worker's pipeline, empty but at its ends; ``reader`` is None if it cannot read others' data.
+        ``items`` are of this worker's pipeline, empty but at its ends; ``reader`` is None where it cannot read others.
         """
         self._reader = reader
         self._now = When(boundary, self._now.number + 1 if self._now.boundary == boundary else 0)

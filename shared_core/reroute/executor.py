@@ -99,7 +99,7 @@ class Executor:
     def run(self) -> StepResult:
         """Train on the next global batch, through failures.
 
-        Raises RecoveryFailed if it cannot be made, DataAway if replacements have to be admitted first: then call it again.
+        RecoveryFailed if it cannot be made; DataAway if replacements have to be admitted first: then call it again.
         """
         through_failures(self._move, self.leave)
         self._roles.now.measuring.begin(self.step)

@@ -55,7 +55,7 @@ def keepers(topology: Topology, failed: Collection[Worker], pipeline: int, stage
 def first_without_data(
     topology: Topology, failed: Collection[Worker], held: Mapping[int, Collection[tuple[int, int]]], first: int
 ) -> int | None:
-    """The first step from ``first`` on that lacks data of a pipeline without ends; None if there is none.
+    """The first step from ``first`` on that lacks data of a pipeline whose ends failed; None if there is none.
 
     ``held`` has, by step, (pipeline, kind of message) of all data that somebody has.
     """

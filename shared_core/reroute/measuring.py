@@ -51,9 +51,7 @@ class Measuring:
             self._profile.add(kind, time.perf_counter() - began, step)
 
     def recent(self, since: int) -> dict[str, float]:
-        """Medians in seconds from step ``since`` on, completed; empty before there are any, or
-        before times are agreed.
-        """
+        """Medians in seconds from step ``since`` on, completed; empty before there are any, or times are agreed."""
         medians, used = self._profile.medians(since), self._planner.times
         if used is None or not medians.keys() & {Kind.F, Kind.I, Kind.W, Kind.B}:
             return {}

@@ -111,7 +111,7 @@ def children() -> list[int]:
 
 
 def kill_group(pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Send ``sig`` to the process group that ``pid`` leads and to ``pid`` itself; errors are ignored."""
+    """Send ``sig`` to the process group that ``pid`` leads and to ``pid`` itself, where there are such."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, sig)
     # a process that was forked an instant ago leads its group only after its setsid

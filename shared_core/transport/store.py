@@ -66,9 +66,7 @@ class Bell(Protocol):
         """The key may be there. Any thread; must not block; called with the store's lock held."""
 
     def wait(self, seconds: float) -> bool:
-        """True when it has rung since the last call, False after ``seconds``; OSError if
-        whoever is awaited has gone.
-        """
+        """True when it has rung since the last call, False after ``seconds``. OSError: whoever is awaited has gone."""
 
 
 class _Event:
