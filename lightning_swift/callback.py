@@ -39,8 +39,7 @@ class SwiftCallback(pl.Callback):
         """Check that recovery is on.
 
         Raises:
-            Unsupported: for another strategy, or for one that was made into a process group before this callback
-                existed.
+            Unsupported: for another strategy, or one that became a process group before this callback existed.
         """
         if not isinstance(trainer.strategy, LaunchingStrategy) and trainer.world_size > 1:
             raise refuse_strategy(trainer.strategy)

@@ -79,8 +79,7 @@ class LaunchingStrategy(RecoveringStrategy):
     # -- launch -------------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        # The latest moment of the Trainer's construction at which the number of devices is known, and no process group
-        # exists.
+        # The latest moment in the Trainer's constructor: the number of devices is known, and no process group exists.
         self.find_checkpoints()
         if self.job is not None:
             self._launcher = SwiftLauncher(self)

@@ -160,8 +160,7 @@ class Job:
             epoch: number of the epoch, of a loop that does not count epochs by :class:`TrainingLoop`.
 
         Returns:
-            Whether this process has just joined; then everything registered was restored to the failed worker's batch
-            boundary.
+            Whether this process has just joined; then all that is registered is that of the failed worker's step boundary.
         """
         return self._worker.boundaries.batch(accumulating, epoch)
 

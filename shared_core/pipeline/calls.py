@@ -1,9 +1,8 @@
 """Calls of a pipeline engine by a script that knows nothing of recoveries.
 
 A replacement runs the script from its start. The calls that the failed worker had finished return at once what they
-returned then, and take from the data what they took, so everything that the script computes from losses is the same.
-Random numbers that the script or its data draw between batches are drawn again from the recorded states of the
-generators; collectives between calls give again what they gave, where that is small.
+returned then, and take from the data what they took. Random numbers that the script or its data draw between batches
+are drawn again from the recorded states of the generators; small results of collectives are repeated.
 """
 
 from __future__ import annotations

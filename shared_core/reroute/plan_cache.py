@@ -25,8 +25,7 @@ from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times
 from shared_core.system.process import PACKAGE_ROOT, die_with_parent, run_module
 
-#: Seconds of the exact solver for one plan, in its own deterministic time; an iteration of more actions is not given to
-#: it.
+#: Seconds of the exact solver for one plan, in its own deterministic time; most actions of an iteration given to it.
 EXACT_S, MOST_ACTIONS = 2.0, 1_500
 
 

@@ -225,15 +225,11 @@ class Plans:
     def facts(self, failed: frozenset[Worker], moves: Sequence[Move] = (), *, switched: bool) -> dict[str, Any]:
         """What is planned for the present failures. Slow: not to be called while others wait after a failure.
 
-        Args:
-            failed: places at which nobody computes.
-            moves: who computes elsewhere.
-            switched: the newest times are new.
+        ``failed`` are places at which nobody computes; ``switched`` says that the newest times are new.
 
         Returns plain data: the ``times``, the ``room``, the ``period_s`` that is expected, whether the plan was
-        ``ready``, its ``solver``, and after how many seconds it was there (``planned_s``). After new times also what
-        ``drifted``: pipeline, stage, kind, seconds before and now; and the period with the plan until then
-        (``period_before_s``).
+        ``ready``, its ``solver``, and after how many seconds it was there (``planned_s``). After new times also
+        what ``drifted`` (pipeline, stage, kind, seconds before and now), and ``period_before_s``, with the old plan.
         """
         now, staggered = self.plan(failed, self.since), self.variant is Variant.STAGGERED
         ready, seconds = self._looked_up

@@ -69,16 +69,13 @@ def reduce_in_order(
     pipeline are added by ascending stage, and the pipelines' sums as ``rule`` says.
 
     Args:
-        group: 0 for what belongs to one stage, else the number of what several have in common; less than
-            :data:`GROUPS`.
+        group: 0 for what belongs to one stage, else the number of what several have in common, below :data:`GROUPS`.
         holders: for every addend, by home pipeline and stage, the worker that holds it.
         mine: addends held here; one-dimensional, all of one length; unchanged.
         ranks: ranks of the workers that take part, which are all that are there.
         like: of the size and type of the sum, at a worker that holds no addend.
         pool: has memory for the sum, which the caller gives back, and for what is received. Fresh memory may take
             longer than the sum.
-
-    Raises SurvivorGroupBroken after a failure.
     """
     pool = pool or BufferPool()
     peers = sorted(ranks)

@@ -48,9 +48,7 @@ def log_folder(parent: str | os.PathLike[str] | None, job_dir: Path) -> Path:
 
 
 def own(folder: Path) -> bool:
-    """Make a folder of mode 0700; returns whether it was made. ConfigError if somebody else's,
-    or no folder, is there.
-    """
+    """Make a folder of mode 0700; returns whether it was made. ConfigError if another user's or no folder is there."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         folder.mkdir(mode=0o700)
