@@ -160,7 +160,7 @@ class Job:
             epoch: number of the epoch, of a loop that does not count epochs by :class:`TrainingLoop`.
 
         Returns:
-            Whether this process has just joined; then all that is registered was restored to the failed worker's boundary.
+            Whether this process has just joined, with all that is registered as at the failed worker's boundary.
         """
         return self._worker.boundaries.batch(accumulating, epoch)
 
