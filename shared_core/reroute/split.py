@@ -91,7 +91,7 @@ class StageBackward:
 
         ``grads`` are dL/d(output), one for each tensor of the outputs, of its shape; ``None`` where the output is not
         used further. Without it, outputs are losses. Returns dL/d(input), one for each input, of its shape; ``None``
-        where it requires none or no output depends on it. BackwardOrder if a backward of this forward has begun already.
+        where it requires none or no output depends on it. BackwardOrder if a backward of this forward has begun.
         """
         outputs, given = self._begin(grads)
         self._state = _State.DONE
