@@ -1,5 +1,6 @@
-"""Recovery for Hugging Face Accelerate: ``Accelerator(kwargs_handlers=[SwiftPlugin()])``, and for DeepSpeed pipelines
-under it: ``Accelerator(deepspeed_plugin=SwiftDeepSpeedPipelinePlugin(num_stages, micro_batches))``.
+"""Recovery for Hugging Face Accelerate: ``Accelerator(kwargs_handlers=[SwiftPlugin()])``.
+
+For DeepSpeed pipelines: ``Accelerator(deepspeed_plugin=SwiftDeepSpeedPipelinePlugin(num_stages, micro_batches))``.
 """
 
 from accelerate_swift.pipeline import SwiftDeepSpeedPipelinePlugin

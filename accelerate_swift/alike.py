@@ -25,11 +25,7 @@ _APART = (
 
 
 def refuse_alone(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse a ``transformers.Trainer`` whose workers train parameters that nothing keeps equal.
-
-    Raises:
-        Unsupported: see above.
-    """
+    """Raise Unsupported for a ``transformers.Trainer`` whose workers train parameters that nothing keeps equal."""
     summed = {id(each) for model in models if isinstance(model, DistributedDataParallel) for each in model.parameters()}
     alone = [each for each in _parameters(optimizers) if id(each) not in summed and not isinstance(each, DTensor)]
     if alone:
@@ -37,11 +33,7 @@ def refuse_alone(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
 
 
 def refuse_apart(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Any]:
-    """Have each update refused that is made from gradients of this worker alone.
-
-    Returns:
-        Handles that end this.
-    """
+    """Have each update refused that is made from gradients of this worker alone; returns handles that end this."""
     handles = []
     for optimizer in optimizers:
         own = {id(each) for each in _parameters([optimizer])}

@@ -1,8 +1,7 @@
-"""Everything of Accelerate and transformers that they do not offer, and every place where they are changed: nothing
-else of this package uses private names, except that subclasses override them.
+"""All private names of Accelerate and transformers that this package uses, and all places where they are patched.
 
-:data:`NAMES` says why each is needed; a test looks each up, so that a version that has changed one is noticed before a
-job meets it.
+Nothing else uses them, except that subclasses override some. :data:`NAMES` says why each is needed; a test looks each
+up, so that a version that has changed one is noticed before a job meets it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TESTED = Tested("accelerate", "1.15", "1.15")
 _ACCELERATOR, _LOADER = "accelerate:Accelerator", "accelerate.data_loader"
 _TRAINER = "transformers.trainer:Trainer"
 
-#: ``module:name``, with its parameters where it is overridden or called; why it is needed.
+#: ``module:name``, with its parameters where it is overridden or called, and why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
     (
         f"{_ACCELERATOR}._dataloaders",
@@ -82,7 +81,6 @@ def accelerator_under_construction() -> Accelerator | None:
 
 
 def is_set_up() -> bool:
-    """Whether Accelerate has set up a process group, or found that there is none."""
     return bool(PartialState._shared_state)
 
 
@@ -97,7 +95,6 @@ def become(target: Any, mixin: type) -> None:
 
 
 def without_mixin(target: Any) -> type:
-    """The class that an object had before :func:`become`."""
     found: type = type(target).__bases__[1]
     return found
 
@@ -117,30 +114,27 @@ def loaders_of(accelerator: Accelerator) -> list[Any]:
 
 
 def exchange_loader(accelerator: Accelerator, old: Any, new: Any) -> None:
-    """Put one loader in the place of another."""
     accelerator._dataloaders = [new if each is old else each for each in accelerator._dataloaders]
 
 
 def models_of(accelerator: Accelerator) -> list[Any]:
-    """Models, as Accelerate keeps them."""
     found: list[Any] = accelerator._models
     return found
 
 
 def optimizers_of(accelerator: Accelerator) -> list[Any]:
-    """Optimizers, wrapped."""
+    """Optimizers, in Accelerate's wrappers."""
     found: list[Any] = accelerator._optimizers
     return found
 
 
 def schedulers_of(accelerator: Accelerator) -> list[Any]:
-    """Schedulers, wrapped."""
+    """Schedulers, in Accelerate's wrappers."""
     found: list[Any] = accelerator._schedulers
     return found
 
 
 def registered(accelerator: Accelerator) -> list[Any]:
-    """Objects that the script has registered for checkpointing."""
     found: list[Any] = accelerator._custom_objects
     return found
 
@@ -151,12 +145,10 @@ def set_sync(accelerator: Accelerator, sync: bool) -> None:
 
 
 def is_prepared(loader: Any) -> bool:
-    """Whether Accelerate has prepared a loader already."""
     return bool(getattr(loader, "_is_accelerate_prepared", False))
 
 
 def persists(loader: Any) -> bool:
-    """Whether a loader keeps its workers from pass to pass."""
     return bool(getattr(loader, "persistent_workers", False))
 
 
@@ -175,22 +167,18 @@ def fetch(dispatcher: DataLoaderDispatcher, iterator: Any) -> Any:
 
 
 def is_at_end(dispatcher: DataLoaderDispatcher) -> bool:
-    """Whether :func:`fetch` has met the end."""
     return bool(getattr(dispatcher, "_stop_iteration", False))
 
 
 def set_at_end(dispatcher: DataLoaderDispatcher, ended: bool) -> None:
-    """Inverse of :func:`is_at_end`."""
     dispatcher._stop_iteration = ended
 
 
 def drops_last(dispatcher: DataLoaderDispatcher) -> bool:
-    """Whether a batch that is too small is left out."""
     return bool(dispatcher._drop_last)
 
 
 def sends_at_once(dispatcher: DataLoaderDispatcher) -> bool:
-    """Whether batches are sent to their device without waiting."""
     return bool(dispatcher._non_blocking)
 
 
@@ -199,14 +187,10 @@ def sends_at_once(dispatcher: DataLoaderDispatcher) -> bool:
 
 @contextlib.contextmanager
 def skipping(rest: Callable[[Any], Any], inside: Any = None) -> Iterator[None]:
-    """Patch: where the Trainer skips batches by making a new loader, at the start of an epoch, it gets what ``rest``
-    makes of its loader.
+    """Patch: where the Trainer skips batches by making a new loader, it gets ``rest(loader)``.
 
-    ``Trainer`` calls the function by its global name, once; there is no other way between.
-
-    Args:
-        rest: see above.
-        inside: arguments of a Trainer that begins inside an epoch also if they say ``ignore_data_skip``.
+    That is at the start of an epoch. ``Trainer`` calls the function by its global name, once; there is no other way
+    between. ``inside``: arguments of a Trainer that begins inside an epoch also if they say ``ignore_data_skip``.
     """
     import transformers.trainer
 

@@ -20,13 +20,7 @@ from shared_core.errors import Unsupported
 
 
 def gate(watch: Watch, prepared: Any, key: str | None = None) -> Any:
-    """Have a prepared loader mark the step boundaries; returns what the script is to iterate.
-
-    Args:
-        watch: what is trained.
-        prepared: as Accelerate has made it.
-        key: the same in a replacement; by default loaders are numbered.
-    """
+    """Have a prepared loader mark the step boundaries, perhaps in place. ``key``: the same in a replacement."""
     if type(prepared) is DataLoaderDispatcher:
         return SwiftDispatcher.adopt(watch, prepared, key or watch.next_key())
     if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
@@ -47,11 +41,7 @@ def gate_any(watch: Watch, loader: Any, key: str) -> Any:
 
 
 def unwrapped(prepared: Any) -> Any:
-    """The ``DataLoader`` below what Accelerate has prepared.
-
-    Raises:
-        Unsupported: if batches are dealt out by rank 0.
-    """
+    """The ``DataLoader`` below what Accelerate has prepared. Raises Unsupported if rank 0 deals out the batches."""
     if isinstance(prepared, DataLoaderDispatcher):
         raise Unsupported("shared_steps() needs workers that read their own data: set dispatch_batches=False")
     loader = getattr(prepared, "base_dataloader", prepared)
@@ -61,12 +51,7 @@ def unwrapped(prepared: Any) -> Any:
 class Gate:
     """Stands between a prepared loader and the ``DataLoader`` below it, and looks like the latter.
 
-    Args:
-        watch: what is trained.
-        loader: the one below.
-        key: its own, the same in a replacement.
-        ahead: batches that are fetched before they are used.
-        skip: batches at the start of each pass that nobody uses.
+    ``ahead`` batches are fetched before they are used; nobody uses ``skip`` batches at the start of each pass.
     """
 
     def __init__(self, watch: Watch, loader: Any, key: str, ahead: int, skip: int) -> None:
@@ -117,10 +102,7 @@ class _Bare(Gate):
 
 
 class _Synchronized(list[Any]):
-    """The generators that Accelerate makes equal in all ranks when a pass begins.
-
-    There are none where a failed worker has begun the pass: the others did so in an earlier batch.
-    """
+    """The generators that Accelerate makes equal in all ranks; none in a pass that a failed worker has begun."""
 
     def __init__(self, rng_types: Iterable[Any], below: Gate) -> None:
         super().__init__(rng_types)

@@ -23,7 +23,6 @@ from shared_core.loaders import Position
 
 
 def _stock(values: dict[str, Any]) -> DataLoaderDispatcher:
-    """A loader of Accelerate's own class with these attributes."""
     made = DataLoaderDispatcher.__new__(DataLoaderDispatcher)
     made.__dict__.update(values)
     return made
@@ -37,11 +36,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
 
     @classmethod
     def adopt(cls, watch: Watch, prepared: DataLoaderDispatcher, key: str) -> SwiftDispatcher:
-        """The same loader with step boundaries; ``key`` is its own in the script, the same in a replacement.
-
-        Raises:
-            Unsupported: where the number of workers may change.
-        """
+        """The same loader with step boundaries. Raises Unsupported where the number of workers may change."""
         assert watch.loop.job is not None
         if watch.loop.job.config.resizes:
             raise Unsupported(
@@ -118,7 +113,7 @@ class SwiftDispatcher(DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate
         self._ahead.items = position.delivered - before
 
     def _deliver(self, position: Position) -> Any:
-        """This rank's part of the batch that was read ahead; the next one is read meanwhile."""
+        """This rank's part of the batch that was read ahead; the next one is read meanwhile. A collective."""
         ahead, ranks, rank = self._ahead, self.state.num_processes, self.state.process_index
         mine = ahead.batch if rank == 0 else initialize_tensors(ahead.info[0])
         batch = broadcast(

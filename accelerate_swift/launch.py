@@ -31,11 +31,8 @@ def hand_over_if_needed(num_processes: int, standbys: int, config: SwiftConfig) 
     ``python train.py`` with ``num_processes`` above 1 becomes the launcher. So does the one process that ``accelerate
     launch`` starts on a CPU, with the number it was asked for; where it starts several through torchrun, on one
     machine, the worker of local rank 0 does, and the others wait for its end. Under plain ``torchrun``, in several
-    tasks of ``srun``, and for a single process, there is a line.
-
-    Raises:
-        SwiftError: where it cannot be: in a notebook, after a process group was created, or in several tasks of
-            ``srun``.
+    tasks of ``srun``, and for a single process, there is a line. Raises SwiftError where it cannot be: in a notebook,
+    after a process group was created, or in several tasks of ``srun``.
     """
     if under_plain_torchrun():
         if _BY_ACCELERATE in os.environ and os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
@@ -58,7 +55,7 @@ def _command_line(pid: int) -> list[str]:
 
 
 def _asked_for(command: Sequence[str]) -> int:
-    """Processes that this command line of ``accelerate launch``, or its configuration file, asks for.
+    """Processes that this command line of ``accelerate launch``, or its configuration file, asks for; else 1.
 
     Accelerate itself starts only one on a CPU unless there is MPI, and does not tell it how many were wanted.
     """

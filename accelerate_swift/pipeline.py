@@ -76,8 +76,9 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
     # -- what the user calls ------------------------------------------------------------------------------------------
 
     def pipeline_module(self, layers: Sequence[Any], loss_fn: Any, **options: Any) -> Any:
-        """A ``deepspeed.pipe.PipelineModule`` of as many stages as this plugin has. Call it after the ``Accelerator``
-        was built.
+        """A ``deepspeed.pipe.PipelineModule`` of as many stages as this plugin has.
+
+        Call it after the ``Accelerator`` was built.
 
         Args:
             layers: modules, functions, ``LayerSpec`` and ``TiedLayerSpec``.
@@ -85,7 +86,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
             options: more arguments of ``PipelineModule``.
 
         Raises:
-            ConfigError: if no ``Accelerator`` has taken this plugin.
+            ConfigError: no ``Accelerator`` has taken this plugin.
         """
         if self._accelerator is None:
             raise ConfigError(
@@ -110,11 +111,11 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
     # -- what Accelerate calls ----------------------------------------------------------------------------------------
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Called by ``Accelerator`` while it is built, when the process group exists.
+        """``Accelerator`` calls it while it is built, when the process group exists.
 
         Raises:
-            ConfigError: if another :class:`SwiftPlugin` was given to the ``Accelerator``, or the DeepSpeed
-                configuration switches bf16 off.
+            ConfigError: another :class:`SwiftPlugin` was given to the ``Accelerator``, or the DeepSpeed configuration
+                switches bf16 off.
             Unsupported: for any precision but fp32 and bf16.
         """
         if mixed_precision not in ("no", "bf16") or self.get_value("fp16.enabled") is True:
@@ -135,7 +136,6 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of ``DeepSpeedPlugin``, in which the number of micro-batches is said once."""
         options = {"zero_stage": 0} | given
         source = options.get("hf_ds_config") or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
         said = options.get(_STEPS)
@@ -153,7 +153,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         return options | {_STEPS: self.micro_batches}
 
     def _create_group(self) -> None:
-        """Become a worker of ``swiftrun`` or stay what this is, and create the process group.
+        """Become ``swiftrun`` or stay what this is, and create the process group.
 
         Accelerate asks its plugin only when there is a group already, and would create none at all for DeepSpeed on a
         CPU: it must be told the backend, and not that it is to use the CPU.
@@ -253,7 +253,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
 class _LoopEngine:
     """Goes before a pipeline engine of DeepSpeed's, so that it is called as a model is."""
 
-    #: Shapes of the last micro-batch.
+    #: Shapes of the last micro-batch; None before one.
     shapes: list[list[int]] | None = None
 
     def forward(self: Any, batch: Any) -> torch.Tensor:
@@ -267,7 +267,7 @@ class _LoopEngine:
             The mean loss over all pipelines, without dimensions.
 
         Raises:
-            ConfigError: if the batch is anything else.
+            ConfigError: the batch is anything else.
         """
         if self.bfloat16_enabled():
             batch = tree_map(_to_bf16, batch)
@@ -280,7 +280,7 @@ class _LoopEngine:
         return loss.reshape(())
 
     def clip_fp32_gradients(self: Any) -> None:
-        """As DeepSpeed does, which forgets the norm."""
+        """As DeepSpeed does, and keep the norm, which it forgets."""
         if getattr(self, "reroutes", False):
             return  # whoever sums the gradients clips them
         from deepspeed.runtime.utils import clip_grad_norm_
@@ -293,7 +293,7 @@ def _to_bf16(value: Any) -> Any:
 
 
 def _cut(batch: Any, count: int) -> tuple[list[Any], list[list[int]]]:
-    """``count`` micro-batches of equal size, and the shapes of one."""
+    """``count`` micro-batches of equal size, views of the batch, and the shapes of one."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ConfigError(f"a pipeline is called with one pair, model((inputs, targets)), got a {type(batch).__name__}")
     leaves, structure = tree_flatten(batch)
@@ -318,9 +318,7 @@ class _Stepped(DeepSpeedEngineWrapper):  # type: ignore[misc]
 
 
 class _PipelineScheduler(AcceleratedScheduler):  # type: ignore[misc]
-    """Steps as often as batches were drawn from the data for one step of the optimizer: once for each pipeline, where
-    Accelerate's own steps once for each worker.
-    """
+    """Steps once for each pipeline in a step of the optimizer, where Accelerate's own steps once for each worker."""
 
     pipelines: int
 
@@ -347,7 +345,7 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _counting_pipelines(self) -> Iterator[None]:
-        """Data and sizes of batches are divided by pipelines, where Accelerate divides them by workers."""
+        """Inside, data and sizes of batches are divided by pipelines; Accelerate divides them by workers."""
         before, self._counts_pipelines = self._counts_pipelines, True
         try:
             yield
@@ -370,8 +368,10 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
         return prepared
 
     def _common_generator(self, data_loader: Any) -> torch.Generator | None:
-        """The generator that shuffles for a single pipeline. Accelerate lets all workers have the same where it deals
-        out batches, and takes one that gets them all to be alone.
+        """The generator that shuffles for a single pipeline; None where Accelerate sees to it.
+
+        Accelerate lets all workers have the same where it deals out batches, and takes one that gets them all to
+        be alone.
         """
         sampler = get_sampler(data_loader)
         if (
@@ -435,11 +435,11 @@ class _Pipelined(Accelerator):  # type: ignore[misc]
             )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """The norm of the gradients of the step that was taken, which the engine has clipped; None where it does not
-        clip.
+        """The norm of the gradients of the step that was taken, which the engine has clipped; None where it does
+        not clip.
 
         Raises:
-            ConfigError: if the engine clips by another norm.
+            ConfigError: the engine clips by another norm.
         """
         clipping = compat.models_of(self)[-1].gradient_clipping() if compat.models_of(self) else max_norm
         if max_norm != clipping or norm_type != 2:

@@ -87,8 +87,9 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         return compat.ASKED_FIRST
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
-        """In the worker that it serves a copy is the plugin itself; elsewhere it says of the process group what it
-        would say here, and does nothing.
+        """In the worker that it serves a copy is the plugin itself.
+
+        Elsewhere it says of the process group what it would say here, and does nothing.
         """
         return _plugin_here, (os.getpid(), _known(self), self._init)
 
@@ -98,10 +99,10 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         return self.watch.loop
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Called by ``Accelerator`` while it is built, before any process group exists.
+        """``Accelerator`` calls it while it is built, before any process group exists.
 
         Raises:
-            ConfigError: if ``SWIFT_RECOVERY`` is neither on nor off.
+            ConfigError: ``SWIFT_RECOVERY`` is neither on nor off.
             SwiftError: where the script cannot be started again under ``swiftrun``.
         """
         accelerator = self._built = compat.accelerator_under_construction()
@@ -112,7 +113,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         return self.group_options()
 
     def group_options(self) -> dict[str, Any]:
-        """What the user's own handler says of the process group."""
+        """What the user's own handler says of the process group, with gloo for DeepSpeed on a CPU."""
         given = {} if self._init is None else dict(self._init.to_kwargs())
         if compat.uses_deepspeed() and not torch.cuda.is_available():
             # On a CPU, Accelerate chooses neither a backend for DeepSpeed nor the device.
@@ -132,8 +133,9 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             yield epoch
 
     def steps(self, loader: Any) -> Iterator[tuple[int, Any]]:
-        """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; but a replacement continues with
-        its failed worker's number, where ``enumerate`` would begin with 0.
+        """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``.
+
+        A replacement continues with the failed worker's number, where ``enumerate`` would begin with 0.
 
         Args:
             loader: as ``accelerator.prepare`` has returned it, or a progress bar around it.
@@ -156,7 +158,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
                 given.
 
         Raises:
-            ConfigError: if no ``Accelerator`` has taken this plugin.
+            ConfigError: no ``Accelerator`` has taken this plugin.
             Unsupported: for fp16, ``dispatch_batches``, DeepSpeed, and whatever the core refuses.
         """
         accelerator = self._built
@@ -184,8 +186,9 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
             self.loop.wait_for_all()
 
     def register(self, *objects: Any, **values: Any) -> SimpleNamespace:
-        """As :meth:`shared_core.TrainingLoop.register`; not needed for what is registered for checkpointing with
-        Accelerate.
+        """As :meth:`shared_core.TrainingLoop.register`.
+
+        Not needed for what is registered for checkpointing with Accelerate.
         """
         return self.loop.register(*objects, **values)
 
@@ -282,7 +285,7 @@ class _Watched(Accelerator):  # type: ignore[misc]
         return self._swift_plugin.gate(super().skip_first_batches(*args, **kwargs))
 
 
-#: The plugins of this process, by number.
+#: The plugins of this process, by ``id``.
 _PLUGINS: weakref.WeakValueDictionary[int, SwiftPlugin] = weakref.WeakValueDictionary()
 
 
@@ -292,7 +295,6 @@ def _known(plugin: SwiftPlugin) -> int:
 
 
 def _plugin_here(process: int, number: int, init: InitProcessGroupKwargs | None) -> Any:
-    """What stands for a plugin of a process in this one."""
     plugin = _PLUGINS.get(number) if process == os.getpid() else None
     return plugin if plugin is not None else init or InitProcessGroupKwargs()
 
@@ -307,11 +309,7 @@ def _accelerator_here(kind: type, plugin: Any, values: dict[str, Any]) -> Any:
 
 
 def enabled() -> bool:
-    """Whether ``SWIFT_RECOVERY`` leaves the plugin on.
-
-    Raises:
-        ConfigError: if it is neither on nor off.
-    """
+    """Whether ``SWIFT_RECOVERY`` leaves the plugin on. Raises ConfigError where it is neither on nor off."""
     value = os.environ.get(_ENABLE, "1").strip().lower()
     if value not in ("0", "1", "true", "false", "yes", "no", "on", "off"):
         raise ConfigError(f"{_ENABLE}={value!r} is neither on nor off: use 1 or 0")

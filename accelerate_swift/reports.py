@@ -14,12 +14,7 @@ from shared_core.trackers import Mlflow, Rows, Service, note_runs, of_wandb, tak
 
 
 class Reports:
-    """The callbacks of a ``Trainer`` that report to services, in rank 0.
-
-    Args:
-        trainer: whose callbacks are meant.
-        job: of this worker.
-    """
+    """The callbacks of a ``Trainer`` that report to services, in rank 0."""
 
     def __init__(self, trainer: transformers.Trainer, job: Job) -> None:
         self._trainer, self._job = trainer, job
@@ -43,11 +38,9 @@ class Reports:
                 self._watch(name, each)
 
     def capture(self) -> Any:
-        """Plain data."""
         return {"names": self._names, "rows": {name: rows.state() for name, rows in self._rows.items()}}
 
     def restore(self, data: Any) -> None:
-        """Put back what :meth:`capture` took."""
         for name, state in (data or {"rows": {}})["rows"].items():
             if name in self._rows:
                 self._rows[name].restore(state)

@@ -16,9 +16,7 @@ from shared_core.encoding import decode, encode_state
 
 
 class RunState:
-    """Rank-local state of an ``Accelerator``: counters, schedulers, epochs of loaders, objects registered for
-    checkpointing, numbers of batches, and what trackers were told.
-    """
+    """Rank-local state of an ``Accelerator`` that the core does not publish by itself."""
 
     def __init__(self, accelerator: Accelerator, loop: TrainingLoop, steps: Steps, *, replays: bool = False) -> None:
         assert loop.job is not None
@@ -38,9 +36,7 @@ class RunState:
     # -- what must not be done twice ----------------------------------------------------------------------------------
 
     def save_again(self, folder: str | None, save: Callable[[str | None], Any]) -> Any:
-        """``save_state``; Accelerate names the folders itself and refuses one that exists, which in a replacement is
-        the one that the failed worker had begun.
-        """
+        """``save_state``, also into the folder that the failed worker had begun, which Accelerate refuses."""
         project = self._accelerator.project_configuration
         if not (self._job.env.incarnation or self._job.env.restart) or not project.automatic_checkpoint_naming:
             return save(folder)

@@ -8,18 +8,15 @@ from typing import Any
 
 
 class Steps:
-    """Counts the batches of each pass that is in progress.
-
-    A pass is known by its place: one inside another has the next number, and takes it again in a replacement.
-    """
+    """Counts the batches of each pass in progress, which is known by its place, the same in a replacement."""
 
     def __init__(self) -> None:
         self._now: dict[int, int] = {}
-        #: Of the failed worker's passes that this replacement has not reached yet.
+        #: Numbers in the failed worker's passes that this replacement has not reached yet.
         self._theirs: dict[int, int] = {}
 
     def over(self, loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """``(index, batch)`` for each batch, as ``enumerate(loader)`` gives them to who begins with the first."""
+        """``(index, batch)`` for each batch, with the index that ``enumerate(loader)`` gives without a failure."""
         place = next(number for number in count() if number not in self._now)
         index = self._now[place] = 0
         try:
@@ -34,9 +31,7 @@ class Steps:
             del self._now[place]
 
     def capture(self) -> dict[int, int]:
-        """Numbers of the next batches, by place."""
         return dict(self._now)
 
     def restore(self, numbers: Mapping[int, int]) -> None:
-        """Inverse of :meth:`capture`."""
         self._theirs = dict(numbers)

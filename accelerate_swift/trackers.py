@@ -11,17 +11,12 @@ from accelerate.tracking import GeneralTracker, MLflowTracker, WandBTracker
 from shared_core import Job
 from shared_core.trackers import Mlflow, Rows, Service, note_runs, of_wandb, take_up
 
-#: Under which the state of an ``Accelerator`` is published.
+#: Name under which the state of an ``Accelerator`` is published.
 STATE = "accelerate.state"
 
 
 class Trackers:
-    """The trackers of an ``Accelerator``; only the main process has any.
-
-    Args:
-        accelerator: whose trackers are meant.
-        job: of this worker.
-    """
+    """The trackers of an ``Accelerator``; only the main process has any."""
 
     def __init__(self, accelerator: Accelerator, job: Job) -> None:
         self._accelerator, self._job = accelerator, job
@@ -30,12 +25,7 @@ class Trackers:
         self._configured = job.notes.tally("accelerate.trackers")
 
     def start(self, config: Any, start: Callable[[Any], None]) -> None:
-        """``init_trackers``: replacements take up the failed worker's runs and leave its configuration alone.
-
-        Args:
-            config: the script's configuration of the run.
-            start: opens the runs, with the configuration that it is given.
-        """
+        """``init_trackers``: replacements take up the failed worker's runs and leave its configuration alone."""
         if self._job.rank != 0:
             start(config)
             return
@@ -60,12 +50,10 @@ class Trackers:
                 tracker.log = rows.give
 
     def capture(self) -> Any:
-        """Plain data."""
         rows = {number: rows.state() for number, rows in self._rows.items()}
         return {"names": self._noted, "rows": rows}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Put back what :meth:`capture` took."""
         for number, state in data["rows"].items():
             if number in self._rows:
                 self._rows[number].restore(state)

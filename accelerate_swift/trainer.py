@@ -1,4 +1,4 @@
-"""``SwiftTrainer``: ``transformers.Trainer`` that loses workers and continues.
+"""``SwiftTrainer``: a ``transformers.Trainer`` whose workers may fail.
 
 ``transformers`` creates the process group with ``TrainingArguments``, before there is a Trainer. So importing this
 module in a worker of ``swiftrun`` is what makes the group one that survives.
@@ -30,7 +30,7 @@ if launched_by_swiftrun() and enabled():
 _NAME = "transformers.state"
 #: Steps before the end of training in which a Trainer prepares for loading its best model.
 _LAST = 3
-#: Numbers the calls of train() in this process, of all Trainers.
+#: Numbers of the calls of train() in this process, of all Trainers.
 _CALLS = count(1)
 #: In the place of a checkpoint's folder: continue in the middle of an epoch, but load nothing.
 _PLACE = "the failed worker's place"
@@ -54,12 +54,12 @@ class SwiftTrainer(transformers.Trainer):
         self._swift_phase = 0
         self._swift_epoch = 0
         self._swift_batches = 0
-        #: Of the epoch in progress: how many batches were skipped in the call, and the checkpoint that asked for it.
+        #: Batches of the epoch in progress that were skipped in the call, and the checkpoint that asked for it.
         self._swift_skipped: tuple[int, str | None] = (0, None)
         self._swift_loaders: dict[str, Any] = {}
         self._swift_ended = False
         self._swift_target: Mapping[str, Any] | None = None
-        #: When this call of train() began, by the wall clock; failed workers included.
+        #: Start of this call of train(), by the wall clock; that of the failed worker in a replacement.
         self._swift_began: float | None = None
         self._swift_reports: Reports | None = None
         self._swift_holders: Holders | None = None
@@ -76,8 +76,10 @@ class SwiftTrainer(transformers.Trainer):
         return built
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As ``Trainer.train``. A worker that fails in a second call, of this Trainer or of another one, cannot be
-        replaced: all workers then go back to the newest checkpoint, or to the start.
+        """As ``Trainer.train``.
+
+        A worker that fails in a second call, of this Trainer or of another one, cannot be replaced: all workers then go
+        back to the newest checkpoint, or to the start.
         """
         self._swift_phase = next(_CALLS)
         self._swift_began = None
@@ -151,9 +153,7 @@ class SwiftTrainer(transformers.Trainer):
         return kept[1]
 
     def _swift_rest(self, loader: Any) -> Any:
-        """What is left of the first epoch after the checkpoint that this call of train() began with; a replacement
-        finds its own place in it.
-        """
+        """What is left of the first epoch after the checkpoint that this call began with."""
         skipped = self._swift_skipped[0]
         return self._swift_watched("rest", skip_first_batches(loader, skipped)) if skipped else loader
 
@@ -207,7 +207,7 @@ class SwiftTrainer(transformers.Trainer):
         return self._swift_holders
 
     def _swift_tell(self, job: Job) -> None:
-        """What a Trainer of the user's own has besides, and callbacks of the user's, count as variables."""
+        """Other attributes of a Trainer of the user's own, and callbacks of the user's, count as variables."""
         job.variables.tell("trainer", self, self._swift_names | compat.TRAINER_PARTS | _own_names(self))
         for number, each in enumerate(self.callback_handler.callbacks):
             if not type(each).__module__.startswith("transformers."):
@@ -239,7 +239,6 @@ class SwiftTrainer(transformers.Trainer):
 
 
 def _of_a_service(callback: Any) -> bool:
-    """Whether a callback holds a connection."""
     return type(callback).__module__.startswith("transformers.integrations")
 
 
@@ -248,7 +247,7 @@ def _own_names(trainer: SwiftTrainer) -> frozenset[str]:
 
 
 def _set(target: Any, data: Any) -> None:
-    """Put encoded attributes back, in place where others may hold the value too."""
+    """Put encoded attributes back, in place where others may hold the value, too."""
     for name, value in data[1]:
         setattr(target, name, assign(getattr(target, name, None), value))
 

@@ -23,14 +23,14 @@ _PREPARE = "prepare it with accelerator.prepare_model(model, evaluation_mode=Tru
 
 
 class Watch:
-    """Shared by the plugin, the ``Accelerator`` that it has taken, and its loaders.
+    """What is trained; shared by the plugin, the ``Accelerator`` that it has taken, and its loaders.
 
     Attributes:
         loop: of the core; without a job until :meth:`begin`.
-        replays: a replacement runs the whole script, and its engine passes by the calls that others have finished.
+        replays: a replacement runs the whole script, and its engine skips the calls that others have finished.
         fetching: None where loaders mark the step boundaries. A ``transformers.Trainer`` marks them itself, and says
             here whether it fetches what it trains on: its models may be in evaluation mode then.
-        engine: a pipeline engine, which says itself what is trained.
+        engine: a pipeline engine, which says itself what is trained; else None.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,6 @@ class Watch:
         self._epoch_keys: list[str] = []
 
     def begin(self, accelerator: Accelerator, job: Job, config: SwiftConfig) -> None:
-        """An ``Accelerator`` takes part in a job."""
         self._accelerator = accelerator
         self.loop.begin(job, config, replays=self.replays)
 
@@ -56,21 +55,13 @@ class Watch:
             self.loop.forget(self._epoch_keys.pop())
 
     def begin_training(self) -> None:
-        """A training loader is about to be iterated: say what is trained, and check that this can work.
-
-        Raises:
-            Unsupported: for a kind of distributed training that is not supported.
-        """
+        """A training loader is about to be iterated: say what is trained, and check that this can work."""
         assert self.loop.job is not None
         self.loop.refuse_own_steps()
         self.attach()
 
     def attach(self) -> None:
-        """Tell the job what is trained.
-
-        Raises:
-            Unsupported: for a kind of distributed training that is not supported.
-        """
+        """Tell the job what is trained, if that has changed. Raises Unsupported for what cannot be recovered."""
         accelerator, job = self._accelerator, self.loop.job
         assert accelerator is not None and job is not None
         if accelerator.num_processes != job.world_size:
@@ -109,7 +100,7 @@ class Watch:
                 job.keep_boundaries()
 
     def _check_alike(self, job: Job, optimizers: list[Optimizer]) -> None:
-        """Raises Unsupported where the workers do not train the same."""
+        """Raise Unsupported where the workers do not train the same."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -120,11 +111,7 @@ class Watch:
 
     @property
     def training(self) -> bool:
-        """Whether what is read now is trained on rather than evaluated.
-
-        Raises:
-            Unsupported: if a sharded model is trained that was not prepared.
-        """
+        """Whether what is read now is trained on. Raises Unsupported for a sharded model that was not prepared."""
         if self.fetching is not None:
             return self.fetching
         if not self._models and self._trains_shards():
@@ -142,11 +129,7 @@ class Watch:
         return any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
 
     def refuse_wrapping(self, model: nn.Module) -> None:
-        """Accelerate is about to put ``DistributedDataParallel`` around a model.
-
-        Raises:
-            Unsupported: for a sharded model.
-        """
+        """Raise Unsupported where Accelerate would put ``DistributedDataParallel`` around a sharded model."""
         if model_has_dtensor(model):
             raise Unsupported(
                 f"on a CPU Accelerate puts DistributedDataParallel around a sharded model, too, unless you {_PREPARE}"
@@ -159,9 +142,7 @@ class Watch:
         return prepared
 
     def next_key(self) -> str:
-        """Names loaders in the order in which they are prepared: those of an epoch apart, for a replacement prepares
-        none of the epochs before.
-        """
+        """Names loaders in their order, those of an epoch apart: a replacement prepares none of earlier epochs."""
         if self.loop.epoch is not None:
             self._epoch_keys.append(f"epoch {len(self._epoch_keys) + 1}")
             return self._epoch_keys[-1]
@@ -169,6 +150,5 @@ class Watch:
         return str(self._numbered)
 
     def kept_key(self) -> str:
-        """Names the loaders that a Trainer keeps, in the order in which it makes them."""
         self._kept += 1
         return f"kept {self._kept}"

@@ -1,7 +1,7 @@
 """Models that callbacks hold: averages of the weights, teachers, metrics. They are attached beside the module.
 
-An average is a model of its own, which no optimizer steps; during validation it is exchanged with the module's
-weights. The core follows both.
+An average is a model of its own, which no optimizer steps; during validation it is exchanged with the module's weights.
+The core follows both.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ _SHORT = 32
 
 
 class Averages:
-    """The averaging callbacks of a trainer, and the models that the user's callbacks hold.
-
-    Args:
-        trainer: whose callbacks are looked at, again each time.
-        held: look for models that the user's callbacks hold.
-    """
+    """The averaging callbacks of a trainer, and, with ``held``, the models that the user's callbacks hold."""
 
     def __init__(self, trainer: pl.Trainer, *, held: bool) -> None:
         self._trainer, self._held = trainer, held
@@ -41,9 +36,7 @@ class Averages:
         return {name: model for name, model in found.items() if model is not None}
 
     def held(self) -> dict[str, nn.Module]:
-        """What callbacks hold by now, by the place there, apart from the trained module, its parts, and what was made
-        too late.
-        """
+        """What callbacks hold now, by its place, without the trained module, its parts, and what was made too late."""
         found = {
             name: model
             for number, callback in enumerate(self._trainer.callbacks if self._held else ())  # type: ignore[attr-defined]
@@ -63,7 +56,6 @@ class Averages:
 
     @property
     def exchanged(self) -> bool:
-        """Whether there are averages that are exchanged with the module's weights."""
         return bool(self._averages())
 
     @property
@@ -74,9 +66,8 @@ class Averages:
     def made(self, *, begun: bool) -> bool:
         """Whether callbacks have made models since this was last asked.
 
-        Args:
-            begun: training has begun, so a replacement does not have what is made now: a line says so, and it is left
-                out, unless it takes the place of another.
+        ``begun``: training has begun, so a replacement does not have what is made now: a line says so, and it is left
+        out, unless it takes the place of another.
         """
         before, held = self._known, self.held()
         late = [name for name, model in held.items() if begun and name not in before and _has_values(model)]
@@ -91,24 +82,19 @@ class Averages:
         return [*map(id, before.values())] != [*map(id, self._known.values())]
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """State of each average, for the end of an entry call."""
+        """State of each average, for the end of an entry call; not copied."""
         return {
             number: {name: value for name, value in model.state_dict().items() if hasattr(value, "dtype")}
             for number, model in self._models().items()
         }
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Inverse of :meth:`states`."""
         for number, model in self._models().items():
             if number in states:
                 model.load_state_dict(states[number], strict=False)
 
     def require(self, states: Mapping[str, Any]) -> None:
-        """Refuse to begin between two calls where a model is missing that had been made in a call.
-
-        Raises:
-            Unsupported: naming it.
-        """
+        """Raise Unsupported if a model is missing that had been made in a call, to begin between two calls."""
         missing = [name for name in states if name not in self._models()]
         if missing:
             raise Unsupported(
@@ -123,9 +109,7 @@ class Averages:
         return [each for each in callbacks if isinstance(each, StochasticWeightAveraging)]
 
     def capture(self) -> list[tuple[bool, bool]]:
-        """How far stochastic averaging has got: whether it has its scheduler, and whether it makes the statistics of
-        batch normalisation again.
-        """
+        """How far stochastic averaging is: whether it has its scheduler, and makes batch-norm statistics again."""
         return [
             (compat.has_average_scheduler(each), any(norm.momentum is None for norm in each.momenta))
             for each in self._stochastic()

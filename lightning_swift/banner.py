@@ -1,6 +1,4 @@
-"""What Lightning says at the start of a run: a replacement, which starts in the middle of one, does
-not say it again.
-"""
+"""What Lightning says at the start of a run: a replacement, which starts in the middle of one, does not repeat it."""
 
 from __future__ import annotations
 
@@ -14,11 +12,7 @@ _HANDLED = ("", "lightning", *_SOURCES)
 
 
 class _Quiet(logging.Filter):
-    """Drops what Lightning says below a warning, until a replacement has the failed worker's place.
-
-    Args:
-        job: of this worker.
-    """
+    """Drops what Lightning says below a warning, until a replacement has the failed worker's place."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()

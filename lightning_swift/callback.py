@@ -39,8 +39,7 @@ class SwiftCallback(pl.Callback):
         """Check that recovery is on.
 
         Raises:
-            Unsupported: for another strategy, or for one that was made into a process group before this callback
-                existed.
+            Unsupported: for another strategy, or one that became a process group before this callback existed.
         """
         if not isinstance(trainer.strategy, LaunchingStrategy) and trainer.world_size > 1:
             raise refuse_strategy(trainer.strategy)
@@ -51,9 +50,11 @@ class SwiftCallback(pl.Callback):
 
 
 def callbacks_from_environment() -> list[pl.Callback]:
-    """Factory for Lightning's entry point group ``lightning.pytorch.callbacks_factory``, which every Trainer asks while
-    it is built: ``SWIFT_RECOVERY=1`` enables recovery, and a :class:`SwiftCallback` that it was given takes over its
-    strategy.
+    """Factory for Lightning's entry point group ``lightning.pytorch.callbacks_factory``, asked while a Trainer
+    is built.
+
+    ``SWIFT_RECOVERY=1`` enables recovery, and a :class:`SwiftCallback` that the Trainer was given takes over
+    its strategy.
     """
     trainer = trainer_under_construction()
     if trainer is None:
@@ -65,14 +66,12 @@ def callbacks_from_environment() -> list[pl.Callback]:
     if os.environ.get(_ENABLE, "").strip().lower() not in ("1", "true", "yes", "on"):
         return []
     if not isinstance(trainer.strategy, SwiftDDPStrategy.stock) and trainer.world_size == 1:
-        return []  # one device: nobody to lose
+        return []  # # one device: no peer could continue
     return [SwiftCallback()]
 
 
 def _adopt(trainer: pl.Trainer) -> None:
-    """Take over the strategy of a trainer that has built it already, and hand over to ``swiftrun`` if nobody
-    started workers.
-    """
+    """Take over a strategy that its trainer has built already; hand over to ``swiftrun`` if nobody started workers."""
     strategy = trainer.strategy
     kind = next((kind for kind in _KINDS if isinstance(strategy, kind.stock)), None)
     if kind is None:

@@ -29,10 +29,7 @@ class RunState:
     """Everything of a trainer, its module and callbacks that only this rank has. One for each entry call.
 
     What there is to visit is looked up once, when it is first needed, because hooks of the start-up still add to it.
-
-    Args:
-        trainer: whose state it is.
-        held: models that the user's callbacks hold belong to it.
+    With ``held``, models that the user's callbacks hold belong to it.
     """
 
     def __init__(self, trainer: pl.Trainer, *, held: bool = False) -> None:
@@ -72,8 +69,7 @@ class RunState:
         self.tell()
 
     def tell(self) -> None:
-        """Attributes of the user's callbacks and data module count as variables of the script, as those of the module
-        do, which is attached."""
+        """Attributes of the user's callbacks and data module count as variables of the script."""
         for name in self._told:
             self._job.variables.forget(name)
         found = {f"callback {name}": each for name, each in _callback_objects(self.trainer, user=True)[0].items()}
@@ -182,7 +178,7 @@ class RunState:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """The module's own attributes, metrics among them, are afterwards as they were."""
+        """Afterwards, the module's own attributes, metrics among them, are as before, unless an error comes out."""
         before = dumps(self._holders("module").capture())
         yield
         self._holders("module").restore(loads(before))
@@ -199,8 +195,6 @@ class RunState:
 
 
 class _Lazy:
-    """Holders that are built when first used."""
-
     def __init__(self, build: Callable[[], Holders]) -> None:
         self._build = build
 
@@ -226,9 +220,7 @@ def _module_objects(trainer: pl.Trainer) -> tuple[dict[str, object], frozenset[s
 
 
 def _layers(modules: Mapping[str, nn.Module]) -> dict[str, object]:
-    """Those with attributes to visit. Of torch's own layers they are the configuration; what these learn are parameters
-    and buffers.
-    """
+    """Modules with attributes to visit. Those of torch's own layers are configuration; parameters and buffers aside."""
     return {
         f"{name}.{path}" if name else path: child
         for name, module in modules.items()
@@ -259,7 +251,6 @@ _BUILDERS: dict[str, Callable[[pl.Trainer], tuple[dict[str, object], frozenset[s
 
 
 def _loops_of(trainer: pl.Trainer, fitting: bool) -> Iterator[Loop]:
-    """The loops that the entry call in progress can change."""
     roots: list[Loop] = [trainer.fit_loop]
     if not fitting:
         roots += [trainer.validate_loop, trainer.test_loop, trainer.predict_loop]

@@ -132,7 +132,7 @@ class SwiftCheckpoint(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hand the loss on; it is not read here."""
+        """Hand the loss on; it is not read here, so it costs no wait for a device."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             strategy: Any = trainer.strategy
@@ -141,7 +141,7 @@ class SwiftCheckpoint(pl.Callback):
     # -- files of ModelCheckpoint -------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note which files there are; where the job continues, the list of its first start is put in place of this."""
+        """Note which files there are; where the job continues, the list of its first start replaces this one."""
         for callback in trainer.checkpoint_callbacks if trainer.is_global_zero else ():
             folder = getattr(callback, "dirpath", None)
             if isinstance(callback, ModelCheckpoint) and folder is not None and get_filesystem(folder).isdir(folder):
@@ -149,18 +149,17 @@ class SwiftCheckpoint(pl.Callback):
                     self.note_file(os.path.join(folder, os.path.basename(path)))
 
     def note_file(self, path: str) -> None:
-        """The run has written a file, or found it."""
         if path not in self._files:
             self._files.append(path)
 
     def forget_file(self, path: str) -> None:
-        """The run has removed a file."""
         if path in self._files:
             self._files.remove(path)
 
     def _file_exists(self, callback: ModelCheckpoint, life: str, filepath: str, trainer: pl.Trainer) -> bool:
-        """As ``ModelCheckpoint.file_exists``, by which it chooses another name. After a restart, files that were
-        written after the checkpoint are not there yet: they are written again.
+        """As ``ModelCheckpoint.file_exists``, by which it chooses another name.
+
+        After a restart, files that were written after the checkpoint are not there yet: they are written again.
         """
         there = bool(trainer.is_global_zero and get_filesystem(filepath).exists(filepath))
         if life != self._life:  # that of an earlier start was put back
@@ -168,7 +167,6 @@ class SwiftCheckpoint(pl.Callback):
         return bool(trainer.strategy.reduce_boolean_decision(there, all=False))
 
 
-#: Options that are paths.
 _PATHS = ("checkpoint.dir", "checkpoint.history", "checkpoint.resume_from")
 
 

@@ -21,22 +21,21 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from shared_core.checkpoint import CHUNK, TEMPORARY, LocalStorage, Storage, open_storage
 from shared_core.errors import CorruptFile, StorageFull
 
-#: A file of ``torch.save`` is a zip archive; ours have this and the SHA-256 of what is before as the archive's comment.
+#: The comment of a sealed zip archive of ``torch.save``: this, and the SHA-256 of what is before the comment.
 _SEAL = b"swift-sha256:"
 _SEAL_BYTES = len(_SEAL) + 64
-#: Of the comment's length, little-endian, before it.
+#: Bytes of the comment's length, little-endian, before it.
 _LENGTH_BYTES = 2
-#: How the end of an archive begins, and its length without a comment.
+#: Start of an archive's end record, and its length without a comment.
 _END, _END_BYTES = b"PK\5\6", 22
 _BEGIN = b"PK\3\4"
-#: What torch raises for what is no file of it.
+#: Errors that torch raises for a file that is none of its own.
 _UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, OSError, struct.error, pickle.UnpicklingError)
 _WHOLE, _DAMAGED, _CUT_OFF, _NO_SEAL, _NO_ARCHIVE = "whole", "damaged", "cut off", "no seal", "no archive"
 
 
 class SwiftCheckpointIO(CheckpointIO):
-    """``Trainer(plugins=[SwiftCheckpointIO()])``: files of ``ModelCheckpoint`` and ``Trainer.save_checkpoint`` that a
-    crash cannot spoil.
+    """``Trainer(plugins=[SwiftCheckpointIO()])``: Lightning's checkpoint files, which a crash cannot spoil.
 
     A file is written under a temporary name, flushed to the device and renamed, and its folder is flushed. Whatever
     interrupts that, and where the device is full, the file that was there before stays whole. It has a checksum inside
@@ -84,7 +83,7 @@ class SwiftCheckpointIO(CheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, loc: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a file as ``TorchCheckpointIO`` does, but no damaged one.
+        """Read a file as ``TorchCheckpointIO`` does, but no damaged one; after the files that are being written.
 
         Raises:
             FileNotFoundError: it is not there.
@@ -171,7 +170,6 @@ def _seal(buffer: io.BytesIO) -> None:
 
 
 def _check(chunks: Iterator[bytes], size: int) -> str:
-    """Whether a file is as it was written."""
     digest, tail, rest = hashlib.sha256(), b"", size - _SEAL_BYTES - _LENGTH_BYTES
     begin = b""
     for chunk in chunks:

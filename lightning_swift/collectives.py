@@ -38,7 +38,7 @@ class CollectiveStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """As Lightning's, except that the source, too, continues with what was delivered.
 
-        Decisions that rest on the clock or on files (a time limit, the name of a checkpoint) may come out differently
+        Decisions that depend on the clock or on files (a time limit, the name of a checkpoint) may come out differently
         when a replacement on the source rank takes them again; its peers already act on the first one.
         """
         if self.job is None or not self.job.runtime.operates or not dist.is_initialized():

@@ -1,7 +1,7 @@
-"""Everything of Lightning that it does not offer, and every place where it is changed: nothing else of this package
-uses private names, except that subclasses override them.
+"""All private names of Lightning that this package uses, and all places where it is patched.
 
-:data:`lightning_swift.private_names.NAMES` says why each is needed, and with which version it was checked.
+Nothing else uses them, except that subclasses override some. :data:`lightning_swift.private_names.NAMES` says why each
+is needed, and with which version it was checked.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ FabricLoader = _FabricDataLoader
 ResultCollection = _ResultCollection
 ResultMetric = _ResultMetric
 
-#: File in the folder of a sharded checkpoint, of what is no part of a shard.
+#: File in the folder of a sharded checkpoint with what is no part of a shard.
 METADATA_FILE = _METADATA_FILENAME
 #: Attributes of torchmetrics' metrics that are no state.
 METRIC_INTERNALS = frozenset(
@@ -90,7 +90,7 @@ def trainer_under_construction() -> pl.Trainer | None:
 
 
 def callbacks_under_construction() -> list[pl.Callback]:
-    """What the trainer that is being built was given as ``callbacks``; nothing where none is being built."""
+    """What the trainer that is being built was given as ``callbacks``; empty where none is being built."""
     frame = _constructor()
     given = frame.f_locals.get("callbacks") if frame is not None else None
     if isinstance(given, pl.Callback):
@@ -112,9 +112,7 @@ def _constructor() -> FrameType | None:
 
 
 def ddp_options(strategy: DDPStrategy) -> tuple[object | None, Any, Any, int | None, dict[str, Any]]:
-    """State, hook and wrapper of communication, period of model averaging, and options of
-    ``DistributedDataParallel``.
-    """
+    """State, hook and wrapper of communication, period of model averaging, options of ``DistributedDataParallel``."""
     return (
         strategy._ddp_comm_state,
         strategy._ddp_comm_hook,
@@ -125,12 +123,10 @@ def ddp_options(strategy: DDPStrategy) -> tuple[object | None, Any, Any, int | N
 
 
 def start_method(strategy: DDPStrategy) -> str:
-    """How the strategy would start workers."""
     return str(strategy._start_method)
 
 
 def syncs_layers(strategy: DDPStrategy) -> bool:
-    """Whether ``sync_batchnorm`` was asked for."""
     return strategy._layer_sync is not None
 
 
@@ -168,7 +164,6 @@ def call_hook(trainer: pl.Trainer, name: str, *arguments: Any) -> None:
 
 
 def replaceable_parts(trainer: pl.Trainer) -> list[Any]:
-    """Loops of a trainer, and what handles its signals."""
     fit = trainer.fit_loop
     parts: list[Any] = [fit, fit.epoch_loop, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
     return [*parts, fit.epoch_loop.automatic_optimization, trainer.predict_loop, trainer._signal_connector]
@@ -180,7 +175,7 @@ def logger_connector(trainer: pl.Trainer) -> object:
 
 
 def only_measures(loop: _FitLoop) -> bool:
-    """Whether this pass makes statistics of batch normalisation, without gradients."""
+    """Whether this pass makes statistics of batch normalization, without gradients."""
     return bool(loop._skip_backward)
 
 
@@ -190,7 +185,6 @@ def accumulates(loop: _FitLoop | _TrainingEpochLoop) -> bool:
 
 
 def validates_next(loop: _TrainingEpochLoop, fetcher: _DataFetcher) -> bool:
-    """Whether validation follows the batch in progress."""
     return loop._should_check_val_fx(fetcher)
 
 
@@ -215,12 +209,10 @@ def has_source(loop: _EvaluationLoop) -> bool:
 
 
 def steps_made(loop: _TrainingEpochLoop) -> int:
-    """Batches that ended with a step."""
     return loop._batches_that_stepped
 
 
 def validates_by_time(trainer: pl.Trainer) -> bool:
-    """Whether ``val_check_interval`` is a time."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
@@ -230,17 +222,14 @@ def closure_parts(closure: Closure) -> tuple[Any, Any, Any]:
 
 
 def run_training_step(trainer: pl.Trainer, arguments: Any) -> ClosureResult:
-    """Call ``training_step``."""
     return trainer.fit_loop.epoch_loop.automatic_optimization._training_step(arguments)
 
 
 def step_arguments(loop: _TrainingEpochLoop, start: Any, batch: Any, index: int) -> Any:
-    """Arguments of ``training_step``."""
     return loop._build_kwargs(start, batch, index)
 
 
 def before_transfer(module: pl.LightningModule, batch: Any) -> Any:
-    """The user's hook for a batch that is moved to its device."""
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
@@ -248,7 +237,6 @@ def before_transfer(module: pl.LightningModule, batch: Any) -> Any:
 
 
 def loader_of(loop: _FitLoop | _EvaluationLoop) -> CombinedLoader | None:
-    """The loaders of a loop."""
     return loop._combined_loader
 
 
@@ -258,7 +246,6 @@ def drop_loader(loop: _FitLoop | _EvaluationLoop) -> None:
 
 
 def fetcher_of(loop: _FitLoop) -> _DataFetcher | None:
-    """What fetches the training batches."""
     return loop._data_fetcher
 
 
@@ -270,12 +257,10 @@ def keep_fetcher(loop: _FitLoop, fetcher: _DataFetcher) -> None:
 
 
 def most_batches(loop: _EvaluationLoop) -> list[Any]:
-    """Batches of each loader."""
     return list(loop._max_batches)
 
 
 def set_most_batches(loop: _EvaluationLoop, batches: list[Any]) -> None:
-    """Inverse of :func:`most_batches`."""
     loop._max_batches = batches
 
 
@@ -286,12 +271,11 @@ def reload_epochs(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def iterators_of(combined: CombinedLoader) -> Sequence[Iterator[Any]]:
-    """Those of its loaders, where there are any."""
+    """Those of its loaders; empty where nothing is iterated."""
     return combined._iterator.iterators if combined._iterator is not None else []
 
 
 def ends_with_shortest(combined: CombinedLoader) -> bool:
-    """Whether a pass ends with the shortest loader."""
     return isinstance(combined._iterator, _MinSize)
 
 
@@ -307,7 +291,6 @@ def place_of(combined: CombinedLoader) -> tuple[int | None, list[bool]]:
 
 
 def set_place(combined: CombinedLoader, index: int | None, consumed: Sequence[bool]) -> None:
-    """Inverse of :func:`place_of`."""
     iterator = combined._iterator
     if iterator is not None and index is not None:
         iterator._idx = index
@@ -316,7 +299,6 @@ def set_place(combined: CombinedLoader, index: int | None, consumed: Sequence[bo
 
 
 def structure_of(combined: CombinedLoader) -> Any:
-    """How its loaders are nested."""
     return combined._spec
 
 
@@ -326,7 +308,6 @@ def fetched_last(fetcher: _DataLoaderIterDataFetcher) -> tuple[int, int]:
 
 
 def set_fetched_last(fetcher: _DataLoaderIterDataFetcher, last: tuple[int, int], batch: Any) -> None:
-    """Inverse of :func:`fetched_last`, with the batch."""
     fetcher._batch_idx, fetcher._dataloader_idx = last
     fetcher._batch = batch
 
@@ -335,7 +316,6 @@ def set_fetched_last(fetcher: _DataLoaderIterDataFetcher, last: tuple[int, int],
 
 
 def results_of(trainer: pl.Trainer) -> dict[str, _ResultCollection]:
-    """The collections of the training and evaluation loops."""
     return {
         "train": trainer.fit_loop.epoch_loop._results,
         "val": trainer.fit_loop.epoch_loop.val_loop._results,
@@ -345,7 +325,6 @@ def results_of(trainer: pl.Trainer) -> dict[str, _ResultCollection]:
 
 
 def set_training_results(trainer: pl.Trainer, results: _ResultCollection) -> None:
-    """Have the training loop log to another collection."""
     trainer.fit_loop.epoch_loop._results = results
 
 
@@ -355,12 +334,10 @@ def metric_state(metric: _ResultMetric) -> tuple[Any, Any, int]:
 
 
 def set_metric_state(metric: _ResultMetric, forward: Any, computed: Any, updates: int) -> None:
-    """Inverse of :func:`metric_state`."""
     metric._forward_cache, metric._computed, metric._update_count = forward, computed, updates
 
 
 def make_sync(fn: Any, should: bool, rank_zero_only: bool, op: str | None, group: Any) -> _Sync:
-    """How a logged value is reduced over ranks."""
     return _Sync(fn=fn, _should=should, rank_zero_only=rank_zero_only, _op=op, _group=group)
 
 
@@ -368,13 +345,12 @@ def make_sync(fn: Any, should: bool, rank_zero_only: bool, op: str | None, group
 
 
 def average_of(callback: WeightAveraging | StochasticWeightAveraging) -> nn.Module | None:
-    """The averaged model, once there is one."""
+    """The averaged model; None before there is one."""
     average: nn.Module | None = callback._average_model
     return average
 
 
 def has_average_scheduler(callback: StochasticWeightAveraging) -> bool:
-    """Whether stochastic averaging has its own scheduler by now."""
     return callback._swa_scheduler is not None
 
 
@@ -384,7 +360,6 @@ def period_of(callback: ModelCheckpoint) -> int:
 
 
 def saves_by_time(callback: ModelCheckpoint) -> bool:
-    """Whether it makes checkpoints after some time."""
     return callback._train_time_interval is not None
 
 
@@ -411,26 +386,22 @@ def take_up_run(logger: Logger, run: str) -> None:
 
 
 def metric_prefix(logger: MLFlowLogger) -> str:
-    """What the logger puts before the names of metrics."""
     return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}" if logger._prefix else ""
 
 
 def event_writers(logger: TensorBoardLogger) -> list[Any]:
-    """What writes the event files of a logger; none before it is first used."""
+    """What writes the event files of a logger; empty before it is first used."""
     writers = getattr(opened(logger), "all_writers", None) or {}
     found = [getattr(writer, "event_writer", None) for writer in writers.values()]
     return [writer for writer in found if hasattr(writer, "_file_name")]
 
 
 def file_of(writer: Any) -> str:
-    """Path of an event file."""
     return str(writer._file_name)
 
 
 def continue_files(logger: TensorBoardLogger, name: str) -> None:
-    """Have event writers append to an existing file in place of the new ones that they open; where they cannot, they
-    keep these.
-    """
+    """Have event writers append to an existing file and remove their new ones; those that cannot keep theirs."""
     opened(logger)._get_file_writer()
     for writer in event_writers(logger):
         file = getattr(writer, "_general_file_writer", None)
@@ -483,12 +454,10 @@ def fabric_loaders() -> list[_FabricDataLoader]:
 
 
 def passes_of(loader: _FabricDataLoader) -> int:
-    """How many passes over a loader were begun."""
     return loader._num_iter_calls
 
 
 def set_passes(loader: _FabricDataLoader, count: int) -> None:
-    """Inverse of :func:`passes_of`."""
     loader._num_iter_calls = count
 
 

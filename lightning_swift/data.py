@@ -1,6 +1,4 @@
-"""Where a run is in its data: loaders of training and validation, the combined iterator over them, and what was
-fetched ahead.
-"""
+"""Where a run is in its data: loaders of training and validation, the iterator over them, what was fetched ahead."""
 
 from __future__ import annotations
 
@@ -19,14 +17,11 @@ from shared_core.loaders import Position, ResumableLoader, read_random, write_ra
 
 
 class Data:
-    """Captures and restores the data position of one fit.
-
-    Loaders get their wrapper from the strategy (:meth:`wrapped`).
-    """
+    """Captures and restores the data position of one fit, of loaders that the strategy has wrapped."""
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        #: The lengths of an ordinary pass, while one of which the rest was dealt out again is in progress.
+        #: Lengths of an ordinary pass, while a pass is in progress whose rest was dealt out again; else None.
         self._ordinary: list[Any] | None = None
         #: Random generators before the loaders of the fit loop and of its validation loop were last requested.
         self._requested: dict[str, Any] = {}
@@ -43,7 +38,6 @@ class Data:
             loader.fetches_ahead(ahead)
 
     def loaders(self) -> dict[str, Any]:
-        """All of them, by name."""
         fit = self._trainer.fit_loop
         return {
             f"{name} data {number}": loader
@@ -57,19 +51,17 @@ class Data:
         return [fit.max_batches, self._trainer.val_check_batch, compat.most_batches(fit.epoch_loop.val_loop)]
 
     def set_lengths(self, lengths: list[Any]) -> None:
-        """Inverse of :meth:`lengths`."""
         fit = self._trainer.fit_loop
         fit.max_batches, self._trainer.val_check_batch, most = lengths
         compat.set_most_batches(fit.epoch_loop.val_loop, most)
 
     def begin_pass(self) -> None:
-        """An ordinary pass begins."""
         if self._ordinary is not None:
             lengths, self._ordinary = self._ordinary, None
             self.set_lengths(lengths)
 
     def _shorten(self) -> None:
-        """The pass in progress has as many batches as were used before the number of workers changed, and are left."""
+        """Set the length of the pass in progress: batches used before the number of workers changed, and those left."""
         trainer, fit = self._trainer, self._trainer.fit_loop
         combined, fetcher = loader_of(fit), fetcher_of(fit)
         left = [p.left for p in (_positions(combined) if combined is not None else ()) if p and p.left is not None]
@@ -107,13 +99,7 @@ class Data:
     # -- restore ------------------------------------------------------------------------------------------------------
 
     def restore(self, data: Mapping[str, Any], resized: bool = False, copied: bool = False) -> None:
-        """Put back what :meth:`capture` took.
-
-        Args:
-            data: from this rank's failed worker.
-            resized: of another number of workers.
-            copied: it is that of a peer, who reads another part of the data.
-        """
+        """Put back what :meth:`capture` took; ``copied`` from a peer, who reads another part of the data."""
         self._ordinary = None if resized else data["ordinary"]
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
         if data["reloaded"]:
@@ -131,9 +117,7 @@ class Data:
             _restore_combined(validation, data["val"], copied)
 
     def _request_again(self, data: Mapping[str, Any]) -> None:
-        """``reload_dataloaders_every_n_epochs``: call the user's hooks as they were last called, in the epoch of
-        that call.
-        """
+        """``reload_dataloaders_every_n_epochs``: repeat the last calls of the user's hooks, in the epochs of these."""
         trainer = self._trainer
         fit, val = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
         strategy: Any = trainer.strategy

@@ -1,5 +1,6 @@
-"""Fabric's strategies whose workers may fail: ``Fabric(strategy="swift_ddp")``, and FSDP2. The loop is in
-:mod:`lightning_swift.fabric_loop`.
+"""Fabric's strategies whose workers may fail: ``Fabric(strategy="swift_ddp")``, and FSDP2.
+
+The loop is in :mod:`lightning_swift.fabric_loop`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,6 @@ class _Surviving(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """See :func:`workers_here`."""
         return workers_here(self.job, super().num_processes)  # type: ignore[misc]
 
     def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -124,8 +124,10 @@ class SwiftFabricStrategy(_Surviving, DDPStrategy):
 
 
 class SwiftFabricFSDPStrategy(_Surviving, ModelParallelStrategy):
-    """Fabric's ``ModelParallelStrategy`` in which a run with FSDP2 or HSDP continues through the failure of workers,
-    bit for bit. Data, and the model with them, are divided over all workers.
+    """Fabric's ``ModelParallelStrategy`` in which a run with FSDP2 or HSDP survives the failure of workers, bit
+    for bit.
+
+    Data, and the model with them, are divided over all workers.
 
     Args:
         parallelize_fn: given a module and the device mesh, calls ``fully_shard`` with ``mesh["data_parallel"]``, or
@@ -166,7 +168,7 @@ class SwiftFabricFSDPStrategy(_Surviving, ModelParallelStrategy):
         """As in ``ModelParallelStrategy``.
 
         Raises:
-            ConfigError: if nothing is sharded, so that each worker would train a model of its own.
+            ConfigError: nothing is sharded, so that each worker would train a model of its own.
         """
         from torch.distributed.fsdp import FSDPModule  # imported by whoever shards
 
@@ -179,7 +181,6 @@ class SwiftFabricFSDPStrategy(_Surviving, ModelParallelStrategy):
         return made
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As in ``ModelParallelStrategy``."""
         with nullcontext() if self.job is None else self.job.runtime.unchecked():  # each save has a random number
             super().save_checkpoint(*args, **kwargs)
 

@@ -18,15 +18,13 @@ _PASSES = "fabric.passes"
 class FabricLoop:
     """A training loop under Fabric that survives the failure of workers. Without ``swiftrun`` it is a plain loop.
 
-    Made by :func:`attach`.
-
-    Attributes:
-        loop: of the core.
+    Made by :func:`attach`. ``loop`` is that of the core.
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
         self.loop = loop
-        #: Loaders that the script has set up before its loop; others are made again in each epoch.
+        #: Loaders that the script has set up before its loop; others are made again in each epoch. None before the
+        #: first use.
         self._loaders: list[compat.FabricLoader] | None = None
         self._call = 0
         self._at_epoch: list[int] = []

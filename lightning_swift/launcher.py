@@ -71,9 +71,7 @@ class SwiftLauncher(compat.Launcher):
     # -- between two entry calls ---------------------------------------------------------------------------------------
 
     def _capture(self) -> Any:
-        """At the end of an entry call: what the user's code finds after it. Peers continue and
-        could not give it later.
-        """
+        """At the end of an entry call: what the user's code finds after it. Peers could not give it later."""
         if not self._leaving or self._strategy.lightning_module is None:
             return None
         return self._strategy.at_end()

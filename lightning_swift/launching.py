@@ -36,8 +36,8 @@ _DEFAULTS = dict(SwiftConfig().items())
 class LaunchingStrategy(RecoveringStrategy):
     """The part of a strategy that is at work before anything is trained.
 
-    With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain
-    ``torchrun`` it trains as :attr:`stock` does and says that survivors cannot be kept alive.
+    With ``python train.py`` and several devices it starts the script again under ``swiftrun``. Under plain ``torchrun``
+    it trains as :attr:`stock` does and says that survivors cannot be kept alive.
 
     Attributes:
         stock: Lightning's own class, whose objects :meth:`adopt` takes over.
@@ -50,9 +50,7 @@ class LaunchingStrategy(RecoveringStrategy):
     def adopt(cls, strategy: Strategy) -> Self:
         """Turn an object of :attr:`stock` into this class, in place: Lightning already refers to it.
 
-        Raises:
-            Unsupported: if it is of another class (a subclass may have behaviour of its own), or has options that are
-                refused.
+        Raises Unsupported if it is of another class (a subclass may have behavior of its own), or has refused options.
         """
         if isinstance(strategy, cls):
             return strategy
@@ -65,17 +63,12 @@ class LaunchingStrategy(RecoveringStrategy):
         return found
 
     def _take_over(self, standbys: int, options: dict[str, Any]) -> None:
-        """Begin, with the stock part of the object complete.
-
-        Raises:
-            ConfigError: for an unknown option or a bad value.
-            Unsupported: for an option that is refused.
-        """
+        """Begin, with the stock part of the object complete. Raises for options that are unknown, bad or refused."""
         self._standbys = standbys
         self._options = options
         #: The trainer has a callback that makes checkpoints.
         self._saves = False
-        #: Options of the run: the environment (and what swiftrun was given) over the constructor's.
+        #: Options of the run: the environment, and what swiftrun was given, over the constructor's.
         self.config = SwiftConfig.from_env(base=SwiftConfig.from_dict(options))
         check_version(TESTED, NAMES)
         self._begin(install() if launched_by_swiftrun() else None)
@@ -86,8 +79,7 @@ class LaunchingStrategy(RecoveringStrategy):
     # -- launch -------------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        # The latest moment of the Trainer's construction where the number of devices is known; no process group exists
-        # yet.
+        # The latest moment in the Trainer's constructor: the number of devices is known, and no process group exists.
         self.find_checkpoints()
         if self.job is not None:
             self._launcher = SwiftLauncher(self)
@@ -103,11 +95,7 @@ class LaunchingStrategy(RecoveringStrategy):
             )
 
     def find_checkpoints(self) -> None:
-        """In the constructor of a Trainer: take the options of its :class:`~lightning_swift.SwiftCheckpoint`.
-
-        Raises:
-            ConfigError: where they contradict what was said elsewhere.
-        """
+        """In the constructor of a Trainer: take the options of its :class:`~lightning_swift.SwiftCheckpoint`."""
         said = SwiftConfig.from_env().changed
         for callback in compat.callbacks_under_construction():
             if isinstance(callback, SwiftCheckpoint):
@@ -126,11 +114,7 @@ class LaunchingStrategy(RecoveringStrategy):
         return self.job is None and needed and not external and not under_plain_torchrun()
 
     def hand_over(self) -> None:
-        """Become ``swiftrun`` with the running script. Does not return.
-
-        Raises:
-            SwiftError: in a notebook, or where a process group exists already.
-        """
+        """Become ``swiftrun`` with the running script. Does not return."""
         self._check_device((self.parallel_devices or [torch.device("cpu")])[0])
         hand_over(self.num_processes, self._standbys, self._options)
 
@@ -146,7 +130,6 @@ class LaunchingStrategy(RecoveringStrategy):
 
     @property
     def num_processes(self) -> int:
-        """See :func:`workers_here`."""
         return workers_here(getattr(self, "job", None), len(self.parallel_devices or ()))
 
 
@@ -157,10 +140,5 @@ def workers_here(job: Job | None, devices: int) -> int:
 
 
 def given_options(given: Mapping[str, Any], more: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Options of the job, by their full names.
-
-    Args:
-        given: arguments of a constructor, by the full names of their options; defaults are left out.
-        more: further options, by name.
-    """
+    """Options of the job by full name: those of ``given`` that are no defaults, and ``more``."""
     return {name: value for name, value in given.items() if value != _DEFAULTS[name]} | full_names(dict(more or {}))

@@ -1,8 +1,8 @@
 """Log files after the failure of rank 0: the same version, every row once.
 
-A replacement reuses the version the failed worker chose (noted on disk when it was chosen), writes nothing before it
-joins, and at the join cuts each file to the length it had at the step boundary; the batch it runs again then writes its
-rows again.
+A replacement reuses the version that the failed worker chose (noted on disk when it was chosen), writes nothing before
+it joins, and at the join cuts each file to the length it had at the step boundary; the batch it runs again then writes
+its rows again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _joining() -> bool:
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
-#: By id of a logger: the version that a run had which continues from a checkpoint.
+#: By id of a logger: version of a run that continues from a checkpoint.
 _former: dict[int, Any] = {}
 
 
@@ -80,9 +80,7 @@ def _noted(kind: type, choose: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 class SwiftExperimentWriter(csv_logs.ExperimentWriter):
-    """``metrics.csv`` whose header is exchanged atomically, that is left alone before a replacement joins, and counts
-    its rows.
-    """
+    """Writes ``metrics.csv``, exchanging its header atomically; before a replacement joins, nothing."""
 
     rows = 0
 
@@ -210,8 +208,9 @@ class Loggers:
         self._services: Services | None = None
 
     def prepare(self, job: Job, state: Any) -> None:
-        """Before anything is logged: see that loggers of services write each row once. In a replacement, take up runs
-        that a service knows by name, and the versions of a run that was started before.
+        """Before anything is logged: see that loggers of services write each row once.
+
+        In a replacement, take up runs that a service knows by name, and the versions of a run that was started before.
         """
         if self._trainer.is_global_zero:
             files = (CSVLogger, TensorBoardLogger)
@@ -224,7 +223,6 @@ class Loggers:
                 self._services.take_up(logger, (data or {}).get("run"))
 
     def opened(self) -> None:
-        """The loggers have opened their runs."""
         if self._services is not None:
             self._services.opened()
 
@@ -267,20 +265,13 @@ class Loggers:
 
 
 class Missed:
-    """What rank 0 would have logged while it is away (``on_failure="reroute"``). The others keep it for its
-    replacement.
-
-    Args:
-        job: of this worker.
-        trainer: whose loggers are meant.
-        loggers: their state.
-    """
+    """What rank 0 would have logged while it is away (``on_failure="reroute"``), kept by the others."""
 
     def __init__(self, job: Job, trainer: pl.Trainer, loggers: Loggers) -> None:
         self._job, self._trainer, self._loggers = job, trainer, loggers
         #: Step boundary before it, number of the logger, scalars and step of each row.
         self._rows: list[tuple[int, int, dict[str, Any], int | None]] = []
-        #: In rank 0: of the worker whose place this one takes.
+        #: In rank 0: published rows and loggers of the worker whose place this one takes.
         self._before: tuple[Any, Any] = None, None
         if job.rank == 0:
             self._before = job.peek("lightning.missed"), job.peek("lightning.loggers")

@@ -1,8 +1,7 @@
 """Lightning's loops with step boundaries in them.
 
-Lightning has no hook before a batch is fetched, and none around a stand-alone evaluation, so the loops of a trainer
-are given these classes. They add no
-state of their own: the objects that Lightning and the user hold stay the same.
+Lightning has no hook before a batch is fetched, and none around a stand-alone evaluation, so the loops of a trainer get
+these classes. They add no state of their own: the objects that Lightning and the user hold stay the same.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
     def advance(self, data_fetcher: compat.DataFetcher) -> None:
         # In the middle of an accumulation window gradients are pending, which are nobody's published state. The last
         # window of an epoch may be short, but then the next batch is the first of its epoch: nothing is pending at
-        # `ready == 0`.
-        # A pass that only makes statistics of batch normalisation has no gradients.
+        # `ready == 0`. A pass that only makes statistics of batch normalization has no gradients.
         automatic = self.trainer.lightning_module.automatic_optimization and not compat.only_measures(
             self.trainer.fit_loop
         )
@@ -65,15 +63,10 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
         sharing.behind = False
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Nothing: :class:`SwiftSignalConnector` never sets the flag that rank 0 would give out here.
-
-        Lightning also drops whatever error this collective meets, so the rank would continue beside the others.
-        """
+        """Nothing: nobody sets this flag, and Lightning drops whatever error its collective meets."""
 
 
 class SwiftAutomaticOptimization(compat.AutomaticOptimization):
-    """Under ``reroute`` a batch is that of all ranks."""
-
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int) -> Closure:
         closure = super()._make_closure(kwargs, optimizer, batch_idx)
         sharing = _strategy(self.trainer).sharing
@@ -81,9 +74,7 @@ class SwiftAutomaticOptimization(compat.AutomaticOptimization):
 
 
 class SwiftFitLoop(compat.FitLoop):
-    """Notes the random state before the user's hooks make loaders, which a replacement may have to do again in a later
-    epoch.
-    """
+    """Notes the random state before the user's hooks make loaders, which a replacement may have to repeat later."""
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         # A replacement gets the failed worker's place at the step boundary. The file may be newer than that
@@ -109,8 +100,7 @@ class SwiftEvaluationLoop(compat.EvaluationLoop):
         if compat.purpose(self) != TrainerFn.FITTING:
             strategy.eval_boundary()
         elif self.trainer.sanity_checking and strategy.joining:
-            # Its results are thrown away; but the loaders are made here, in their place in the stream of random
-            # numbers.
+            # Its results are thrown away; but the loaders are made here, in their place in the random numbers.
             self.setup_data()
             return []
         return super().run()
@@ -129,19 +119,13 @@ class SwiftEvaluationLoop(compat.EvaluationLoop):
 
 
 class SwiftPredictionLoop(compat.PredictionLoop):
-    """A prediction starts at a recovery point."""
-
     def run(self) -> Any:
         _strategy(self.trainer).eval_boundary()
         return super().run()
 
 
 class SwiftSignalConnector(compat.SignalConnector):
-    """Leaves SIGTERM alone: its sender is either the agent, which ends the job, or a failure, which must end the
-    process.
-
-    Lightning's handler would issue a collective from within whatever the process is doing.
-    """
+    """Leaves SIGTERM alone: it ends the process. Lightning's handler would issue a collective anywhere."""
 
     def register_signal_handlers(self) -> None:
         self.received_sigterm = False
@@ -158,11 +142,7 @@ _CLASSES: tuple[tuple[type, type], ...] = (
 
 
 def adopt_loops(trainer: pl.Trainer) -> None:
-    """Give the trainer's loops (and its signal connector) the classes above. The one place where that is done.
-
-    Raises:
-        Unsupported: for a loop class of the user's own.
-    """
+    """Give the trainer's loops the classes above. Raises Unsupported for a loop class of the user's own."""
     for part in compat.replaceable_parts(trainer):
         ours = dict(_CLASSES).get(type(part))
         if ours is not None:

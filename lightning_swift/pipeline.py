@@ -264,10 +264,10 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
 
 
 def _deepspeed(device: torch.device) -> Any:
-    """DeepSpeed, for this kind of device. It chooses its own at its first import.
+    """DeepSpeed, for this kind of device, which it chooses at its first import.
 
     Raises:
-        ConfigError: if it has chosen another.
+        ConfigError: it has chosen another.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     from shared_core.pipeline import install
@@ -285,7 +285,6 @@ def _deepspeed(device: torch.device) -> Any:
 
 
 def register_pipeline() -> None:
-    """Register the strategy's name."""
     name = SwiftPipelineStrategy.strategy_name
     if name not in StrategyRegistry:
         StrategyRegistry.register(

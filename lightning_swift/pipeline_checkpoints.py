@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 class StageCheckpoints(SwiftDDPStrategy):
     """How :class:`~lightning_swift.pipeline.SwiftPipelineStrategy` saves and loads; and the places of its ranks."""
 
-    #: Stages of a pipeline.
     stages: int
     _engine: SwiftPipelineEngine | None
-    #: This rank's part of the optimizer, in bf16 and with ZeRO.
+    #: This rank's part of the optimizer, in bf16 and with ZeRO; else None.
     _shard: Shard | None
 
     @property
@@ -37,7 +36,6 @@ class StageCheckpoints(SwiftDDPStrategy):
 
     @property
     def stage(self) -> int:
-        """Stage of this rank."""
         return self.global_rank // self.pipelines
 
     @property
@@ -70,9 +68,7 @@ class StageCheckpoints(SwiftDDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a folder: one file a stage, by the stage's first rank, and what all share, by rank 0. In bf16 and with
-        ZeRO also one a rank.
-        """
+        """Write a folder: one file a stage, one a rank for sharded optimizers, one of all. A collective."""
         point("checkpoint.write")
         files = self._files(self.broadcast(filepath))
         files.write_parts(checkpoint, storage_options)

@@ -1,6 +1,4 @@
-"""Parts of the pipeline strategy that need neither a process group nor DeepSpeed: the engine's options, micro-batches,
-and checkpoints of one file a stage.
-"""
+"""Parts of the pipeline strategy that need neither a process group nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -36,11 +34,7 @@ _STATE, _OPTIMIZERS = "state_dict", "optimizer_states"
 
 
 def check_module(module: pl.LightningModule) -> None:
-    """Refuse a module that is no list of layers, or wants to do what the engine does.
-
-    Raises:
-        ConfigError: naming the method.
-    """
+    """Raise ConfigError for a module that is no list of layers, or wants to do what the engine does."""
     name = type(module).__name__
     for method, reason in _OWNED.items():
         if getattr(type(module), method) is not getattr(pl.LightningModule, method):
@@ -55,13 +49,7 @@ def check_module(module: pl.LightningModule) -> None:
 def micro_batches_of(given: int | None, config: Mapping[str, Any], accumulate: int) -> tuple[int, int]:
     """(micro-batches that one batch of the loader is split into, loader's batches of one optimizer step).
 
-    Args:
-        given: ``micro_batches`` of the strategy.
-        config: DeepSpeed's configuration, as the user gave it.
-        accumulate: ``Trainer(accumulate_grad_batches=...)``; 1 if not given.
-
-    Raises:
-        ConfigError: if they contradict each other.
+    ``accumulate`` is ``Trainer(accumulate_grad_batches=...)``, 1 if not given. Raises ConfigError for a contradiction.
     """
     steps = config.get("gradient_accumulation_steps")
     if given is not None and steps not in (None, "auto", given):
@@ -86,17 +74,9 @@ def micro_batches_of(given: int | None, config: Mapping[str, Any], accumulate: i
 def engine_config(
     config: Mapping[str, Any], micro_batches: int, clip: float | None, algorithm: str | None
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration.
+    """DeepSpeed's configuration, from the user's and the Trainer's clipping; ``micro_batches`` of a step.
 
-    Args:
-        config: as the user gave it.
-        micro_batches: of one optimizer step.
-        clip: ``Trainer(gradient_clip_val=...)``.
-        algorithm: ``Trainer(gradient_clip_algorithm=...)``.
-
-    Raises:
-        ConfigError: for what Lightning does, and for a contradiction.
-        Unsupported: for clipping by value.
+    Raises ConfigError for what Lightning does and for a contradiction, Unsupported for clipping by value.
     """
     for section, instead in (("optimizer", "the optimizer"), ("scheduler", "the scheduler, which Lightning steps,")):
         if section in config:
@@ -128,15 +108,9 @@ def engine_config(
 
 
 def precision_config(config: Mapping[str, Any], precision: str) -> dict[str, Any]:
-    """DeepSpeed's configuration with the Trainer's precision in it.
+    """DeepSpeed's configuration with the Trainer's precision in it, as Lightning spells it out.
 
-    Args:
-        config: as the user gave it.
-        precision: ``Trainer(precision=...)``, as Lightning spells it out.
-
-    Raises:
-        ConfigError: for a contradiction.
-        Unsupported: for fp16, other precisions, and ZeRO stages 2 and 3.
+    Raises ConfigError for a contradiction, Unsupported for all but fp32, bf16 and ZeRO stages 0 and 1.
     """
     if precision not in ("32-true", "bf16-true", "bf16-mixed") or _enabled(config, "fp16"):
         asked = "a section 'fp16' in the DeepSpeed configuration" if _enabled(config, "fp16") else repr(precision)
@@ -166,11 +140,7 @@ def _enabled(config: Mapping[str, Any], section: str) -> bool | None:
 
 
 def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
-    """A configuration of DeepSpeed as given: plain data, or the path of a JSON file.
-
-    Raises:
-        ConfigError: if the file cannot be read.
-    """
+    """DeepSpeed's configuration as plain data, also from a JSON file; ConfigError where that cannot be read."""
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     try:
@@ -186,11 +156,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
 
 
 def rows_of(batch: Any) -> int:
-    """Rows of a batch: the first dimension of all its tensors.
-
-    Raises:
-        ConfigError: if it is no pair of tensors or of containers of them, with equally many rows.
-    """
+    """First dimension of all tensors of a batch. ConfigError if it is no pair, or the tensors differ in it."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:
         raise ConfigError(
             f"a batch is a {type(batch).__name__}, not a pair (inputs, targets): a pipeline's first stage reads the "
@@ -206,11 +172,7 @@ def rows_of(batch: Any) -> int:
 
 
 def split(batch: Any, pieces: int) -> list[tuple[Any, Any]]:
-    """Split a batch along the first dimension.
-
-    Raises:
-        ConfigError: if the rows cannot be dealt out equally.
-    """
+    """Split a batch along the first dimension, into views. ConfigError if that leaves a rest."""
     rows = rows_of(batch)
     if not rows or rows % pieces:
         raise ConfigError(_uneven(rows, pieces))
@@ -231,16 +193,11 @@ def most_pieces(rows: int, limit: int) -> int:
 
 
 def shapes_of(piece: Any) -> list[list[int]]:
-    """Shapes of all tensors of a micro-batch."""
     return [list(leaf.shape) for leaf in tree_leaves(piece)]
 
 
 def check_loader(loader: object, pieces: int) -> None:
-    """Refuse a training loader before training where it shows that a batch cannot be split.
-
-    Raises:
-        ConfigError: naming ``drop_last`` where the last batch is the reason.
-    """
+    """Raise ConfigError for a training loader that shows before training that a batch cannot be split."""
     sampler = getattr(loader, "sampler", None)
     if not isinstance(loader, DataLoader) or loader.batch_size is None or not hasattr(sampler, "__len__"):
         return
@@ -263,17 +220,14 @@ def _uneven(rows: int, pieces: int) -> str:
 
 
 class StageFiles:
-    """A checkpoint: a folder with one file a stage, and one with what all ranks share, written last. Where the
-    optimizer of a stage is divided over its ranks, each of these has a file, too.
+    """A checkpoint: a folder with one file a stage, and one with what all ranks share, written last.
 
-    The shared file names the others. Files of an older checkpoint in the same folder stay until the new one is
-    complete.
+    Where the optimizer of a stage is divided over its ranks, each of these has a file, too. The shared file names the
+    others. Files of an older checkpoint in the same folder stay until the new one is complete.
 
     Args:
         folder: path or URL.
         io: writes and reads files.
-        stage: stage of this rank.
-        stages: their number.
         index: data-parallel index of this rank.
         shards: ranks that the optimizer of a stage is divided over; 0: each of them has it all.
     """
@@ -298,7 +252,7 @@ class StageFiles:
                 self._io.save_checkpoint(part, f"{self._folder}/{file}", options)
 
     def commit(self, checkpoint: Mapping[str, Any], options: Any) -> None:
-        """Write what all ranks share, once all parts are there."""
+        """Write what all ranks share; call it on one rank, once all parts are there."""
         shared = {name: value for name, value in checkpoint.items() if name not in (_STATE, _OPTIMIZERS)}
         shared |= {"pipeline_stages": self._stages, "pipeline_shards": self._shards if _OPTIMIZERS in checkpoint else 0}
         self._io.save_checkpoint(shared, f"{self._folder}/{_TRAINER_FILE}", options)
@@ -313,11 +267,7 @@ class StageFiles:
                 fs.rm(path)
 
     def read(self, weights_only: bool | None) -> dict[str, Any]:
-        """The checkpoint of this stage, as Lightning knows it.
-
-        Raises:
-            ConfigError: if the folder holds no complete checkpoint of as many stages.
-        """
+        """The checkpoint of this stage, as Lightning knows it. ConfigError if it is incomplete, or of other stages."""
         fs = get_filesystem(self._folder)
         if not fs.exists(f"{self._folder}/{_TRAINER_FILE}"):
             raise ConfigError(

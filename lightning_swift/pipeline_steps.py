@@ -28,12 +28,11 @@ class PipelineSteps(SwiftDDPStrategy):
     _per_step: int
     #: Micro-batches of this step from batches that were read already (accumulate_grad_batches).
     _waiting: list[tuple[Any, Any]]
-    #: Shapes in the last micro-batch that passed the pipeline.
+    #: Shapes in the last micro-batch that passed the pipeline; None before one.
     _shapes: list[list[int]] | None
 
     @property
     def engine(self) -> SwiftPipelineEngine:
-        """The engine, from set-up on."""
         assert self._engine is not None
         return self._engine
 
@@ -47,11 +46,7 @@ class PipelineSteps(SwiftDDPStrategy):
             )
 
     def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
-        """Train on a batch, or keep it where ``accumulate_grad_batches`` asks for more.
-
-        Returns:
-            The mean loss of the step, the same on every rank; NaN for a batch that is kept.
-        """
+        """Train on a batch, or keep it: the mean loss of the step, on every rank; NaN for a kept batch."""
         assert self.lightning_module is not None
         self._waiting += split(batch, self._pieces)
         if compat.accumulates(self.lightning_module.trainer.fit_loop):
@@ -65,11 +60,9 @@ class PipelineSteps(SwiftDDPStrategy):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> torch.Tensor:
-        """Evaluate a batch; see :meth:`_evaluate`."""
         return self._evaluate("val", batch)
 
     def test_step(self, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0) -> torch.Tensor:
-        """Evaluate a batch; see :meth:`_evaluate`."""
         return self._evaluate("test", batch)
 
     def _evaluate(self, stage: str, batch: Any) -> torch.Tensor:
@@ -102,11 +95,7 @@ class PipelineSteps(SwiftDDPStrategy):
             module.log(f"{stage}_loss", loss, prog_bar=True, batch_size=rows, sync_dist=stage != "train")
 
     def _before_step(self) -> None:
-        """Gradients are complete, of this stage.
-
-        Raises:
-            Unsupported: with ``on_failure="reroute"``, if a hook changes them.
-        """
+        """Call the user's hooks on complete gradients. Raises Unsupported if one changes what must stay."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         before = self._gradient_versions()

@@ -1,7 +1,7 @@
-"""Private names of Lightning, of its loggers and of what these write with: each with the reason why it is needed.
+"""Private names of Lightning, of its loggers and of what these write with, each with the reason why it is needed.
 
-They are used in :mod:`lightning_swift.compat`, or overridden in subclasses. A test looks each up, so that a
-version that has changed one is noticed before a job meets it.
+:mod:`lightning_swift.compat` uses them, or subclasses override them. A test looks each up, so that a version that has
+changed one is noticed before a job meets it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EVENTS = "tensorboard.summary.writer.event_file_writer"
 _CALLBACKS = "lightning.pytorch.callbacks"
 _FABRIC_LOADER = "lightning.fabric.wrappers:_FabricDataLoader"
 
-#: ``module:name``, with its parameters where it is overridden or called; why it is needed.
+#: ``module:name``, with its parameters where it is overridden or called, and why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
     # -- loops that get step boundaries
     (f"{_EPOCH}.advance(self, data_fetcher)", "the step boundary lies before it; there is no hook before the fetch"),

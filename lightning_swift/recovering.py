@@ -29,12 +29,7 @@ from shared_core.loaders import wrap_loader
 
 
 class RecoveringStrategy(CollectiveStrategy):
-    """The part of a strategy that is at work while something is trained.
-
-    Attributes:
-        config: options of the run.
-        sharing: the training steps of the last fit, where survivors compute a failed worker's share.
-    """
+    """The part of a strategy that is at work while something is trained."""
 
     config: SwiftConfig
     #: Whether callbacks may average the weights.
@@ -45,11 +40,7 @@ class RecoveringStrategy(CollectiveStrategy):
     builds_late = False
 
     def _begin(self, job: Job | None) -> None:
-        """Called once, by whatever makes the strategy.
-
-        Args:
-            job: of this worker; None where nobody recovers it.
-        """
+        """Called once, by whatever makes the strategy; ``job`` is None where nobody recovers this worker."""
         self.job = job
         leave_out(job)
         self.quiet = False
@@ -90,9 +81,7 @@ class RecoveringStrategy(CollectiveStrategy):
         check_trainer(trainer, averages=self.averages and not self.reroutes)
 
     def begin_entry(self, trainer: pl.Trainer) -> None:
-        """An entry call begins: everything that only this rank has is registered before the job decides whether to
-        run it.
-        """
+        """An entry call begins: register all rank-local state before the job decides whether to run it."""
         assert self.job is not None
         self._check(trainer)
         self._trainer = trainer
@@ -107,7 +96,6 @@ class RecoveringStrategy(CollectiveStrategy):
             self.job.reporter.listen(self._log_recovery)
 
     def attach(self, modules: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        """Tell the job what is trained."""
         assert self.job is not None
         self.job.attach(modules, optimizers)
         if optimizers:
@@ -122,9 +110,7 @@ class RecoveringStrategy(CollectiveStrategy):
         super().teardown()
 
     def at_end(self) -> dict[str, Any]:
-        """At the end of an entry call: the state of the module and the optimizers, which the user's code finds after
-        it. It is serialised at once.
-        """
+        """State of the module and the optimizers at the end of an entry call; not copied."""
         assert self.lightning_module is not None
         state = {k: value for k, value in self.lightning_module.state_dict().items() if hasattr(value, "dtype")}
         return {
@@ -135,7 +121,6 @@ class RecoveringStrategy(CollectiveStrategy):
         }
 
     def put_back(self, ended: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`at_end`."""
         if self.lightning_module is not None:
             self.lightning_module.load_state_dict(ended["module"], strict=False)
             for name, buffer in self.lightning_module.named_buffers():
@@ -145,16 +130,10 @@ class RecoveringStrategy(CollectiveStrategy):
         self.run_state.averages.load(ended["averages"])
 
     def after_skip(self, trainer: pl.Trainer, ended: Mapping[str, Any] | None) -> None:
-        """A replacement has skipped an entry call: make what the failed worker made in it with collectives.
-
-        Args:
-            trainer: its trainer.
-            ended: from :meth:`at_end`.
-        """
+        """An entry call was skipped: make what the failed worker made in it with collectives."""
 
     @property
     def run_state(self) -> RunState:
-        """Rank-local state of the entry call in progress."""
         assert self._run_state is not None
         return self._run_state
 
@@ -211,7 +190,6 @@ class RecoveringStrategy(CollectiveStrategy):
                 self._log_recovery({})
 
     def eval_boundary(self) -> None:
-        """The start of a stand-alone evaluation."""
         if self.job is not None:
             self.run_state.tell()
             self.job.entries.evaluation_boundary()

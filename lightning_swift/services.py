@@ -17,12 +17,7 @@ _numbers: Iterator[int] = itertools.count()
 
 
 class _Lazy:
-    """Rows of a logger whose run is opened when it is first used.
-
-    Args:
-        job: of this worker.
-        logger: whose ``log_metrics`` gives the rows.
-    """
+    """Rows of a logger whose run is opened when it is first used. Replaces the logger's ``log_metrics``."""
 
     def __init__(self, job: Job, logger: Logger) -> None:
         self._job, self._logger = job, logger
@@ -33,13 +28,12 @@ class _Lazy:
 
     @property
     def rows(self) -> Rows:
-        """Made when the run is open."""
+        """Made when first asked for, which opens the run."""
         if self._rows is None:
             self._rows = Rows(self._job, self._name, _service(self._job, self._logger), self._write)
         return self._rows
 
     def give(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Stands for ``log_metrics``."""
         self.rows.give(metrics, step)
 
     def state(self) -> Any:
@@ -51,12 +45,7 @@ class _Lazy:
 
 
 class Services:
-    """The loggers of a trainer that do not write files of their own, in rank 0.
-
-    Args:
-        job: of this worker.
-        loggers: of the trainer.
-    """
+    """The loggers of a trainer that do not write files of their own, in rank 0."""
 
     def __init__(self, job: Job, loggers: Sequence[Logger]) -> None:
         self._job, self._loggers, self._opened = job, loggers, False
@@ -80,13 +69,11 @@ class Services:
                 note_file(self._job, logger.experiment)
 
     def capture(self, logger: Logger) -> dict[str, Any]:
-        """Plain data."""
         self.opened()
         known = isinstance(logger, (MLFlowLogger, WandbLogger))
         return {"run": logger.version if known else None, "given": vars(logger)[_ROWS].state()}
 
     def restore(self, logger: Logger, rows: Any) -> None:
-        """Put back what :meth:`capture` took."""
         if rows is not None:
             vars(logger)[_ROWS].rows.restore(rows)
 

@@ -79,7 +79,7 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
         """As in ``ModelParallelStrategy``.
 
         Raises:
-            ConfigError: if nothing is sharded, so that each worker would train a model of its own.
+            ConfigError: nothing is sharded, so that each worker would train a model of its own.
         """
         super().setup(trainer)
         if self.job is not None and self.job.trained.shard is None:
@@ -114,8 +114,9 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """As in ``ModelParallelStrategy``; but a replacement whose place is further on leaves it out: the others take
-        no part any more, and the failed worker has taken it.
+        """As in ``ModelParallelStrategy``; but a replacement that has not joined leaves it out.
+
+        The others take no part any more, and the failed worker has taken it.
         """
         if self.joining:
             return
@@ -123,8 +124,9 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """As in ``ModelParallelStrategy``; but a replacement whose place is further on reads no weights: the others
-        take no part any more, and it takes the failed worker's shard.
+        """As in ``ModelParallelStrategy``; but a replacement that has not joined reads no weights.
+
+        The others take no part any more, and it gets the failed worker's shard.
         """
         if not self.joining:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -135,7 +137,6 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
 
 
 def register_sharded() -> None:
-    """Register the strategy's name."""
     name = SwiftFSDPStrategy.strategy_name
     if name not in StrategyRegistry:
         StrategyRegistry.register(

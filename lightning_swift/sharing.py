@@ -1,8 +1,8 @@
-"""``on_failure="reroute"`` under ``swift_ddp``: survivors run ``training_step`` on the failed worker's batches too.
+"""``on_failure="reroute"`` under ``swift_ddp``: survivors run ``training_step`` on the failed worker's batches, too.
 
 Each worker computes its share of a step (its batches, with random numbers of their place), and those of failed ranks
-that it hosts; gradients are summed over those who are there. What ``training_step`` logs is averaged over all logical
-ranks in the same way, so every worker has the same values, and a replacement that copies a peer has the right ones.
+that it hosts; a survivor group sums the gradients. What ``training_step`` logs is averaged over all logical ranks in
+the same way, so every worker has the same values, and a replacement that copies a peer has the right ones.
 """
 
 from __future__ import annotations
@@ -37,15 +37,7 @@ _MOVING = 1
 
 
 class SharedLoader:
-    """The training loader of a rank. Which batch is next follows from where the trainer is.
-
-    Args:
-        wrapped: the user's loader, with a distributed sampler.
-        sharing: the steps of the fit.
-
-    Raises:
-        Unsupported: for data that only the rank itself can read.
-    """
+    """The training loader of a rank. Which batch is next follows from where the trainer is."""
 
     def __init__(self, wrapped: DataLoader[Any], sharing: Sharing) -> None:
         self.wrapped = wrapped
@@ -71,9 +63,7 @@ class SharedLoader:
 class _Recorder(ResultCollection):
     """Stands for the training loop's results while a share is computed, and keeps what ``training_step`` logs.
 
-    Args:
-        results: get all that is logged elsewhere; None for a share of another rank, of which nothing else is kept.
-        batch: what is computed.
+    What is logged elsewhere goes to ``results``; None for a share of another rank, of which nothing else is kept.
     """
 
     def __init__(self, results: ResultCollection | None, batch: Any) -> None:
@@ -97,12 +87,7 @@ class _Recorder(ResultCollection):
 
 
 class SharedClosure(Closure):
-    """Lightning's closure (``training_step`` and backward) of a batch, for the shares of all logical ranks.
-
-    Args:
-        inner: for this rank's own.
-        sharing: computes and adds up.
-    """
+    """Lightning's closure (``training_step`` and backward) of a batch, for the shares of all logical ranks."""
 
     def __init__(self, inner: Closure, sharing: Sharing) -> None:
         super().__init__(*compat.closure_parts(inner))
@@ -117,21 +102,15 @@ class Sharing:
     """The training steps of a fit.
 
     Args:
-        job: of this worker.
-        trainer: whose fit begins.
         untouched: a context after which the module's own attributes, metrics among them, are as they were.
         seed: of random numbers.
         number: of the next step; it counts over all fits, so that no two have the same random numbers.
 
-    Attributes:
-        job: as given.
-        seed: as given.
-        number: of the next step.
-        behind: the present step boundary is behind the batch: only what follows it (validation, the end of the epoch)
-            is left.
+    ``behind``: the present step boundary is behind the batch: only what follows it (validation, the end of the epoch)
+    is left.
 
     Raises:
-        ConfigError: if nothing is trained.
+        ConfigError: nothing is trained.
         Unsupported: for what cannot be computed by others.
     """
 
@@ -160,7 +139,7 @@ class Sharing:
         self._kept: list[torch.Tensor | None] = []
         self._entries: list[tuple[str, float, int, dict[str, Any]]] = []
         self._called = -1
-        #: In which this rank's batch gets from its loader to its device.
+        #: Entered while this rank's batch gets from its loader to its device.
         self._moving = ExitStack()
         start_alike([module])
         job.register("lightning.sharing", lambda: (self.number, self.behind), self._restore)
@@ -171,7 +150,6 @@ class Sharing:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch."""
         return self._trainer.current_epoch
 
     @property
@@ -217,11 +195,7 @@ class Sharing:
     # -- a batch ------------------------------------------------------------------------------------------------------
 
     def batch(self, own: Callable[[], ClosureResult]) -> ClosureResult:
-        """Run a batch: this rank's share, and at the end of an accumulation window all that is missing of the step.
-
-        Args:
-            own: ``training_step``, ``zero_grad`` and backward of this rank's batch.
-        """
+        """Run a batch: this rank's share ``own``, and at the end of a window all that is missing of the step."""
         loop = self._trainer.fit_loop
         index = loop.epoch_loop.batch_idx
         if self._called == loop.total_batch_idx:
@@ -248,7 +222,6 @@ class Sharing:
 
     @property
     def _first(self) -> int:
-        """Number of the first batch of the accumulation window."""
         index = self._trainer.fit_loop.epoch_loop.batch_idx
         return index - index % self._trainer.accumulate_grad_batches
 
@@ -316,11 +289,7 @@ class Sharing:
 
     @property
     def _loader(self) -> SharedLoader:
-        """The training loader.
-
-        Raises:
-            Unsupported: if there are several.
-        """
+        """The training loader. Raises Unsupported if there are several."""
         combined = compat.loader_of(self._trainer.fit_loop)
         loader: Any = None if combined is None else combined.iterables
         if not isinstance(loader, SharedLoader):
@@ -333,9 +302,7 @@ class Sharing:
     # -- logs ---------------------------------------------------------------------------------------------------------
 
     def _log(self, outcomes: Sequence[Outcome]) -> None:
-        """Log what all ranks' ``training_step`` logged, the same at all workers: averaged by batch sizes, or summed,
-        the largest or the smallest, as ``reduce_fx`` says.
-        """
+        """Log what all ranks' ``training_step`` logged, reduced as ``reduce_fx`` says, the same at all workers."""
         own, self._entries = self._entries, []
         notes: list[list[tuple[str, float, int]]] = [json.loads(o.note) if o.note else [] for o in outcomes]
         names = [entry[0] for entry in own]
@@ -372,11 +339,7 @@ def _reduced(operation: str, values: torch.Tensor, weights: torch.Tensor) -> tup
 
 
 def check_sharing(trainer: pl.Trainer) -> None:
-    """Refuse what a worker cannot compute for another, or what talks to all workers in every batch.
-
-    Raises:
-        Unsupported: naming the feature and what to do instead.
-    """
+    """Raise Unsupported for what a worker cannot compute for another, or what talks to all in every batch."""
     module = trainer.lightning_module
     refused: list[tuple[bool, str]] = [
         (

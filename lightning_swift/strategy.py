@@ -117,7 +117,7 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
         return super().determine_ddp_device_ids() if has_streams_of_cuda(self.root_device) else None
 
     def configure_ddp(self) -> None:
-        """Where survivors compute a failed worker's share, gradients are summed by :class:`Sharing`."""
+        """Where survivors compute a failed worker's share, :class:`Sharing` sums gradients, not DDP."""
         if not self.reroutes:
             super().configure_ddp()
             return

@@ -1,7 +1,4 @@
-"""What cannot be recovered exactly is refused before training starts.
-
-The table in ``docs/lightning.md`` lists it all.
-"""
+"""What cannot be recovered exactly is refused before training starts. ``docs/lightning.md`` lists it all."""
 
 from __future__ import annotations
 
@@ -43,15 +40,7 @@ _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
 
 
 def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
-    """Refuse what is asked of this trainer and cannot be recovered.
-
-    Args:
-        trainer: to be checked.
-        averages: callbacks may average the weights.
-
-    Raises:
-        Unsupported: naming the feature and what to do instead.
-    """
+    """Raise Unsupported for what is asked of this trainer and cannot be recovered."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by a connector
         for kind, reason in _CALLBACKS:
             if isinstance(callback, kind):
@@ -73,11 +62,7 @@ def check_trainer(trainer: pl.Trainer, *, averages: bool = True) -> None:
 
 
 def check_overlapped_update(trainer: pl.Trainer) -> None:
-    """With ``state.overlapped_update``: refuse what changes gradients after backward.
-
-    Raises:
-        Unsupported: naming the option of the trainer.
-    """
+    """With ``state.overlapped_update``: raise Unsupported for what changes gradients after backward."""
     scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
     if trainer.gradient_clip_val or scaler:
         what = "precision='16-mixed'" if scaler else f"gradient_clip_val={trainer.gradient_clip_val}"
@@ -90,12 +75,7 @@ def check_overlapped_update(trainer: pl.Trainer) -> None:
 def check_ddp_options(
     comm_state: object | None, comm_hook: Any, comm_wrapper: Any, averaging: int | None, options: dict[str, Any]
 ) -> None:
-    """Refuse options of ``DDPStrategy`` whose state cannot be rebuilt in a replacement.
-
-    Raises:
-        ConfigError: for an option that neither the strategy nor ``DistributedDataParallel`` has.
-        Unsupported: naming the option and what to do instead.
-    """
+    """Raise Unsupported for options whose state cannot be rebuilt, ConfigError for unknown ones."""
     known = {
         *inspect.signature(DistributedDataParallel.__init__).parameters,
         *inspect.signature(SwiftConfig).parameters,
@@ -120,7 +100,6 @@ def check_ddp_options(
 
 
 def refuse_strategy(strategy: object) -> Unsupported:
-    """The error for a trainer whose strategy cannot be adopted."""
     if isinstance(strategy, FSDPStrategy):
         why = "it shards with FullyShardedDataParallel (FSDP1). Call fully_shard() in configure_model() and choose"
         instead = "swift_fsdp"

@@ -1,7 +1,7 @@
 """Training that does not notice failures: the framework-agnostic core.
 
-The public names are those listed in ``__all__``, in ``shared_core.errors`` and ``shared_core.events``, and in the
-``__all__`` of the packages below; adapters use nothing else.
+The public names are those in ``__all__``, in ``shared_core.errors`` and ``shared_core.events``, and in the ``__all__``
+of the packages below; adapters use nothing else.
 """
 
 from __future__ import annotations

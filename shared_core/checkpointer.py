@@ -57,9 +57,9 @@ from shared_core.worker.state.local_state import Capture, Parts, Restore
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.unoptimized import UnoptimizedParameters
 
-#: Name of the part that holds parameters and optimizer state; all ranks have the same.
+#: File of parameters and optimizer state; all ranks have the same.
 _REPLICATED = "replicated0.safetensors"
-#: Checkpointers that this process has made; with several ranks all make them in the same order.
+#: Number of checkpointers that this process has made; all ranks make them in the same order.
 _made = 0
 
 
@@ -128,7 +128,7 @@ class Checkpointer(TrainingLoop):
 
     @property
     def loss(self) -> torch.Tensor | float | None:
-        """Of the newest batch."""
+        """The training loss of the newest batch; None before it is set."""
         return self._alone.loss
 
     @loss.setter
@@ -149,9 +149,7 @@ class Checkpointer(TrainingLoop):
         raise Unsupported("shared_steps() needs swiftrun; with a Checkpointer write 'for step, batch in steps(loader)'")
 
     def close(self) -> None:
-        """Wait until the newest checkpoint is committed, and remove what lies in memory. The end of the process does
-        so too.
-        """
+        """Wait until the newest checkpoint is committed, and remove what lies in memory; so does the process' end."""
         self._alone.close()
 
 
@@ -170,7 +168,6 @@ class _Ranks:
         self._rank, self._world_size, self._limit_s, self._number = rank, world_size, limit_s, _made
 
     def store(self) -> Any:
-        """A client of it."""
         from torch.distributed.distributed_c10d import _get_default_store
 
         return PrefixStore(f"swift_checkpointer/{self._number}", _get_default_store())
@@ -182,7 +179,6 @@ class _Ranks:
         return text(client.get(key), key)
 
     def agreed(self, key: str, mine: str) -> str:
-        """What rank 0 says, at all ranks."""
         if self._world_size == 1:
             return mine
         if self._rank == 0:
@@ -204,7 +200,6 @@ class _NoReplacements:
 
     @property
     def entries(self) -> _NoReplacements:
-        """Itself."""
         return self
 
 
@@ -212,8 +207,7 @@ class Alone(_NoReplacements):
     """What a training loop needs of a job where nobody replaces failed workers: step boundaries with checkpoints.
 
     Args:
-        models: what is trained.
-        optimizers: by what; at least one, and steps of the first are counted.
+        optimizers: at least one; steps of the first are counted.
 
     Attributes:
         joining: this process begins with a checkpoint whose place it has not reached yet.
@@ -249,7 +243,7 @@ class Alone(_NoReplacements):
         self._unoptimized = UnoptimizedParameters(
             self._replicated, {id(p) for ddp in wrapped for p in ddp.parameters()}
         )
-        #: The script changes something outside updates: a snapshot cannot be copied while it continues.
+        #: The script changes state outside updates: a snapshot cannot be copied while it continues.
         self._outside, self._watch = self._unoptimized.own, ChangeWatch(self._replicated)
         self.register(
             "unoptimized", lambda: self._unoptimized.capture() if self._outside else {}, self._unoptimized.restore
@@ -265,36 +259,32 @@ class Alone(_NoReplacements):
     # -- what the loop calls -------------------------------------------------------------------------------------------
 
     def register(self, name: str, capture: Capture, restore: Restore) -> None:
-        """Have state follow."""
         self._parts.register(name, capture, restore)
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
-        """See :meth:`Job.note_loss`."""
         self.loss = loss
 
     @property
     def checkpoints(self) -> Alone:
-        """Its own."""
         return self
 
     def keep_boundaries(self) -> None:
-        """See :meth:`Job.keep_boundaries`."""
         self._outside = True
 
     def peek(self, name: str) -> Any:
-        """What the checkpoint has of a part."""
+        """What the checkpoint has of a part; None without a checkpoint."""
         return self._found["parts"].get(name) if self._found is not None else None
 
     def fall_back(self, reason: str) -> None:
-        """The place of the checkpoint cannot be reached.
-
-        Raises:
-            ConfigError: always.
-        """
+        """The place of the checkpoint cannot be reached. Always raises ConfigError."""
         raise ConfigError(f"{reason}; or start from scratch with resume='never'")
 
     def step_boundary(self) -> bool:
-        """A batch begins; True if the state was just restored to what it was here."""
+        """A batch begins; True if the state was just restored to what it was here.
+
+        Raises:
+            SystemExit: 143, after the last checkpoint, if SIGTERM has come.
+        """
         self._persist()
         if self.joining:
             self._restore()
@@ -335,7 +325,6 @@ class Alone(_NoReplacements):
         self._spool = Spool(path / FOLDER)
         target = Target(self._where, self.config.checkpoint.keep, self.config.checkpoint.quota_bytes)
         self._snapshots = Snapshots(self._spool, self.rank, self.world_size, self._local, target, console)
-        # The first process of a machine sees to the writer.
         self._persisting = Persisting(path, None, 60.0, console) if local_rank == 0 else None
         measured = self.rank == 0 and self.config.checkpoint.chosen_policy not in ("fixed", "none")
         self._pricing = Pricing(self.config, self.world_size, self._command.key) if measured else None
@@ -402,7 +391,6 @@ class Alone(_NoReplacements):
         self.version += 1
 
     def _persist(self) -> None:
-        """See that the writer runs."""
         if self._persisting is not None:
             self._persisting.look(self.rank)
 
@@ -454,7 +442,7 @@ class Alone(_NoReplacements):
             self._pricing.heed(int(status.committed["step"]) if mine else 0, status.failed)
 
     def _flush(self) -> None:
-        """Wait until the newest one is committed or given up; the writer is looked after meanwhile."""
+        """Wait until the newest one is committed or given up, and keep the writer running meanwhile."""
         what, ends = f"the checkpoint at step boundary {self.boundaries} to be committed", "it continues without it"
         wait = Wait("rank 0", what, self.config.detection.wait_timeout_s, ends=ends, speaks=lambda: self.rank == 0)
         while self._told < 2:
@@ -502,11 +490,9 @@ class Alone(_NoReplacements):
 
     @property
     def _folder(self) -> str:
-        """Of this run, in storage."""
         return lineage.folder_of(self._where, self._command, self._run)
 
     def _mark_ended(self) -> None:
-        """The next start starts from scratch."""
         with suppress(OSError):
             lineage.mark_ended(self._folder, self.boundaries)
         if self._pricing is not None:

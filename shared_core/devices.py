@@ -15,44 +15,31 @@ REFUSED = (
     "on_failure='restart' with checkpoints, or set device.experimental=true, or choose the CPU"
 )
 _HOST = "cpu"
-#: Without memory, which is not trained on.
 _NOWHERE = "meta"
 
 
 def check(device: torch.device, what: str, *, allowed: bool) -> None:
-    """Refuse what is not in host memory, unless the user has switched it on.
-
-    Args:
-        device: where it is.
-        what: is there, for people.
-        allowed: whether the user has.
-
-    Raises:
-        Unsupported: for another device than the CPU, where it is not allowed.
-    """
+    """Raise Unsupported for what is not in host memory, unless it is ``allowed``. ``what`` is there, for people."""
     if device.type not in (_HOST, _NOWHERE) and not allowed:
         raise Unsupported(f"{what} is on {device}, {REFUSED}")
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor in host memory, when all that was enqueued for them is done; the tensor itself where it
-    is there. Blocks.
-    """
+    """The values of a tensor in host memory, detached; a tensor of the CPU itself. Blocks until they are computed."""
     return tensor if tensor.is_cpu else tensor.detach().cpu()
 
 
 def room_on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory for the values of a tensor; the tensor itself where it is there."""
+    """Host memory for the values of a tensor, uninitialized; a tensor of the CPU itself."""
     return tensor if tensor.is_cpu else torch.empty_like(tensor, device=_HOST, requires_grad=False)
 
 
 def apart(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """The devices, other than the host, on which these are."""
+    """The devices, other than the host and meta, of these tensors, each once."""
     return list({tensor.device: None for tensor in tensors if not (tensor.is_cpu or tensor.is_meta)})
 
 
 def has_streams_of_cuda(device: torch.device) -> bool:
-    """Whether ``torch.cuda.Stream`` makes streams for it."""
     return device.type == "cuda"
 
 
@@ -64,14 +51,15 @@ def runs_on_devices(backend: str) -> bool:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until what the calling thread has enqueued there is done."""
+    """Wait until what the calling thread has enqueued on its current streams is done."""
     for device in devices:
         torch.accelerator.current_stream(device).synchronize()
 
 
 def await_all(devices: Iterable[torch.device]) -> None:
-    """Wait until all that was enqueued there is done, on whatever stream: the program may have streams of its own, and
-    what another thread reads or writes is in order with none of them.
+    """Wait until all that was enqueued on the devices is done, on whatever stream.
+
+    The program may have streams of its own, and what another thread reads or writes is in order with none of them.
     """
     for device in devices:
         torch.accelerator.synchronize(device)
@@ -96,7 +84,6 @@ def random_states() -> list[bytes]:
 
 
 def set_random_states(states: list[bytes]) -> None:
-    """Inverse of :func:`random_states`."""
     if not states:
         return
     module = torch.get_device_module(torch.accelerator.current_accelerator())

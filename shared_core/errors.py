@@ -222,14 +222,10 @@ class InvalidSchedule(SwiftError, ValueError):
 
 
 def entry(error: type[SwiftError]) -> str:
-    """Where an error is explained.
+    """Where an error is explained: the page and its anchor, such as ``docs/troubleshooting.md#configerror``.
 
-    Args:
-        error: a class of this module, or one derived elsewhere, which shares the entry of its nearest base here.
-
-    Returns:
-        The page and its anchor, such as ``docs/troubleshooting.md#configerror``; with its absolute path where the page
-        is beside the package.
+    The path is absolute where the page is beside the package. A class derived elsewhere shares the entry of its nearest
+    base here.
     """
     nearest = next(base for base in error.__mro__ if base.__module__ == __name__)
     page = Path(__file__).resolve().parents[1] / PAGE

@@ -55,7 +55,7 @@ KINDS = (
 RUN = "SWIFT_RECOVERY_RUN"
 #: Environment variable: private folder of the job on this machine.
 JOB_DIR = "SWIFT_RECOVERY_JOB_DIR"
-#: Kinds whose fields reports calculate with, and which fields: durations and times, whole numbers, and lists of ranks.
+#: Kinds whose fields reports calculate with; below these fields: durations and times, whole numbers, lists of ranks.
 _CALCULATED = frozenset(
     {
         "failed",
@@ -71,9 +71,9 @@ _CALCULATED = frozenset(
 _SECONDS = ("detected", "ready_s", "start_s", "joined_s", "exchange_s", "stall_s")
 _WHOLE = ("bytes_moved", "served_operations", "recomputed_steps")
 _RANKS = ("failed", "stay", "absent")
-#: No time of day is later, in seconds since the epoch; no duration or count is larger.
+#: Latest time of day, in seconds since the epoch; largest duration or count.
 _LAST_S, _LARGEST = 1e11, 1e18
-#: With what every line begins.
+#: Start of every line.
 _BEGIN = '{"kind":'
 
 
@@ -87,8 +87,7 @@ class Event:
         rank: logical rank it concerns, -1 for the whole job.
         generation: generation it belongs to.
         fields: plain data particular to the kind, for instance ``cause`` and ``detected`` (``failed``), ``stall_s``,
-            ``bytes_moved``,
-            ``recomputed_steps`` (``recovered``).
+            ``bytes_moved``, ``recomputed_steps`` (``recovered``).
         run: id of the job's start that it belongs to; empty in files of older versions.
     """
 
@@ -123,8 +122,10 @@ class Event:
 
 
 class EventLog:
-    """Appends events to a file shared by all processes of the job; a line is one ``O_APPEND`` write, so lines never
-    mix. An event that cannot be written is lost: no job depends on one.
+    """Appends events to a file that all processes of the job share.
+
+    A line is one ``O_APPEND`` write, so lines never mix. An event that cannot be written is lost: no job depends
+    on one.
 
     Args:
         path: of the file; None writes none.
@@ -174,11 +175,10 @@ def read_events(path: str | os.PathLike[str], torn: list[str] | None = None) -> 
     A line is torn where its writer was killed or the disk was full. What the next writer has appended to it is read.
 
     Args:
-        path: of the file.
-        torn: is given the lines that could not be read in full.
+        torn: gets the lines that could not be read in full.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is no regular file.
     """
     with open_regular(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -192,7 +192,7 @@ def read_line(line: str, torn: list[str] | None = None) -> Event | None:
 
     Args:
         line: with its end.
-        torn: is given the line if it could not be read in full.
+        torn: gets the line if it could not be read in full.
     """
     event = _parse(line) if line.endswith("\n") else None
     if event is None:
@@ -210,7 +210,7 @@ def _parse(line: str) -> Event | None:
 
 
 def _is_plain(event: Event) -> bool:
-    """Whether its numbers are numbers, and those that reports calculate with too."""
+    """Whether its numbers are numbers, and those that reports calculate with, too."""
     if not (_is_number(event.time) and abs(event.time) < _LAST_S and isinstance(event.fields, dict)):
         return False
     said = event.fields if event.kind in _CALCULATED else {}
@@ -245,13 +245,12 @@ def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def console(message: str) -> None:
-    """One readable line on stderr, marked as ours, see :func:`visible`; lost where nothing can be written."""
+    """Print one readable line to stderr, marked as ours, see :func:`visible`; lost where nothing can be written."""
     with suppress(OSError, ValueError):
         print(marked(message), file=sys.stderr, flush=True)
 
 
 def marked(message: str) -> str:
-    """A line that is marked as ours."""
     return f"[swift] {visible(message)}"
 
 
@@ -259,8 +258,7 @@ def console_once(what: str, message: str, job_dir: Path | None = None) -> None:
     """As :func:`console`, in the first process of the job on this machine that has to say it.
 
     Args:
-        what: a word for what it is about.
-        message: the line.
+        what: a word for what it is about; the same word is said once.
         job_dir: private folder of the job; that of the environment by default.
     """
     folder = job_dir or os.environ.get(JOB_DIR)
@@ -269,9 +267,10 @@ def console_once(what: str, message: str, job_dir: Path | None = None) -> None:
 
 
 def visible(text: str) -> str:
-    """``text`` as a part of one line for a terminal: line ends, escape sequences, marks that turn the direction of
-    writing round and all else that is not printable are written out, as ``\\n`` and ``\\x1b``. So what a worker or a
-    file says makes no line of its own. All that is shown of others goes through here.
+    r"""``text`` as a part of one line for a terminal: what is not printable is written out, as ``\n`` and ``\x1b``.
+
+    That includes line ends, escape sequences and marks that reverse the direction of writing. So what a worker or a
+    file says makes no line of its own. All text of others that is shown goes through here.
     """
     if text.isprintable():
         return text

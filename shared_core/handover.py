@@ -15,15 +15,13 @@ from shared_core.protocol import worker_env
 from shared_core.system import process
 
 _warned = False
-#: End of a message about an option that the script has and its launcher has not; with the option's name in capital
-#: letters, and its value.
+#: End of a message about an option that the script has and its launcher has not, with its variable and value.
 NOT_TOLD = (
     " is set in the script alone, and the launcher needs it too: set {}={}, pass swiftrun --swift-config FILE (or "
     "--on-failure), or start the script with 'python', which starts swiftrun with the script's options"
 )
 #: Debuggers that are started with ``python -m``.
 _DEBUGGERS = frozenset({"pdb", "ipdb", "pudb", "debugpy"})
-#: With the debugger's name.
 LEFT_BEHIND = (
     "the debugger ({}) is left behind: this process becomes swiftrun, and the script runs in its workers. To debug a "
     "rank, have the script call debugpy.listen() and debugpy.wait_for_client() in it; or train in one process "
@@ -55,7 +53,7 @@ def warn_plain_torchrun_once() -> None:
 
 
 def srun_tasks() -> int:
-    """How many tasks ``srun`` has started of what this process belongs to; 1 outside ``srun``, as in a batch script."""
+    """Tasks that ``srun`` has started of what this process belongs to; 1 outside ``srun``, as in a batch script."""
     return whole_of_environment("SLURM_STEP_NUM_TASKS", 1)
 
 
@@ -139,7 +137,7 @@ def _debugger() -> str:
 
 
 def _command() -> list[str]:
-    """Script and arguments of this process, as ``swiftrun`` wants them."""
+    """Script and arguments of this process, as ``swiftrun`` wants them. Raises SwiftError where there are none."""
     how = "Start it from a shell with: swiftrun --nproc-per-node N SCRIPT ..."
     main = sys.modules["__main__"]
     if getattr(sys, "ps1", None) or sys.flags.interactive or getattr(main, "__file__", None) is None:

@@ -1,9 +1,9 @@
 """The one face adapters use: attach what is trained, mark the step boundaries, register what only this rank has.
 
-A replacement runs the user's script from the start like the failed worker did; in its first :meth:`Job.step_boundary`
-of the right entry call it joins: it gets the replicated state from a survivor and the rank-local state that its
-failed worker had published, and from there on it runs the failed worker's batch again with logged results until it is
-level with the others.
+A replacement runs the user's script from the start like the failed worker did. In its first :meth:`Job.step_boundary`
+of the right entry call it joins: it gets the replicated state from a survivor and the rank-local state that the failed
+worker had published. From there on it runs the failed worker's batch again with logged results until it is level with
+the others.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Job:
         checkpoints: of the job.
         options: those that the script gives.
         survivor_groups: by which the others continue without a failed rank.
-        replays: for pipelines whose replacements run on from a checkpoint.
+        replays: for pipelines whose replacements start from a checkpoint.
         reporter: events and recoveries.
         runtime: the process groups.
     """
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def env(self) -> WorkerEnv:
-        """What the launcher told this worker, with the options that hold."""
+        """What the launcher told this worker, with the options that hold now."""
         return self.options.env
 
     @property
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def added(self) -> bool:
-        """What is being restored is a copy of another rank's, because this one has been added."""
+        """Whether what is being restored is a copy of another rank's, because this rank has been added."""
         return self.position.added
 
     @property
@@ -101,9 +101,10 @@ class Job:
         replicas: Sequence[int] | None = None,
         sharded: bool = False,
     ) -> None:
-        """Say what is trained. Parameters of ``modules`` and the state of ``optimizers`` are replicated state;
-        buffers, modes, groups of the optimizers and random generators are published at each step boundary, and so are
-        parameters that no optimizer steps. A later call replaces an earlier one.
+        """Say what is trained. A later call replaces an earlier one.
+
+        Parameters of ``modules`` and the state of ``optimizers`` are replicated state. Buffers, modes, groups of the
+        optimizers, random generators and parameters that no optimizer steps are published at each step boundary.
 
         Args:
             modules: all modules that are trained, wrapped in ``DistributedDataParallel`` where they are, and those that
@@ -122,14 +123,18 @@ class Job:
         self.trained.attach(modules, optimizers, replicas=replicas, sharded=sharded)
 
     def keep_boundaries(self) -> None:
-        """The script will change parameters or optimizer state outside updates. That is seen anyway, but only when it
-        has been done for the first time; a worker that fails in that very batch cannot be replaced then.
+        """The script will change parameters or optimizer state outside updates.
+
+        That is seen anyway, but only when it has been done for the first time; a worker that fails in that very batch
+        cannot be replaced then.
         """
         self.trained.keep_boundaries()
 
     def keep_images(self) -> None:
-        """The script may use parameters anywhere in a batch, not only by the output of ``DistributedDataParallel``:
-        keep them as they are before each update, so that a replacement has those of its own place and never newer ones.
+        """The script may use parameters anywhere in a batch, not only by the output of ``DistributedDataParallel``.
+
+        They are kept before each update, so that a replacement has those of its own place and never newer ones. Does
+        nothing with ``on_failure="reroute"``.
         """
         if not self.reroutes:  # there replacements are copies of others
             self.updates.keep_images(at_once=True)
@@ -141,8 +146,9 @@ class Job:
         self.parts.register(name, capture, restore, forward_mutated=forward_mutated, main=main)
 
     def peek(self, name: str) -> Any:
-        """The failed worker's newest published value of a registered name, or None; for what must be known before the
-        join (log file names).
+        """The failed worker's newest published value of a registered name, or None.
+
+        For what must be known before the join, such as names of log files.
         """
         return self._worker.start.start_point.peek(name)
 
@@ -154,8 +160,7 @@ class Job:
             epoch: number of the epoch, of a loop that does not count epochs by :class:`TrainingLoop`.
 
         Returns:
-            Whether this process has just joined; then everything registered was restored to the failed worker's batch
-            boundary.
+            Whether this process has just joined, with all that is registered as at the failed worker's boundary.
         """
         return self._worker.boundaries.batch(accumulating, epoch)
 
@@ -164,8 +169,9 @@ class Job:
         self._worker.unmarked.listen(tell)
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
-        """The training loss of this batch, from which a policy learns what progress is worth. Rank 0's counts; a tensor
-        is not read at once.
+        """The training loss of this batch, from which a policy learns what progress is worth.
+
+        Rank 0's counts; a tensor is not read at once, so it costs no wait for a device.
         """
         self.checkpoints.note_loss(loss)
 
@@ -178,7 +184,7 @@ _job: Job | None = None
 
 
 def current_job() -> Job | None:
-    """The job of this process; None when it was not started by ``swiftrun``."""
+    """The job of this process, made at the first call; None when it was not started by ``swiftrun``."""
     global _job
     if _job is None and worker_env.launched():
         _job = Job(Worker(worker_env.env()))
@@ -187,8 +193,10 @@ def current_job() -> Job | None:
 
 
 def install() -> Job | None:
-    """Make every gloo group created from now on one that survives failures. Outside ``swiftrun`` this does nothing
-    and returns None; where no launcher has started the process at all, one line says how to start.
+    """Make every gloo group created from now on one that survives failures.
+
+    Outside ``swiftrun`` this does nothing and returns None; where no launcher has started the process at all, one line
+    says how to start.
     """
     job = current_job()
     if job is None:

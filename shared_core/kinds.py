@@ -16,7 +16,7 @@ from shared_core.errors import ConfigError, NotAFile
 
 #: Largest whole number that a file, a socket or another process takes.
 MOST = 2**63 - 1
-#: Longest time, in seconds; more overflows what the system counts in.
+#: Longest time, in seconds; more overflows the system's counters.
 LONGEST_S = 1e9
 #: What is said of a path that names something else.
 _NOT_REGULAR = "not a regular file"
@@ -39,11 +39,7 @@ class Whole:
     most: int = MOST
 
     def read(self, value: Any) -> int:
-        """``value`` as such a number; text and floats without a fraction count too.
-
-        Raises:
-            ValueError: it is none; says what is allowed.
-        """
+        """``value`` as such a number; text and floats without a fraction count, too. Raises ValueError for all else."""
         found = None
         if isinstance(value, str):
             try:
@@ -70,11 +66,7 @@ class Number:
     most: float = LONGEST_S
 
     def read(self, value: Any) -> float:
-        """``value`` as such a number; text counts too.
-
-        Raises:
-            ValueError: it is none; says what is allowed.
-        """
+        """``value`` as such a number; text counts, too. Raises ValueError for all else."""
         found = math.nan
         if isinstance(value, str) or (isinstance(value, Real) and not isinstance(value, bool)):
             try:
@@ -89,14 +81,8 @@ class Number:
 
 @dataclass(frozen=True)
 class Truth:
-    """True or false."""
-
     def read(self, value: Any) -> bool:
-        """``value`` as such; 0 and 1 count too, and so do words.
-
-        Raises:
-            ValueError: it is neither; says what is allowed.
-        """
+        """``value`` as such; 0 and 1 count, too, and so do words. Raises ValueError for all else."""
         word = str(value).lower() if isinstance(value, str | Integral) else ""
         if word not in _YES + _NO:
             raise _wrong("true or false", value)
@@ -105,16 +91,10 @@ class Truth:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several words."""
-
     allowed: tuple[str, ...]
 
     def read(self, value: Any) -> str:
-        """``value``, if it is one of them.
-
-        Raises:
-            ValueError: it is not; says which there are.
-        """
+        """``value``, if it is one of the words. Raises ValueError for all else."""
         if not isinstance(value, str) or value not in self.allowed:
             raise _wrong(f"one of {', '.join(map(repr, self.allowed))}", value)
         return value
@@ -125,11 +105,7 @@ class WholeOrAuto:
     """Whole numbers from 0, or the word ``auto``."""
 
     def read(self, value: Any) -> int | str:
-        """``value`` as such.
-
-        Raises:
-            ValueError: it is neither; says what is allowed.
-        """
+        """``value`` as such. Raises ValueError for all else."""
         if value == "auto":
             return "auto"
         try:
@@ -143,26 +119,18 @@ class Port:
     """Ports to listen at, 0 for a free one, or None for none."""
 
     def read(self, value: Any) -> int | None:
-        """``value`` as such.
-
-        Raises:
-            ValueError: it is none; says what is allowed.
-        """
+        """``value`` as such. Raises ValueError for all else."""
         return None if value is None else Whole(0, 65535).read(value)
 
 
 @dataclass(frozen=True)
 class Place:
-    """The name of a file or folder, or None for none."""
+    """The name of a file or folder, or None for none; ``what`` it must be, for errors."""
 
     what: str
 
     def read(self, value: Any) -> str | None:
-        """``value`` as text.
-
-        Raises:
-            ValueError: it is no name; says what is allowed.
-        """
+        """``value`` as text. Raises ValueError where it can be no name."""
         if value is None:
             return None
         if not isinstance(value, str | os.PathLike) or not (name := os.fspath(value)) or "\0" in str(name):
@@ -174,15 +142,7 @@ Kind = Whole | WholeOrAuto | Number | Truth | Choice | Port | Place
 
 
 def whole_of_environment(name: str, default: int) -> int:
-    """The whole number that a variable of the environment holds, which a launcher or the scheduler has set.
-
-    Args:
-        name: of the variable.
-        default: where it is not set, or empty.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
+    """The whole number in a variable, ``default`` where it is not set or empty; else ConfigError."""
     try:
         return Whole().read(os.environ.get(name) or default)
     except ValueError as error:
@@ -190,27 +150,15 @@ def whole_of_environment(name: str, default: int) -> int:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file to read it. What is no file, such as a pipe to which nobody writes, is refused at once.
-
-    Raises:
-        NotAFile: it is no regular file.
-        OSError: it cannot be opened.
-    """
+    """Open a file to read it, without waiting. NotAFile for a pipe, a device, a folder or a socket."""
     return os.fdopen(open_fd(path, os.O_RDONLY), "rb")
 
 
 def open_fd(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, null: bool = False) -> int:
-    """A descriptor of a regular file. It never waits: what is no file is opened without waiting, looked at and closed.
+    """A descriptor of a regular file; what is no file is opened without waiting, looked at and closed.
 
-    Args:
-        path: of the file.
-        flags: of ``os.open``.
-        mode: of a file that this call makes.
-        null: ``/dev/null`` is let through too.
-
-    Raises:
-        NotAFile: it is a pipe, a device, a folder or a socket.
-        OSError: it cannot be opened.
+    ``flags`` are of ``os.open``; close-on-exec and non-blocking are added. ``mode`` is that of a new file. With
+    ``null``, ``/dev/null`` is let through. Raises NotAFile for a pipe, a device, a folder or a socket.
     """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
@@ -230,22 +178,15 @@ def open_fd(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, null
 
 
 def is_regular(found: os.stat_result, *, null: bool = False) -> bool:
-    """Whether that is a regular file, or, with ``null``, ``/dev/null``."""
     return stat.S_ISREG(found.st_mode) or (
         null and stat.S_ISCHR(found.st_mode) and found.st_rdev == os.stat(os.devnull).st_rdev
     )
 
 
 def check_regular(option: str, path: str | os.PathLike[str], *, null: bool = False) -> None:
-    """See that an option which names a file names a regular one, or nothing that is there yet.
+    """Raise ConfigError for an option that names something that is there and is no regular file.
 
-    Args:
-        option: and its value as the user gave it, for the error.
-        path: of the file.
-        null: ``/dev/null`` will do too.
-
-    Raises:
-        ConfigError: it is a pipe, a device, a folder or a socket, or its name can be no file's.
+    ``option``: with its value, as the user gave it. ``null``: ``/dev/null`` will do, too.
     """
     try:
         found = os.stat(path)
@@ -260,15 +201,7 @@ def check_regular(option: str, path: str | os.PathLike[str], *, null: bool = Fal
 
 
 def check_length(option: str, path: str | os.PathLike[str]) -> None:
-    """See that a path can be one: no part of it, nor all of it, is too long for the file system.
-
-    Args:
-        option: and its value as the user gave it, for the error.
-        path: of a file or folder that need not be there.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError for a path that is too long for the file system; ``option`` with its value, for people."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -277,15 +210,7 @@ def check_length(option: str, path: str | os.PathLike[str]) -> None:
 
 
 def check_host(option: str, host: str) -> None:
-    """See that a name can be a machine's.
-
-    Args:
-        option: and its value as the user gave it, for the error.
-        host: a name or an address.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError for a name that can be no machine's; ``option`` with its value, for people."""
     try:
         host.encode("idna")
     except UnicodeError as error:

@@ -8,12 +8,7 @@ from typing import Any
 
 
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package that imports a module when one of its names is first asked for.
-
-    Args:
-        package: name of the package.
-        homes: names that the package offers, by the module that has them.
-    """
+    """The ``__getattr__`` of a package that imports a module when one of its names in ``homes`` is first asked for."""
     modules = {name: module for module, names in homes.items() for name in names}
 
     def find(name: str) -> Any:

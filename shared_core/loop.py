@@ -31,7 +31,7 @@ from shared_core.worker.sharded.own import Owner
 from shared_core.worker.variables.around import Walks, is_bare
 from shared_core.worker.variables.variables import Variables
 
-#: Passes of an epoch that a replacement may skip with the random generators that the failed worker had after each.
+#: Passes of an epoch that a replacement may skip, with the random generators that the failed worker had after each.
 _ANCHORS = 8
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
 
@@ -86,38 +86,28 @@ _GIVE = (
 
 
 class _Warnings:
-    """Warns, once of each, of loops that a replacement cannot continue with as the script expects.
-
-    Args:
-        unmarked: what to say of an epoch that makes updates in batches that nothing marks.
-    """
+    """Warns, once of each, of loops that a replacement cannot continue with as the script expects."""
 
     def __init__(self, unmarked: str) -> None:
         self._unmarked, self._told = unmarked, set[str]()
         self._boundaries = self._updates = 0
 
     def second_pass(self, job: Job, message: str) -> None:
-        """A second pass begins outside epochs."""
         if isinstance(job, Job):
             self._tell(job, "second pass", message)
 
     def unmarked(self, job: Job) -> None:
-        """Updates are made without a step boundary between them."""
         self._tell(job, "unmarked", self._unmarked)
 
     def begins(self, job: Job) -> None:
-        """A pass begins.
-
-        Raises:
-            Unsupported: under ``torch.inference_mode()``.
-        """
+        """A pass begins. Raises Unsupported under ``torch.inference_mode()``."""
         if torch.is_inference_mode_enabled():
             raise Unsupported(_INFERENCE)
         if not torch.is_grad_enabled():
             self._tell(job, "gradients", _GRADIENTS_OFF)
 
     def epoch_ends(self, job: Job | None) -> None:
-        """An epoch has ended."""
+        """Warn of an epoch with updates and no step boundary."""
         if not isinstance(job, Job):  # nobody replaces a failed worker
             return
         before, now = (self._boundaries, self._updates), (job.position.boundaries, job.updates.version)
@@ -139,23 +129,17 @@ _COUNT_FIRST = "{0}.epochs({1}, {2}): the end of the range comes first, as in {0
 
 
 def _in_order(name: str, count: int, start: int) -> range:
-    """Numbers from ``start`` up to ``count``; an error if the two were taken for each other."""
+    """Numbers from ``start`` up to ``count``; ConfigError if the two were taken for each other."""
     if start > count:
         raise ConfigError(_COUNT_FIRST.format(name, count, start))
     return range(start, count)
 
 
 class _Anchors:
-    """What the script's own code rests on, besides the model: at the start of an epoch (0) and after each of the last
-    passes in it.
-
-    Args:
-        registered: values that the script counts.
+    """What the script's own code depends on, besides the model, at the start of an epoch and after its last passes.
 
     Attributes:
-        taken: by number of passes.
-        loaders: of the script.
-        variables: all that the script holds.
+        taken: packed, by number of passes in the epoch; 0 is its start.
     """
 
     def __init__(self, registered: Registered) -> None:
@@ -165,7 +149,6 @@ class _Anchors:
         self.taken: dict[int, bytes] = {}
 
     def take(self, passes: int) -> None:
-        """The script is at the start of an epoch, or after so many passes in it."""
         if passes == 0:
             self.taken.clear()
         values = self._registered.capture_counters()
@@ -175,7 +158,7 @@ class _Anchors:
             self.taken.pop(passes - _ANCHORS, None)
 
     def restore(self, taken: Mapping[int, bytes], passes: int) -> None:
-        """Put back what a failed worker has taken there."""
+        """Put back what a failed worker has taken there; nothing if it has taken nothing."""
         if passes not in taken:
             return
         found = loads(taken[passes])
@@ -223,9 +206,9 @@ class TrainingLoop:
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """Numbers from ``start`` up to ``count``; a replacement begins with the failed worker's.
 
-        Code between the start of an epoch and its training loader is run by a replacement with the random generators
-        and registered values that the failed worker had there, but before it has the model's state: write no files
-        there.
+        Between the start of an epoch and its training loader, a replacement runs the script's code with the random
+        generators and registered values that the failed worker had there, but before it has the model's state: write no
+        files there.
 
         Args:
             count: end of the range.
@@ -265,12 +248,11 @@ class TrainingLoop:
         """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; see :attr:`total_steps`.
 
         A loader is known by its place (the n-th ``steps`` of the epoch), so it may be a new object each time. Inside
-        another ``steps`` it is a part of that one's batch.
+        another ``steps`` it is a part of that one's batch. Without :meth:`epochs`, all workers start again when one
+        fails after the first pass.
 
         Args:
             loader: a ``DataLoader``, a progress bar around one, a generator, any iterable.
-
-        Without :meth:`epochs`, all workers start again when one fails after the first pass.
 
         Raises:
             Unsupported: for an iterable whose items cannot be found again, and under ``torch.inference_mode()``.
@@ -353,8 +335,9 @@ class TrainingLoop:
         return shared_steps(sharing, epochs, self, self.step_boundary if self.job is not None else lambda: None)
 
     def wait_for_all(self) -> None:
-        """After :meth:`shared_steps`: wait until replacements have taken the places of all failed workers. Call it
-        before collectives of the script's own, which need all workers.
+        """After :meth:`shared_steps`: wait until replacements have taken the places of all failed workers.
+
+        Call it before collectives of the script's own, which need all workers.
         """
         if self._sharing is not None:
             self._sharing.wait_for_all(self.total_steps)
@@ -379,8 +362,10 @@ class TrainingLoop:
         return counters
 
     def ignore(self, *names: str) -> None:
-        """Variables and attributes of the script with these names may be others in a replacement: nothing depends on
-        them. All others are put back, or compared (docs/will_my_script_work.md).
+        """Variables and attributes of the script with these names may be others in a replacement: nothing depends
+        on them.
+
+        All others are put back, or compared (docs/will_my_script_work.md).
         """
         if self.job is not None:
             self.job.variables.ignore(*names)
@@ -396,8 +381,6 @@ class TrainingLoop:
         """Be the loop of ``job``, with options that the script may have given.
 
         Args:
-            job: of this worker.
-            config: the options.
             replays: replacements run the whole script, and so count and draw all that the failed workers did.
         """
         self.job, self._config, self._replays = job, config, replays
@@ -440,9 +423,7 @@ class TrainingLoop:
             raise Unsupported(_SHARED_STEPS_ONLY.format(_SHARED_STEPS[self._name]))
 
     def begin_round(self) -> bool:
-        """A training loader is about to be iterated. False in a replacement whose failed worker had
-        finished with it.
-        """
+        """A training loader is about to be iterated. False in a replacement whose failed worker had finished it."""
         assert self.job is not None
         self._round += 1
         self._warnings.begins(self.job)
@@ -462,7 +443,6 @@ class TrainingLoop:
         return bool(there <= here)
 
     def end_round(self) -> None:
-        """The training loader of this round was left."""
         if self.epoch is not None and not self.joining and not sys.is_finalizing():
             self._anchors.take(self._round)
             self._begin_part()
@@ -477,11 +457,9 @@ class TrainingLoop:
             self._walks.begin(thing, what, bare=bare)
 
     def gave(self, thing: Any) -> None:
-        """``thing`` gives an item."""
         self._walks.gave(thing)
 
     def walked(self, thing: Any) -> None:
-        """The loop has left it."""
         self._walks.end(thing)
 
     def variables_held(self) -> AbstractContextManager[None]:
@@ -497,7 +475,7 @@ class TrainingLoop:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _target(self) -> dict[str, Any] | None:
-        """The failed worker's place, in a replacement that has not joined."""
+        """The failed worker's place, in a replacement that has not joined; else None."""
         if self.job is None or not self.joining:
             return None
         found: dict[str, Any] | None = self.job.peek(_PLACE)
@@ -508,7 +486,7 @@ class TrainingLoop:
         self._begin_part()
 
     def _begin_part(self) -> None:
-        """What the script does from here to its next step boundary a replacement does again, with the same results."""
+        """A replacement repeats what the script does from here to its next step boundary, with the same results."""
         if self.job is not None and not sys.is_finalizing():
             self.job.entries.between(self._phase, self.epoch, self._round)
 
@@ -568,8 +546,8 @@ class TrainingLoop:
 def attach(*objects: Any) -> TrainingLoop:
     """Say what a script trains, and get the loop that survives the failure of workers.
 
-    Call :func:`shared_core.install` before the process group is created, and this after ``DistributedDataParallel``
-    was put around the models.
+    Call :func:`shared_core.install` before the process group is created, and this after ``DistributedDataParallel`` was
+    put around the models.
 
     Args:
         objects: models, averages of them and target networks, optimizers, loaders, and whatever else has

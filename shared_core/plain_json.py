@@ -7,11 +7,7 @@ from typing import Any
 
 
 def parse(raw: str | bytes | bytearray) -> Any:
-    """What ``raw`` says.
-
-    Raises:
-        ValueError: it is not JSON, or nested so deeply that it cannot be read.
-    """
+    """What ``raw`` says. Raises ValueError where it is not JSON, or nested too deeply."""
     try:
         return json.loads(raw)
     except RecursionError as error:

@@ -12,7 +12,7 @@ from shared_core.encoding.attributes import Holders
 from shared_core.encoding.values import NotPlain, assign, decode, encode, holds_weights
 from shared_core.errors import ConfigError
 
-#: End of the names under which attributes are kept that a ``state_dict`` does not hold.
+#: End of the names of entries for attributes that a ``state_dict`` does not hold.
 _BESIDE = " beside"
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -26,14 +26,7 @@ class Registered:
         self._counters: dict[str, SimpleNamespace] = {}
 
     def add(self, objects: tuple[Any, ...], values: Mapping[str, Any]) -> tuple[SimpleNamespace, bool]:
-        """Register objects, and counters with their first values.
-
-        Returns:
-            A namespace with the counters as attributes, and whether any of the objects holds weights.
-
-        Raises:
-            ConfigError: for an object without state.
-        """
+        """Register objects and counters: the counters' namespace, and whether an object holds weights."""
         counters = SimpleNamespace(**values)
         weigh = False
         for each in (*objects, *([counters] if values else [])):
@@ -53,12 +46,12 @@ class Registered:
         return counters, weigh
 
     def capture(self) -> dict[str, Any]:
-        """The state of all."""
+        """The state of all, encoded; raises ConfigError where an object holds what cannot be published."""
         found = {name: _capture(name, each) for name, each in self._all.items()}
         return found | {name: holders.capture() for name, holders in self._beside.items()}
 
     def restore(self, found: Mapping[str, Any]) -> None:
-        """Put back what :meth:`capture` has returned."""
+        """Put back what :meth:`capture` has returned; objects that it does not hold stay."""
         for name, each in self._all.items():
             if name in found:
                 _restore(each, found[name])
@@ -67,11 +60,10 @@ class Registered:
                 holders.restore(found[name])
 
     def capture_counters(self) -> dict[str, Any]:
-        """The state of the counters only."""
+        """The state of the counters alone, without those that hold weights."""
         return {name: _capture(name, each) for name, each in self._counters.items()}
 
     def restore_counters(self, found: Mapping[str, Any]) -> None:
-        """Put back what :meth:`capture_counters` has returned."""
         for name, values in found.items():
             if name in self._counters:
                 _restore(self._counters[name], values)
@@ -96,9 +88,7 @@ def _restore(each: Any, data: Any) -> None:
 
 
 def _beside(each: Any) -> dict[str, object]:
-    """Objects whose attributes the ``state_dict`` of ``each`` may not hold: metrics of torchmetrics hold nothing by
-    default. That of a class of torch is whole.
-    """
+    """Objects whose attributes the ``state_dict`` of ``each`` may not hold, as of metrics of torchmetrics."""
     parts = each.named_modules() if isinstance(each, nn.Module) else [("", each)]
     return {path: part for path, part in parts if hasattr(part, "__dict__") and not _of_torch(type(part))}
 
@@ -108,7 +98,7 @@ def _of_torch(kind: type) -> bool:
 
 
 def _held_by(each: Any) -> frozenset[str]:
-    """Attributes that its ``state_dict`` holds under their names."""
+    """Attributes that its ``state_dict`` holds under their names; none for modules."""
     state = each.state_dict()
     held = [name for name in state if isinstance(name, str)] if isinstance(state, Mapping) else []
     return frozenset(held if not isinstance(each, nn.Module) else ())

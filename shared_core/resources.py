@@ -43,7 +43,6 @@ _TEXTS = {
 
 
 def reason(error: OSError) -> str:
-    """What the system says, without numbers and names."""
     return error.strerror or str(error)
 
 
@@ -53,7 +52,7 @@ def advice(error: OSError) -> str:
 
 
 def no_thread(error: Exception) -> bool:
-    """Whether an error says that the system has no thread or process left."""
+    """Whether an error says, in its text, that the system has no thread or process left."""
     return re.search(_NO_THREAD, str(error)) is not None
 
 
@@ -69,12 +68,7 @@ def what_to_do(error: OSError) -> str:
 
 
 class Retries:
-    """When to try again what the system has refused. The user hears of it once, until it works again.
-
-    Args:
-        say: prints a line for the user.
-        clock: seconds, as ``time.monotonic``.
-    """
+    """When to try again what the system has refused. The user hears of it once, until it works again."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -83,7 +77,6 @@ class Retries:
 
     @property
     def due(self) -> bool:
-        """Whether to try now."""
         return self.error is None or self._clock() >= self._next
 
     def refused(self, what: str, error: OSError) -> None:
@@ -95,17 +88,11 @@ class Retries:
         self.error = error
 
     def worked(self) -> None:
-        """It could be had."""
         self.error, self._wait_s = None, 0.0
 
 
 def told_before(folder: Path, what: str) -> bool:
-    """Whether a process of this machine has told the user of ``what`` before; the next one that asks hears yes.
-
-    Args:
-        folder: that these processes share.
-        what: a word, for the name of a file.
-    """
+    """Whether a process that shares ``folder`` has told the user of the word ``what``; the next one hears yes."""
     try:
         os.close(os.open(folder / f"{TOLD}{what}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
@@ -116,12 +103,7 @@ def told_before(folder: Path, what: str) -> bool:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """As :func:`map_room`, for a file that recovery cannot do without.
-
-    Raises:
-        OutOfResources: there is no room.
-        OSError: this process may do no more.
-    """
+    """As :func:`map_room`, for a file that recovery needs: OutOfResources where there is no room."""
     try:
         return map_room(path, size)
     except OSError as error:
@@ -131,13 +113,10 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def map_room(path: str | os.PathLike[str], size: int) -> mmap.mmap:
-    """Map the beginning of a file, made if it is not there, in memory that is really there.
+    """Map the first ``size`` bytes of a file, made if it is not there, with the space allocated.
 
     A file that has only been given its length is a trap where memory is short: the first touch of a page ends the
-    process with SIGBUS.
-
-    Raises:
-        OSError: there is no room, or this process may do no more.
+    process with SIGBUS. Raises OSError if there is no room, or this process may do no more.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -148,7 +127,6 @@ def map_room(path: str | os.PathLike[str], size: int) -> mmap.mmap:
 
 
 def unwritable(path: Path, size: int, error: OSError, nor: str = "") -> OutOfResources:
-    """The error for a file that recovery cannot do without."""
     message = f"{size} bytes cannot be written to {path} ({reason(error)}){nor}: "
     if error.errno in FULL and path.is_relative_to("/dev/shm"):
         message += "give the job more shared memory (docker run --shm-size=..., or mount -o remount,size=... /dev/shm)"

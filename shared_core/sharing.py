@@ -1,8 +1,8 @@
 """Steps whose shares any worker can compute: the loop of data-parallel training with ``on_failure="reroute"``.
 
 Each logical rank's share of a step is a function of the parameters, the step and the rank: its data come from
-:class:`~shared_core.loaders.shards.Shards`, its random numbers from a seed. So no state of a loader is published, and
-a replacement that is admitted has only to know the number of the step.
+:class:`~shared_core.loaders.shards.Shards`, its random numbers from a seed. So no state of a loader is published, and a
+replacement that is admitted has only to know the number of the step.
 """
 
 from __future__ import annotations
@@ -54,16 +54,19 @@ class SharedStep:
                 and it must not talk to other workers.
 
         Returns:
-            The mean loss of each logical rank, float64 of shape (ranks,); the same at all workers.
+            The mean loss of each logical rank, float64 of shape (ranks,) on the CPU; the same at all workers.
 
         Raises:
             Unsupported: if ``loss`` changes a buffer of the model, or talks to other workers.
+            ConfigError: for a second call in one step, with ``on_failure="reroute"``.
         """
         return self._sharing.backward(self.number, loss)
 
     def wait_for_all(self) -> None:
-        """Wait until replacements have taken the places of all failed workers. Call it before collectives of the
-        script's own, which need all workers (an evaluation), and before :meth:`backward`.
+        """Wait until replacements have taken the places of all failed workers.
+
+        Call it before collectives of the script's own, which need all workers (an evaluation), and
+        before :meth:`backward`.
 
         Raises:
             ConfigError: after :meth:`backward`.
@@ -76,11 +79,10 @@ class StepSharing:
 
     Args:
         job: of this worker; None without ``swiftrun``.
-        modules: what is trained.
-        loader: see :class:`Shards`.
         accumulate: batches of a step at each rank.
 
     Raises:
+        ConfigError: nothing is trained, or ``accumulate`` is less than 1.
         Unsupported: for models whose shares are not independent.
     """
 
@@ -106,7 +108,6 @@ class StepSharing:
         if not self._parameters:
             raise ConfigError("nothing is trained: pass the model, with parameters that require gradients")
         self._steps: DataParallelSteps | None = None
-        #: Number of the step whose gradients are computed next.
         self._next = 0
         if job is not None:
             job.trained.alike()
@@ -122,18 +123,15 @@ class StepSharing:
         return -(-self._shards.per_epoch // self._accumulate)
 
     def clear(self) -> None:
-        """Forget gradients: those of a step are its own."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def step(self, number: int) -> SharedStep:
-        """The step with this number, which is the next."""
         self._next = number
         epoch, index = divmod(number, self.per_epoch)
         return SharedStep(number, epoch, index == 0, self)
 
     def wait_for_all(self, number: int) -> None:
-        """See :meth:`SharedStep.wait_for_all`."""
         if self._steps is None:
             return
         if self._next != number:
@@ -144,7 +142,6 @@ class StepSharing:
         self._steps.wait_for_all(number)
 
     def backward(self, number: int, loss: Loss) -> Tensor:
-        """See :meth:`SharedStep.backward`."""
         losses = self._backward(number, loss)
         if self._job is not None:
             self._job.note_loss(losses.mean())
@@ -169,7 +166,7 @@ class StepSharing:
         return losses
 
     def _compute(self, rank: int, number: int) -> Outcome:
-        """Gradients and loss of a rank's share of a step; the random generators are left as they were."""
+        """Gradients and loss of a rank's share of a step; the random generators are as before afterwards."""
         assert self._loss is not None
         epoch, index = divmod(number, self.per_epoch)
         first = index * self._accumulate
@@ -194,8 +191,6 @@ def shared_steps(sharing: StepSharing, epochs: int, position: Any, boundary: Cal
     """The steps of some epochs.
 
     Args:
-        sharing: computes them.
-        epochs: how many.
         position: its attribute ``total_steps`` is the number of the next step; it is restored in a replacement.
         boundary: marks the step boundaries; a replacement takes the failed worker's place in one.
     """

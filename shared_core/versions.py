@@ -1,8 +1,8 @@
 """Versions of frameworks: which were tested, and whether another one has the private names that are used of it.
 
 A name is ``module:place`` or ``module:place(parameters)``. A place is that of a function, a class, or what a class or
-its instances have: something that it defines, or that one of its functions stores. ``A or B``: versions differ, and
-one of them is there. A framework is only looked at; nothing of it runs but its imports.
+its instances have: something that it defines, or that one of its functions stores. ``A or B``: versions differ, and one
+of them is there. A framework is only looked at; nothing of it runs but its imports.
 """
 
 from __future__ import annotations
@@ -23,13 +23,7 @@ from shared_core.events import console_once
 
 @dataclass(frozen=True)
 class Tested:
-    """The versions of a framework that the product was tested with.
-
-    Attributes:
-        framework: its distribution and its package.
-        first: the lowest, such as "2.11": older ones are refused.
-        last: the highest: newer ones are used if they have all names.
-    """
+    """The versions of a framework that were tested: older than ``first`` are refused, newer than ``last`` looked at."""
 
     framework: str
     first: str
@@ -40,15 +34,7 @@ class Tested:
 
 
 def check_version(tested: Tested, names: Iterable[tuple[str, str]]) -> None:
-    """See that an imported framework can be used; one line for a version that nobody has tested.
-
-    Args:
-        tested: what was.
-        names: private names of it that are used, each with the reason.
-
-    Raises:
-        Unsupported: it is older than what was tested, or newer and without a name that is needed.
-    """
+    """Raise Unsupported for a framework that is too old, or newer and without one of the private ``names``."""
     found = str(getattr(sys.modules[tested.framework], "__version__", ""))
     version = _numbers(found)
     what = f"{tested.framework} {found}"
@@ -67,18 +53,13 @@ def check_version(tested: Tested, names: Iterable[tuple[str, str]]) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Its major and minor number; nothing for what is no version."""
+    """Its major and minor number; empty for what is no version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found is not None else ()
 
 
 def what_is_wrong(name: str, package: str = "") -> str | None:
-    """Why a name is not what it was; None if it is.
-
-    Args:
-        name: the name; see above.
-        package: names of other packages are taken as right; all are looked up by default.
-    """
+    """Why a name is not what it was; None if it is. Names that do not begin with ``package`` are taken as right."""
     found = [_what_is_wrong(each) for each in name.split(" or ") if each.startswith(package)]
     return None if None in found or not found else "; ".join(filter(None, found))
 

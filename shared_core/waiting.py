@@ -12,17 +12,15 @@ from typing import Protocol
 from shared_core.errors import GenerationAbandoned, WaitTimeout
 from shared_core.events import console
 
-#: A wait that lasts longer says so, in seconds; one whose bound is short says so at half of it.
+#: Seconds after which a wait says so; one whose bound is short says so at half of it.
 QUIET_S = 5.0
-#: A wait that is meant to last, in seconds: torch warns of each store wait that times out, and counts in 32 bits of ms.
+#: Seconds of a wait that is meant to last: torch warns of each store wait that times out, and counts in 32 bits of ms.
 FOREVER_S = 20 * 86400.0
 HANGS = "It may hang in its start-up; raise detection.wait_timeout_s if it is only slow."
 _STUCK = "It may hang: see what it printed last, or where each rank is with swiftctl status."
 
 
 class Keys(Protocol):
-    """A store, of which only this is used."""
-
     def check(self, keys: list[str], /) -> bool:
         """Whether all these are there."""
 
@@ -34,12 +32,11 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def quiet_s(limit_s: float) -> float:
-    """How long a wait that is bounded by ``limit_s`` seconds says nothing."""
+    """Seconds for which a wait that is bounded by ``limit_s`` says nothing."""
     return min(QUIET_S, limit_s / 2)
 
 
 def ends_text(left_s: float, bound: str, ends: str = "this ends with an error") -> str:
-    """When a wait ends, for the line that announces it."""
     return ends if math.isinf(left_s) else f"{ends} in {max(0.0, left_s):.0f} s ({bound})"
 
 
@@ -54,8 +51,6 @@ class Wait:
         ends: what happens at the limit; where there is none, until when the wait continues.
         advice: what the user can do, the end of the error; by the bound if none is given.
         speaks: asked once when there is something to say; False leaves it to others that wait for the same.
-        say: prints a line.
-        clock: seconds.
     """
 
     def __init__(
@@ -79,11 +74,7 @@ class Wait:
         self._quiet_s: float = quiet_s(limit_s)
 
     def look(self) -> None:
-        """Say the line when it is time.
-
-        Raises:
-            WaitTimeout: at the limit.
-        """
+        """Say the line when it is time. Raises WaitTimeout at the limit."""
         waited = self._clock() - self._begin
         if waited >= self._limit_s:
             raise WaitTimeout(f"{self._who} waited {self._limit_s:g} s ({self._bound}) for {self.text}. {self._advice}")
@@ -98,11 +89,7 @@ class Wait:
             self._say(f"{self._who} {verb} for {self.text}; {ends}")
 
     def until(self, changed: threading.Condition, done: Callable[[], bool]) -> None:
-        """Wait until ``done()``, which may become true when ``changed`` is notified. Callers hold its lock.
-
-        Raises:
-            WaitTimeout: at the limit.
-        """
+        """Wait until ``done()``, looked at when ``changed`` is notified; callers hold its lock. WaitTimeout at last."""
         while not changed.wait_for(done, self.next_s()):
             self.look()
 
@@ -132,7 +119,6 @@ class Wait:
 
     @property
     def text(self) -> str:
-        """What is waited for."""
         return self._what if isinstance(self._what, str) else self._what()
 
 
@@ -151,14 +137,8 @@ def wait_for(
     """Wait until all ``keys`` are in ``store``. Of several ranks that wait for the same, the lowest says so.
 
     Args:
-        store: where to look.
         keys: by the rank that sets each.
-        abandoned: whether to give up.
-        limit_s: seconds until the wait ends.
-        rank: that waits.
         what: the ranks are to do, and why: ``to be ready``.
-        bound: see :class:`Wait`.
-        ends: see :class:`Wait`.
         silent: whoever depends on this says so itself.
 
     Raises:
@@ -187,12 +167,7 @@ def wait_for(
 
 
 def poll(done: Callable[[], bool], abandoned: Callable[[], bool], wait: Wait) -> None:
-    """Wait until ``done()``.
-
-    Raises:
-        GenerationAbandoned: as soon as ``abandoned()`` holds.
-        WaitTimeout: at the limit of ``wait``.
-    """
+    """Wait until ``done()``. GenerationAbandoned once ``abandoned()`` holds, WaitTimeout at the limit of ``wait``."""
     # Polled, because a store's own wait can neither be given up nor time out without a warning on the console; a look
     # takes some 50 microseconds.
     pause = 0.0002

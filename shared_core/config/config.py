@@ -143,8 +143,9 @@ class SwiftConfig(Section):
 
     @property
     def uses_devices(self) -> bool:
-        """Whether tensors may be on other devices than the CPU. They may where all workers start again, too: nothing
-        that a device runs is cut off then.
+        """Whether tensors may be on other devices than the CPU.
+
+        They may where all workers start again, too: nothing that a device runs is cut off then.
         """
         return self.device.experimental or self.restarts
 
@@ -157,11 +158,11 @@ class SwiftConfig(Section):
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The options that are not as they are by default, by full name (``checkpoint.dir``)."""
+        """The options that differ from their defaults, by full name (``checkpoint.dir``)."""
         return {name: value for name, value in self.items() if value != _DEFAULTS[name]}
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """All options by full name."""
+        """All options, by full name."""
         for section in (self, *(getattr(self, name) for name in SECTIONS)):
             for each in options_of(section):
                 yield prefix_of(section) + each.name, getattr(section, each.name)
@@ -172,7 +173,7 @@ class SwiftConfig(Section):
         return getattr(getattr(self, section) if section else self, last)
 
     def merged(self, *values: Mapping[str, Any]) -> SwiftConfig:
-        """With these options over the present ones, the later over the earlier; names as in :meth:`from_dict`."""
+        """These options with ``values`` over them, the later over the earlier; names as in :meth:`from_dict`."""
         together = dict(self.changed)
         for each in values:
             together |= full_names(each)
@@ -206,8 +207,12 @@ class SwiftConfig(Section):
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, base: SwiftConfig | None = None) -> SwiftConfig:
-        """Options from ``SWIFT_RECOVERY_<OPTION>`` and ``SWIFT_RECOVERY_<SECTION>_<OPTION>``, over
-        ``SWIFT_RECOVERY_FILE``, over ``SWIFT_RECOVERY_CONFIG`` (set by the launcher), over ``base``.
+        """Options from ``SWIFT_RECOVERY_<OPTION>`` and ``SWIFT_RECOVERY_<SECTION>_<OPTION>``.
+
+        They go over ``SWIFT_RECOVERY_FILE``, over ``SWIFT_RECOVERY_CONFIG`` (set by the launcher), over ``base``.
+
+        Raises:
+            ConfigError: as :meth:`from_file`.
         """
         env = os.environ if env is None else env
         sources: list[Mapping[str, Any]] = []
@@ -221,8 +226,9 @@ class SwiftConfig(Section):
         return (base or cls()).merged(*sources)
 
     def to_json(self) -> str:
-        """Inverse of ``from_dict(json.loads(...))``: the options that are not as they are by default, so that what the
-        launcher was not told can be said in code.
+        """Inverse of ``from_dict(json.loads(...))``: the options that differ from their defaults.
+
+        So a script can still set in code what the launcher was not told.
         """
         return json.dumps(self.changed)
 
@@ -245,7 +251,7 @@ SECTIONS: dict[str, type[Section]] = {
 _ALL: tuple[type[Section], ...] = (SwiftConfig, *SECTIONS.values())
 _FIELDS = {prefix_of(section) + each.name: each for section in _ALL for each in options_of(section)}
 _DEFAULTS = {name: each.default for name, each in _FIELDS.items()}
-#: ``checkpoint_dir`` -> ``checkpoint.dir``: what variables of the environment are called.
+#: ``checkpoint_dir`` -> ``checkpoint.dir``: names in the environment, in lower case.
 _OF_VARIABLES = {name.replace(".", "_"): name for name in _FIELDS}
 #: Names that options had before there were sections.
 _FORMER = {each.metadata["formerly"] or name.replace(".", "_"): name for name, each in _FIELDS.items() if "." in name}
@@ -310,7 +316,6 @@ def _tell_of(former: Mapping[str, str]) -> None:
 
 
 def _build(values: Mapping[str, Any]) -> SwiftConfig:
-    """From options by full name."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     plain = {}
     for name, value in values.items():

@@ -14,7 +14,6 @@ def option(default: Any, kind: Kind, text: str, *, formerly: str = "", late: boo
     """A field of a section.
 
     Args:
-        default: its value where the user says nothing.
         kind: what is allowed.
         text: what it means, in Markdown: the line of the options page.
         formerly: its name before options had sections, where that is not ``section_option``.
@@ -41,6 +40,6 @@ def options_of(section: Section | type[Section]) -> Iterator[Field[Any]]:
 
 
 def prefix_of(section: Section | type[Section]) -> str:
-    """What stands before the names of a section's options: ``checkpoint.``; nothing for those of no section."""
+    """``checkpoint.``, before the names of a section's options; empty for those of no section."""
     name: str = getattr(section, "section", "")
     return f"{name}." if name else ""

@@ -14,7 +14,7 @@ def read(path: Path) -> dict[str, Any]:
     """The mapping that a ``.json`` or YAML file holds.
 
     Raises:
-        ConfigError: if it cannot be read or holds something else.
+        ConfigError: it cannot be read or holds something else.
         MissingExtra: for YAML when PyYAML is not installed.
     """
     try:
@@ -28,7 +28,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str, source: str, *, is_json: bool) -> dict[str, Any]:
-    """The mapping that a text holds; ``source`` is what errors name.
+    """The mapping that a text holds; errors name ``source``.
 
     Raises:
         ConfigError: it holds something else.

@@ -84,7 +84,7 @@ class CheckpointOptions(Section):
 
     @property
     def chosen_policy(self) -> str:
-        """By which policy checkpoints are made; ``none`` where none are."""
+        """The policy by which checkpoints are made; ``none`` where none are."""
         if self.dir is None:
             return "none"
         if self.policy != "auto":
@@ -361,11 +361,7 @@ class WatchOptions(Section):
 
 
 def ranges_of(groups: str) -> list[range]:
-    """The ranges of ranks in ``log.groups``, none where it is a word.
-
-    Raises:
-        ConfigError: it is neither, or a rank is in two ranges.
-    """
+    """The ranges of ranks in ``log.groups``, none where it is a word; ConfigError if it is neither, or they overlap."""
     if not isinstance(groups, str):
         raise ConfigError("log.groups must be worker, machine, auto, plan or ranges of ranks such as 0-3,4-7, not None")
     found: list[range] = []

@@ -1,7 +1,7 @@
 """State as bytes, and back, without executing what is read.
 
-- ``values``: attributes of the user's objects as plain data, and back in place. ``attributes``: all of an object's.
-- ``plain``: plain data, tensors and arrays as bytes. ``unpacking``: the reader.
+``values``: attributes of the user's objects as plain data, and back in place; ``attributes``: all of an object's.
+``plain``: plain data, tensors and arrays as bytes; ``unpacking``: the reader.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Plain attributes of live objects: found once, read quickly at every step boundary, put back in place in a
-replacement.
-"""
+"""Plain attributes of live objects: found once, read at every step boundary, put back in place in a replacement."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch import nn
 
 from shared_core.encoding.values import ATOMS, NotPlain, assign, encode
 
-#: Containers with more elements than this when they are first seen are taken for constant data, such as vocabularies.
+#: Containers with more elements when they are first seen are taken for constant data, such as vocabularies.
 LARGE = 10_000
 _CONTAINERS = (list, tuple, dict, set)
 _KINDS: dict[type, bool] = {}
@@ -22,8 +20,6 @@ _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdli
 
 
 class Holder:
-    """The plain attributes of one object."""
-
     __slots__ = ("item", "_ignore", "_names", "_joined", "_other", "_size", "_skipped")
 
     def __init__(self, item: object, ignore: frozenset[str]) -> None:
@@ -50,7 +46,7 @@ class Holder:
         self._joined = "\n".join(names)
 
     def capture(self) -> tuple[str, list[Any]]:
-        """(names joined by newlines, encoded values)."""
+        """(names joined by newlines, encoded values); the values share memory with the object."""
         values = vars(self.item)
         if len(values) != self._size:
             self._plan()
@@ -65,7 +61,6 @@ class Holder:
             return self._joined, [encode(values[name]) for name in self._names]
 
     def restore(self, data: tuple[str, list[Any]]) -> None:
-        """Put back what :meth:`capture` took."""
         joined, encoded = data
         values = vars(self.item)
         for name, value in zip(joined.split("\n") if joined else (), encoded, strict=True):
@@ -74,11 +69,11 @@ class Holder:
 
 
 class Holders:
-    """Holders of named objects, and of the small user objects that hang on them."""
+    """Holders of named objects, and of the small user objects that hang on them, two levels deep."""
 
     def __init__(self, objects: Mapping[str, object], ignore: frozenset[str] = frozenset()) -> None:
         self._holders: dict[str, Holder] = {}
-        #: Objects that hang on another: their name, the attributes they hang on, and its name.
+        #: Objects that hang on another: their name, the attributes of the other, and the name among these.
         self._hanging: list[tuple[str, dict[str, Any], str]] = []
         seen: set[int] = set()
         for name, item in objects.items():
@@ -97,7 +92,7 @@ class Holders:
                     self._hanging.append((below, vars(item), attribute))
 
     def capture(self) -> dict[str, tuple[str, list[Any]]]:
-        """Plain data, to be serialised at once."""
+        """Plain data that shares memory with the objects: serialize it at once."""
         for name, attributes, attribute in self._hanging:
             item = attributes.get(attribute)
             if item is not self._holders[name].item and hasattr(item, "__dict__"):

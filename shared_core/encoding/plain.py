@@ -1,7 +1,7 @@
 """Plain data with tensors as bytes, and back, quickly and without executing what is read.
 
-The standard library's pickler writes, tensors and numpy arrays by their bytes. It does not read:
-    :mod:`shared_core.encoding.unpacking` does, and makes plain data only.
+The standard library's pickler writes; tensors and numpy arrays are written by their bytes.
+:mod:`shared_core.encoding.unpacking` reads, and makes plain data only.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from shared_core.encoding.raw_memory import memory_of
 from shared_core.encoding.unpacking import array_kind, unpack
 from shared_core.errors import CorruptFile, SwiftError
 
-#: What a value can be written as without a copy.
 Piece = bytes | memoryview
-#: Tensors from this size on are pieces of their own, in bytes.
+#: Bytes from which on a tensor is a piece of its own.
 _LARGE = 1 << 16
 #: First byte of what consists of several pieces; a pickle begins with another.
 _SEVERAL = b"S"
@@ -64,21 +63,15 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dumps(value: Any) -> bytes:
-    """Plain data (containers, numbers, text, tensors, numpy arrays, paths, time deltas) as bytes.
+    """Plain data (containers, numbers, text, tensors, numpy arrays, paths, time deltas) as bytes; else SwiftError.
 
-    Raises:
-        SwiftError: if the value holds something else.
+    Tensors of a device are copied to the host; what is read back is on the CPU and requires no gradient.
     """
     return _dump(value, None)
 
 
 def pieces(value: Any) -> list[Piece]:
-    """As :func:`dumps`, in pieces to be written one after the other. Large tensors are not copied: write the pieces
-    before they change.
-
-    Raises:
-        SwiftError: if the value holds something that is no plain data.
-    """
+    """As :func:`dumps`, in pieces. Large tensors on the CPU are not copied: write the pieces before they change."""
     apart: list[memoryview] = []
     main = _dump(value, lambda each: apart.append(each.raw()))
     if not apart:
@@ -100,14 +93,10 @@ def _dump(value: Any, apart: Callable[[pickle.PickleBuffer], Any] | None) -> byt
 
 
 def loads(data: bytes | memoryview, *, cyclic: bool = False) -> Any:
-    """Inverse of :func:`dumps`, and of :func:`pieces` joined.
+    """Inverse of :func:`dumps`, and of :func:`pieces` joined. Nothing in the result shares memory with ``data``.
 
-    Args:
-        data: the bytes.
-        cyclic: containers may contain themselves. Who asks for this must not follow them for ever.
-
-    Raises:
-        CorruptFile: if the bytes are damaged or name anything but plain data.
+    ``cyclic``: containers may contain themselves. Who asks for this must not follow them for ever. Raises CorruptFile
+    if the bytes are damaged or name anything but plain data.
     """
     try:
         main, *apart = _split(memoryview(data))

@@ -18,8 +18,9 @@ class _All(ctypes.Array):  # type: ignore[type-arg]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory from the first element of a CPU tensor on, which keeps the tensor. It has no particular length: cut it
-    to what belongs to the tensor. One without elements has none.
+    """The memory from the first element of a contiguous CPU tensor on, which keeps the tensor.
+
+    It has no particular length: cut it to what belongs to the tensor. One without elements has none.
     """
     memory = _All.from_address(tensor.data_ptr())
     memory.tensor = tensor

@@ -1,7 +1,7 @@
 """Reads what :mod:`shared_core.encoding.plain` writes, and nothing else.
 
 The bytes are those of a pickle, because the standard library writes them quickly. They are not given to its reader,
-which calls what they name. This reader knows the few marks that plain data needs; a name stands for one of the kinds
+which calls what they name. This reader knows the few opcodes that plain data needs; a name stands for one of the kinds
 of values in :data:`_MAKERS`, which are made from checked parts. What it makes takes memory in proportion to the bytes.
 """
 
@@ -22,11 +22,10 @@ import torch
 
 from shared_core.errors import CorruptFile
 
-#: Containers inside containers, at most.
 DEEPEST = 1000
-#: A shared container counts as often as it is found; so many values for each byte are believed, and some more.
+#: A shared container counts as often as it is found: values allowed for each byte, and in addition.
 _REPEATS, _SOME = 16, 1 << 20
-#: A key of a dictionary or an element of a set consists of so many values at most, and is so deep.
+#: Most values, and deepest nesting, of a key of a dictionary or an element of a set.
 _KEY_SIZE, _KEY_DEPTH = 4096, 50
 _ARRAY_KIND = re.compile(r"[<>|=]([biufcSU]\d+|[mM]8(\[\d*\w+\])?)")
 
@@ -105,7 +104,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """The type of elements of that name, without ``torch.``."""
+    """The dtype of that name, without ``torch.``. Raises CorruptFile for another name."""
     found = getattr(torch, name, None) if type(name) is str else None
     if not isinstance(found, torch.dtype):  # getattr reaches all that torch has
         raise CorruptFile(f"refused to read torch.{name}: it is not a dtype")
@@ -121,7 +120,7 @@ def _tensor(budget: _Budget, data: Any, dtype: Any, shape: Any) -> torch.Tensor:
 
 
 def array_kind(name: Any) -> np.dtype[Any]:
-    """The type of elements of an array by numpy's name, with its order of bytes."""
+    """The dtype of an array by numpy's name, with its byte order. Raises CorruptFile for another name."""
     if type(name) is not str or not _ARRAY_KIND.fullmatch(name):
         raise CorruptFile(f"not plain: an array of {str(name)[:40]!r}")
     return np.dtype(name)
@@ -257,7 +256,6 @@ class _Reader:
         return self.stack[0]
 
     def take(self, size: int) -> memoryview:
-        """The next ``size`` bytes."""
         begin = self.at
         self.at = begin + size
         if self.at > len(self.data):
@@ -265,7 +263,7 @@ class _Reader:
         return self.data[begin : self.at]
 
     def number(self, size: int) -> int:
-        """An unsigned number of ``size`` bytes."""
+        """An unsigned number of ``size`` bytes, little-endian."""
         return int.from_bytes(self.take(size), "little")
 
     def since_mark(self) -> list[Any]:
@@ -408,12 +406,7 @@ _MARKS: dict[int, Callable[[_Reader], None]] = {
 
 
 def unpack(main: memoryview, apart: Sequence[memoryview], size: int, *, cyclic: bool = False) -> Any:
-    """The value in ``main``, whose large tensors are ``apart``; ``size`` bytes in all; it may be ``cyclic``.
-
-    Raises:
-        CorruptFile: if it is anything but plain data.
-        Exception: whatever damaged bytes lead to.
-    """
+    """The value in ``main``, with its large tensors ``apart``; ``size`` bytes in all. Raises for all but plain data."""
     value = _Reader(main, apart, size).read()
     _check(value, _REPEATS * size + _SOME, cyclic)
     return value

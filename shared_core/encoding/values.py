@@ -1,8 +1,8 @@
 """Attributes of user objects as plain data, and back in place.
 
 Published state may hold numbers, text, containers, tensors and arrays only. :func:`encode` turns the rest that counts
-as state (enumerations, random generators, scalar tensors, which are cheaper as numbers) into tagged tuples; what is
-no state raises :class:`NotPlain`.
+as state (enumerations, random generators, scalar tensors, which are cheaper as numbers) into tagged tuples; what is no
+state raises :class:`NotPlain`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared_core.encoding.unpacking import dtype_named
 from shared_core.errors import CorruptFile
 from shared_core.loaders.randomness import generator_state, set_generator_state
 
-#: Types published as they are. Subclasses are not among them: an enumeration of integers is more than an integer.
+#: Types published as they are. Subclasses are not: an enumeration of integers is more than an integer.
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _SCALAR, _TUPLE, _ENUM, _GENERATOR, _SET, _FROZEN = "\0scalar", "\0tuple", "\0enum", "\0generator", "\0set", "\0frozen"
 _ARRAY, _SMALL = "\0array", 256
@@ -40,11 +40,7 @@ class NotPlain(Exception):
 
 
 def encode(value: Any) -> Any:
-    """``value`` as data that can be published, sharing memory with it.
-
-    Raises:
-        NotPlain: if it is, or holds, something that is no plain state.
-    """
+    """``value`` as data that can be published, else NotPlain. Large tensors and arrays are not copied."""
     kind = type(value)
     if kind in ATOMS:
         return value
@@ -63,8 +59,9 @@ def encode(value: Any) -> Any:
 
 
 def holds_weights(each: Any) -> bool:
-    """Whether an object with state (``state_dict`` or plain attributes) holds what looks like weights of a model: a
-    matrix of numbers. Averages do; then the script changes weights outside updates, or is going to.
+    """Whether an object with ``state_dict`` or plain attributes holds what looks like weights: a matrix of floats.
+
+    Averages do; then the script changes weights outside updates, or is going to.
     """
     return _matrix_in(each.state_dict() if hasattr(each, "state_dict") else vars(each))
 
@@ -78,11 +75,7 @@ def _matrix_in(value: Any) -> bool:
 
 
 def encode_state(state: Any) -> Any:
-    """A ``state_dict`` encoded without what is no plain data (functions), which the replacement has of its own.
-
-    Raises:
-        NotPlain: if ``state`` is no plain data at all.
-    """
+    """A ``state_dict`` encoded without functions and the like, which the replacement has of its own."""
     if isinstance(state, dict):
         kept = []
         for name, value in state.items():
@@ -139,9 +132,8 @@ _ENCODERS.update(dict.fromkeys(_MAPPINGS, _mapping))
 def decode(data: Any) -> Any:
     """Inverse of :func:`encode`, as new objects; generators cannot be made again and come out as None.
 
-    Raises:
-        CorruptFile: if it is nothing that :func:`encode` makes, or names an enumeration of a module that this program
-            has not imported.
+    Raises CorruptFile if :func:`encode` does not make this, or it names an enumeration of a module that this program
+    has not imported.
     """
     try:
         return _decode(data)
@@ -181,10 +173,7 @@ def _decode(data: Any) -> Any:
 
 
 def _member(module: str, kind: str, name: str) -> Any:
-    """A member of an enumeration of a module that this program has imported: data does not name what is imported.
-
-    Names are looked up in dictionaries, since the ``__getattr__`` of a module or class may import too.
-    """
+    """A member of an enumeration of an imported module. Looked up in dictionaries: ``__getattr__`` may import."""
     found: Any = sys.modules.get(module)
     if found is None:
         raise ValueError(
@@ -200,7 +189,7 @@ def _member(module: str, kind: str, name: str) -> Any:
 def assign(existing: Any, data: Any) -> Any:
     """What an attribute that holds ``existing`` should hold for ``data``.
 
-    Containers and generators are changed in place, since others may hold them too; all else is a new object.
+    Containers and generators are changed in place, since others may hold them, too; all else is a new object.
     """
     if type(data) is tuple and data[0] == _GENERATOR:
         if isinstance(existing, _GENERATORS):

@@ -1,8 +1,7 @@
 """Faults on purpose: the core and the adapters call :func:`point` at named places, where an armed fault strikes.
 
-- ``spec``: faults as data, and at random. ``inject``: arming and striking. ``dispatch``: between tensor operations.
-
-Light to import: the injector is part of the hot path, so nothing here imports torch.
+``spec``: faults as data, and at random. ``inject``: arming and striking. ``dispatch``: between tensor operations. Light
+to import: the injector is part of the hot path, so nothing here imports torch but ``dispatch``, when it is needed.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class BeforeEach(TorchDispatchMode):
-    """Calls ``each`` before every tensor operation and changes nothing."""
-
     def __init__(self, each: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._each = each

@@ -1,8 +1,8 @@
 """The fault injector: the core calls :func:`point` at named places; an armed fault strikes there.
 
 Faults are armed by ``swiftrun --faults FILE``, which sets :func:`variables` for its workers; the variables alone do
-nothing. The first point that a worker reaches reads them. Afterwards an unarmed point costs one test of a module-level
-flag.
+nothing. The first point that a worker reaches reads them. Afterwards an unarmed point costs one test of a
+module-level flag.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAULTS = "SWIFT_FAULTS"
 #: Process id of the launcher that was given the faults: only processes below it arm them.
 LAUNCHER = "SWIFT_FAULTS_LAUNCHER"
 STRUCK = "SWIFT_FAULTS_STRUCK"
-#: Longest that a fault waits for the one that must strike before it.
+#: Seconds for which a fault waits for the one that must strike before it.
 AFTER_S = 40.0
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -42,7 +42,7 @@ class FaultInjected(RuntimeError):
 
 
 class _Injector:
-    """Faults of one worker, with the counts that decide when they strike."""
+    """Faults of one worker, with the counts that decide when they strike; ``lock`` is held when they change."""
 
     def __init__(self, faults: Iterable[Fault], rank: int, incarnation: int) -> None:
         self.pid = os.getpid()
@@ -60,7 +60,7 @@ class _Injector:
             self.pending.pop(index, None)
 
     def visit(self, name: str) -> None:
-        """Count one occurrence of a point and strike if a fault is due."""
+        """Count one occurrence of a point and strike, on this thread, if a fault is due."""
         if os.getpid() != self.pid:  # a child of the worker, such as a data loader's: not a rank
             return
         with self.lock:
@@ -86,7 +86,6 @@ class _Injector:
         return fault.step == self.boundaries
 
     def awaits(self, name: str) -> bool:
-        """Whether a fault at this point is armed for the present step."""
         return os.getpid() == self.pid and any(
             fault.point == name and self._now(fault) for fault in self.pending.values()
         )
@@ -98,12 +97,7 @@ _injector: _Injector | None = None
 
 
 def point(name: str, **info: Any) -> None:
-    """A place where a fault may strike; does nothing unless one is armed for it.
-
-    Args:
-        name: one of :data:`shared_core.faults.spec.POINTS`.
-        info: facts for people who read the call; not evaluated.
-    """
+    """A place, one of :data:`shared_core.faults.spec.POINTS`, where a fault may strike; ``info`` is for readers."""
     if _active:
         _visit(name)
 
@@ -126,10 +120,7 @@ def _resolve() -> _Injector | None:
 def arm(faults: Iterable[Fault], rank: int, incarnation: int = 0) -> None:
     """Arm those of ``faults`` that concern this worker, in place of what was armed before.
 
-    Args:
-        faults: faults of the whole job; the place in the list identifies a fault in the record of struck ones.
-        rank: logical rank of this process.
-        incarnation: which worker of that rank it is.
+    A fault's place in ``faults``, those of the whole job, identifies it in the record of struck ones.
     """
     global _active, _injector
     _injector = _Injector(faults, rank, incarnation)
@@ -137,20 +128,12 @@ def arm(faults: Iterable[Fault], rank: int, incarnation: int = 0) -> None:
 
 
 def disarm() -> None:
-    """Forget all faults."""
     global _active, _injector
     _active, _injector = False, None
 
 
 def arm_from_env() -> bool:
-    """Arm from what :func:`variables` has made, ``RANK`` and ``SWIFT_RECOVERY_INCARNATION``.
-
-    Returns:
-        Whether the environment names faults and a rank, and a launcher that this process comes from.
-
-    Raises:
-        ConfigError: if the list of faults cannot be read.
-    """
+    """Arm what :func:`variables` names for this rank; whether there was something, from a launcher above this."""
     env = os.environ
     if "RANK" not in env or FAULTS not in env or not _comes_from(env.get(LAUNCHER, "")):
         return False
@@ -164,11 +147,7 @@ def variables(faults: Iterable[Fault]) -> dict[str, str]:
 
 
 def read_file(path: str | os.PathLike[str]) -> list[Fault]:
-    """The faults in a file, a JSON list.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
+    """The faults in a file, a JSON list. Raises ConfigError where it cannot be read."""
     try:
         with open_regular(path) as file:
             return loads(file.read().decode())
@@ -194,7 +173,7 @@ def _comes_from(launcher: str) -> bool:
 
 
 def set_step(boundaries: int) -> None:
-    """Set the rank's step boundaries, the one of the present batch included; called by a replacement when it joins."""
+    """Set the rank's step boundaries, the one of the present batch included; a replacement calls it when it joins."""
     injector = _resolve() if _active else _injector
     if injector is not None:
         with injector.lock:
@@ -223,17 +202,9 @@ def _operations(each: Callable[[], None]) -> AbstractContextManager[Any]:
 
 
 def strike(fault: Fault, index: int = -1, boundaries: int = 0) -> None:
-    """Record a fault and carry it out on this process.
+    """Record a fault and carry it out on this process; ``index`` is its place in the job's list, -1 for none.
 
-    Args:
-        fault: what to do.
-        index: its place in the job's list, -1 for none.
-        boundaries: step boundaries passed, for the record.
-
-    Raises:
-        FaultInjected: for kind ``exception``.
-        OSError: for one of :data:`~shared_core.faults.spec.REFUSALS`.
-        WaitTimeout: the fault that must come before it does not strike.
+    Raises FaultInjected, an OSError of :data:`~shared_core.faults.spec.REFUSALS`, or WaitTimeout for ``after``.
     """
     if fault.after is not None:
         first = fault.after

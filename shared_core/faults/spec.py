@@ -143,8 +143,7 @@ class Fault:
         delay_s: strike so many seconds after the point is met, wherever the worker is by then.
         after: place in the job's list of a fault that must have struck before: the worker waits for it at the point.
 
-    Raises:
-        ConfigError: for a value out of range, with what is allowed.
+    Raises ConfigError for a value out of range, with what is allowed.
     """
 
     rank: int
@@ -176,16 +175,11 @@ class Fault:
             raise ConfigError(f"fault: a step has one step_boundary, so nth must be 1, got {self.nth}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, inverse of :meth:`from_dict`."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fault:
-        """Build from plain data.
-
-        Raises:
-            ConfigError: for an unknown or missing field (with the closest known name) or a bad value.
-        """
+        """Build from plain data; ConfigError for an unknown, missing or bad field."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"a fault must be a mapping of fields, got {values!r}")
         known = {f.name for f in fields(cls)}
@@ -222,11 +216,7 @@ def dumps(faults: Iterable[Fault]) -> str:
 
 
 def loads(text: str) -> list[Fault]:
-    """Inverse of :func:`dumps`.
-
-    Raises:
-        ConfigError: if the text is not a JSON list of faults.
-    """
+    """Inverse of :func:`dumps`. Raises ConfigError where the text is not a JSON list of faults."""
     try:
         raw = parse(text)
     except ValueError as error:
@@ -248,22 +238,17 @@ def random_faults(
 ) -> list[Fault]:
     """``n`` faults drawn from a seed, in order of their steps; the same arguments give the same faults.
 
-    No rank is struck twice within neighbouring steps, at least one rank is left unstruck there, and a rank struck
-    again later is struck in its next incarnation. Faults in a recovery match any step and are drawn only beside a fault
-    that causes one: ``recovery.*`` strikes a survivor, ``join`` and ``startup`` the replacement.
+    No rank is struck twice within neighboring steps, at least one rank is left unstruck there, and a rank struck again
+    later is struck in its next incarnation. Faults in a recovery match any step and are drawn only beside a fault that
+    causes one: ``recovery.*`` strikes a survivor, ``join`` and ``startup`` the replacement.
 
     Args:
         seed: anything :class:`random.Random` takes.
-        n: how many faults.
-        world_size: ranks 0 to ``world_size - 1`` are struck.
         steps: steps 1 to ``steps`` are struck.
-        points: points to draw from.
-        kinds: kinds to draw from.
         max_nth: highest ``nth`` of a point; 1 where not given.
         only: steps in which a point occurs; all where not given.
 
-    Raises:
-        ConfigError: if ``n`` faults cannot be placed.
+    Raises ConfigError if ``n`` faults cannot be placed.
     """
     if n < 0 or steps < 1 or world_size < 2 or not points or not kinds:
         raise ConfigError(f"cannot draw {n} faults for {world_size} ranks, {steps} steps, {points!r}, {kinds!r}")

@@ -1,5 +1,5 @@
-"""DeepSpeed: its pipeline engine with stages that survive (``initialize``, ``SwiftPipelineEngine``), its engine with
-ZeRO (``SwiftZeroEngine``), and which messages are logged (``grouping``, pure functions of plain data).
+"""DeepSpeed: a pipeline engine whose stages survive failures, one with ZeRO, and the plans of which messages
+are logged.
 
 DeepSpeed is imported on first use: ``swiftctl`` plans where neither torch nor DeepSpeed is installed.
 """

@@ -1,5 +1,6 @@
-"""Imported by a worker before its program where the DeepSpeed configuration has a ``"swift_recovery"`` section:
-``deepspeed.initialize`` then makes an engine that survives. Nothing in a program with a pipeline changes; one without
+"""Imported by a worker before its program where the DeepSpeed configuration has a ``"swift_recovery"`` section.
+
+``deepspeed.initialize`` then makes an engine that survives. A program with a pipeline needs no change; one without
 attaches the engine, and loops over ``job.steps``.
 """
 

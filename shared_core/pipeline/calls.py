@@ -1,9 +1,8 @@
 """Calls of a pipeline engine by a script that knows nothing of recoveries.
 
 A replacement runs the script from its start. The calls that the failed worker had finished return at once what they
-returned then, and take from the data what they took, so the script comes to the failed worker's place with everything
-it computed from losses as it was. Random numbers that the script or its data draw between batches are drawn again
-from where the generators were; collectives between calls give again what they gave, where that is small.
+returned then, and take from the data what they took. Random numbers that the script or its data draw between batches
+are drawn again from the recorded states of the generators; small results of collectives are repeated.
 """
 
 from __future__ import annotations
@@ -21,15 +20,7 @@ _RESULTS, _DRAWS, _ENDS = "pipeline results", "pipeline draws", "pipeline ends"
 
 
 class Calls:
-    """The calls of one engine.
-
-    Args:
-        job: keeps what they returned.
-
-    Attributes:
-        count: calls finished or skipped.
-        draws: items taken from the data.
-    """
+    """The calls of one engine. ``count`` includes skipped ones; ``draws`` are items taken from the data."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -43,7 +34,7 @@ class Calls:
     # -- in a replacement -----------------------------------------------------------------------------
 
     def finished(self) -> bool:
-        """Whether the next call has been finished by the failed worker, or by others without it, and is skipped."""
+        """Whether the failed worker, or others without it, have finished the next call, which is then skipped."""
         if not self._job.joining:
             return self.behind
         if self._target is None:
@@ -53,14 +44,9 @@ class Calls:
         return self.count < self._target
 
     def admit(self, count: int, draws: int) -> bool:
-        """This replacement is a copy of a replica that has finished more calls than the failed worker had.
+        """This replacement copies a replica that is ahead: whether others have finished the present call.
 
-        Args:
-            count: calls that it has finished itself.
-            draws: items that it has taken.
-
-        Returns:
-            Whether the present call is one of those.
+        ``count`` calls and ``draws`` items are those of this worker itself.
         """
         self._job.position.note_rejoined(False)
         self._target, self.count, self.draws = self.count, count, draws
@@ -70,13 +56,10 @@ class Calls:
 
     @property
     def behind(self) -> bool:
-        """Whether the next call has been finished by others."""
         return self._target is not None and self.count < self._target
 
     def comes_in(self) -> bool:
-        """Whether this is the first call of a replacement after those that others had finished, whose boundary it has
-        passed; true once.
-        """
+        """Whether this is the first call after those that others had finished; true once. Its boundary is passed."""
         if not self._begins or self.count != self._target:
             return False
         self._begins = False
@@ -95,14 +78,12 @@ class Calls:
         return result
 
     def restore(self, count: int, draws: int) -> None:
-        """Take a failed worker's place: calls that it had finished, and items that it had taken."""
         self.count, self.draws = count, draws
 
     # -- live --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A call begins, before its step boundary: if the script has drawn random numbers since the last one, remember
-        from where."""
+        """Before a call's step boundary: keep the generators' states if the script has drawn since the last call."""
         if self._end is not None and self.count:
             drawn = changed(self._end, RawRandom())
             if drawn:
@@ -110,7 +91,7 @@ class Calls:
         self._end = None
 
     def draw(self, take: Callable[[], Any]) -> Any:
-        """Take the next item."""
+        """Take the next item with ``take``, and keep the generators' states that it starts from."""
         before = RawRandom()
         item = take()
         self._log.note(self.draws, before, RawRandom())
@@ -121,7 +102,6 @@ class Calls:
         return item
 
     def done(self, result: Any) -> None:
-        """The call has returned ``result``."""
         self._job.notes.keep(_RESULTS, str(self.count), result)
         self.count += 1
         self._end = RawRandom()

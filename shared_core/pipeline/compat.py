@@ -1,8 +1,7 @@
-"""Everything of DeepSpeed that it does not offer, and every place where it is changed: nothing else uses private names,
-except that :class:`~shared_core.pipeline.engine.SwiftPipelineEngine` overrides them.
+"""All private names of DeepSpeed that this package uses, and all places where it is patched.
 
-:data:`NAMES` says why each is needed; a test looks each up, so that a version that has changed one is noticed before a
-job meets it. DeepSpeed is imported by functions only: ``swiftctl`` plans where it is not installed.
+Nothing else uses them, except that :class:`~shared_core.pipeline.engine.SwiftPipelineEngine` overrides some.
+:data:`NAMES` says why each is needed; a test looks each up. Functions import DeepSpeed: ``swiftctl`` plans without it.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ _ADDED = {
         "ds_model_granularity",
     ),
 }
-#: Attributes of modules that are none of the script's.
+#: Attributes of modules that do not belong to the script.
 OF_MODULES = frozenset(name for names in _ADDED.values() for name in names)
 
-#: ``module:name``, with its parameters where it is overridden or called; why it is needed.
+#: ``module:name``, with its parameters where it is overridden or called, and why it is needed.
 NAMES: tuple[tuple[str, str], ...] = (
     ("deepspeed.ops:__compatible_ops__", "patched: an operation that training does not use is compiled under a lock"),
     ("deepspeed:PipelineEngine", "patched: initialize() makes the engine by this name, and offers no hook"),
@@ -117,9 +116,9 @@ def import_deepspeed() -> Any:
     later ones on the machine would wait for ever.
 
     Raises:
-        ConfigError: if DeepSpeed was imported already and has chosen another device.
-        MissingExtra: if it is not installed.
-        Unsupported: if it is of a version that cannot be used.
+        ConfigError: DeepSpeed was imported already and has chosen another device.
+        MissingExtra: it is not installed.
+        Unsupported: its version cannot be used.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -143,9 +142,7 @@ def import_deepspeed() -> Any:
 
 @contextmanager
 def engines(kind: type) -> Iterator[None]:
-    """Patch: have ``deepspeed.initialize`` make engines of class ``kind``, a pipeline's or those of other models; it
-    names its own, and offers no hook.
-    """
+    """Patch: inside, ``deepspeed.initialize`` makes engines of class ``kind`` instead of its own; it offers no hook."""
     import deepspeed
 
     name = "PipelineEngine" if issubclass(kind, deepspeed.PipelineEngine) else "DeepSpeedEngine"
@@ -158,14 +155,9 @@ def engines(kind: type) -> Iterator[None]:
 
 
 def choose_engines(name: str, choose: Callable[[Mapping[str, Any]], type]) -> None:
-    """Patch: have ``deepspeed.PipelineEngine(...)``, or ``deepspeed.DeepSpeedEngine(...)``, as ``deepspeed.initialize``
-    calls it, make an engine of the class that ``choose`` says.
+    """Patch: ``deepspeed.PipelineEngine(...)``, or another name, makes what ``choose`` says of the arguments.
 
     The name stays that of a class: ``isinstance``, ``issubclass`` and subclasses mean what they did.
-
-    Args:
-        name: of the class.
-        choose: of the keyword arguments.
     """
     import deepspeed
 
@@ -195,7 +187,7 @@ def choosing(stock: type, choose: Callable[[Mapping[str, Any]], type]) -> type:
 
 
 def instructions_of(engine: Any) -> Mapping[type, Callable[..., None]]:
-    """What is done for each kind of instruction, called with the engine; of an engine, or of its class."""
+    """The function for each kind of instruction, to be called with the engine; of an engine, or of its class."""
     found: Mapping[type, Callable[..., None]] = engine._INSTRUCTION_MAP
     return found
 
@@ -231,12 +223,10 @@ def step(engine: Any) -> None:
 
 
 def use_one_buffer(engine: Any) -> None:
-    """Have room for one micro-batch."""
     engine._reserve_pipe_buffers(1)
 
 
 def next_batch(engine: Any) -> Any:
-    """The next micro-batch of the data."""
     return engine._next_batch()
 
 
@@ -259,29 +249,24 @@ def remembered(engine: Any) -> dict[str, Any]:
 
 
 def in_micro_batches(engine: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What an engine with another number of micro-batches in a step remembers, between two steps."""
+    """The remembered values for an engine with another number of micro-batches in a step; valid between two steps."""
     return {**values, "micro_steps": values["global_steps"] * engine.gradient_accumulation_steps()}
 
 
 def set_micro_batches(engine: Any, number: int) -> None:
-    """Make a step of ``number`` micro-batches, as ``engine.set_train_batch_size`` does."""
     if number != engine.gradient_accumulation_steps():
         engine.set_train_batch_size(number * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size)
 
 
 def remember(engine: Any, values: Mapping[str, Any]) -> None:
-    """Inverse of :func:`remembered`."""
     for name, value in values.items():
         setattr(engine, name, value)
 
 
 def gathering_order(optimizer: Any, module: Any) -> dict[str, Any]:
-    """ZeRO-3: what DeepSpeed has learned of the order in which modules gather their parameters. By that it gathers
-    ahead, and keeps what it will need again.
+    """ZeRO-3: the order in which modules gather their parameters, as DeepSpeed has learned it; plain data.
 
-    Args:
-        optimizer: DeepSpeed's.
-        module: all of the model.
+    By that it gathers ahead, and keeps what it will need again. ``module`` must be the whole model.
     """
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     modules = {id(each): place for place, each in enumerate(module.modules())}
@@ -296,7 +281,7 @@ def gathering_order(optimizer: Any, module: Any) -> dict[str, Any]:
 
 
 def set_gathering_order(optimizer: Any, module: Any, order: Mapping[str, Any]) -> None:
-    """Inverse of :func:`gathering_order`. What depends on it DeepSpeed makes as the next forward begins."""
+    """Inverse of :func:`gathering_order`. DeepSpeed derives the rest when the next forward begins."""
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     modules, parameters = list(module.modules()), list(module.parameters())
     mode = type(getattr(coordinator, _TRACE_MODE))[order["mode"]]
@@ -315,17 +300,11 @@ def set_gathering_order(optimizer: Any, module: Any, order: Mapping[str, Any]) -
 
 
 def forget_releases(optimizer: Any, known: Any) -> Any:
-    """ZeRO-3: have DeepSpeed forget which parameters each module lets go of, unless it would find the same again.
+    """ZeRO-3: make DeepSpeed forget which parameters each module releases, unless it would find the same again.
 
-    DeepSpeed finds that once for each module and place in the order, and remembers it when the order has changed. A
-    replacement remembers nothing, so it would keep and gather other parameters than its peers.
-
-    Args:
-        optimizer: DeepSpeed's.
-        known: what the last call has given.
-
-    Returns:
-        The present order.
+    DeepSpeed computes that once for each module and place in the order, and keeps it when the order has changed. A
+    replacement has nothing of it, so it would keep and gather other parameters than its peers. ``known`` is the result
+    of the last call; returns the present order.
     """
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     order = getattr(coordinator, _PARAMETER_ORDER)  # another object whenever it has changed
@@ -338,9 +317,7 @@ def forget_releases(optimizer: Any, known: Any) -> Any:
 
 
 def let_go(optimizer: Any) -> None:
-    """ZeRO-3: let go of gathered parameters, but of those that persist: the small ones, which DeepSpeed keeps whole
-    from its first step on.
-    """
+    """ZeRO-3: release gathered parameters, except those that persist: small ones, whole from the first step on."""
     kept = whole_parameters(optimizer)
     absent, present = _statuses()
     for parameter in kept:
@@ -357,7 +334,7 @@ def whole_parameters(optimizer: Any) -> list[Any]:
 
 
 def put_whole(parameter: Any, whole: Any) -> None:
-    """ZeRO-3: give a parameter that is let go of its whole content."""
+    """ZeRO-3: give a released parameter its whole content; ``whole`` is not copied."""
     _, present = _statuses()
     parameter.data, parameter.ds_status = whole, present
 
@@ -369,12 +346,10 @@ def _statuses() -> tuple[Any, Any]:
 
 
 def gradient_norm(engine: Any) -> Any:
-    """Of the last step."""
     return engine._global_grad_norm
 
 
 def set_gradient_norm(engine: Any, norm: Any) -> None:
-    """Inverse of :func:`gradient_norm`."""
     engine._global_grad_norm = norm
 
 
@@ -384,7 +359,6 @@ def checkpoints_reentrantly(engine: Any) -> bool:
 
 
 def stage_of(engine: Any, rank: int) -> int:
-    """Stage of a rank."""
     return int(engine.grid._topo.get_coord(rank).pipe)
 
 
@@ -395,7 +369,6 @@ def layers_of(module: Any) -> Sequence[Any]:
 
 
 def tied_parameter(module: Any, key: str, name: str) -> Any:
-    """A parameter of a tied layer."""
     return module._recursive_getattr(module.tied_modules[key], name)
 
 
@@ -415,7 +388,6 @@ class FlatGroup:
 
 
 def flat_groups(optimizer: Any) -> list[FlatGroup]:
-    """The groups of one of DeepSpeed's optimizers that shard."""
     if hasattr(optimizer, "bf16_groups"):
         found = zip(optimizer.bf16_groups, optimizer.bf16_groups_flat, optimizer.bf16_partitioned_groups, strict=True)
     else:
@@ -425,7 +397,7 @@ def flat_groups(optimizer: Any) -> list[FlatGroup]:
 
 
 def drop_gradient_hooks(optimizer: Any) -> None:
-    """One of DeepSpeed's optimizers that shard does nothing with gradients any more when they are computed."""
+    """Make one of DeepSpeed's optimizers that shard ignore gradients when they are computed."""
     for hook in optimizer._grad_acc_hooks:
         hook.remove()
 
@@ -436,7 +408,6 @@ def replace_step(optimizer: Any, step: Callable[[], None]) -> None:
 
 
 def set_step_facts(optimizer: Any, *, overflow: bool, norm: Any) -> None:
-    """What DeepSpeed's optimizer says of its last step."""
     optimizer.overflow, optimizer._global_grad_norm = overflow, norm
 
 
@@ -446,12 +417,7 @@ def is_replicated(parameter: Any) -> bool:
 
 
 def link_moments(optimizer: Any, *, there: bool) -> None:
-    """Parameters know the slices of the moments that are theirs: have them know those of the present tensors.
-
-    Args:
-        optimizer: one of DeepSpeed's that shards.
-        there: an update has been made; else they are linked when one is.
-    """
+    """Link parameters to their slices of the present moments; not ``there``: DeepSpeed does it at an update."""
     optimizer._hp_optimizer_states_linked = False
     if there:
         optimizer._lazy_init_hp_params_optimizer_state()

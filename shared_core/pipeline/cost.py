@@ -1,6 +1,6 @@
 """When it pays that survivors compute a part of what replacements replay (Swift's parallel recovery): pure functions.
 
-Replacements of neighbouring stages are a line, which pipelines its own share of a step's micro-batches. A helper
+Replacements of neighboring stages are a line, which pipelines its own share of a step's micro-batches. A helper
 computes all stages of the line for its share, one micro-batch after the other.
 """
 
@@ -13,16 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReplayCost:
-    """One replayed step of a line of stages whose neighbours' messages are all in logs.
+    """One replayed step of a line of stages whose neighbors' messages are all in logs.
 
     Attributes:
-        micro_batches: of the step.
-        stage_s: forward and backward of one at each stage of the line, in seconds.
-        stage_bytes: of the parameters of all its stages, as many as of their gradients.
+        stage_s: seconds of forward and backward of one micro-batch, at each stage of the line.
+        stage_bytes: of the parameters of all its stages; their gradients have as many.
         message_bytes: of one micro-batch that is lent: what goes to the helper and comes back, but parameters and
             their gradients.
-        bytes_per_s: between a replacement and another worker; all transfers pass through the replacements, which are
-            taken to share one link.
+        bytes_per_s: between a replacement and another worker; all transfers share the replacements' one link.
         ordered: gradients of each micro-batch are moved and added in order, so that the result is bitwise the same;
             else each worker adds its own.
     """
@@ -37,8 +35,8 @@ class ReplayCost:
     def seconds(self, copies: int) -> float:
         """Seconds of the step on so many copies of the line, itself among them.
 
-        Parameters go out to each helper, inputs out and results back for each micro-batch lent; gradients come back
-        for each micro-batch (``ordered``) or each helper.
+        Parameters go out to each helper, inputs out and results back for each micro-batch lent; gradients come back for
+        each micro-batch (``ordered``) or each helper.
         """
         own, *others = shares(self.micro_batches, copies, self.stage_s)
         helpers, lent = copies - 1, self.micro_batches - own
@@ -53,13 +51,10 @@ class ReplayCost:
 
 
 def shares(micro_batches: int, copies: int, stage_s: Sequence[float] = (1.0,)) -> list[int]:
-    """Micro-batches of each copy of a line. The line itself comes first; it has the transfers to do, so of equally fast
-    ones others are given more. Each micro-batch goes to who is through with it first.
+    """Micro-batches of each of ``copies`` copies of a line; the line itself comes first.
 
-    Args:
-        micro_batches: of the step.
-        copies: of the line, itself among them.
-        stage_s: of one micro-batch at each stage of the line.
+    Each micro-batch goes to the copy that finishes it first. The line has the transfers to do, so of equally fast ones
+    others get more. ``stage_s`` are seconds of one micro-batch at each stage of the line.
     """
     alone, slowest = sum(stage_s), max(stage_s)
     found = [0] * copies

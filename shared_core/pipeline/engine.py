@@ -1,8 +1,8 @@
 """DeepSpeed's pipeline engine with stages that can be replaced while the others wait.
 
-The engine keeps DeepSpeed's own schedule, instructions and arithmetic. What is added: a step boundary before each call,
-the engine's hidden state among what the rank publishes, the ranks of the stage as its replicas, and a place for
-faults before each instruction.
+It keeps DeepSpeed's own schedule, instructions and arithmetic. It adds a step boundary before each call, the
+engine's hidden state to what the rank publishes, the ranks of the stage as its replicas, and a place for faults
+before each instruction.
 """
 
 from __future__ import annotations
@@ -136,8 +136,9 @@ class SwiftPipelineEngine(InstrumentedEngine):
         return self._calls is not None and (self._calls.behind or (self._job is not None and self._job.joining))
 
     def wait_for_all(self) -> None:
-        """Admit replacements until no worker is away (``on_failure="reroute"``). Called by all workers at the same
-        place, between two steps; a collective of all workers does so by itself.
+        """Admit replacements until no worker is away (``on_failure="reroute"``).
+
+        All workers call it at the same place, between two steps; a collective of all workers does so by itself.
         """
         if self._rerouting is not None:
             self._rerouting.wait_for_all()
@@ -157,20 +158,16 @@ class SwiftPipelineEngine(InstrumentedEngine):
             )
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's."""
         loaded = super().load_checkpoint(*args, **kwargs)
         self.optimizer_loaded()
         return loaded
 
     def optimizer_loaded(self) -> None:
-        """The optimizer's state was loaded. Called by all workers at the same place, where that is not by
-        :meth:`load_checkpoint`.
-        """
+        """Share the optimizer state that was loaded without :meth:`load_checkpoint`. A collective of all workers."""
         if self._whole is not None:
             self._whole.loaded(self.grid.get_data_parallel_group())
 
     def destroy(self) -> None:
-        """As DeepSpeed's."""
         if self._rerouting is not None and self._job is not None and not self._job.joining:
             self._rerouting.close()
         super().destroy()
@@ -235,7 +232,6 @@ class SwiftPipelineEngine(InstrumentedEngine):
         return self._call(number, data_iter, call)
 
     def _evaluate(self, rerouting: Rerouting, data_iter: Any, micro_batches: int) -> torch.Tensor:
-        """As DeepSpeed's, without workers that fail."""
         self.module.eval()
         of_training = self.data_iterator
         self.set_dataiterator(data_iter)
@@ -273,7 +269,7 @@ class SwiftPipelineEngine(InstrumentedEngine):
         return result
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
-        """Of the optimizer, where steps are re-routed."""
+        """Of the optimizer, where steps are re-routed; else empty."""
         groups = self.optimizer.param_groups if self._rerouting is not None else []
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
@@ -331,7 +327,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[SwiftPipelineEngine, Any, Any
         The engine, its optimizer, the training loader and the scheduler, as DeepSpeed does.
 
     Raises:
-        TypeError: if the model is no ``PipelineModule``.
+        TypeError: the model is no ``PipelineModule``.
         Unsupported: for what cannot be recovered; see :class:`SwiftPipelineEngine`.
     """
     model = kwargs.get("model", args[1] if len(args) > 1 else None)

@@ -1,6 +1,6 @@
 """Selective logging: which machines of a pipeline restart together, so that messages between them need no log.
 
-Machines form a chain. A plan cuts it into groups of neighbours; messages are logged where two groups meet, and a failed
+Machines form a chain. A plan cuts it into groups of neighbors; messages are logged where two groups meet, and a failed
 machine's whole group replays. Fewer logs, longer replay: the idea is Swift's (Zhong et al., arXiv 2302.06173), which
 merges greedily; here the plan is the best one. All functions are pure. See ``docs/design/plan_logging.md``.
 
@@ -53,11 +53,11 @@ class ChainProfile:
     """What was measured of a pipeline.
 
     Attributes:
-        machines: the machines, in the order of the pipeline.
+        machines: in the order of the pipeline.
         boundary_bytes: bytes that cross from machine i to i + 1 and back in one step, both directions together.
         steps_between_checkpoints: steps for which logs are kept.
-        micro_batches: micro-batches of a step; 1 gives the cost that Swift's own grouping uses.
-        link_bytes_per_s: bytes per second between two machines, both directions together; None leaves transfers out.
+        micro_batches: of a step; 1 gives the cost that Swift's own grouping uses.
+        link_bytes_per_s: between two machines, both directions together; None leaves transfers out.
         step_s: seconds of a normal step of the whole pipeline; needed only for a budget in bytes per second.
     """
 
@@ -88,11 +88,7 @@ class ChainProfile:
 
     @classmethod
     def from_dict(cls, values: Any) -> ChainProfile:
-        """Build from plain data, as read from JSON.
-
-        Raises:
-            ConfigError: for an unknown or missing field, or a bad value.
-        """
+        """Build from plain data, as read from JSON. ConfigError for an unknown, missing or bad field."""
         data = dict(_known(cls, values, "profile"))
         for name in ("machines", "boundary_bytes", "steps_between_checkpoints"):
             if name not in data:
@@ -126,11 +122,7 @@ class Budget:
                 _number(field.name, getattr(self, field.name))
 
     def bytes_a_step(self, profile: ChainProfile) -> float:
-        """Bytes that may be logged in one step.
-
-        Raises:
-            ConfigError: ``bytes_per_s`` is given, but not the profile's ``step_s``.
-        """
+        """Bytes that may be logged in one step. ConfigError if ``bytes_per_s`` is given without ``step_s``."""
         limit = math.inf
         if self.storage_bytes is not None:
             # Whole steps only: what a step may take is rounded down, as storage is compared in whole bytes.
@@ -148,10 +140,10 @@ class GroupPlan:
 
     Attributes:
         groups: indices of the machines of each group, in the order of the pipeline.
-        bytes_a_step: bytes logged in a step, by all machines together.
-        storage_bytes: bytes of the logs between two checkpoints.
+        bytes_a_step: logged by all machines together.
+        storage_bytes: of the logs between two checkpoints.
         replay_s: expected seconds to replay one step: over groups, probability of a failure in it times its replay.
-        slowest_replay_s: the same of the group that takes longest.
+        slowest_replay_s: seconds to replay one step of the group that takes longest.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -167,12 +159,9 @@ class GroupPlan:
 
 
 def plan_groups(profile: ChainProfile, budget: Budget) -> GroupPlan:
-    """The plan with the least expected replay time that keeps within the budget; of equal ones that with fewest bytes.
+    """The plan with the least expected replay time within the budget; of equal ones that with fewest bytes.
 
     One always exists: a single group logs nothing.
-
-    Raises:
-        ConfigError: ``bytes_per_s`` is given, but not the profile's ``step_s``.
     """
     return _curve(profile, budget.bytes_a_step(profile))[-1]
 
@@ -183,11 +172,7 @@ def trade_off(profile: ChainProfile) -> list[GroupPlan]:
 
 
 def evaluate(profile: ChainProfile, groups: Iterable[Sequence[int]]) -> GroupPlan:
-    """What a given grouping costs under this profile.
-
-    Raises:
-        ConfigError: the groups are not the machines in order, each once.
-    """
+    """What a given grouping costs; ConfigError if it does not have the machines in order, each once."""
     made = tuple(tuple(group) for group in groups)
     if [i for group in made for i in group] != list(range(len(profile.machines))) or not all(made):
         raise ConfigError(f"groups must be machines 0 to {len(profile.machines) - 1} in order, each once, got {made}")
@@ -206,10 +191,8 @@ def drifted(now: ChainProfile, planned: ChainProfile, tolerance: float = 0.2) ->
 
     True if a time or a number of bytes differs from its planned value by more than ``tolerance`` times the planned mean
     over the chain (so what is small itself may vary), a machine's share of the failures by more than ``tolerance``
-    times an equal share, a rate or ``step_s`` by more than ``tolerance`` times itself, or anything else at all.
-
-    Raises:
-        ConfigError: ``tolerance`` is negative.
+    times an equal share, a rate or ``step_s`` by more than ``tolerance`` times itself, or anything else at all. Raises
+    ConfigError if ``tolerance`` is negative.
     """
     _number("tolerance", tolerance)
 
@@ -237,13 +220,13 @@ def drifted(now: ChainProfile, planned: ChainProfile, tolerance: float = 0.2) ->
     )
 
 
-#: A grouping of the first machines: bytes logged a step, sum of weight times replay seconds, where the last group
-#: begins, and the grouping before it.
+#: A grouping of the first machines: bytes logged a step, sum of weight times replay seconds, first machine of the last
+#: group, and the grouping before it.
 _Label = tuple[int, float, int, "_Label | None"]
 
 
 def _curve(profile: ChainProfile, limit: float) -> list[GroupPlan]:
-    """Plans that log at most ``limit`` bytes a step and that no other beats, by an exact dynamic programme.
+    """Plans that log at most ``limit`` bytes a step and that no other beats, by an exact dynamic program.
 
     A group's cost depends on its ends alone, so a grouping of the first machines that logs no less and replays no
     faster than another one of the same machines is never part of a better plan, and is dropped. Equal boundaries leave

@@ -44,9 +44,9 @@ class StageState:
 
     @property
     def hooked(self) -> bool:
-        """Whether the script has hooks on the optimizer of this worker's stage, but for which workers could move: they
-        may belong to the parameters of this stage, and a worker that has moved makes the other one's optimizer from
-        scratch.
+        """Whether hooks of the script on this stage's optimizer alone keep workers from moving.
+
+        They may belong to this stage's parameters, and a moved worker makes the other optimizer from scratch.
         """
         if not self._possible:
             return False
@@ -55,12 +55,12 @@ class StageState:
         return any(hook.__module__.partition(".")[0] != _OURS for hook in hooks)
 
     def terms(self) -> str:
-        """What the optimizers of all stages must have in common."""
+        """What the optimizers of all stages must have in common, as text."""
         optimizer = self._engine.optimizer
         return repr([type(optimizer).__name__, *(sorted(hyper.items()) for hyper in hyperparameters(optimizer))])
 
     def export(self) -> tuple[dict[str, Any], Tensor]:
-        """Description, plain data, and the bytes."""
+        """Description, plain data, and a copy of the bytes, uint8."""
         module, optimizer = self._engine.module, self._engine.optimizer
         description, tensors = self._tensors()
         replicated = Replicated([module], [optimizer])
@@ -81,16 +81,14 @@ class StageState:
 
 
 class HostedStage:
-    """See :class:`shared_core.reroute.step.StageModel`: the layers of another stage.
+    """The layers of another stage, as a :class:`shared_core.reroute.step.StageModel`.
 
     Args:
-        home: the layers of its own stage.
+        home: the layers of this worker's own stage.
         number: the other stage.
-        description: of that stage's state; see :class:`StageState`.
-        state: its bytes.
+        description, state: what :meth:`StageState.export` gave there.
 
-    Raises:
-        ReplicaMismatch: the layers built here are others than those that are trained there.
+    Raises ReplicaMismatch if the layers built here are others than those that are trained there.
     """
 
     def __init__(
@@ -193,9 +191,7 @@ class HostedStage:
             self._undo.commit()
 
     def _step(self, factor: float) -> None:
-        """As the engine of that stage would: its schedules of hyper-parameters are those of this worker's own stage,
-        whose update of the step comes later.
-        """
+        """Update with the schedules of this worker's own stage, whose update of the step comes later."""
         for group, values in zip(self._optimizer.param_groups, hyperparameters(self._engine.optimizer), strict=True):
             group.update(values)
         if factor != 1.0:
@@ -207,27 +203,24 @@ class HostedStage:
 
 
 def set_gradients(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Set ``.grad`` from a sum of gradients, one after the other."""
+    """Set ``.grad`` to views of a flat sum of gradients."""
     for parameter, gradient in zip(parameters, unflatten(flat, parameters), strict=True):
         parameter.grad = gradient
 
 
 def square_sum(parameters: Sequence[nn.Parameter], first: bool) -> float:
-    """Sum of the squares of a stage's gradients, as DeepSpeed counts them: it leaves other stages than the first out,
-    except layers that say that they are divided among workers.
-    """
+    """Sum of squares as DeepSpeed counts them: of other stages than the first, only what workers divide."""
     counted = [p for p in parameters if first or is_model_parallel_parameter(p)]
     norms = [p.grad.detach().float().norm(2.0) for p in counted if p.grad is not None]
     return float(torch.stack(norms).pow(2.0).sum().float()) if norms else 0.0
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Of each group, without its parameters."""
     return [{name: value for name, value in group.items() if name not in _PARAMS} for group in optimizer.param_groups]
 
 
 def _layers(module: nn.Module) -> list[str]:
-    """What layers say of themselves, which are named by their place, and how many hooks they have."""
+    """Representation and number of hooks of each layer; layers are the children that are named by their place."""
     return [f"{layer!r}, {_hooks_of(layer)} hooks" for name, layer in module.named_children() if name.isdigit()]
 
 

@@ -1,7 +1,6 @@
 """DeepSpeed's pipeline engine whose micro-batches are numbered, seeded and timed, and whose messages say what they are.
 
-What shares a step with other workers (replay, re-routing, planned groups of logs) needs this of an engine, and nothing
-of its recovery.
+Replay, re-routing and planned groups of logs need this of an engine, and nothing of its recovery.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class InstrumentedEngine(PipelineEngine):  # type: ignore[misc]
         compute_s: seconds of forward and backward passes that this process has made.
         timed: backward passes that it has made.
 
-    Raises:
-        ConfigError: if layers are to be seeded, and the module seeds them itself.
+    Raises ConfigError if layers are to be seeded, and the module seeds them itself.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -97,7 +95,7 @@ class InstrumentedEngine(PipelineEngine):  # type: ignore[misc]
         module.seed_fn = _LayerSeeds(self._options.seed)
 
     def number_of(self, micro_batch: int, pipeline: int | None = None, step: int | None = None) -> int:
-        """Number of a micro-batch, of the present step and this pipeline or others, counted over all steps."""
+        """Number of a micro-batch over all steps and pipelines; by default of the present step and this pipeline."""
         home = self.grid.data_parallel_id if pipeline is None else pipeline
         number = self.global_steps if step is None else step
         return int((number * self.grid.data_parallel_size + home) * self.micro_batches + micro_batch)
@@ -135,7 +133,6 @@ class InstrumentedEngine(PipelineEngine):  # type: ignore[misc]
         super()._exec_send_grads(buffer_id)
 
     def _note(self, direction: str) -> None:
-        """Say in the log what the next messages are."""
         if self._job is not None:
             micro_batch = self._sent[direction] = self._sent.get(direction, -1) + 1
             what = {"version": self.global_steps, "micro_batch": micro_batch, "direction": direction}
@@ -155,7 +152,6 @@ class InstrumentedEngine(PipelineEngine):  # type: ignore[misc]
     }
 
     def _begin_schedule(self) -> None:
-        """The micro-batches of a step begin."""
         self._micro_batch = 0
         self._sent = {}
 

@@ -1,6 +1,6 @@
-"""``log.groups="plan"``: the pipeline is measured while it trains, and who starts again together follows from that.
+"""``log.groups="plan"``: the pipeline is measured while it trains, and who restarts together follows from that.
 
-At each checkpoint's step boundary all ranks tell each other what they have measured since the last, and plan alike:
+At each checkpoint's step boundary all ranks exchange what they have measured since the last, and make the same plan:
 from that and from the plan before, which a replacement finds in its checkpoint. A grouping holds from a step boundary
 on at which a checkpoint is written, so that what is logged since that checkpoint was logged for it.
 """
@@ -24,15 +24,7 @@ INTERVAL_DRIFT = 0.2
 
 
 def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_batches: int) -> ChainProfile:
-    """The profile of a chain of stages.
-
-    Args:
-        rows: of each stage: seconds of computing in a step, bytes that cross to and from the next stage in a step, and
-            what else it says.
-        stages: of each machine.
-        steps: between two checkpoints.
-        micro_batches: of a step.
-    """
+    """The chain's profile; ``rows``: of each stage, seconds and bytes to and from the next stage in a step."""
     machines = [rows[first : first + stages] for first in range(0, len(rows), stages)]
     return ChainProfile(
         tuple(ChainMachine(max(row[0] for row in each), stages=stages) for each in machines),
@@ -43,8 +35,6 @@ def profile_of(rows: Sequence[Sequence[float]], stages: int, steps: int, micro_b
 
 
 class PlannedGroups:
-    """Plans the log groups of one pipeline without replicas."""
-
     def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._last_boundary = 0
@@ -65,15 +55,15 @@ class PlannedGroups:
             self._job.replays.regroup(self._together)
 
     def at_boundary(self) -> None:
-        """Call after each step boundary, on all ranks."""
+        """Call after each step boundary, on all ranks; a collective where a checkpoint is due."""
         if not self._job.checkpoints.due:
             return
         every, self._last_boundary = self._job.position.boundaries - self._last_boundary, self._job.position.boundaries
         engine, (compute_s, timed) = self._engine, self._before
         self._before = (engine.compute_s, engine.timed)
         made = (engine.timed - timed) / engine.micro_batches
-        # 0 if this process has computed nothing: it begins here, or others have computed for it.
-        # An interval that the budget has cut short says nothing of the policy's: it is tried twice as long.
+        # 0 if this process has computed nothing: it begins here, or others have computed for it. An interval that the
+        # budget has cut short says nothing of the policy's: it is tried twice as long.
         wanted = every * (1 + self._job.replays.commits.pressed)
         row = [(engine.compute_s - compute_s) / made if made else 0.0, float(engine.bytes_to_next()), float(wanted)]
         mine = torch.tensor(row, dtype=torch.float64)

@@ -39,7 +39,7 @@ def piece_of(whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
 
 
 def divided_anew(flats: Sequence[torch.Tensor], old: Row, new: Row, rank: int) -> torch.Tensor:
-    """A rank's flat tensor, from those of all old ranks."""
+    """A rank's flat tensor, from those of all old ranks, in the order of their ranks."""
     pieces, at = [], 0
     for before, after in zip(old, new, strict=True):
         whole = torch.cat([flat.narrow(0, at, before.size) for flat in flats])[: before.whole]
@@ -57,10 +57,8 @@ def repartitioned(
         old: what each old rank has captured; see :meth:`~shared_core.pipeline.zero.ZeroState.capture`.
         rows: of the new rank's masters.
         sizes: elements of the new rank's parts of the parameters.
-        rank: of the new rank.
 
-    Raises:
-        Unsupported: DeepSpeed groups parameters in another way with this number of ranks.
+    Raises Unsupported if DeepSpeed groups parameters in another way with this number of ranks.
     """
     first, layout = old[0], old[0]["layout"]
     before = [[Piece(*piece) for piece in row] for row in layout["masters"]]

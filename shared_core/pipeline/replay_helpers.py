@@ -1,10 +1,10 @@
 """Replay shared with survivors (Swift's parallel recovery, TPDS 2024): while they wait for replacements they compute
 micro-batches of their stages.
 
-Replacements of neighbouring stages that start at the same place are a line. Its first draws the data or reads logged
+Replacements of neighboring stages that start at the same place are a line. Its first draws the data or reads logged
 activations, its last reads logged gradients; each hands its part of a micro-batch to a helper, which computes all
-stages of the line and gives each replacement what its stage makes of it. The line computes its own share as a pipeline.
-All of this is apart from the program's own messages, so where somebody fails on the way, the step is made without.
+stages of the line and gives each replacement the results of its stage. The line computes its own share as a pipeline.
+These messages are apart from the program's own: where somebody fails meanwhile, the step is made without helpers.
 """
 
 from __future__ import annotations
@@ -29,19 +29,14 @@ from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.transfer import receive, send
 
 _PROBE_BYTES = 1 << 20
-#: Longest time in which a helper computes its share, and is not asked for anything.
+#: Seconds after which a helper that computes its share, or is not asked for anything, is given up.
 _HELP_S = 1800.0
 #: Ranks of neighbouring stages, in order, that start at the same step boundary and make the same steps.
 Line = tuple[int, ...]
 
 
 def lines(replaying: Replaying, stage_of: Callable[[int], int]) -> list[Line]:
-    """The lines of replacements.
-
-    Args:
-        replaying: who replays.
-        stage_of: stage of a rank.
-    """
+    """The lines of replacements, by ascending stage."""
     boundaries = dict(zip(replaying.replacements, replaying.boundaries, strict=True))
     found: list[list[int]] = []
     for rank in sorted(boundaries, key=stage_of):
@@ -78,14 +73,9 @@ def _shaped(layout: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
 def help_replacements(
     replays: Replays, replaying: Replaying, to_help: Sequence[Line], stage_of: Callable[[int], Stage], threads: int
 ) -> None:
-    """In a survivor: compute for each line what it hands out, until it says that it is level. Returns at once.
+    """In a survivor: compute what each line hands out, on a thread each, until it has caught up.
 
-    Args:
-        replays: of this worker.
-        replaying: who replays.
-        to_help: the lines.
-        stage_of: builds the stage of a rank.
-        threads: torch's threads in the program, which bits may depend on.
+    Returns at once. ``threads`` is torch's number of threads in the program, which bits may depend on.
     """
 
     def serve(line: Line) -> None:
@@ -105,7 +95,7 @@ def help_replacements(
 
 
 def meet(replays: Replays, replaying: Replaying, line: Line) -> InnerGroup:
-    """The group in which a line, whose ranks come first, and the survivors share its replay."""
+    """The group in which a line, whose ranks come first, and the survivors share its replay. Blocks until all come."""
     return replays.side_group(replaying, f"help{line[0]}", [*line, *replaying.survivors])
 
 
@@ -180,13 +170,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be shared, and how; the same at all replacements of a line.
-
-    Attributes:
-        micro_batches: of a step.
-        policy: ``always``, or ``auto``: where it pays.
-        ordered: gradients come back by micro-batch.
-    """
+    """What is to be shared, the same at all replacements of a line; ``ordered``: gradients by micro-batch."""
 
     micro_batches: int
     policy: str
@@ -198,11 +182,10 @@ class Helpers:
     """The survivors, as a replacement sees them.
 
     Attributes:
-        replays: of this worker.
-        inner: a group of the replacements of a line and the survivors.
+        inner: a group of the replacements of a line, which come first, and the survivors.
         line: number of replacements.
         sizes: micro-batches of a step that the line computes itself, then those of each helper.
-        ordered: gradients come back by micro-batch.
+        ordered: gradients come back by micro-batch, not summed.
         expected: seconds of a step by the line alone, and with its helpers; 0 if not measured.
     """
 
@@ -215,23 +198,12 @@ class Helpers:
 
     @property
     def use(self) -> int:
-        """How many survivors compute."""
         return len(self.sizes[1:])
 
     def compute(self, stage: Stage, works: list[Work]) -> list[Computed]:
-        """Compute the micro-batches of one step, here and at the helpers. Called by all replacements of the line. The
-        global generators are as before afterwards.
+        """Compute one step's micro-batches, here and at the helpers. All replacements of the line call it.
 
-        Args:
-            stage: of this replacement.
-            works: with what comes from outside the line.
-
-        Returns:
-            What this replacement's stage makes of them.
-
-        Raises:
-            RuntimeError: a helper or a replacement failed; nothing was changed.
-            WaitTimeout: one does not answer.
+        The global generators are as before afterwards. On RuntimeError or WaitTimeout nothing was changed.
         """
         before = RawRandom()
         try:
@@ -278,7 +250,7 @@ class Helpers:
             send(self.inner, place, {}, [tensor])
 
     def end(self) -> None:
-        """No more help is needed."""
+        """Dismiss the helpers, and drop the group."""
         try:
             if self.inner.rank == self.inner.members[0]:
                 for place in range(self.line, len(self.inner.members)):
@@ -290,12 +262,7 @@ class Helpers:
 
 
 def agree(replays: Replays, replaying: Replaying, line: Line, mine: Part, wish: Wish) -> Helpers:
-    """In each replacement of a line at the same step: meet the survivors and settle how many of them compute.
-
-    Raises:
-        RuntimeError: a worker failed.
-        SwiftError: somebody does not come.
-    """
+    """In each replacement of a line at the same step: settle with the survivors how many of them compute."""
     inner = meet(replays, replaying, line)
     try:
         if inner.rank == line[0]:
@@ -332,12 +299,7 @@ def _settle(inner: InnerGroup, parts: Sequence[Part], wish: Wish) -> dict[str, A
 
 
 def _bytes_per_s(inner: InnerGroup, helper: int) -> float:
-    """Measure how fast a helper gets a message.
-
-    Raises:
-        RuntimeError: a helper failed.
-        WaitTimeout: it does not answer.
-    """
+    """Measure how fast a helper gets a message of 1 MiB."""
     probe = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
     for data in ([], [probe]):  # the first opens what is opened once
         began = time.perf_counter()
@@ -352,7 +314,6 @@ def _computed(layout: list[Any], results: list[torch.Tensor]) -> list[Any]:
 
 
 def workers_to_use(replay: ReplayCost, survivors: int, policy: str) -> int:
-    """How many survivors compute: the best number, or all of them where the policy is ``always``."""
     if policy == "always":
         return min(survivors, replay.micro_batches - 1)
     return replay.best(survivors + 1) - 1

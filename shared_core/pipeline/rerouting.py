@@ -1,7 +1,7 @@
 """DeepSpeed's engine on plans: while a worker is away, its data-parallel peers compute its micro-batches.
 
-The engine's step is run by :class:`shared_core.reroute.executor.Executor` instead of DeepSpeed's schedule; layers,
-loss, clipping, optimizer and scheduler stay DeepSpeed's.
+:class:`shared_core.reroute.executor.Executor` runs the engine's step instead of DeepSpeed's schedule; layers, loss,
+clipping, optimizer and scheduler stay DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shared_core.schedule.schedule import Topology, Worker
 from shared_core.worker.recovery.survivor_groups import WaitFor
 from shared_core.worker.state.undo import Undo
 
-#: Kind under which the result of the last step is kept for replacements that pass it by.
+#: Kind under which the result of the last step is kept for replacements that skip it.
 _RESULT = "pipeline step"
 #: The same of the evaluations since the step boundary.
 _EVALUATIONS = "pipeline evaluations"
@@ -51,16 +51,7 @@ _HOOKED = (
 
 
 class Rerouting:
-    """Runs the steps of one engine.
-
-    Args:
-        engine: whose.
-        job: of this worker.
-        whole: the optimizer, where DeepSpeed's shards it.
-
-    Raises:
-        Unsupported: for what cannot be re-routed.
-    """
+    """Runs the steps of one engine; ``whole`` is the optimizer, where DeepSpeed's shards it."""
 
     def __init__(self, engine: InstrumentedEngine, job: Job, whole: WholeOptimizer | None) -> None:
         refuse_rerouting(engine)
@@ -74,7 +65,7 @@ class Rerouting:
         folder = job.env.job_dir / f"plans{job.env.restart}"
         ahead, held = options.reroute.ahead, options.reroute.held_micro_batches
         self._plans = Plans(self._topology, variant, ordered, folder, ahead, held)
-        #: Batch step boundary of the last step.
+        #: Number of the step boundary before the last step; -1 before the first.
         self._stepped_at = -1
         self._prepared: tuple[frozenset[Worker], int] = (frozenset(), -1)
         self._layers = _Layers(engine, job, whole)
@@ -107,7 +98,7 @@ class Rerouting:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
 
     def _prepare(self) -> None:
-        """Have plans made for what may come, and say what is planned if that has changed."""
+        """Have plans made for further failures, and say what is planned if that has changed."""
         failed, executor, plans = self._executor.failed, self._executor, self._plans
         plans.fill(failed)
         before, self._prepared = self._prepared, (failed, plans.since)
@@ -118,8 +109,9 @@ class Rerouting:
                 console(drift_line(facts))
 
     def at_boundary(self) -> None:
-        """Before each step and evaluation: admit replacements, if the last step has said so. They begin at step
-        boundaries, so an evaluation in the batch of a step, as Lightning's validations are, admits nobody.
+        """Before each step and evaluation: admit replacements, if the last step has said so.
+
+        An evaluation in the batch of a step, as Lightning's validations are, admits nobody.
         """
         executor, job, result = self._executor, self._job, self.result
         executor.move_to(int(self._engine.global_steps))
@@ -135,14 +127,12 @@ class Rerouting:
             self._admit(WaitFor.NOT_AT_ALL)
 
     def wait_for_all(self) -> None:
-        """Admit replacements until nobody is away. Called by all workers at the same place, at a step boundary or
-        after the step that followed: replacements begin at that boundary, and pass by that step.
-        """
+        """Admit replacements until nobody is away. All workers call it at a step boundary, or a step later."""
         while self._job.survivor_groups.absent and not self._job.joining:
             self._wait(WaitFor.FOR_ALL)
 
     def _wait(self, wait_for: WaitFor) -> None:
-        """Admit replacements that are waited for. If somebody fails meanwhile, nobody may be in."""
+        """Admit replacements that are waited for. If somebody fails meanwhile, nobody may be admitted."""
         self._settle()
         self._admit(wait_for)
 
@@ -178,7 +168,6 @@ class Rerouting:
             self._job.fall_back(str(error))
 
     def run(self) -> None:
-        """Train on the next global batch."""
         if self._stepped_at < 0 and self._job.config.reroute.normalise and self._layers.hooked:
             console_once("hooks", _HOOKED)
         self._stepped_at = self._job.position.boundaries
@@ -197,9 +186,7 @@ class Rerouting:
         self._prepare()
 
     def evaluates(self) -> bool:
-        """Whether evaluations go over the survivor groups of steps: not before the first step, when all workers wait
-        for a failed one, nor in bf16, in which DeepSpeed adds losses of that type. The same at all workers.
-        """
+        """Whether evaluations use survivor groups: not before the first step, nor in bf16, whose sums differ."""
         return (
             not self._engine.bfloat16_enabled()
             and self._job.position.boundaries > 0
@@ -207,9 +194,7 @@ class Rerouting:
         )
 
     def evaluate(self, micro_batches: int) -> Tensor:
-        """Evaluate the next batch of the engine's data. Returns the mean loss over all pipelines, with DeepSpeed's
-        arithmetic.
-        """
+        """The mean loss over all pipelines of the next batch of the engine's data, with DeepSpeed's arithmetic."""
         engine, job, executor = self._engine, self._job, self._executor
         items = self._layers.draw(micro_batches) if engine.is_first_stage() or engine.is_last_stage() else []
         boundary, results = job.notes.kept(_EVALUATIONS).get("", (-1, []))
@@ -231,7 +216,7 @@ class Rerouting:
         return mean / len(sums) if len(sums) > 1 else mean
 
     def _pass_by(self) -> None:
-        """The others had made this step when they admitted this replacement: count it, and take its data."""
+        """Count a step that the others had made when they admitted this replacement, and take its data."""
         engine = self._engine
         if engine.is_first_stage() or engine.is_last_stage():
             self._layers.items()
@@ -264,7 +249,7 @@ class Rerouting:
 
 
 class _Layers:
-    """See :class:`shared_core.reroute.step.HomeModel`."""
+    """The engine's own stage, as a :class:`shared_core.reroute.step.HomeModel`."""
 
     def __init__(self, engine: InstrumentedEngine, job: Job, whole: WholeOptimizer | None) -> None:
         self._engine, self._job, self._whole = engine, job, whole
@@ -290,7 +275,6 @@ class _Layers:
 
     @property
     def rule(self) -> SumRule:
-        """How gradients of the pipelines are summed."""
         engine, average = self._engine, bool(self._engine.gradient_average)
         if self._whole is not None:
             return self._whole.rule(engine.communication_data_type, average)
@@ -422,7 +406,6 @@ class _Layers:
 
     @property
     def hooked(self) -> bool:
-        """See :class:`StageState`."""
         return self._state.hooked
 
     def terms(self) -> str:
@@ -471,7 +454,6 @@ def _tied(engine: InstrumentedEngine, parameters: Sequence[nn.Parameter]) -> lis
 
 
 def refuse_rerouting(engine: InstrumentedEngine) -> None:
-    """Raise ``Unsupported`` for an engine whose steps cannot be re-routed."""
     usual = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
     reasons: list[tuple[bool, str]] = [
         (is_sharded(engine.optimizer) and engine.torch_autocast_enabled(), "ZeRO-1 and torch_autocast together"),

@@ -1,11 +1,10 @@
 """The state of DeepSpeed's optimizers that are sharded over the data-parallel ranks (bf16, ZeRO stage 1).
 
-Each rank keeps the master weights in fp32 and the moments of its part of the stage, which no replica holds. So they
-are rank-local state: published with every step boundary, to the machine's shared memory and, where there are several,
-to another machine. That is what the recovery of such a stage costs: 12 bytes a parameter with Adam, divided by the
-data-parallel degree, are copied at each step, and kept up to three times. A replacement therefore runs each update of
-the failed worker's batch, with reduced gradients and gathered parameters from the log, and has the newest parameters
-after.
+Each rank keeps the master weights in fp32 and the moments of its part of the stage, which no replica holds. So they are
+rank-local state: published at every step boundary, to the machine's shared memory and, where there are several
+machines, to another one. This costs at each step a copy of 12 bytes a parameter with Adam, divided by the data-parallel
+degree, which is kept up to three times. A replacement therefore runs each update of the failed worker's batch, with
+reduced gradients and gathered parameters from the log, and has the newest parameters after.
 """
 
 from __future__ import annotations
@@ -28,24 +27,16 @@ _FACTS = ("overflow", "_global_grad_norm")
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Whether the state of DeepSpeed's optimizer is divided over the data-parallel ranks."""
     return isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)) and not evaluates(optimizer)
 
 
 def evaluates(optimizer: Any) -> bool:
-    """Whether there is none: the engine only evaluates. In bf16, DeepSpeed makes one that does nothing."""
+    """Whether the engine only evaluates: it has no optimizer, or in bf16 one that does nothing."""
     return optimizer is None or isinstance(getattr(optimizer, "optimizer", None), DummyOptim)
 
 
 class Shard:
-    """One rank's part of a sharded optimizer.
-
-    Args:
-        optimizer: DeepSpeed's.
-
-    Raises:
-        Unsupported: for what keeps state elsewhere (offload, experts, ZenFlow), and if it does not wrap one of torch's.
-    """
+    """One rank's part of a sharded optimizer. Unsupported for offload, experts, and optimizers that are not torch's."""
 
     def __init__(self, optimizer: Any) -> None:
         if type(optimizer) not in (BF16_Optimizer, DeepSpeedZeroOptimizer):
@@ -61,15 +52,11 @@ class Shard:
 
     @property
     def _masters(self) -> list[torch.Tensor]:
-        """Of each parameter group a flat tensor, this rank's part."""
+        """This rank's part of each parameter group, flat, fp32."""
         return [master for group in self._inner.param_groups for master in group["params"]]
 
     def capture(self) -> dict[str, Any]:
-        """Masters, moments, hyper-parameters: live tensors, to be written at once.
-
-        Raises:
-            SwiftError: if gradients are pending, which at the step boundary of a pipeline's batch there are none.
-        """
+        """Masters, moments, hyper-parameters, not copied: write them at once. SwiftError if gradients are pending."""
         outer = self._outer
         groups = outer.bf16_groups if isinstance(outer, BF16_Optimizer) else outer.bit16_groups
         if any(parameter.grad is not None for group in groups for parameter in group):
@@ -77,18 +64,13 @@ class Shard:
         return captured(outer, self._masters)
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Put a captured shard in place."""
+        """Copy a captured shard into the tensors in place; moments are taken over without a copy."""
         put_back(self._outer, self._masters, values)
         compat.link_moments(self._outer, there=any(values["state"]))
 
 
 def captured(outer: Any, masters: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Masters, moments, hyper-parameters: live tensors, to be written at once.
-
-    Args:
-        outer: one of DeepSpeed's optimizers that shard, or one of torch's.
-        masters: flat tensors that the optimizer inside steps, or the parameters that torch's does.
-    """
+    """As :meth:`Shard.capture`; ``masters`` are the flat tensors or parameters that the optimizer inside steps."""
     inner = _inner(outer)
     return {
         "masters": [master.detach() for master in masters],
@@ -99,7 +81,7 @@ def captured(outer: Any, masters: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 
 def put_back(outer: Any, masters: Sequence[torch.Tensor], values: Mapping[str, Any]) -> None:
-    """Inverse of :func:`captured`."""
+    """Inverse of :func:`captured`. Copies masters; takes moments over without a copy."""
     inner = _inner(outer)
     inner.state.clear()
     for master, stored, state in zip(masters, values["masters"], values["state"], strict=True):

@@ -1,7 +1,7 @@
 """Data of a pipeline that any worker can read: then a job continues when both ends of a pipeline fail.
 
-DeepSpeed's engine draws micro-batches from an iterator of the script, at the first and the last stage of each pipeline.
-What that gives, nobody else can draw. Here each micro-batch is a function of seed, pipeline and number.
+DeepSpeed's engine draws micro-batches from an iterator of the script, at the first and the last stage of each pipeline;
+nobody else can draw them. Here each micro-batch is a function of seed, pipeline and number.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shared_core.loaders import Shards
 class SharedData(Iterator[Any]):
     """Micro-batches of this worker's pipeline, epoch after epoch without an end: for ``train_batch``, ``eval_batch``.
 
-    Give it to the engine at both ends of each pipeline. All workers count the same micro-batches, so none may take one
-    from it but by the engine.
+    Give it to the engine at both ends of each pipeline. All workers count the same micro-batches, so nothing but the
+    engine may take one from it.
 
     Args:
         loader: gives micro-batches of one pipeline: over a map-style data set, with
@@ -45,5 +45,5 @@ class SharedData(Iterator[Any]):
         return batch
 
     def read(self, pipeline: int, number: int) -> Any:
-        """What a pipeline gets as its micro-batch of a number, counted from 0 over all epochs."""
+        """A pipeline's micro-batch of a number, counted from 0 over all epochs; does not change ``drawn``."""
         return self._shards.read(pipeline, *divmod(number, self._shards.per_epoch))

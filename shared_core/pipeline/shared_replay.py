@@ -1,9 +1,9 @@
 """A replacement's steps between the checkpoint and the failed worker's place, computed together with the survivors.
 
-Only steps that all survivors have made are shared: every message of theirs is in a log. What remains is replayed by
-the schedule, as always. Replacements of neighbouring stages (a line, see :mod:`shared_core.pipeline.replay_helpers`)
-still send each other every message, in the order of the schedule: so each can continue by itself where a helper fails,
-whatever the others of the line have noticed.
+Only steps that all survivors have made are shared: every message of theirs is in a log. The schedule replays the
+rest, as always. Replacements of a line (see :mod:`shared_core.pipeline.replay_helpers`) still send each other every
+message, in the order of the schedule: so each can continue by itself where a helper fails, whatever the others of
+the line have noticed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ _T = TypeVar("_T")
 
 
 class SharedReplay:
-    """Shares the replay of one engine's stage."""
-
     def __init__(self, engine: InstrumentedEngine, job: Job) -> None:
         self._engine, self._job = engine, job
         self._helpers: Helpers | None = None
@@ -57,7 +55,7 @@ class SharedReplay:
         )
 
     def offer(self) -> None:
-        """Help replacements from now on."""
+        """Help replacements from now on, in threads of their own."""
         engine, job, threads = self._engine, self._job, torch.get_num_threads()
 
         def stage_of(rank: int) -> Stage:
@@ -72,11 +70,7 @@ class SharedReplay:
     # -- in the replacement ---------------------------------------------------------------------------
 
     def takes(self, micro_s: float) -> bool:
-        """Whether the next step is shared.
-
-        Args:
-            micro_s: measured seconds of a micro-batch's forward and backward; 0 before the first.
-        """
+        """Whether the next step is shared. ``micro_s``: seconds of a micro-batch, both ways; 0 before the first."""
         replaying = self._job.replays.own
         if replaying is None:
             return False
@@ -89,16 +83,14 @@ class SharedReplay:
         return self._helpers is not None
 
     def _has_trained(self) -> bool:
-        """Whether a step has been made, here or by the failed worker, in which the shapes of messages became known; the
-        same at all replacements of a line.
-        """
+        """Whether a step here or at the failed worker has made the shapes of messages known; alike in a whole line."""
         engine = self._engine
         first, last = engine.is_first_stage(), engine.is_last_stage()
         known = (first or engine.pipe_recv_buf is not None) and (last or engine.grad_layer is not None)
         return known and (engine.timed > 0 or engine.global_steps > 0)
 
     def _ask(self, replaying: Replaying, micro_s: float) -> None:
-        """Decide who computes; whoever is not needed may go."""
+        """Decide who computes; dismiss helpers that are not needed."""
         job = self._job
         self._line = self._line_of(replaying)
         if not self._messages_in_logs(replaying):
@@ -122,7 +114,7 @@ class SharedReplay:
         )
 
     def _messages_in_logs(self, replaying: Replaying) -> bool:
-        """Whether both neighbours of the line have sent all they will."""
+        """Whether both neighbors of the line are survivors, which have sent all they will."""
         engine = self._engine
         first, last = (compat.stage_of(engine, self._line[place]) for place in (0, -1))
         neighbours = {
@@ -176,7 +168,7 @@ class SharedReplay:
         job.replays.end()
 
     def run(self) -> None:
-        """One step, as the schedule would have made it."""
+        """One step, with the bits and messages of the schedule."""
         engine = self._engine
         own = stage.own(engine, self._job.config.seed)
         compat.use_one_buffer(engine)
@@ -197,9 +189,7 @@ class SharedReplay:
             compat.instructions_of(engine)[instruction](engine)
 
     def _helped(self, own: Stage, works: list[Work]) -> list[Computed] | None:
-        """None where somebody failed: then this stage computes the step by itself, and the schedule those after it.
-        The others of the line notice by themselves: a cut group ends for all.
-        """
+        """None where somebody failed: this stage computes the step alone. Others notice: a cut group ends for all."""
         assert self._helpers is not None
         try:
             return self._helpers.compute(own, works)
@@ -209,7 +199,6 @@ class SharedReplay:
             return None
 
     def _work(self, place: int) -> Work:
-        """A micro-batch, with what comes from outside the line."""
         engine, buffers = self._engine, self._engine.pipe_buffers
         work = Work(engine.number_of(place), None)
         if engine.is_first_stage() or engine.is_last_stage():
@@ -226,13 +215,10 @@ class SharedReplay:
         return work
 
     def _pass(self, own: Stage, works: list[Work], known: list[Computed] | None) -> list[Computed]:
-        """Forward and backward of all micro-batches in the order of the schedule, with all messages. Of those that
-        neighbours have had already a copy goes into the log again, and nothing further.
+        """Forward and backward of all micro-batches in the schedule's order; messages that neighbors have are
+        only logged.
 
-        Args:
-            own: this stage.
-            works: in order.
-            known: what comes out, where it is computed; else it is computed here.
+        ``known`` are the results, where they are computed elsewhere; None: compute them here.
         """
         engine = self._engine
         ahead, behind = iter(range(len(works))), iter(range(len(works)))
@@ -292,7 +278,7 @@ def _order(engine: InstrumentedEngine) -> Iterator[bool]:
 
 
 def _undisturbed(compute: Callable[[], _T]) -> _T:
-    """The global generators are as before afterwards."""
+    """Compute, and restore the global generators afterwards."""
     before = RawRandom()
     try:
         return compute()

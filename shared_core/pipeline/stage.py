@@ -30,30 +30,14 @@ TensorOrTuple = Any
 
 
 def layer_seed(seed: int, number: int, layer: int) -> int:
-    """Seed of the random numbers of a layer in one micro-batch.
-
-    Args:
-        seed: of the job.
-        number: of the micro-batch, counted over all steps and pipelines.
-        layer: place of the layer in the whole model.
-
-    Returns:
-        63 bits.
-    """
+    """Seed, 63 bits, of a layer (place in the whole model) in a micro-batch (number over all steps, pipelines)."""
     raw = hashlib.blake2b(f"{seed} {number} {layer}".encode(), digest_size=8).digest()
     return int.from_bytes(raw, "big") >> 1
 
 
 @dataclass
 class Work:
-    """One micro-batch of a stage.
-
-    Attributes:
-        number: see :func:`layer_seed`.
-        inputs: of the first layer.
-        labels: at the last stage, for the loss.
-        gradient: of the output; at the last stage None.
-    """
+    """One micro-batch of a stage; ``labels`` at the last one, ``gradient`` of the output at the others."""
 
     number: int
     inputs: TensorOrTuple
@@ -83,10 +67,9 @@ class Passed:
     """A micro-batch whose forward pass is made.
 
     Attributes:
-        work: the micro-batch.
-        leaves: copies of its inputs, which are differentiated.
-        outputs: of the last layer.
-        roots: from which backward begins.
+        leaves: its inputs, detached, which are differentiated.
+        outputs: of the last layer, detached.
+        roots: from which backward begins; empty after it.
         loss: at the last stage; else None.
     """
 
@@ -103,13 +86,10 @@ class Stage:
 
     Attributes:
         module: holds the parameters and buffers of the layers.
-        layers: callables, in order.
-        first: place of the first in the whole model.
-        parameters: those of the layers, in the order of DeepSpeed's module.
-        loss_fn: of the last stage; None elsewhere.
-        last: it is the last stage.
+        first: place of the first layer in the whole model.
+        parameters: those that are trained, in the order of DeepSpeed's module.
+        loss_fn: of the last stage; None elsewhere, and where the last layer gives the loss.
         micro_batches: of a step; gradients are divided by it.
-        seed: of the job.
         autocast: entered while the layers compute, as DeepSpeed's engine does.
     """
 
@@ -124,12 +104,7 @@ class Stage:
     autocast: Callable[[], AbstractContextManager[None]]
 
     def run(self, x: TensorOrTuple, number: int) -> TensorOrTuple:
-        """The layers of one micro-batch. Sets the global generators; the caller puts them back.
-
-        Args:
-            x: of the first layer.
-            number: of the micro-batch; see :func:`layer_seed`.
-        """
+        """The layers of micro-batch ``number`` (see :func:`layer_seed`). The caller restores the global generators."""
         with self.autocast():
             for layer, call in enumerate(self.layers, self.first):
                 seed_random(layer_seed(self.seed, number, layer))
@@ -137,7 +112,7 @@ class Stage:
         return x
 
     def forward(self, work: Work) -> Passed:
-        """Forward of one micro-batch. Sets the global generators; the caller puts them back."""
+        """Forward of one micro-batch. Sets the global generators; the caller restores them."""
         leaves = leaves_of(as_tuple(work.inputs), first=self.first == 0)
         x: TensorOrTuple = tuple(t.clone() for t in leaves) if isinstance(work.inputs, tuple) else leaves[0].clone()
         x = self.run(x, work.number)
@@ -151,12 +126,7 @@ class Stage:
         return Passed(work, leaves, outputs, roots, None if loss is None else loss.detach())
 
     def backward(self, passed: Passed, gradient: torch.Tensor | None) -> Computed:
-        """Backward of a micro-batch, which lets go of what its forward has kept.
-
-        Args:
-            passed: its forward; used once.
-            gradient: of the output; not used at the last stage.
-        """
+        """Backward of a micro-batch, once; frees the graph, leaves ``.grad``. The last stage needs no gradient."""
         leaves, given = passed.leaves, None if self.last else [gradient]
         wanted = [*self.parameters, *(t for t in leaves if t.requires_grad)]
         got: list[torch.Tensor | None] = list(torch.autograd.grad(passed.roots, wanted, given, allow_unused=True))
@@ -169,15 +139,10 @@ class Stage:
 
 
 def compute_line(stages: Sequence[Stage], works: Sequence[Work]) -> list[Computed]:
-    """Forward and backward of one micro-batch in neighbouring stages, each with its own graph, as in workers of their
-    own. Sets the global generators; the caller puts them back.
+    """Forward and backward of one micro-batch in neighboring stages, each with its own graph.
 
-    Args:
-        stages: neighbours, in order; what passes from one to the next is one tensor.
-        works: of each stage: the first has inputs, the last labels or the gradient of its outputs.
-
-    Returns:
-        What each stage makes of it.
+    One tensor passes from stage to stage; the first of ``works`` has inputs, the last labels or a gradient. Sets the
+    global generators; the caller restores them.
     """
     line: list[Passed] = []
     for place, (stage, work) in enumerate(zip(stages, works, strict=True)):
@@ -191,13 +156,7 @@ def compute_line(stages: Sequence[Stage], works: Sequence[Work]) -> list[Compute
 
 
 def clone(engine: PipelineEngine, stage: int, seed: int) -> Stage:
-    """Build the layers of another stage, as DeepSpeed's ``PipelineModule`` builds its own; parameters are to be loaded.
-
-    Args:
-        engine: this rank's.
-        stage: which.
-        seed: of the job.
-    """
+    """Build the layers of another stage, as DeepSpeed builds its own; parameters are fresh, modules are copied."""
     module = engine.module
     first, stop = module.parts[stage], module.parts[stage + 1]
     made = nn.Module()
@@ -220,7 +179,6 @@ def clone(engine: PipelineEngine, stage: int, seed: int) -> Stage:
 
 
 def own(engine: PipelineEngine, seed: int) -> Stage:
-    """This rank's stage."""
     return _stage(engine, engine.module, engine.module.forward_funcs, int(engine.stage_id), seed)
 
 

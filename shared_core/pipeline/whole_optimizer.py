@@ -1,9 +1,9 @@
 """DeepSpeed's sharded optimizers (bf16, ZeRO stage 1) under re-routing: each replica of a stage has all shards.
 
-Of a failed worker's shard somebody must have the master weights and the moments, and step it until a replacement comes.
-All replicas have the sum of the gradients, and a step of an optimizer depends on nothing else: so each replica steps
-every shard, and all of them have the same bits. Then nothing of an update has to be sent, no pair of losses takes a
-shard with it, and a replacement is a copy of any replica. It costs the memory of an optimizer that is not sharded.
+Somebody must have the master weights and moments of a failed worker's shard, and step it until a replacement comes. All
+replicas have the sum of the gradients, and a step of an optimizer depends on nothing else: so each replica steps every
+shard, and all of them have the same bits. Then nothing of an update has to be sent, no pair of failures takes a shard
+with it, and a replacement is a copy of any replica. It costs the memory of an optimizer that is not sharded.
 
 A rank's own shard stays where DeepSpeed has it; what DeepSpeed saves and loads are its tensors. The arithmetic is that
 of ``BF16_Optimizer.step`` and ``DeepSpeedZeroOptimizer.step``: norm over the shards and the stages, clipping, updates
@@ -39,11 +39,8 @@ class WholeOptimizer:
         index: this replica's.
         replicas: their number.
 
-    Attributes:
-        optimizer: one of torch's, of the class inside ``outer``, with the master weights of all shards.
-
-    Raises:
-        Unsupported: for what :class:`Shard` refuses, and for what is not the same at every replica.
+    ``optimizer``: one of torch's, of the class inside ``outer``, with the master weights of all shards. Raises
+    Unsupported for what :class:`Shard` refuses, and for what is not the same at every replica.
     """
 
     def __init__(self, outer: Any, parameters: Sequence[nn.Parameter], index: int, replicas: int) -> None:
@@ -66,7 +63,6 @@ class WholeOptimizer:
 
     @property
     def _own(self) -> list[Tensor]:
-        """This rank's master weights, by group."""
         return [group["params"][0] for group in self._outer.optimizer.param_groups]
 
     def _all_masters(self, group: compat.FlatGroup, own: Tensor) -> list[Tensor]:
@@ -74,7 +70,7 @@ class WholeOptimizer:
         return [own if k == self._index else part.detach().clone().float().requires_grad_() for k, part in parts]
 
     def _places_in(self, group: compat.FlatGroup) -> list[tuple[int, int]]:
-        """Of each parameter of a group: its place among the stage's, and where it begins in the flat tensor."""
+        """Of each parameter of a group: its place among the stage's, and its first element in the flat tensor."""
         number = {id(parameter): place for place, parameter in enumerate(self._parameters)}
         start, size = group.flat.data_ptr(), group.flat.element_size()
         return [(number[id(p)], (p.data_ptr() - start) // size) for p in group.parameters]
@@ -89,17 +85,11 @@ class WholeOptimizer:
 
     @property
     def accumulates(self) -> torch.dtype | None:
-        """See :attr:`shared_core.reroute.step.StageModel.accumulates`."""
         dtype: torch.dtype | None = self._outer.grad_acc_dtype if self._bf16 else None
         return dtype
 
     def rule(self, communication: torch.dtype, average: bool) -> SumRule:
-        """How the gradients of the replicas are summed.
-
-        Args:
-            communication: type in which they are sent.
-            average: the sum is divided by the number of replicas.
-        """
+        """How the gradients of the replicas are summed; they are sent in type ``communication``."""
         count = self._replicas if average else 1
         if not self._bf16 and self._outer.reduce_scatter:
             return SumRule(divisor=count, dtype=communication)
@@ -108,7 +98,7 @@ class WholeOptimizer:
     # -- a step ------------------------------------------------------------------------------------
 
     def set_gradients(self, flat: Tensor) -> None:
-        """These are the summed gradients; see :class:`shared_core.reroute.step.StageModel`."""
+        """Keep views of the flat, summed gradients; see :class:`shared_core.reroute.step.StageModel`."""
         self._gradients = unflatten(flat, self._parameters)
 
     def norm(self) -> float:
@@ -129,7 +119,7 @@ class WholeOptimizer:
         return float(total)
 
     def _slices(self, group: int, shard: int) -> list[tuple[int, int, Tensor]]:
-        """What of each parameter's gradient is in a shard: the parameter's place, where it is in the shard, and it."""
+        """The part of each parameter's gradient in a shard: the parameter's place, first element in the shard, view."""
         size = self._masters[group][shard].numel()
         found = []
         for place, begin in self._places[group]:
@@ -140,11 +130,7 @@ class WholeOptimizer:
         return found
 
     def clip(self, norms: Sequence[float | None]) -> float:
-        """What gradients are multiplied by; not a number if the update is left out.
-
-        Args:
-            norms: of all stages, see :meth:`norm`.
-        """
+        """The factor of the gradients, from the :meth:`norm` of all stages; not a number if the update is left out."""
         total = torch.zeros(())
         for norm in norms:
             total = total + (norm or 0.0)
@@ -154,7 +140,7 @@ class WholeOptimizer:
         return self.found(found)
 
     def found(self, norm: Any) -> float:
-        """The norm of all stages is known: what :meth:`clip` returns."""
+        """Take the norm over all stages; returns what :meth:`clip` does."""
         if norm is None or is_invalid_grad_norm(norm):
             self._norm, self._factor = math.inf, math.nan
             return self._factor
@@ -202,7 +188,7 @@ class WholeOptimizer:
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
     def link(self) -> None:
-        """DeepSpeed's optimizer has the moments of this rank's shard, also after others were put in their place."""
+        """Give DeepSpeed's optimizer the moments of this rank's shard, also after they were replaced."""
         changed = False
         for own in self._own:
             state = self.optimizer.state.get(own)
@@ -213,11 +199,7 @@ class WholeOptimizer:
             compat.link_moments(self._outer, there=True)
 
     def loaded(self, group: Any) -> None:
-        """DeepSpeed's optimizer, this rank's shard alone, was loaded: get the others from their ranks.
-
-        Args:
-            group: of the replicas, which all call this.
-        """
+        """DeepSpeed has loaded this rank's shard: get the others from their ranks. A collective of the replicas."""
         self._take_hyperparameters()
         self.optimizer.state.clear()
         for masters in self._masters:

@@ -2,8 +2,8 @@
 
 Each rank publishes all that it has at each step boundary: with stage 3 its partition of the parameters, with stages 1
 and 2 all of them, and its partition of the masters and moments. Stage 0 divides nothing, and is published whole. A
-replacement takes that, and runs the failed worker's batch again with its updates. What ranks gather they gather again
-for it; what they reduce comes from the log, or is reduced again.
+replacement takes that, and runs the failed worker's batch again with its updates. Gathers are run again for it;
+reductions come from the log, or are run again.
 """
 
 from __future__ import annotations
@@ -37,17 +37,15 @@ _DIVIDES_NOTHING = 0
 
 
 class SwiftZeroEngine(Owner, DeepSpeedEngine):  # type: ignore[misc]
-    """A :class:`deepspeed.DeepSpeedEngine` whose workers can be replaced, once it is given to
-    :func:`shared_core.attach`. Outside ``swiftrun`` it is DeepSpeed's engine.
+    """DeepSpeed's engine, whose workers can be replaced once :func:`shared_core.attach` has it.
 
-    Attributes:
-        pending: there are gradients that no update has used yet.
+    Outside ``swiftrun`` it is DeepSpeed's engine. ``pending`` says that no update has used the gradients yet.
     """
 
     pending = False
 
     def own_state(self) -> ZeroState:
-        """What this rank has of the model."""
+        """What this rank has of the model. Raises ``Unsupported`` for what :func:`refuse_zero` refuses."""
         refuse_zero(self)
         if (job := current_job()) is not None:
             job.variables.leave(nn.Module, compat.OF_MODULES)
@@ -79,11 +77,7 @@ class SwiftZeroEngine(Owner, DeepSpeedEngine):  # type: ignore[misc]
 
 
 class ZeroState:
-    """What one rank has; see :class:`~shared_core.worker.sharded.own.OwnState`.
-
-    Args:
-        engine: with one of DeepSpeed's optimizers that divide.
-    """
+    """What one rank has; see :class:`~shared_core.worker.sharded.own.OwnState`."""
 
     apart = False
 
@@ -109,9 +103,7 @@ class ZeroState:
         return 4 * numel * (1 + micro_batches)
 
     def reshard(self) -> None:
-        """Let go of gathered parameters but those that persist, and of what depends on an order in which modules
-        gathered before.
-        """
+        """Release gathered parameters but those that persist, and what depends on an earlier order of gathering."""
         if self._divides_parameters:
             compat.let_go(self._optimizer)
             self._order = compat.forget_releases(self._optimizer, self._order)
@@ -123,7 +115,6 @@ class ZeroState:
         return list(getattr(self._optimizer, _MASTERS[type(self._optimizer).__name__]))
 
     def _pieces(self) -> list[list[Piece]]:
-        """What the masters are made of."""
         if not self._divides_parameters:
             ranks = dist.get_world_size()
             return [[Piece(i, ranks * each.numel(), each.numel())] for i, each in enumerate(self._masters)]
@@ -134,9 +125,7 @@ class ZeroState:
         ]
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """What is here of each, and elements of the whole; in fp32 with stage 3 that of trained ones is in the
-        masters.
-        """
+        """What is here of each parameter, and elements of the whole; without those that are masters (fp32, stage 3)."""
         masters = {each.untyped_storage().data_ptr() for each in self._masters}
         for parameter in self._engine.module.parameters():
             part = getattr(parameter, "ds_tensor", parameter).detach()
@@ -198,9 +187,11 @@ class ZeroState:
     # -- stage 3 alone -------------------------------------------------------------------------------------------------
 
     def _of_partition(self) -> dict[str, Any]:
-        """What DeepSpeed remembers of parameters: gradients of the last step, which it uses again for those that a
-        batch does not reach; those that it has noticed to be used by a module that they are not in, or returned by one,
-        by its numbers; the order in which modules gather; and parameters that persist, whole.
+        """What DeepSpeed remembers of parameters; live tensors.
+
+        Gradients of the last step, which it uses again for parameters that a batch does not reach; parameters that a
+        module uses without holding them, or returns, by DeepSpeed's numbers; the order in which modules gather; and
+        parameters that persist, whole.
         """
         module = self._engine.module
         places = {id(each): place for place, each in enumerate(module.parameters())}
@@ -233,18 +224,13 @@ def _numbered(module: Any) -> list[Any]:
 
 
 def refuse_zero(engine: Any) -> None:
-    """Refuse what cannot be exact, or is not built yet.
-
-    Raises:
-        Unsupported: naming it, and what to do instead.
-    """
+    """Refuse what cannot be exact, or is not built yet. Raises Unsupported, naming it, and what to do instead."""
     for name, wrong in _found(engine):
         if wrong:
             raise Unsupported(f"{name}. {_PAGE}")
 
 
 def _found(engine: Any) -> Iterator[tuple[str, bool]]:
-    """What is refused, from the most general on, and whether it is there."""
     zero, optimizer = engine.zero_optimization_stage(), engine.optimizer
     yield "an engine without an optimizer cannot be recovered: only training is", evaluates(optimizer)
     yield (

@@ -1,7 +1,6 @@
-"""Re-routing: the micro-batches of a failed worker are computed by its data-parallel peers (ReCycle, arXiv 2405.14009).
+"""Re-routing: its data-parallel peers compute the micro-batches of a failed worker (ReCycle, arXiv 2405.14009).
 
-What adapters use of it, data-parallel steps, is imported on first use: planning needs Python alone, so ``swiftctl
-plan`` runs where neither torch nor OR-tools is.
+Names are imported on first use: planning needs Python alone, so ``swiftctl plan`` runs without torch and OR-tools.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class _Product(NamedTuple):
     replaceable: bool  # whether an operand whose values are not needed may be replaced by a stand-in of its shape
 
 
-#: Visited twice: once for the gradient of the activation, later for that of the weight. All honour what is asked for.
+#: Visited twice: for the gradient of the activation, later for that of the weight. They compute only what is asked for.
 PRODUCTS = {
     "MmBackward0": _Product((0, 1), ("self", "mat2"), True),
     "AddmmBackward0": _Product((1, 2), ("mat1", "mat2"), True),
@@ -44,13 +44,7 @@ COMPILED = "CompiledFunctionBackward"
 
 @dataclass(frozen=True)
 class SplitLayer:
-    """A product whose weight gradient can wait.
-
-    Attributes:
-        node: the product.
-        parameters: those that its branch, and no other, ends at.
-        spare: names of the saved operands that only the input gradient needs.
-    """
+    """A product whose weight gradient can wait; only the input gradient needs the operands named ``spare``."""
 
     node: Node
     parameters: tuple[torch.Tensor, ...]
@@ -58,7 +52,7 @@ class SplitLayer:
 
 
 class BranchEdge(NamedTuple):
-    """An edge from the trunk to a branch: it leaves ``trunk`` (``None``: an output) at ``position``."""
+    """Edge from output ``position`` of ``trunk`` (``None``: from a root of the graph) to an input of ``child``."""
 
     trunk: Node | None
     position: int
@@ -68,12 +62,7 @@ class BranchEdge(NamedTuple):
 
 @dataclass(frozen=True)
 class Tail:
-    """A branch that waits as a whole.
-
-    Attributes:
-        cuts: where it hangs on the trunk.
-        nodes: all of it, down to its parameters.
-    """
+    """A branch that waits as a whole: where it leaves the trunk, and all its nodes down to the parameters."""
 
     cuts: tuple[BranchEdge, ...]
     nodes: tuple[Node, ...]
@@ -86,7 +75,6 @@ class Survey:
     Attributes:
         whole: why the backward must stay in one piece; empty where it need not.
         layers: products whose weight gradients wait, outputs first.
-        tails: branches that wait.
         early: parameters whose gradients are computed together with the input gradients.
         first: nodes that the input gradients and ``early`` visit, without those of ``layers``.
     """
@@ -100,18 +88,18 @@ class Survey:
 
 @dataclass
 class _Branch:
-    """Nodes outside the trunk that hang together, and where they hang on it."""
+    """Connected nodes outside the trunk, and where they leave it."""
 
     nodes: list[Node] = field(default_factory=list)
     cuts: list[BranchEdge] = field(default_factory=list)
 
 
-#: Each node's edges; where an edge leads nowhere its node is ``None``.
+#: Each node's edges; the node is ``None`` where no gradient is needed.
 Edges = dict[Node, tuple[tuple[Node | None, int], ...]]
 
 
 def survey(outputs: Iterable[Node], inputs: Iterable[Node]) -> Survey:
-    """Look at the graph between ``outputs`` and ``inputs`` (nodes of ``get_gradient_edge``), which stays as it is."""
+    """Decide what of the graph from ``outputs`` to ``inputs`` (nodes of ``get_gradient_edge``) can wait."""
     roots, ends = list(dict.fromkeys(outputs)), set(inputs)
     edges = _edges(roots)
     trunk, weighty = set(ends), set[Node]()
@@ -154,7 +142,7 @@ def survey(outputs: Iterable[Node], inputs: Iterable[Node]) -> Survey:
 
 
 def saved_names(kind: type) -> tuple[tuple[str, str], ...]:
-    """Attributes under which nodes of class ``kind`` keep tensors: pairs of the raw and the unpacked one."""
+    """Pairs of attributes of nodes of class ``kind``: that of the ``SavedTensor`` and that of the unpacked tensor."""
     found = _NAMES.get(kind)
     if found is None:
         raw = [name for name in dir(kind) if name.startswith("_raw_saved_")]
@@ -170,30 +158,26 @@ _NAMES: dict[type, tuple[tuple[str, str], ...]] = {}
 
 
 def is_python(kind: type) -> bool:
-    """Whether nodes of class ``kind`` run a user's ``torch.autograd.Function``."""
     return hasattr(kind, "_forward_cls")
 
 
 def is_parameter(node: Node) -> bool:
-    """Whether ``node`` adds to the ``.grad`` of a leaf."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
 def variable(node: Node) -> torch.Tensor:
-    """The leaf of a node that ``is_parameter``."""
     leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
     return leaf
 
 
 def raw_tensors(node: Node) -> Iterator[Any]:
-    """The places where ``node`` keeps tensors (``SavedTensor``), one by one."""
     for raw, _ in saved_names(type(node)):
         value = getattr(node, raw)
         yield from value if isinstance(value, tuple | list) else (value,)
 
 
 def kept_tensors(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """What the graph of ``outputs`` keeps for its backward."""
+    """Tensors that the graph of ``outputs`` saves for its backward."""
     for node in _edges([one.grad_fn for one in outputs if one.grad_fn is not None]):
         for raw in raw_tensors(node):
             if isinstance(raw.data, torch.Tensor):
@@ -201,7 +185,7 @@ def kept_tensors(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _edges(roots: list[Node]) -> Edges:
-    """Where all nodes that ``roots`` lead to lead: each node comes before those that it leads to, and those by edge."""
+    """Edges of all nodes below ``roots``, in topological order: a node comes before those that it leads to."""
     found: Edges = {}
     order: list[Node] = []
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
@@ -254,7 +238,7 @@ def _branches(edges: Edges, roots: list[Node], trunk: set[Node], weighty: set[No
 
 
 def _can_wait(branch: _Branch, edges: Edges) -> bool:
-    """Whether ``branch`` waits as a whole: it is worth it, and nothing of it is run before."""
+    """Whether ``branch`` waits as a whole: it holds a product or a table, and I runs nothing of it."""
     if not any(map(_is_goal, branch.nodes)):
         return False
     if any(cut.trunk is None for cut in branch.cuts) or any(map(_is_taken, branch.nodes)):
@@ -269,7 +253,7 @@ def _is_goal(node: Node) -> bool:
 
 
 def _is_taken(node: Node) -> bool:
-    """Whether someone else decides how ``node`` keeps its tensors: a second pass would compute or fetch them again."""
+    """Whether saved-tensor hooks hold what ``node`` saves: a second pass would compute or fetch it again."""
     return any(raw.unpack_hook is not None for raw in raw_tensors(node))
 
 
@@ -296,7 +280,7 @@ def _layer(branch: _Branch, parameters: tuple[torch.Tensor, ...], trunk: set[Nod
 
 
 def _runs_backward(kind: type) -> bool:
-    """Whether the Python code of a node accumulates gradients on its own, unseen by the graph."""
+    """Whether a user's function accumulates gradients itself; from the names in the code of its backward."""
     if not is_python(kind):
         return False
     if kind not in _RUNS:

@@ -1,9 +1,8 @@
-"""Steps of data-parallel workers that continue without a failed one: its peers compute its share of each global batch.
+"""Data-parallel steps that continue without a failed worker: its peers compute its share of each global batch.
 
-The share of a logical rank (its data, its random numbers) can be computed by any worker. Each worker computes its own
-and those it hosts; the gradients are summed over a survivor group, which joins the workers that are there. After a
-failure the survivors compute what is missing in the same step and sum again. Whoever has a step's sum already gives it
-to those who have not.
+Any worker can compute the share of a logical rank. Each computes its own and those it hosts; a survivor group sums the
+gradients. After a failure the survivors compute what is missing in the same step and sum again. Whoever has the sum
+already gives it to the others.
 """
 
 from __future__ import annotations
@@ -39,12 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a share came to besides its gradients.
-
-    Attributes:
-        loss: of the share.
-        note: what all workers are told of it.
-    """
+    """What a share came to besides its gradients. Every worker gets the ``note`` of every share."""
 
     loss: float
     note: bytes = b""
@@ -52,13 +46,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Sum:
-    """What a step came to.
+    """The result of a step.
 
     Attributes:
-        step: its number.
-        flat: gradients, summed over the logical ranks; then, for each parameter, in how many shares it had one.
+        flat: gradients, summed over the logical ranks; then, for each parameter, how many shares had a gradient of it.
         table: loss and length of the note of each logical rank, float64 of shape (world, 2).
-        notes: of the logical ranks, one after the other, uint8.
+        notes: of the logical ranks, concatenated, uint8.
     """
 
     step: int
@@ -67,7 +60,6 @@ class _Sum:
     notes: Tensor
 
     def outcomes(self) -> list[Outcome]:
-        """Those of the logical ranks."""
         notes, found = self.notes.numpy().tobytes(), []
         for loss, length in self.table.tolist():
             found.append(Outcome(loss, notes[: int(length)]))
@@ -76,21 +68,21 @@ class _Sum:
 
 
 class DataParallelSteps:
-    """Runs steps at one worker.
+    """Runs the steps of one worker.
 
     Args:
         me: this rank.
         world: number of logical ranks.
         parameters: those that are trained, in the same order at all ranks.
         compute: forward and backward of a logical rank's share of a step: ``compute(rank, step)`` leaves gradients in
-            ``.grad``. All that comes of it depends on its arguments and the parameters alone.
+            ``.grad``. The result must depend on its arguments and the parameters alone.
         connect: makes the survivor group of the newest generation; blocks until all workers that are there have come.
         joining_ranks: failed ranks whose replacements wait to be admitted; blocks until all of them do if its argument
             is true.
-        admit: admits those that it is given; called by all, at the same step boundary.
+        admit: admits those that it is given; all ranks call it at the same step boundary.
         ordered: shares are added by ascending logical rank, whoever has computed them. Otherwise a worker first adds
             those that it has computed.
-        noted: called after a failure with the ranks that are gone and the number of the step.
+        noted: called after a failure with the failed ranks and the number of the step.
     """
 
     def __init__(
@@ -120,16 +112,10 @@ class DataParallelSteps:
     # -- what the loop calls -----------------------------------------------------------------------
 
     def run(self, step: int) -> list[Outcome]:
-        """Leave the mean of all logical ranks' gradients of a step in ``.grad``, through failures.
+        """Leave the mean of all logical ranks' gradients of ``step`` in ``.grad``, through failures.
 
-        Args:
-            step: its number, one more than that of the last step of all workers.
-
-        Returns:
-            What the shares of the logical ranks came to.
-
-        Raises:
-            Unsupported: for sparse gradients.
+        ``step`` is one more than the last step of all workers. Returns one outcome for each logical rank. Raises
+        Unsupported for sparse gradients.
         """
         self._step = step
         shares: dict[int, Tensor] = {}
@@ -152,7 +138,7 @@ class DataParallelSteps:
         return found.outcomes()
 
     def wait_for_all(self, step: int) -> None:
-        """Admit replacements until all ranks are there. Call it before :meth:`run` of this step, at all ranks."""
+        """Admit replacements until all ranks are there. All ranks call it before :meth:`run` of this step."""
         self._step = step
 
         def attempt() -> None:
@@ -162,9 +148,7 @@ class DataParallelSteps:
         through_failures(attempt, self._leave)
 
     def come(self) -> None:
-        """This replacement is admitted, but lacks the last updates: be there for the others in the step that they
-        begin, in which they compute its share.
-        """
+        """An admitted replacement without the last updates joins the step that others begin; they compute its share."""
         try:
             if self._agree(idle=True):
                 self._came = self._step
@@ -172,7 +156,7 @@ class DataParallelSteps:
             self._leave()
 
     def settle(self, step: int) -> None:
-        """At the end of the program: return when all workers have finished the step before this one."""
+        """At the end of the program: return when all workers have finished the step before ``step``."""
         self._step = step
 
         def attempt() -> None:
@@ -187,13 +171,9 @@ class DataParallelSteps:
     # -- agreeing ----------------------------------------------------------------------------------
 
     def _agree(self, *, waits: bool = False, ends: bool = False, idle: bool = False) -> bool:
-        """Whether all that are there compute the same step on this survivor group; if not, something was done about it.
+        """Whether all workers of the survivor group compute the same step now; if not, something was done about it.
 
-        They tell each other where they are on a new survivor group, as long as somebody is away, and where they wait
-        for all.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed.
+        They exchange their places on a new survivor group, while a rank is missing, and while they wait for all.
         """
         survivor_group = self._connect()
         if self._channel is None or self._channel.survivor_group is not survivor_group:
@@ -271,7 +251,6 @@ class DataParallelSteps:
     # -- a step ------------------------------------------------------------------------------------
 
     def _reduce(self, shares: dict[int, Tensor], outcomes: dict[int, Outcome]) -> _Sum:
-        """Compute what is missing here of this step, and sum over all."""
         assert self._channel is not None
         channel, survivor_group, step = self._channel, self._channel.survivor_group, self._step
         computing = [rank for rank in survivor_group.ranks if rank not in self._idle]
@@ -311,7 +290,6 @@ class DataParallelSteps:
         return _Sum(step, flat, table, self._gather(table, notes, hosted))
 
     def _gather(self, table: Tensor, mine: Mapping[int, Tensor], hosted: Mapping[int, int]) -> Tensor:
-        """Notes of all logical ranks, one after the other."""
         assert self._channel is not None
         if not _length(table, range(self._world)):
             return torch.empty(0, dtype=torch.uint8)
@@ -341,7 +319,7 @@ class DataParallelSteps:
 def steps_of(
     job: Job, parameters: Sequence[torch.nn.Parameter], compute: Callable[[int, int], Outcome]
 ) -> DataParallelSteps:
-    """The steps of a job's workers; arguments as in :class:`DataParallelSteps`."""
+    """The steps of a job's workers; see :class:`DataParallelSteps` for ``compute``."""
     return DataParallelSteps(
         job.rank,
         job.world_size,
@@ -356,12 +334,7 @@ def steps_of(
 
 
 def hosts(world: int, present: Sequence[int]) -> dict[int, int]:
-    """Who computes the share of each logical rank: itself, or of those with the fewest the next present rank.
-
-    Args:
-        world: number of logical ranks.
-        present: ranks that are there; at least one.
-    """
+    """Who computes each logical rank's share: itself if ``present``, else the next of the ranks that compute fewest."""
     hosted = {rank: rank for rank in present}
     load = dict.fromkeys(present, 1)
     for rank in range(world):
@@ -387,5 +360,4 @@ def _empty_table(world: int) -> Tensor:
 
 
 def _length(table: Tensor, ranks: Iterable[int]) -> int:
-    """Bytes of the notes of some ranks."""
     return sum(int(table[rank, 1]) for rank in ranks)

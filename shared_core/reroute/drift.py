@@ -1,10 +1,10 @@
-"""When a job goes by new times: what one worker decides from what all report, as pure functions of that.
+"""When a job changes to new times: what one worker decides from the reports of all, as pure functions.
 
-In every :data:`EVERY`-th step each worker reports its medians to the first worker of the last stage. If the times that
-come out have drifted from those in use in :data:`STEADY` reports in a row, that worker proposes them to all, with its
-losses of micro-batches. Plans for them are made in the background, and reports say who has the one that is needed. When
-all have it, the word goes out, again with the losses, that the new times hold from the next step on. Nobody begins that
-step without having heard it.
+In every :data:`EVERY`-th step each worker reports its medians to the first worker of the last stage. When the times
+that follow have drifted in :data:`STEADY` reports in a row, that worker proposes them to all, with its losses of
+micro-batches. Plans for them are made in the background, and reports say who has the one that is needed. When all have
+it, the worker tells all, again with the losses, that the new times hold from the next step on. Nobody begins that step
+without having heard it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ STEADY = 2
 
 
 class Word(IntEnum):
-    """What goes out with the losses of a step."""
-
     NOTHING = 0
     PROPOSAL = 1  # new times, for which plans are to be made; they follow
     SWITCH = 2  # the times of the last proposal hold from the next step on
@@ -33,12 +31,7 @@ class Word(IntEnum):
 
 @dataclass(frozen=True)
 class Reported:
-    """What a worker reports.
-
-    Attributes:
-        medians: of its durations; empty if it has just come.
-        ready: number of the proposal for which it has the plan that is needed, -1 for none.
-    """
+    """Medians of a worker, empty from one that has just come, and the proposal that it has the plan for, or -1."""
 
     medians: Medians
     ready: int = -1
@@ -46,11 +39,11 @@ class Reported:
 
 @dataclass(frozen=True)
 class Deliberation:
-    """How far the worker that decides is; starts from scratch when workers come or go.
+    """The state of the worker that decides. It starts from scratch when workers come or go.
 
     Attributes:
-        number: of the last proposal, which is the step in which it was made; -1 before one.
-        proposed: its times, None when they hold.
+        number: the step in which the last proposal was made; -1 before one.
+        proposed: times of a proposal that do not hold yet; None when there is none.
         seen: reports in a row that have shown a drift.
     """
 
@@ -62,15 +55,7 @@ class Deliberation:
 def decide(
     before: Deliberation, step: int, reports: Mapping[Worker, Reported], used: Times, stages: int
 ) -> tuple[Deliberation, Word]:
-    """What to say after the reports of a step.
-
-    Args:
-        before: where deliberation stands.
-        step: number of the step.
-        reports: of all workers that are there.
-        used: times in use.
-        stages: how many there are.
-    """
+    """What to say after the reports of ``step``, and the new state. ``reports`` are of all workers that are there."""
     if before.proposed is not None and all(one.ready == before.number for one in reports.values()):
         return Deliberation(before.number), Word.SWITCH
     found = agree(((worker, one.medians) for worker, one in reports.items()), stages, used)

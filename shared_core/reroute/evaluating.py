@@ -1,9 +1,8 @@
 """Evaluations that continue without failed workers: forwards alone, over the survivor group of the training steps.
 
-Nothing of an evaluation lasts but its losses. So after a failure it is made again by those that are there, with the
-data that were drawn. All tell each other the losses at its end, so whoever has them has them of all; who has not, after
-a loss, learns them from who has. Peers keep the data of each pipeline as in a step
-(:mod:`shared_core.reroute.keeping`).
+Nothing of an evaluation lasts but its losses. So after a failure the survivors make it again with the same data. All
+exchange the losses at its end, so whoever has them has them of all, and gives them to the others after a failure. Peers
+keep the data of each pipeline as in a step (:mod:`shared_core.reroute.keeping`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.step import Item, Reader, StageModel
 from shared_core.schedule.schedule import Topology, Worker
 
-#: Losses of each pipeline's micro-batches.
+#: Losses by pipeline, then micro-batch.
 Losses = list[list[float]]
 _KINDS = {
     MessageKind.INPUTS: MessageKind.EVALUATION_INPUTS,
@@ -30,12 +29,7 @@ _KINDS = {
 
 
 class When(NamedTuple):
-    """Which evaluation.
-
-    Attributes:
-        boundary: number of the step boundary before it.
-        number: of the evaluation after that boundary, from 0.
-    """
+    """Which evaluation: the number of the step boundary before it, and its index after that boundary, from 0."""
 
     boundary: int
     number: int
@@ -48,13 +42,6 @@ def host_of(topology: Topology, failed: Collection[Worker], pipeline: int, stage
 
 
 class Evaluating:
-    """Runs evaluations at one worker.
-
-    Args:
-        place: of this worker.
-        model: its stage.
-    """
-
     def __init__(self, place: WorkerPlace, model: StageModel) -> None:
         self._place, self._model = place, model
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
@@ -66,13 +53,9 @@ class Evaluating:
         self._reader: Reader | None = None
 
     def begin(self, boundary: int, micro_batches: int, items: Sequence[Item], reader: Reader | None) -> None:
-        """The next evaluation.
+        """Name the next evaluation, after step boundary ``boundary``.
 
-        Args:
-            boundary: number of the last step boundary.
-            micro_batches: of each pipeline.
-            items: of this worker's pipeline, at its ends.
-            reader: of those of other pipelines, if this worker can read them.
+        ``items`` are of this worker's pipeline, empty but at its ends; ``reader`` is None where it cannot read others.
         """
         self._reader = reader
         self._now = When(boundary, self._now.number + 1 if self._now.boundary == boundary else 0)
@@ -81,7 +64,7 @@ class Evaluating:
         self._items = {(self._me.pipeline, j): item for j, item in enumerate(items)}
 
     def known(self) -> Losses | None:
-        """Of the evaluation that was begun, if others have made it."""
+        """Losses of the evaluation that was begun; None if nobody has told them."""
         return self._results.get(self._now)
 
     def results(self, boundary: int) -> list[Losses]:
@@ -89,11 +72,11 @@ class Evaluating:
         return [self._results[when] for when in sorted(self._results) if when.boundary == boundary]
 
     def adopt(self, boundary: int, results: Sequence[Losses]) -> None:
-        """Others had made these evaluations since a step boundary when they admitted this replacement."""
+        """Take the evaluations that others had made since a step boundary when they admitted this replacement."""
         self._results.update({When(boundary, index): losses for index, losses in enumerate(results)})
 
     def view(self) -> dict[str, Any]:
-        """What others are told after a failure; plain data."""
+        """What others are told after a failure; plain data, losses as hexadecimal text."""
         pipelines = range(self._topology.pipelines)
         return {
             "now": list(self._now),
@@ -102,7 +85,6 @@ class Evaluating:
         }
 
     def learn(self, views: Mapping[int, Any]) -> None:
-        """There is a new survivor group; ``views`` is what all workers have told, by rank."""
         self._held = {}
         for rank, view in views.items():
             for boundary, index, rows in view["results"]:
@@ -117,9 +99,7 @@ class Evaluating:
     def run(self, channel: MessageChannel, failed: Collection[Worker]) -> Losses:
         """Make the evaluation that was begun, unless others have made it.
 
-        Raises:
-            SurvivorGroupBroken: somebody failed; another call makes it again.
-            DataAway: its data went with both ends of a pipeline before anybody else had them.
+        After SurvivorGroupBroken another call makes it again. DataAway: its data went with both ends of a pipeline.
         """
         if (known := self.known()) is not None:
             return known
@@ -162,7 +142,6 @@ class Evaluating:
         j: int,
         losses: dict[int, list[float]],
     ) -> None:
-        """Compute a micro-batch of a pipeline."""
         if channel.survivor_group.broken():
             raise SurvivorGroupBroken
         inject.point("reroute.evaluate")

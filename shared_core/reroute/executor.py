@@ -1,10 +1,9 @@
 """Runs the plan of a step at one worker, and continues inside the step when another fails.
 
-Everything that a step says to other workers goes over a survivor group, which joins those that are there. After a
-failure all of them tell how far they are, come to the same new plan, and send again what its readers still need.
-Nothing that a survivor has computed is thrown away: not its activations, not its gradients, which are kept apart by
-home pipeline where sums must come out bit for bit (``ordered``). Between two steps survivors may move to other stages;
-see :mod:`shared_core.reroute.moving`.
+All messages of a step go over a survivor group. After a failure the survivors tell how far they are, compute the same
+new plan, and send again what its readers still need. Nothing that a survivor has computed is thrown away: neither
+activations nor gradients, which are kept apart by home pipeline where sums must be exact (``ordered``). Between two
+steps survivors may move to other stages; see :mod:`shared_core.reroute.moving`.
 """
 
 from __future__ import annotations
@@ -38,22 +37,16 @@ from shared_core.worker.recovery.survivor_group import SurvivorGroup
 
 
 class Executor:
-    """Runs steps at one worker.
+    """Runs the steps of one worker.
 
     Args:
-        home: the place of this worker.
-        places: where all are.
-        model: its stage.
+        home: the place that belongs to this worker; it may compute at another.
         connect: makes the survivor group of the newest generation; blocks until all workers that are there have come.
         joining_ranks: whether a replacement waits to be admitted; asked at one worker only.
-        planner: makes the plans.
-        options: see :class:`Options`.
-        noted: called with the kind of what has happened, and plain facts: ``rerouted`` after each change of plan,
-            ``took_over`` when the first forward of another worker's micro-batch begins after it, ``moved`` when workers
-            have moved.
+        noted: called with a kind and plain facts: ``rerouted`` after each change of plan, ``took_over`` when the first
+            forward of another worker's micro-batch begins after it, ``moved`` when workers have moved.
 
-    Attributes:
-        step: number of the next step.
+    ``step``: number of the next step.
     """
 
     def __init__(
@@ -100,15 +93,13 @@ class Executor:
         return self._history.failed
 
     def move_to(self, step: int) -> None:
-        """The next step has this number; this worker may be taking its place in a running job."""
+        """Set the number of the next step; a replacement calls this when it joins a running job."""
         self.step = step
 
     def run(self) -> StepResult:
         """Train on the next global batch, through failures.
 
-        Raises:
-            RecoveryFailed: nobody can compute what was lost.
-            DataAway: replacements have to be admitted first, before the step; then call it again.
+        RecoveryFailed if it cannot be made; DataAway if replacements have to be admitted first: then call it again.
         """
         through_failures(self._move, self.leave)
         self._roles.now.measuring.begin(self.step)
@@ -130,7 +121,6 @@ class Executor:
         return mine.result
 
     def _carry_on(self, step: Step) -> None:
-        """Run what is left of a step."""
         changed = self._channel is None or self._channel.survivor_group.broken()
         if changed:
             self._change()
@@ -151,16 +141,10 @@ class Executor:
         role.measuring.agree(self._channel, step.number, activations)
 
     def begin_evaluation(self, boundary: int, micro_batches: int, items: Sequence[Item]) -> None:
-        """See :meth:`Evaluating.begin`."""
         self._evaluating.begin(boundary, micro_batches, items, self._model.reader if items else None)
 
     def evaluate(self) -> Losses:
-        """Make the evaluation that was begun, through failures.
-
-        Raises:
-            RecoveryFailed: nobody can compute what was lost.
-            DataAway: replacements have to be admitted first; then call it again.
-        """
+        """Make the evaluation that was begun, through failures; raises as :meth:`run`."""
 
         def attempt() -> Losses:
             if (known := self._evaluating.known()) is not None:
@@ -173,11 +157,7 @@ class Executor:
         return through_failures(attempt, self.leave)
 
     def settle(self) -> None:
-        """Return when all workers have finished the last step.
-
-        Raises:
-            RecoveryFailed: nobody can compute what was lost.
-        """
+        """Return when all workers have finished the last step; RecoveryFailed if that cannot be."""
 
         def attempt() -> None:
             if self._channel is None or self._channel.survivor_group.broken():
@@ -195,7 +175,6 @@ class Executor:
 
     @property
     def evaluations(self) -> Evaluating:
-        """What has come of evaluations."""
         return self._evaluating
 
     @property
@@ -205,29 +184,24 @@ class Executor:
 
     @property
     def survivor_group(self) -> SurvivorGroup:
-        """The survivor group in use; after :meth:`settle`."""
+        """The survivor group in use; valid after :meth:`settle`."""
         assert self._channel is not None
         return self._channel.survivor_group
 
     @property
     def gradients(self) -> torch.Tensor | None:
-        """Of the last step, one after the other: summed, not clipped. None before the first."""
+        """Flat gradients of the last step: summed over the pipelines, not clipped, no copy. None before the first."""
         last = self._steps.get(self.step - 1)
         return None if last is None else last.home if self._roles.away else last.reduced
 
     def leave(self) -> None:
-        """The survivor group is of no more use: replacements are admitted now."""
+        """Drop the survivor group, which is broken or about to change: replacements are admitted now."""
         self._channel = None
 
     # -- losses ------------------------------------------------------------------------------------
 
     def _change(self) -> None:
-        """Form the survivor group of the newest generation, and agree on how to continue.
-
-        Raises:
-            SurvivorGroupBroken: somebody else failed meanwhile.
-            RecoveryFailed: nobody can compute what was lost.
-        """
+        """Form the survivor group of the newest generation, and agree on how to continue."""
         survivor_group = self._connect()
         if survivor_group.finished:
             self._channel = MessageChannel(survivor_group, self._topology, self._roles.now.shapes, {})
@@ -269,7 +243,7 @@ class Executor:
                 self._roles.now.runner.run(self._steps[number], history.steps[number])
 
     def _behind(self) -> dict[int, int]:
-        """Places in rows of steps that are over here, in which others still need something."""
+        """By step that is over here: the place in its row from which others still need something."""
         me, plans = self._roles.now.place.me, self._history.steps
         over = [self._steps[number] for number in self._steps.keys() & plans.keys() if number < self.step]
         return {one.number: one.at for one in over if one.at < len(plans[one.number].plan.schedule.rows.get(me, ()))}
@@ -277,7 +251,6 @@ class Executor:
     # -- moves -------------------------------------------------------------------------------------
 
     def _move(self) -> None:
-        """Before a step: if a change of places is due, make it."""
         if self._channel is None or self._due is None or self._due.step != self.step:
             return
         survivor_group, moves, began = self._channel.survivor_group, self._due.moves, time.perf_counter()
@@ -304,7 +277,6 @@ class Executor:
     # -- what is told after a failure -----------------------------------------------------------------
 
     def _tell(self) -> dict[str, Any]:
-        """How far this worker is."""
         step = self._steps.get(self.step)
         mine = {
             "base": self._history.number,
@@ -327,7 +299,6 @@ class Executor:
             self._steps[number].at = 0
 
     def _send_again(self, views: Mapping[int, Any]) -> None:
-        """Send what readers still need and may not have got."""
         assert self._channel is not None
         role, having = self._roles.now, self._roles.feed_again(self._steps, views, self.failed)
         open_steps = self._history.changed_since(2 * self._channel.survivor_group.number - 1)
@@ -342,17 +313,15 @@ class Executor:
 
 
 def _reads(steps: Mapping[int, Step]) -> bool:
-    """Whether a worker with these steps can read the data of any pipeline."""
     return any(step.reader is not None for step in steps.values())
 
 
 def _bytes_in(told: Mapping[int, Any]) -> int:
-    """Bytes of the states that are given."""
     return sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
 
 
 def _refuse(topology: Topology, gone: frozenset[Worker]) -> None:
-    """Raises RecoveryFailed where a stage has lost all workers that belong to it."""
+    """Raise RecoveryFailed where all workers of a stage have failed."""
     try:
         survivors(topology, gone)  # replacements get no state from who has moved there
     except ConfigError as error:

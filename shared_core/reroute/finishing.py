@@ -1,4 +1,4 @@
-"""The end of a step at one worker: the sum of gradients, the update, and what all are told of how the step came out."""
+"""The end of a step at one worker: the sum of gradients, the update, and the losses that all are told."""
 
 from __future__ import annotations
 
@@ -21,23 +21,12 @@ from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied
 from shared_core.reroute.summing import flatten, hand_over, reduce_in_order
 from shared_core.schedule.schedule import Action, Kind, Worker
 
-#: What comes before the losses in their message: who is admitted, their type, and a word about times.
+#: Values before the losses in their message: the survivor group that admits, the losses' dtype, a word about times.
 _FLAGS = 3
 
 
 class Finishing:
-    """Ends steps.
-
-    Args:
-        former: its parameters before the last update.
-        history: who is there, and the plans.
-        steps: those under way and the one before, by number; the caller's own, as it is.
-        joining_ranks: whether a replacement waits to be admitted; asked at one worker only.
-        reports: has a word to tell with the losses.
-
-    Attributes:
-        channel: over the survivor group in use.
-    """
+    """Ends steps. ``steps`` is the caller's own mapping; ``joining_ranks`` is asked at one worker only."""
 
     channel: MessageChannel
 
@@ -62,20 +51,18 @@ class Finishing:
         self._heard: set[tuple[int, Worker]] = set()
 
     def connect(self, channel: MessageChannel) -> None:
-        """There is a new survivor group: what was told over the one before may not have come."""
+        """Use a new survivor group: what was told over the one before may not have come."""
         self.channel, self._told, self._heard = channel, set(), set()
 
     def forget_before(self, number: int) -> None:
-        """Steps before this one are over everywhere."""
         self._told = {(step, what) for step, what in self._told if step >= number}
         self._heard = {(step, who) for step, who in self._heard if step >= number}
 
     def norm_is_known(self, number: int, stage: int) -> None:
-        """All have a stage's norm of a step: it need not be told."""
+        """All have the norm of this stage and step: it need not be told."""
         self._told.add((number, f"norm {stage}"))
 
     def _peers(self, stages: Collection[int]) -> dict[Worker, int]:
-        """Workers of these stages that are there, and their ranks."""
         workers = [worker for worker in self._topology.workers() if worker.stage in stages]
         return {worker: self._rank(worker) for worker in workers if worker not in self._history.failed}
 
@@ -89,8 +76,9 @@ class Finishing:
                 self.channel.send(MessageKey(step.number, MessageKind.READ, s, d), [torch.zeros(1)], self._rank(worker))
 
     def _await_read(self, step: Step, plan: StepPlan) -> None:
-        """Wait until the stage before has all gradients of this one, which makes its update then: so a failed worker's
-        seldom have to be made again. It costs nothing: before that, the stage before sends nothing of the next step.
+        """Wait until the stage before has all gradients of this one, which so seldom have to be made again.
+
+        It costs nothing: the stage before sends nothing of the next step earlier.
         """
         for worker, row in plan.plan.schedule.rows.items():
             if worker.stage == self._me.stage - 1 and any(map(_goes_back, row)):
@@ -98,11 +86,7 @@ class Finishing:
                 self.channel.fetch_like(key, [torch.zeros(1)], self._rank(worker))
 
     def reduce(self, step: Step, plan: StepPlan) -> None:
-        """Sum the gradients of this stage over the pipelines.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed meanwhile.
-        """
+        """Sum the gradients of this stage over the pipelines into ``step.reduced``."""
         self._await_read(step, plan)
         if step.reduced is not None:
             return
@@ -128,7 +112,7 @@ class Finishing:
             self.feed(step, [move.source for move in self._place.places.moves])
 
     def _add_up(self, step: Step, plan: StepPlan, stages: Sequence[int], indices: Sequence[int], group: int) -> Tensor:
-        """Sum of the gradients of some parameters over the pipelines, and over the stages that have them."""
+        """Sum of the gradients of these parameters over the pipelines, and over the stages that have them; flat."""
         peers, pipelines = self._peers(stages), self._topology.pipelines
         if self._options.ordered:
             holders = {Worker(d, s): plan.plan.host(d, s, 0) for s in stages for d in range(pipelines)}
@@ -143,12 +127,7 @@ class Finishing:
         return reduce_in_order(self.channel, step.number, group, self._me, holders, mine, peers, self._options.rule)
 
     def feed(self, step: Step, moved: Sequence[Worker]) -> None:
-        """Give the sum to workers of this stage that compute elsewhere.
-
-        Args:
-            step: which.
-            moved: by the places that belong to them.
-        """
+        """Send the sum to workers of this stage that compute elsewhere; ``moved`` are the places they belong to."""
         assert step.reduced is not None
         for source in moved:
             if source.stage == self._me.stage:
@@ -159,16 +138,10 @@ class Finishing:
         return list(flat.split([self._model.parameters[index].numel() for index in indices]))
 
     def pass_on_sums(self, step: Step, having: set[int], waiting: set[int]) -> None:
-        """After a failure: who has the sum of its stage gives it to peers that lack it, and to other stages what they
-        have in common with it. Sums that are made again need not have the same bits, and an update may have been made.
+        """After a failure: give this stage's sum to peers that lack it, and common parts to other stages.
 
-        Args:
-            step: which.
-            having: ranks that have the sum of their stage.
-            waiting: ranks that have it not, and are in this step.
-
-        Raises:
-            SurvivorGroupBroken: somebody else failed meanwhile.
+        Sums that are made again need not have the same bits, and an update may have been made. ``having`` are the ranks
+        that have the sum of their stage, ``waiting`` those in this step that lack it.
         """
         parameters, everything = self._model.parameters, tuple(range(len(self._model.parameters)))
         step.tied.clear()
@@ -197,11 +170,7 @@ class Finishing:
                 step.reduced = flat
 
     def finish(self, step: Step) -> None:
-        """From summed gradients to the next step: update, and gather what all are told.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed meanwhile; another call continues where this one was.
-        """
+        """Make the update and gather the losses; after SurvivorGroupBroken another call continues."""
         assert step.reduced is not None
         if not step.updated:
             self._model.set_gradients(step.reduced)
@@ -221,18 +190,18 @@ class Finishing:
         self._validate(step)
 
     def _clip(self, step: Step) -> float:
-        """What gradients are multiplied by, as far as norms are known."""
+        """The factor of the gradients, from the norms that are known."""
         return self._model.clip([step.norms.get(stage) for stage in range(self._topology.stages)])
 
     def _may_be_hasty(self, step: Step) -> bool:
-        """Whether to update before all norms are known: nothing had to be clipped in the step before."""
+        """Whether to update before all norms are known: the step before clipped nothing."""
         if self._options.synchronous or step.norms[self._me.stage] is None:
             return False
         before = self._steps.get(step.number - 1)
         return before is not None and before.verdict == 1.0
 
     def _validate(self, step: Step) -> None:
-        """See to it that the update was the right one, before the caller sees it."""
+        """Correct the update, if it was made before all norms were known, before the caller sees it."""
         if step.verdict is not None:
             return
         self._await_norms(step)
@@ -246,7 +215,7 @@ class Finishing:
         step.verdict = verdict
 
     def _tell_norm(self, step: Step) -> None:
-        """Tell the other stages this stage's norm, where updates must not be made, or not stay, without them."""
+        """Tell the other stages this stage's norm, where updates must not be made, or not stay, without it."""
         stage = self._me.stage
         told = (step.number, f"norm {stage}") in self._told
         if told or self._me != min(self._peers((stage,))) or not self._needs_norms(step):
@@ -272,10 +241,7 @@ class Finishing:
             step.norms[other] = float(value) if clips else None
 
     def tell_losses(self, step: Step, row: Sequence[Action]) -> None:
-        """At a last stage, after its last forward: tell all others, who need all losses before they begin another step.
-
-        They get them long before this worker has finished the step, so none of them waits for it.
-        """
+        """At a last stage, after its last forward, long before its step ends: tell all others the losses."""
         told = (step.number, "losses") in self._told or step.result is not None
         if told or not self._last or any(action.kind is Kind.F for action in row[step.at :]):
             return
@@ -294,11 +260,9 @@ class Finishing:
         self._reports.tell(step.number, word)
 
     def _tails(self) -> list[Worker]:
-        """Workers of the last stage that are there."""
         return sorted(self._peers((self._topology.stages - 1,)))
 
     def _hear(self, step: Step, worker: Worker) -> None:
-        """Wait for the losses that a worker of the last stage tells."""
         if worker == self._me or step.result is not None or (step.number, worker) in self._heard:
             return
         like = torch.empty(_FLAGS + self._topology.pipelines * self._topology.micro_batches, dtype=torch.float64)
@@ -312,7 +276,6 @@ class Finishing:
             self._reports.hear(step.number, Word(int(table[2])))
 
     def _gather_result(self, step: Step) -> None:
-        """The losses of all micro-batches."""
         if step.result is not None:
             return
         for worker in self._tails():

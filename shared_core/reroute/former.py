@@ -1,8 +1,7 @@
 """The parameters of a stage as they were before its last update.
 
-A stage makes its update when its own gradients are complete. If a worker of it fails then together with its neighbor
-in the pipeline, and the neighbor's stage has no sum yet, what passed between the two has to be made again: with these
-parameters.
+A stage makes its update when its own gradients are complete. If a worker of it then fails together with its neighbor in
+the pipeline, and the neighbor's stage has no sum yet, their messages have to be made again with these parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from shared_core.reroute.step import StageModel, Step
 
 
 class FormerParameters:
-    """Keeps them, in as much memory as the parameters take."""
+    """Keeps them in one extra copy of the parameters, on their device."""
 
     def __init__(self, model: StageModel) -> None:
         self._model = model
@@ -25,7 +24,7 @@ class FormerParameters:
         self._step = -1
 
     def keep(self, step: Step) -> None:
-        """Right before the update of a step."""
+        """Copy the parameters; call it right before the update of ``step``."""
         parameters = self._model.parameters
         if not self._kept:
             self._kept = [nn.Parameter(torch.empty_like(parameter)) for parameter in parameters]
@@ -36,11 +35,11 @@ class FormerParameters:
 
     @contextmanager
     def of(self, step: Step) -> Iterator[None]:
-        """While it is entered, the layers compute as they did in a step that has its sum; no gradient of it stays."""
+        """Inside, the layers compute as they did in ``step``, which has its sum. Afterwards ``.grad`` is as before."""
         module, parameters = self._model.module, self._model.parameters
         gradients, training = [parameter.grad for parameter in parameters], module.training
         assert not step.updated or self._step == step.number, (self._step, step.number)
-        # The layers get other parameters: those of now stay what they are for graphs of the next step, and for the
+        # The layers get other parameters: the present ones stay unchanged for graphs of the next step, and for the
         # thread that copies them to a replacement.
         _exchange(module, dict(zip(parameters, self._kept, strict=True)) if step.updated else {})
         if not training:  # the program evaluates by now; DeepSpeed's calls set all layers at once, too
@@ -58,7 +57,6 @@ class FormerParameters:
 
 
 def _exchange(module: nn.Module, others: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Give layers other parameters in place of theirs."""
     for layer in module.modules():
         for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter in others:

@@ -10,18 +10,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-#: Gloo sends a chunk in segments of at most so many bytes.
+#: Most bytes of a segment; gloo sends a chunk in segments.
 _SEGMENT = 1 << 20
 
 
 def chunk_size(numel: int, itemsize: int, ranks: int) -> int:
-    """Elements of a chunk; the last ones may have fewer, or none.
-
-    Args:
-        numel: elements of the tensor.
-        itemsize: bytes of an element.
-        ranks: how many add.
-    """
+    """Elements of a chunk of a tensor of ``numel`` elements of ``itemsize`` bytes; the last may have fewer, or none."""
     size, longest = numel * itemsize, itemsize * max(1, _SEGMENT // itemsize)
     # Each rank has as many segments, at least two.
     each = max(-(-size // (longest * ranks)), 2)
@@ -29,18 +23,12 @@ def chunk_size(numel: int, itemsize: int, ranks: int) -> int:
 
 
 def order(chunk: int, ranks: int) -> list[int]:
-    """Ranks in the order in which theirs are added."""
+    """Ranks in the order in which they are added in this chunk."""
     return [(chunk - 1 - turn) % ranks for turn in range(ranks)]
 
 
 def spans(start: int, stop: int, size: int) -> Iterator[tuple[int, slice]]:
-    """Of a part of a tensor: the chunks in it, and where they are in the part.
-
-    Args:
-        start: of the part, in elements.
-        stop: where it ends.
-        size: elements of a chunk.
-    """
+    """The chunks in elements ``start`` to ``stop`` of a tensor, and where in that part, for chunks of ``size``."""
     at = start
     while at < stop:
         end = min(stop, (at // size + 1) * size)
@@ -52,9 +40,9 @@ def add(addends: Sequence[Tensor], start: int, numel: int) -> Tensor:
     """Sum of a part of a tensor, with the bits of gloo's.
 
     Args:
-        addends: that part of each rank's, one-dimensional; they are left as they are.
+        addends: that part of each rank's tensor, one-dimensional; unchanged.
         start: of the part, in elements.
-        numel: elements of the tensor.
+        numel: elements of the whole tensor.
     """
     ranks, total = len(addends), addends[0].clone()
     size = chunk_size(numel, total.element_size(), ranks)

@@ -1,7 +1,7 @@
 """How the plans of the steps under way change with each failure: the same at every survivor, from what all have told.
 
-Two steps can be under way at once, because a stage steps when its own gradients are complete. What a worker tells is
-plain data, so that one that missed the last change can make up for it from another's record of it.
+Two steps can be under way at once, because a stage steps when its own gradients are complete. Changes are plain data: a
+worker that missed the last one gets another's record of it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,19 @@ from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import Remainder, replan
 from shared_core.schedule.schedule import Action, Kind, Worker
 
-#: Changes that a worker may have missed.
+#: Records of changes that are kept for workers that missed them.
 _KEPT = 8
 
 
 @dataclass
 class StepPlan:
-    """The plan of one step, as all survivors see it.
-
-    Attributes:
-        plan: rows from the last change on.
-        done: what was executed before it, by worker.
-    """
+    """The plan of one step, the same at all survivors: rows from the last change on, and what was done before it."""
 
     plan: IterationPlan
     done: dict[Worker, tuple[Action, ...]] = field(default_factory=dict)
 
     def awaits(self, action: Action) -> Worker | None:
-        """Who has ``action`` in its row, if anybody."""
+        """Who has ``action`` in its row, a whole backward counting as its input gradients; None if nobody has."""
         if action.kind is Kind.OPT:
             return None
         host = self.plan.host(action.pipeline, action.stage, action.micro_batch)
@@ -54,17 +49,13 @@ def _same(one: Action, other: Action) -> bool:
 class PlanHistory:
     """Plans of the steps under way.
 
-    Args:
-        planner: makes the plans.
-
     Attributes:
-        number: of the last change.
+        number: of the last change; -1 before one.
         failed: places at which nobody computes, as of that change.
         entries: plain data of the last changes, oldest first.
         steps: plans by number of the step.
-        extra: of the steps that the last change has planned again, by number: by how much longer their work takes,
-            as predicted.
-        rest: predicted times from there until all stages have made their update of that step.
+        extra: by step that the last change has planned again: by how much longer its work takes, as predicted.
+        rest: by such a step: predicted time until all stages have made their update of it.
     """
 
     def __init__(self, planner: Plans) -> None:
@@ -78,7 +69,7 @@ class PlanHistory:
         self.steps: dict[int, StepPlan] = {}
 
     def begin(self, step: int) -> StepPlan:
-        """The plan of a step that this worker begins."""
+        """The plan of a step that this worker begins; plans of steps before the last one are dropped."""
         if step not in self.steps:
             self.steps[step] = StepPlan(self._planner.plan(self.failed, step))
         for old in [number for number in self.steps if number < step - 1]:
@@ -86,11 +77,11 @@ class PlanHistory:
         return self.steps[step]
 
     def changed_since(self, number: int) -> frozenset[int]:
-        """Steps that were planned again by changes after that of this number."""
+        """Steps that changes after number ``number`` have planned again."""
         return frozenset().union(*(steps for when, steps in self._changed.items() if when > number))
 
     def change(self, entry: Mapping[str, Any]) -> frozenset[int]:
-        """A survivor group was formed: re-plan the steps under way.
+        """A survivor group was formed: plan the steps under way again.
 
         Args:
             entry: plain data, the same at every worker: ``number``, which rises with each change; ``failed``, all
@@ -99,11 +90,8 @@ class PlanHistory:
                 ``summed``: pairs of a step and a stage whose sum of gradients somebody has; ``until``, the first step
                 that nobody can make as yet, or None: what was begun of it is begun again.
 
-        Returns:
-            Steps that have new rows, in which every worker is at place 0.
-
-        Raises:
-            ConfigError: nobody can compute what was lost.
+        Returns steps that have new rows, in which every worker is at place 0. Raises ConfigError if no worker can
+        compute what a failed one had.
         """
         self.number = entry["number"]
         self.entries = [*self.entries, dict(entry)][-_KEPT:]
@@ -142,7 +130,7 @@ class PlanHistory:
     ) -> StepPlan:
         rows = step.plan.schedule.rows
         progress = {worker: one.progress(number, rows.get(worker, ())) for worker, one in at.items()}
-        # Whoever had the sum with the gradients of a worker failed before may fail, too.
+        # Whoever had the sum with the gradients of an earlier failed worker may have failed, too.
         again = {worker for worker in step.done if worker in failed and worker.stage not in summed}
         done = {worker: actions for worker, actions in step.done.items() if worker not in again}
         now = (failed - set(step.plan.failed)) | again

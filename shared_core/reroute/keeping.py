@@ -1,12 +1,12 @@
 """The data of pipelines at more workers than draw them, so that a step outlives both ends of a pipeline.
 
-Only the first and the last stage of a pipeline draw its data. In each step the first stage sends the inputs to its
-peers, and the last one the labels, which *keep* them until the step is over. A peer has all that it keeps before its
+Only the first and the last stage of a pipeline draw its data. In each step the first stage sends the inputs, and the
+last one the labels, to its peers, which *keep* them until the step is over. A peer has all that it keeps before its
 last forward, and no stage has its sum of gradients before all forwards are made: so once anything of a step is final,
 every worker of these stages has its data. Whoever computes for a failed worker has its data in the same way.
 
-Where those that draw can read other pipelines' data, too, nobody keeps any, and one of them reads those of a pipeline
-that has lost both ends.
+Where those that draw can read other pipelines' data, too, nobody keeps any. One of them reads the data of a pipeline
+whose two ends have failed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,11 @@ NOTHING: Item = (None, None)
 
 
 class DataAway(Exception):
-    """The data of a step went with both ends of a pipeline before anybody else had them: a replacement draws them."""
+    """Both ends of a pipeline failed before anybody else had the data of a step: a replacement has to draw them."""
 
 
 class Part(NamedTuple):
-    """Half of a micro-batch's data.
-
-    Attributes:
-        kind: of the messages that carry it.
-        stage: which computes with it.
-        number: in the items of a step.
-    """
+    """Half of a micro-batch's data: what carries it, the stage that computes with it, its index in an :data:`Item`."""
 
     kind: MessageKind
     stage: int
@@ -51,8 +45,8 @@ def parts_of(topology: Topology) -> tuple[Part, Part]:
 def keepers(topology: Topology, failed: Collection[Worker], pipeline: int, stage: int) -> list[Worker]:
     """Who gets the data of a pipeline for one of its ends besides the worker at that end: all peers that are there.
 
-    Fewer would do for one failure. But workers of a machine fail together, and then nobody could make a step again of
-    which a stage has its sum.
+    Fewer would do for one failure. But workers of a machine fail together, and then nobody could make a step again
+    whose sum a stage has already.
     """
     peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(1, topology.pipelines)]
     return [peer for peer in peers if peer not in failed]
@@ -61,13 +55,9 @@ def keepers(topology: Topology, failed: Collection[Worker], pipeline: int, stage
 def first_without_data(
     topology: Topology, failed: Collection[Worker], held: Mapping[int, Collection[tuple[int, int]]], first: int
 ) -> int | None:
-    """The first step that cannot be made without a replacement of either end of a pipeline; None if all can be made.
+    """The first step from ``first`` on that lacks data of a pipeline whose ends failed; None if there is none.
 
-    Args:
-        topology: shape of the job.
-        failed: all workers that are not there.
-        held: by step, (pipeline, kind of message) of all data that somebody has.
-        first: the oldest step that is not over.
+    ``held`` has, by step, (pipeline, kind of message) of all data that somebody has.
     """
     parts, last = parts_of(topology), topology.stages - 1
     dark = [d for d in range(topology.pipelines) if {Worker(d, 0), Worker(d, last)} <= set(failed)]
@@ -83,10 +73,9 @@ def readers_of(views: Mapping[int, Any]) -> list[int]:
 
 
 def data_until(topology: Topology, gone: frozenset[Worker], views: Mapping[int, Any]) -> int | None:
-    """The first step whose data went with both ends of a pipeline, from what all have told; None if there is none.
+    """The first step whose data are missing, from what all have told; None if there is none.
 
-    Raises:
-        RecoveryFailed: a worker has made a part of it that cannot be made again.
+    Raises RecoveryFailed if a worker has already summed gradients of that step.
     """
     if readers_of(views):
         return None
@@ -107,12 +96,6 @@ def data_until(topology: Topology, gone: frozenset[Worker], views: Mapping[int, 
 
 
 class Keeping:
-    """Passes the data of a step to those that keep them or compute with them.
-
-    Args:
-        place: of this worker.
-    """
-
     _channel: MessageChannel
 
     def __init__(self, place: WorkerPlace) -> None:
@@ -123,19 +106,12 @@ class Keeping:
         self._readers: list[int] = []
 
     def held(self, step: Step) -> list[list[int]]:
-        """(pipeline, kind of message) of the data of a step that this worker has; plain data for the others."""
+        """(pipeline, kind of message) of the data of a step that this worker has; plain data."""
         pipelines = range(self._topology.pipelines)
         return [[d, int(part.kind)] for d in pipelines for part in self._parts if self._has_all(step, d, part)]
 
     def connect(self, channel: MessageChannel, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:
-        """There is a new survivor group.
-
-        Args:
-            channel: over the survivor group.
-            steps: of this worker.
-            views: what all workers have told, by rank: for each step, as text, what :meth:`held` says as ``data``; and
-                whether they can read other pipelines' data, as ``reads``.
-        """
+        """Use a new survivor group; ``views`` has :meth:`held` of each step, and who can read, by rank."""
         self._channel, self._held, self._readers = channel, {}, readers_of(views)
         for rank, view in views.items():
             for number, facts in view["steps"].items():
@@ -148,9 +124,7 @@ class Keeping:
                         self._put(step, (d, j), part, None)
 
     def give(self, step: Step, plan: StepPlan) -> None:
-        """Send what this worker is to send of a step, once on each survivor group, and begin to receive what it is to
-        keep.
-        """
+        """Send what this worker owes of a step, once on each survivor group, and begin to receive what it keeps."""
         me = self._rank(self._me)
         for d in range(self._topology.pipelines):
             for part in self._parts:
@@ -170,11 +144,7 @@ class Keeping:
                         self._channel.post(self._key(step, d, j, part), source)
 
     def complete(self, step: Step, plan: StepPlan) -> None:
-        """Before the last forward of a row: have all that is to be kept.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed.
-        """
+        """Before the last forward of a row: wait for all that is to be kept."""
         row = plan.plan.schedule.rows[self._me]
         if sum(action.kind is Kind.F for action in row[step.at :]) > 1:
             return
@@ -185,11 +155,11 @@ class Keeping:
                         self._get(step, plan, (d, j), part)
 
     def inputs(self, step: Step, plan: StepPlan, action: Action) -> Tensors:
-        """Data that the first stage computes with. Raises SurvivorGroupBroken after a failure."""
+        """Wait for the data that the first stage computes with. Raises SurvivorGroupBroken after a failure."""
         return self._get(step, plan, (action.pipeline, action.micro_batch), self._parts[0])
 
     def labels(self, step: Step, plan: StepPlan, action: Action) -> Tensors:
-        """Data that the last stage computes with. Raises SurvivorGroupBroken after a failure."""
+        """Wait for the data that the last stage computes with. Raises SurvivorGroupBroken after a failure."""
         return self._get(step, plan, (action.pipeline, action.micro_batch), self._parts[1])
 
     def _get(self, step: Step, plan: StepPlan, place: tuple[int, int], part: Part) -> Tensors:
@@ -203,7 +173,7 @@ class Keeping:
         return known
 
     def _source(self, step: Step, plan: StepPlan, d: int, part: Part) -> int | None:
-        """Who sends a part of the data: an end of the pipeline, else one that keeps them."""
+        """Rank that sends a part of the data: an end of the pipeline, else the lowest one that has or can read it."""
         last, gone = self._topology.stages - 1, self._places.gone(plan.plan.failed)
         for end in (part.stage, last - part.stage):
             if Worker(d, end) not in gone:  # it has drawn them, wherever it computes
@@ -211,7 +181,7 @@ class Keeping:
         return min(self._held.get((step.number, d, part.kind)) or self._readers, default=None)
 
     def _read(self, step: Step, d: int) -> None:
-        """Nobody has drawn the data of a pipeline, and all count on this worker for them."""
+        """Read the data of a pipeline that nobody has drawn; all count on this worker for them."""
         if step.reader is None:
             raise Unsupported(
                 f"pipeline {d} has lost its first and its last stage, and the data of step {step.number} are no "
@@ -221,9 +191,7 @@ class Keeping:
             step.items[d, j] = item
 
     def _takers(self, plan: StepPlan, d: int, part: Part) -> list[Worker]:
-        """Who is to have a part, and has something left to do in the step: all where they are kept, else who computes
-        with them.
-        """
+        """Who still needs a part in the step: all keepers, or with readers only those that compute with it."""
         hosts = {plan.plan.host(d, part.stage, j) for j in range(self._topology.micro_batches)}
         peers = keepers(self._topology, plan.plan.failed, d, part.stage)
         found = [peer for peer in peers if not self._readers or peer in hosts]

@@ -21,53 +21,44 @@ MEASURED = 3
 
 
 class Measuring:
-    """Measures the actions of one worker, and has all workers agree on times at the end of the first steps.
-
-    Args:
-        planner: goes by the times.
-    """
+    """Measures the actions of one worker, and has all workers agree on times at the end of the first steps."""
 
     def __init__(self, place: WorkerPlace, planner: Plans) -> None:
         self._place, self._planner = place, planner
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
         self._profile = Profile()
         self._held_bytes: int | None = None
-        #: First step of the job; the same at all workers once they have told each other.
+        #: First step of the job; the same at all workers once they have exchanged it.
         self._first: int | None = None
-        #: First step of this worker.
         self._began: int | None = None
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         if self._first is None:
             self._first = step
         if self._began is None:
             self._began = step
 
     def takes(self, step: int) -> bool:
-        """Whether durations are taken in a step: not in the first one here, in which allocators and caches warm up."""
+        """Whether durations are taken: not in this worker's first step, in which allocators and caches warm up."""
         return self._began is not None and step > self._began
 
     def takes_halves(self, step: int) -> bool:
-        """Whether some whole backwards are run in halves, so that all sorts of durations are known."""
         return self._planner.times is None and self.takes(step)
 
     def add(self, step: int, kind: Kind, began: float) -> None:
-        """An action of a step is over; it began at this time of ``time.perf_counter``."""
+        """Note an action that ends now; ``began`` is a time of ``time.perf_counter``."""
         if self.takes(step):
             self._profile.add(kind, time.perf_counter() - began, step)
 
     def recent(self, since: int) -> dict[str, float]:
-        """Medians of the steps from ``since`` on, with what is known of those that were not taken lately; empty for a
-        worker that has taken none, and before all have agreed on times.
-        """
+        """Medians in seconds from step ``since`` on, completed; empty before there are any, or times are agreed."""
         medians, used = self._profile.medians(since), self._planner.times
         if used is None or not medians.keys() & {Kind.F, Kind.I, Kind.W, Kind.B}:
             return {}
         return completed(medians, used.at(self._me))
 
     def measure_held(self, step: int, tensors: Tensors, outputs: Tensors, parameters: Sequence[Tensor]) -> None:
-        """A forward is over: take what it holds until its backward, once."""
+        """After a forward: measure once what it holds until its backward."""
         if self._held_bytes is None and self.takes(step):
             self._held_bytes = bytes_held(tensors, outputs, parameters)
 
@@ -76,22 +67,12 @@ class Measuring:
         return {"began": self._first} | self._planner.view()
 
     def learn(self, views: Mapping[int, Any]) -> None:
-        """Take over the times that others go by, or from which step on they measure."""
+        """Take over the times in use, and the first measured step, from what others have told."""
         self._first = min((view["began"] for view in views.values() if view["began"] is not None), default=None)
         self._planner.learn(views.values())
 
     def agree(self, channel: MessageChannel, step: int, activations: Sequence[Tensors]) -> None:
-        """At the end of the last step that is measured, all workers tell what they found, and go by the same times
-        and limits of memory.
-
-        Args:
-            channel: joins the workers that are there.
-            step: which has ended.
-            activations: that this worker has sent in it.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed.
-        """
+        """At the end of the last measured step: all exchange medians, and use the same times and limits."""
         if self._planner.times is not None:  # always at another's place: nobody moves before there are times
             return
         assert self._first is not None

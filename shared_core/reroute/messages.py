@@ -1,7 +1,7 @@
 """Messages of one survivor group: activations, gradients and data by micro-batch, whoever computes it.
 
 Each message has a tag of its own, so nobody waits for one message before it gets another. A receiver learns the shapes
-of activations from a header that comes with the first one of each sender.
+of activations from a header that comes with the first one of each sender. Tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = tuple[Tensor, ...]
 #: (dtype, shape, whether it is differentiated) of each tensor of a message.
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...], bool], ...]
 
-#: Types of what is sent, by number.
+#: Dtypes by the number that headers carry: the order must not change.
 DTYPES = (
     torch.float32,
     torch.float64,
@@ -39,8 +39,6 @@ _ROW = _DIMENSIONS + 3
 
 
 class MessageKind(IntEnum):
-    """Kinds of messages."""
-
     ACTIVATION = 0  # from the stage before
     GRADIENT = 1  # from the stage behind
     INPUTS = 2  # data that the first stage computes with
@@ -67,11 +65,9 @@ class MessageKey(NamedTuple):
     """One message.
 
     Attributes:
-        step: number of the step.
-        kind: which of the kinds above.
         stage: that of the receiver, or, for sums, norms and the like, that of the sender.
         pipeline: home of the micro-batch, or the sender's.
-        micro_batch: index in its home pipeline.
+        micro_batch: index in its home pipeline; for sums, the group.
     """
 
     step: int
@@ -85,9 +81,8 @@ class MessageChannel:
     """Sends and receives on one survivor group.
 
     Args:
-        survivor_group: the workers that are there.
         topology: shape of the job; tags depend on it.
-        shapes: what is known of messages to this worker, by kind; learned and kept over survivor groups.
+        shapes: of messages to this worker, by kind; the channel adds to it, and the caller keeps it for the next group.
         knows: kinds of which each rank knew the shapes before this survivor group. A header that nobody reads is never
             sent wholly, and all that is sent after it would be kept.
     """
@@ -112,7 +107,7 @@ class MessageChannel:
         ) + part
 
     def send(self, key: MessageKey, parts: Sequence[Tensor], rank: int) -> None:
-        """Send tensors that nobody changes any more."""
+        """Send tensors without waiting; nobody may change them from now on."""
         for part, tensor in enumerate(parts):
             self.survivor_group.send(tensor.contiguous(), rank, self._tag(key, part))
 
@@ -143,7 +138,7 @@ class MessageChannel:
         return key.kind in self._known or (key.kind, rank) in self._heard
 
     def send_described(self, key: MessageKey, parts: Sequence[Tensor], rank: int) -> None:
-        """As :meth:`send`, for :meth:`fetch_described`: of any shape, which is sent with each message."""
+        """As :meth:`send`, for :meth:`fetch_described`: each message carries its shapes."""
         self.survivor_group.send(_header(parts), rank, self._tag(key, _PARTS))
         self.send(key, parts, rank)
 
@@ -155,12 +150,12 @@ class MessageChannel:
         return self.finish(key)
 
     def fetch_like(self, key: MessageKey, like: Sequence[Tensor], rank: int) -> Tensors:
-        """Wait for a message of the shapes of ``like``."""
+        """Wait for a message of the shapes and dtypes of ``like``, in new tensors."""
         self.post_like(key, like, rank)
         return self.finish(key)
 
     def post_like(self, key: MessageKey, like: Sequence[Tensor], rank: int) -> None:
-        """Begin to receive a message of the shapes of ``like``."""
+        """Begin to receive a message of the shapes and dtypes of ``like``; does nothing if it has begun."""
         if key not in self._posted:
             self.post_into(key, tuple(torch.empty(t.shape, dtype=t.dtype) for t in like), rank)
 
@@ -168,12 +163,12 @@ class MessageChannel:
         self.post_into(key, tuple(torch.empty(shape, dtype=dtype) for dtype, shape, _ in shapes), rank)
 
     def post_into(self, key: MessageKey, parts: Tensors, rank: int) -> None:
-        """Begin to receive a message into tensors, which :meth:`finish` returns."""
+        """Begin to receive a message into ``parts``, which :meth:`finish` returns."""
         works = [self.survivor_group.recv(tensor, rank, self._tag(key, part)) for part, tensor in enumerate(parts)]
         self._posted[key] = parts, works
 
     def finish(self, key: MessageKey) -> Tensors:
-        """Wait for a message that is being received."""
+        """Wait for a message that is being received. Raises ``SurvivorGroupBroken`` after a failure."""
         parts, works = self._posted.pop(key)
         for work in works:
             work.wait()

@@ -1,9 +1,9 @@
 """Survivors that compute at the place of a failed worker of another stage (ReCycle's failure normalisation).
 
-Two failures in one stage cost far more than one failure in each of two stages. So a survivor of a stage that can do
-without it gets the state of the poorer stage from a replica, and computes there. It continues to make the updates of
-its own stage, with sums that its peers there give it: what its script sees is always what it would see without a
-failure, its stage does not lose a replica, and it is home again as soon as it computes there again.
+Two failures in one stage cost far more than one failure in each of two stages. So a survivor of a stage that can spare
+it gets the state of the poorer stage from a replica, and computes there. It still makes the updates of its own stage,
+with sums that its peers there give it: its script sees what it would see without a failure, its stage keeps the
+replica, and it can return at once.
 """
 
 from __future__ import annotations
@@ -32,18 +32,7 @@ from shared_core.worker.recovery.survivor_group import SurvivorGroup
 
 @dataclass
 class Role:
-    """What runs a worker's share of the steps at one place.
-
-    Attributes:
-        place: where.
-        model: its layers.
-        measuring: takes durations there.
-        reports: tells them, and new times.
-        finishing: ends steps.
-        keeping: passes data on.
-        runner: runs rows.
-        shapes: what is known of messages to there.
-    """
+    """What runs a worker's share of the steps at one place. ``shapes`` are those of messages to this place."""
 
     place: WorkerPlace
     model: StageModel
@@ -55,16 +44,10 @@ class Role:
     shapes: dict[MessageKind, Shapes]
 
     def facts(self, steps: Mapping[int, Step]) -> dict[str, Any]:
-        """What others are told of this worker's steps after a failure; plain data."""
         return {str(number): step.facts() | {"data": self.keeping.held(step)} for number, step in steps.items()}
 
     def learn(self, steps: Mapping[int, Step], views: Mapping[int, Any]) -> None:
-        """Take over norms, losses and results of this worker's steps that others know.
-
-        Args:
-            steps: of this worker.
-            views: what all have told, by rank; what :meth:`facts` says as ``steps``.
-        """
+        """Take over norms, losses and results of ``steps`` that others have told, by rank."""
         for view in views.values():
             for number, facts in view["steps"].items():
                 if (step := steps.get(int(number))) is not None:
@@ -74,18 +57,7 @@ class Role:
 
 
 class Roles:
-    """At which place one worker computes; moves it, and helps others to move.
-
-    Args:
-        home: of this worker.
-        places: where all are.
-        make: makes the role of this worker at its own place or another.
-
-    Attributes:
-        home: its role at its own place.
-        now: its role at the place at which it computes.
-        following: keeps its own stage current while it computes elsewhere.
-    """
+    """At which place one worker computes, ``now`` or at ``home``; moves it, and helps others to move."""
 
     def __init__(
         self, home: Worker, model: HomeModel, places: Places, make: Callable[[WorkerPlace, StageModel], Role]
@@ -98,16 +70,10 @@ class Roles:
 
     @property
     def away(self) -> bool:
-        """Whether this worker computes elsewhere."""
         return self.now is not self.home
 
     def take(self, moves: Sequence[Move], steps: Mapping[int, Step]) -> None:
-        """From now on these workers, and no others, compute elsewhere.
-
-        Args:
-            moves: all that hold.
-            steps: what this worker keeps of steps; if it moves or comes home, they have ended.
-        """
+        """From now on these workers, and no others, compute elsewhere. If this one moves, its ``steps`` have ended."""
         self._places.move(moves)
         place = next((move.target for move in moves if move.source == self._home), self._home)
         before = self.now.place.me
@@ -119,20 +85,14 @@ class Roles:
         self._hosted = {} if place == self._home else {place: self.now}
 
     def shapes(self) -> dict[str, Any]:
-        """Of which messages this worker knows the shapes, by place: its own, and others. Plain data."""
+        """Of which messages this worker knows the shapes, by place; plain data."""
         roles = (self.home, *self._hosted.values())
         return {"shapes": [[list(role.place.me), [int(what) for what in role.shapes]] for role in roles]}
 
     def meet(
         self, survivor_group: SurvivorGroup, views: Mapping[int, Any], steps: Mapping[int, Step]
     ) -> MessageChannel:
-        """A channel over a survivor group.
-
-        Args:
-            survivor_group: in use from here on.
-            views: what all have told: of :meth:`shapes`, and of steps under way.
-            steps: this worker's, of those under way.
-        """
+        """A channel over a new survivor group, which all parts of the present role then use."""
         at = self._places.workers()
         knows = {
             rank: {MessageKind(kind) for place, kinds in view["shapes"] if Worker(*place) == at[rank] for kind in kinds}
@@ -148,16 +108,7 @@ class Roles:
     def feed_again(
         self, steps: Mapping[int, Step], views: Mapping[int, Any], vacant: frozenset[Worker]
     ) -> dict[int, set[int]]:
-        """There is a new survivor group: give sums to workers that compute elsewhere and have not got them.
-
-        Args:
-            steps: of this worker.
-            views: what all have told of steps.
-            vacant: places at which nobody computes.
-
-        Returns:
-            By step, the ranks that have the sum of the stage at which they compute.
-        """
+        """On a new survivor group, give sums to workers that compute elsewhere; returns who has sums, by step."""
         having = {
             number: {rank for rank, view in views.items() if view["steps"].get(str(number), {}).get("reduced")}
             for number in steps
@@ -188,14 +139,7 @@ class Roles:
         }
 
     def prepare(self, channel: MessageChannel, step: int, moves: Sequence[Move], told: Mapping[int, Any]) -> str:
-        """Give state, or get it and build the layers.
-
-        Returns:
-            Why this worker cannot move; empty if nothing is in the way.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed.
-        """
+        """Give state, or get it and build the layers. Returns why this worker cannot move; empty if it can."""
         if len({view["terms"] for view in told.values()}) > 1:
             return "the hyper-parameters of the stages differ"
         wrong, mine = "", self._places.home_rank(self._home)
@@ -223,7 +167,7 @@ class Roles:
         return [move for move in moves if move not in self._places.moves]
 
     def _giver(self, stage: int, ranks: Sequence[int]) -> int:
-        """Rank of who gives the state of a stage: the first of those that belong to it."""
+        """Rank that gives the state of a stage: the lowest of those that belong to it."""
         return min(
             rank
             for worker in self._places.topology.workers()
@@ -232,31 +176,18 @@ class Roles:
 
 
 class StateFollower:
-    """Has a worker that computes elsewhere make the updates of its own stage.
-
-    Args:
-        home: its place.
-        places: where all are.
-    """
+    """Has a worker that computes elsewhere make the updates of its own stage."""
 
     def __init__(self, home: Worker, model: StageModel, places: Places) -> None:
         self._home, self._model, self._places = home, model, places
         self._givers: dict[int, int] = {}
 
     def learn(self, having: Mapping[int, set[int]]) -> None:
-        """There is a new survivor group.
-
-        Args:
-            having: by step, ranks that had the sum of this worker's stage before it: the first of them gives it.
-        """
+        """On a new survivor group: by step, the ranks that have the sum of this worker's stage. The lowest gives it."""
         self._givers = {step: min(ranks) for step, ranks in having.items() if ranks}
 
     def follow(self, channel: MessageChannel, step: Step, vacant: frozenset[Worker]) -> None:
-        """Make the update of a step, which has ended at the place where this worker computes.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed meanwhile; another call continues where this one was.
-        """
+        """Make the update of a step that has ended; after SurvivorGroupBroken another call continues."""
         parameters = self._model.parameters
         if step.home is None:
             peers = [Worker(d, self._home.stage) for d in range(self._places.topology.pipelines)]
@@ -273,13 +204,13 @@ class StateFollower:
 
 
 def flat_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """All bytes of tensors, one after the other."""
+    """A copy of the tensors' bytes, concatenated, uint8."""
     parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def from_bytes(flat: Tensor, layout: Sequence[tuple[Sequence[int], str]]) -> list[Tensor]:
-    """Inverse of :func:`flat_bytes`, from (shape, type) of each tensor; copies, so that none keeps all."""
+    """Inverse of :func:`flat_bytes`, from (shape, name of the dtype) of each tensor; copies, so that none keeps all."""
     made, at = [], 0
     for shape, name in layout:
         dtype = getattr(torch, name)

@@ -13,13 +13,7 @@ class Places:
     """Who is where, the same at all workers that are there.
 
     A worker that has moved computes at the place of a failed one, and its own place counts as failed: so plans know
-    failed places and no moves.
-
-    Args:
-        rank_of: rank of the worker to whom a place belongs.
-
-    Attributes:
-        moves: who computes elsewhere.
+    failed places and no moves. ``home_rank`` gives the rank to which a place belongs.
     """
 
     def __init__(self, topology: Topology, rank_of: Callable[[Worker], int]) -> None:
@@ -31,7 +25,6 @@ class Places:
         self.moves = tuple(moves)
 
     def rank(self, place: Worker) -> int:
-        """Rank of who computes at a place."""
         return self.home_rank(next((move.source for move in self.moves if move.target == place), place))
 
     def workers(self) -> dict[int, Worker]:
@@ -40,57 +33,43 @@ class Places:
         return homes | {self.home_rank(move.source): move.target for move in self.moves}
 
     def vacant(self, ranks: Collection[int]) -> frozenset[Worker]:
-        """Places at which nobody computes.
-
-        Args:
-            ranks: who is there.
-        """
+        """Places at which none of ``ranks``, which are there, computes."""
         held = {place for rank, place in self.workers().items() if rank in ranks}
         return frozenset(place for place in self.topology.workers() if place not in held)
 
     def still(self, moves: Sequence[Move], ranks: Collection[int]) -> tuple[Move, ...]:
-        """Those of some moves that hold: of workers that are there, to places of workers that are not."""
+        """The moves that hold: of workers that are there, to places of workers that are not."""
         rank = self.home_rank
         return tuple(move for move in moves if rank(move.source) in ranks and rank(move.target) not in ranks)
 
     def vacant_after(self, moves: Sequence[Move], ranks: Collection[int]) -> frozenset[Worker]:
-        """Places at which nobody will compute if these are the moves."""
         after = Places(self.topology, self.home_rank)
         after.move(moves)
         return after.vacant(ranks)
 
     def gone(self, vacant: Collection[Worker]) -> frozenset[Worker]:
-        """Places whose own workers fail, from those at which nobody computes."""
+        """Places whose own workers have failed, from those at which nobody computes."""
         sources, targets = ({move.source for move in self.moves}, {move.target for move in self.moves})
         return (frozenset(vacant) - sources) | targets
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where a worker is in a job.
-
-    Attributes:
-        me: the place at which it computes.
-        places: where all are.
-    """
+    """Where a worker is in a job. ``me`` is the place at which it computes, not the one that belongs to it."""
 
     me: Worker
     places: Places
 
     @property
     def topology(self) -> Topology:
-        """Shape of the job."""
         return self.places.topology
 
     @property
     def last(self) -> bool:
-        """Whether it computes in the last stage."""
         return self.me.stage == self.topology.stages - 1
 
     def rank_of(self, place: Worker) -> int:
-        """Rank of who computes at a place."""
         return self.places.rank(place)
 
     def workers(self) -> dict[int, Worker]:
-        """The place at which each rank computes."""
         return self.places.workers()

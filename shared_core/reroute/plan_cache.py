@@ -25,16 +25,13 @@ from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times
 from shared_core.system.process import PACKAGE_ROOT, die_with_parent, run_module
 
-#: What the exact solver is given for one plan, in its own seconds, and actions of an iteration beyond which it is left
-#: out.
+#: Seconds of the exact solver for one plan, in its own deterministic time; most actions of an iteration given to it.
 EXACT_S, MOST_ACTIONS = 2.0, 1_500
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a plan depends on besides the failures; see ``planner.plan``. ``room`` is the micro-batches that a
-    worker of each stage can hold; empty for no limit.
-    """
+    """All that a plan depends on besides the failures. ``room``: micro-batches that a worker of each stage can hold."""
 
     topology: Topology
     times: Times = Times()
@@ -44,11 +41,10 @@ class Settings:
 
     @property
     def memory(self) -> Memory:
-        """The limits of the workers."""
         return Memory.of_stages(self.topology, self.room)
 
     def plan(self, failed: Collection[Worker] = ()) -> IterationPlan:
-        """Plan for some failures; raises what ``planner.plan`` does."""
+        """The plan for these failures; raises what ``planner.plan`` does."""
         return self.plan_within(failed, EFFORT)
 
     def plan_exactly(self, failed: Collection[Worker]) -> IterationPlan:
@@ -56,7 +52,6 @@ class Settings:
         return self.plan_within(failed, EFFORT, EXACT_S)
 
     def plan_within(self, failed: Collection[Worker], effort: int, time_limit: float = 0.0) -> IterationPlan:
-        """The same with another effort."""
         return plan(
             self.topology,
             failed,
@@ -70,16 +65,11 @@ class Settings:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Settings:
-        """Reverse of ``to_dict``.
-
-        Raises:
-            ConfigError: a field is missing, unknown or out of range.
-        """
+        """Reverse of ``to_dict``. Raises ConfigError where a field is missing, unknown or out of range."""
         try:
             times = data["times"]
             stages = tuple(StageTimes(**one) for one in times["stages"])
@@ -98,17 +88,12 @@ class Settings:
 
     @cached_property
     def key(self) -> str:
-        """A name for the folder of their plans; other times, another folder."""
+        """Name of the folder of plans for these settings: 16 hexadecimal digits of a hash."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 class PlanStore:
-    """Plans of one job, by failures.
-
-    Args:
-        folder: where the files are; plans of other settings may be there too.
-        settings: what to plan for.
-    """
+    """Plans of one job, by failures, in a folder of ``folder``; plans of other settings may be beside it."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.settings = settings
@@ -117,12 +102,7 @@ class PlanStore:
         self._read: dict[Path, IterationPlan] = {}
 
     def look_up(self, failed: Collection[Worker], *, exact: bool = False) -> IterationPlan | None:
-        """The plan for these failures, None if it has not been made yet. Reads one file, the first time.
-
-        Args:
-            failed: places without a worker.
-            exact: the plan of the exact solver; None also where that has found no better one.
-        """
+        """The plan for these failures, or with ``exact`` a better one of the exact solver; None if there is none."""
         pattern, names = canonical(self.settings.topology, failed, self.settings.times)
         found = self._load(pattern, self._path(pattern, exact))
         return None if found is None else rename(found, {new: old for old, new in names.items()})
@@ -138,7 +118,7 @@ class PlanStore:
         return rename(found, {new: old for old, new in names.items()})
 
     def fill(self, failures: int, wanted: Callable[[], bool] = lambda: True) -> int:
-        """Make all plans for 0 to so many failures, fewest first, while ``wanted``; returns how many there are."""
+        """Make all plans for 0 to ``failures`` failures, fewest first, while ``wanted``; returns how many there are."""
         count = 0
         for number in range(failures + 1):
             for pattern in patterns(self.settings.topology, number, self.settings.times):
@@ -149,8 +129,9 @@ class PlanStore:
         return count
 
     def improve(self, failures: int, wanted: Callable[[], bool] = lambda: True) -> int:
-        """Give the exact solver each plan for 1 to so many failures that may not be the best, fewest first, while
-        ``wanted``; returns how many it has improved. Nothing is done without OR-tools, nor for large pipelines.
+        """Give the exact solver each plan that may not be the best, fewest failures first, while ``wanted``.
+
+        Returns how many it has improved. Does nothing without OR-tools, nor for large pipelines.
         """
         topology, count = self.settings.topology, 0
         if 3 * topology.pipelines * topology.stages * topology.micro_batches > MOST_ACTIONS or not has_solver():
@@ -168,7 +149,7 @@ class PlanStore:
         return count
 
     def fill_in_background(self, failures: int) -> Filling:
-        """Make and improve them in a separate process with the lowest priority, which ends with this one."""
+        """Make and improve plans in a separate process with the lowest priority, which ends with this one."""
         path = self.folder / "settings.json"
         path.write_text(json.dumps(self.settings.to_dict()), encoding="utf-8")
         command = run_module("shared_core.reroute.plan_cache", str(path), str(failures), str(os.getpid()))
@@ -201,23 +182,15 @@ class PlanStore:
 
 
 class Filling:
-    """A process that makes plans."""
-
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     @property
     def running(self) -> bool:
-        """Whether it is still at work."""
         return self._process.poll() is None
 
     def wait(self, timeout: float) -> None:
-        """Until all plans are there.
-
-        Raises:
-            WaitTimeout: they are not after so many seconds; the process continues.
-            ConfigError: it failed; its error is on the console.
-        """
+        """Until all plans are there. WaitTimeout after ``timeout`` seconds, ConfigError if the process failed."""
         try:
             status = self._process.wait(timeout)
         except subprocess.TimeoutExpired as error:
@@ -228,18 +201,17 @@ class Filling:
             raise ConfigError(f"planning in the background failed with status {status}; its error is on the console")
 
     def stop(self) -> None:
-        """End it; plans that are there stay."""
+        """Kill the process; plans that are there stay."""
         self._process.kill()
         self._process.wait()
 
 
 def _sealed(text: str) -> str:
-    """A line and its checksum."""
     return f"{text}\n{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 
 def _opened(sealed: str) -> str:
-    """The line; raises CorruptFile if its checksum is another."""
+    """The line; raises CorruptFile if its checksum does not match."""
     text, _, _ = sealed.partition("\n")
     if sealed != _sealed(text):
         raise CorruptFile("its checksum does not match")
@@ -247,9 +219,7 @@ def _opened(sealed: str) -> str:
 
 
 def main() -> None:
-    """``python -m shared_core.reroute.plan_cache SETTINGS.json FAILURES PARENT``: what
-    ``fill_in_background`` starts.
-    """
+    """What ``fill_in_background`` starts, with the arguments SETTINGS.json FAILURES PARENT."""
     path, failures, parent = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.nice(19)
     die_with_parent(parent)

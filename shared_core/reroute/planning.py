@@ -1,10 +1,9 @@
 """The plans of one worker of a job: from measured times, and made before they are needed.
 
-All workers measure, tell each other what they found, and go by the same times from the same step on. Each can then make
-any plan by itself and comes to the same one. So plans need not be handed round, and it does not matter which worker of
-a machine has made those that lie ready: one process in the background, for all workers of the machine. At a failure the
-survivors agree on whether all of them have the plan; if not, each makes one with less effort. Plans of the exact solver
-count if all have the same one.
+All workers measure, exchange what they found, and use the same times from the same step on. Each then makes any plan by
+itself and comes to the same one, so plans need not be sent. One process in the background makes plans for all workers
+of a machine. After a failure the survivors agree on whether all of them have the plan; if not, each makes one with less
+effort. Plans of the exact solver count if all have the same one.
 """
 
 from __future__ import annotations
@@ -28,43 +27,30 @@ from shared_core.schedule.remainder import EFFORT
 from shared_core.schedule.schedule import Action, Schedule, Topology, Worker
 from shared_core.schedule.timing import Times, simulate
 
-#: Times that are known: the step under way may be of the one before the newest.
+#: Times that are kept: the step under way may use those before the newest.
 _KEPT = 2
 
 
 @dataclass(frozen=True)
 class TimesInUse:
-    """Times that all go by from a step on.
-
-    Attributes:
-        since: that step.
-        times: durations.
-        ready: failures whose plan all had when they agreed on the times; None if nobody was asked.
-    """
+    """Times that all use from step ``since`` on; ``ready``: failures whose plan all had by then, or None."""
 
     since: int
     times: Times
     ready: frozenset[Worker] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
         ready = None if self.ready is None else [list(worker) for worker in sorted(self.ready)]
         return {"since": self.since, "times": to_dict(self.times), "ready": ready}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TimesInUse:
-        """Reverse of :meth:`to_dict`."""
         ready = None if data["ready"] is None else frozenset(Worker(*each) for each in data["ready"])
         return cls(data["since"], from_dict(data["times"]), ready)
 
 
 class Proposal(NamedTuple):
-    """Times that all may go by later.
-
-    Attributes:
-        number: of the proposal.
-        times: durations.
-    """
+    """Times that all may use later; its ``number`` is the step in which it was made."""
 
     number: int
     times: Times
@@ -74,17 +60,13 @@ class Plans:
     """Plans of one worker.
 
     Args:
-        topology: shape of the job.
-        variant: of all plans.
-        ordered: see :func:`~shared_core.schedule.planner.plan`.
+        ordered: all micro-batches of a failed worker go to one peer.
         folder: shared by the workers of a machine and removed with the job.
-        failures: plans are made for so many more failures than there are.
+        failures: plans are made for so many more failures than there are; 0 for none in advance.
         held: micro-batches that a worker may hold, or those of 1F1B if they are more; 0: as many as fit into the
             memory, once that is measured.
 
     Attributes:
-        variant: of all plans.
-        ordered: all micro-batches of a failed worker go to one peer.
         room: micro-batches that a worker of each stage may hold.
         proposal: times that plans are being made for, if any.
     """
@@ -108,7 +90,7 @@ class Plans:
 
     @property
     def times(self) -> Times | None:
-        """Durations that all workers go by; None until they are known: then plans are made for equal slots."""
+        """Durations in seconds that all workers use; None until they are known: then plans are made for equal slots."""
         return self._in_use[-1].times if self._in_use else None
 
     @property
@@ -117,19 +99,18 @@ class Plans:
         return self._in_use[-1].since if self._in_use else -1
 
     def room_for(self, found: Iterable[tuple[int, MemoryUse]]) -> tuple[int, ...]:
-        """What workers may hold, from what all have measured, given as (stage, use)."""
+        """Micro-batches that a worker of each stage may hold, from what all have measured as (stage, use)."""
         return room_of(self._topology, self._held, found)
 
     def adopt(self, used: TimesInUse, room: tuple[int, ...]) -> None:
-        """Go by these times, and hold so much, from their first step on."""
+        """Use these times and this room from their first step on."""
         self._use((*self._in_use, used)[-_KEPT:], room)
 
     def view(self) -> dict[str, Any]:
-        """What others are told after a failure; plain data."""
         return {"in_use": [used.to_dict() for used in self._in_use], "room": list(self.room)}
 
     def learn(self, views: Iterable[Mapping[str, Any]]) -> None:
-        """Go by what the one knows that has heard most: the times of a step are settled before anybody begins it."""
+        """Use the newest times that anybody knows: the times of a step are settled before anybody begins it."""
         newest = max(views, key=lambda view: max((each["since"] for each in view["in_use"]), default=-1))
         if newest["in_use"] and newest["in_use"][-1]["since"] > self.since:
             self._use(tuple(map(TimesInUse.from_dict, newest["in_use"])), tuple(newest["room"]))
@@ -160,7 +141,6 @@ class Plans:
 
     @property
     def memory(self) -> Memory:
-        """What every worker may hold."""
         return self._settings(None).memory
 
     # -- plans -------------------------------------------------------------------------------------
@@ -172,16 +152,14 @@ class Plans:
         return self._stores[name]
 
     def _look_up(self, settings: Settings, failed: frozenset[Worker], *, exact: bool = False) -> IterationPlan | None:
-        """A plan that this worker has; reads one file, the first time."""
+        """A plan that this worker has, None if it has none; reads one file, the first time."""
         try:
             return self._store(settings).look_up(failed, exact=exact)
         except ConfigError:  # half a file, say, on a full disk
             return None
 
     def lies_ready(self, failed: frozenset[Worker]) -> list[str]:
-        """Names of the times, in use and proposed, for which this worker has the plan for these failures; and of plans
-        that the exact solver has improved.
-        """
+        """Names of the plans for these failures that this worker has, for the times in use and proposed."""
         if not self._failures:
             return []
         proposed = [] if self.proposal is None else [self.proposal.times]
@@ -200,15 +178,10 @@ class Plans:
         return self.proposal.number if ready else -1
 
     def choose(self, failed: frozenset[Worker], ready: Collection[str]) -> None:
-        """With the newest times, go by the plan that lies ready, if it does so everywhere, else by one that is quickly
-        made.
+        """Use the plan for ``failed`` that is ready, if all have it, else make one quickly; with the newest times.
 
-        Args:
-            failed: what to plan for.
-            ready: what :meth:`lies_ready` has told at all workers.
-
-        Raises:
-            ConfigError: all others go by a plan of the exact solver that this worker does not have.
+        ``ready``: what :meth:`lies_ready` has told at all workers. Raises ConfigError if all others use a plan of the
+        exact solver that this worker does not have.
         """
         settings = self._settings(self.times)
         exact = next((name for name in ready if name.startswith(f"{settings.key}:")), "")
@@ -232,7 +205,6 @@ class Plans:
         return found
 
     def plan(self, failed: frozenset[Worker], step: int) -> IterationPlan:
-        """The plan of a step that begins while some fail."""
         used, settings = self._of_step(step), self._settings_of(step)
         found = self._known.get((settings.key, failed))
         if found is None:
@@ -241,28 +213,23 @@ class Plans:
         return found
 
     def seconds(self, schedule: Schedule, staggered: bool, moves: Sequence[Move] = ()) -> float:
-        """What an iteration takes, by the measured times."""
+        """Seconds of an iteration, by the measured times; slots where there are none."""
         times = self.times or EQUAL
         return simulate(schedule, times, staggered=staggered, late=second_updates(times, moves)).period
 
     def rest(self, schedule: Schedule, staggered: bool, done: Collection[Action]) -> float:
-        """What the rest of an iteration takes, to the end of its updates, by the measured times."""
+        """Seconds of the rest of an iteration, to the end of its updates, by the measured times."""
         timeline = simulate(schedule, self.times or EQUAL, staggered=staggered, done=done, rounds=0)
         return max((slot.end for row in timeline.rows.values() for slot in row), default=0.0)
 
     def facts(self, failed: frozenset[Worker], moves: Sequence[Move] = (), *, switched: bool) -> dict[str, Any]:
-        """What is planned for the failures that there are. Not on the way of a failure.
+        """What is planned for the present failures. Slow: not to be called while others wait after a failure.
 
-        Args:
-            failed: places at which nobody computes.
-            moves: who computes elsewhere.
-            switched: the newest times are new.
+        ``failed`` are places at which nobody computes; ``switched`` says that the newest times are new.
 
-        Returns:
-            Plain data: the ``times``, the ``room``, the ``period_s`` that is expected, whether the plan was ``ready``,
-            its ``solver``, and after how many seconds it was there (``planned_s``). After new times also what
-            ``drifted``: pipeline, stage, kind, seconds before and now; and the period with the plan until then
-            (``period_before_s``).
+        Returns plain data: the ``times``, the ``room``, the ``period_s`` that is expected, whether the plan was
+        ``ready``, its ``solver``, and after how many seconds it was there (``planned_s``). After new times also
+        what ``drifted`` (pipeline, stage, kind, seconds before and now), and ``period_before_s``, with the old plan.
         """
         now, staggered = self.plan(failed, self.since), self.variant is Variant.STAGGERED
         ready, seconds = self._looked_up
@@ -285,7 +252,7 @@ class Plans:
         return facts
 
     def fill(self, failed: frozenset[Worker]) -> None:
-        """Begin to make plans for these and further failures, with the times that are proposed, or else in use."""
+        """Begin to make plans for these and further failures, with the proposed times, or else those in use."""
         times = self.times if self.proposal is None else self.proposal.times
         if times is None or not self._failures:
             return
@@ -302,13 +269,12 @@ class Plans:
         self._filling = store.fill_in_background(number)
 
     def stop(self) -> None:
-        """End what runs in the background."""
         if self._filling is not None:
             self._filling.stop()
             self._filling = None
 
 
 def _names(settings: Settings, exact: IterationPlan | None) -> list[str]:
-    """Of a plan of the exact solver, if there is one: by what is in it, as solvers of two machines may find two."""
+    """Name of a plan of the exact solver, if any, by its content: solvers of two machines may find two."""
     digests = [hashlib.sha256(plan.to_json().encode()).hexdigest()[:16] for plan in (exact,) if plan is not None]
     return [f"{settings.key}:{digest}" for digest in digests]

@@ -1,7 +1,7 @@
 """What workers report of their durations while they train, and how they come to new times together.
 
 Reports go to the first worker of the last stage, which reads them when it tells all others the losses of a step. By
-then everybody has begun the step and has reported, so nobody waits. What it decides (see :mod:`.drift`) goes out with
+then everybody has begun the step and has reported, so nobody waits. Its decision (see :mod:`.drift`) goes out with
 those losses, which everybody has before it begins the next step. A failure makes all that was proposed void; new times
 hold for all or for nobody, as the survivors tell each other.
 """
@@ -25,19 +25,11 @@ from shared_core.reroute.times import Medians, agree
 from shared_core.schedule.profile import COMMUNICATION
 from shared_core.schedule.schedule import Kind, Worker
 
-#: What a report has of medians, in this order.
+#: Order of the medians in a report.
 _NAMES = (*(kind.value for kind in Kind), COMMUNICATION)
 
 
 class Reports:
-    """Reports of one worker, and, at the one that decides, those of all.
-
-    Args:
-        planner: goes by the times.
-        measuring: has the durations of this worker.
-        history: who is there.
-    """
-
     _channel: MessageChannel
 
     def __init__(self, place: WorkerPlace, planner: Plans, measuring: Measuring, history: PlanHistory) -> None:
@@ -48,12 +40,11 @@ class Reports:
         self._rows: Mapping[Worker, Reported] = {}
 
     def connect(self, channel: MessageChannel) -> None:
-        """There is a new survivor group."""
+        """A new survivor group makes reports and proposals void."""
         self._channel, self._deliberation, self._reported = channel, Deliberation(), -1
         self._planner.proposal = None
 
     def _there(self) -> dict[Worker, int]:
-        """Workers that are there, and their ranks."""
         return {w: self._rank(w) for w in self._topology.workers() if w not in self._history.failed}
 
     def _decider(self) -> Worker:
@@ -66,11 +57,7 @@ class Reports:
         return Reported(self._measuring.recent(step - EVERY), self._planner.ready_for(self._history.failed))
 
     def report(self, step: int) -> None:
-        """A step whose losses are not known yet begins, or continues over a new survivor group: report, if it is due.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed.
-        """
+        """Report, if it is due, when a step begins or continues over a new survivor group."""
         decider = self._decider()
         if not self._due(step) or self._reported == step or decider == self._me:
             return
@@ -80,11 +67,7 @@ class Reports:
         self._channel.send(self._key(step, MessageKind.REPORT, self._me), [values], self._rank(decider))
 
     def word(self, step: int) -> Word:
-        """At the worker that decides, which tells the losses of a step: what else to tell.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed.
-        """
+        """At the worker that decides, before it tells losses: wait for the reports and decide what else to tell."""
         used = self._planner.times
         if not self._due(step) or used is None or self._decider() != self._me:
             return Word.NOTHING
@@ -100,7 +83,7 @@ class Reports:
         return word
 
     def tell(self, step: int, word: Word) -> None:
-        """At the worker that decides, after the losses: what goes with the word. Then it holds here, too."""
+        """At the worker that decides, after the losses: send what goes with the word, and apply it here."""
         if word is Word.PROPOSAL:
             rows = [self._rows.get(worker, Reported({})) for worker in self._topology.workers()]
             values = torch.tensor([_values(row.medians) for row in rows], dtype=torch.float64)
@@ -112,11 +95,7 @@ class Reports:
             self._switch(step)
 
     def hear(self, step: int, word: Word) -> None:
-        """The losses of a step have come, with a word from the worker that decides.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed.
-        """
+        """Apply the word that came with the losses of a step. Raises SurvivorGroupBroken after a failure."""
         if word is Word.PROPOSAL:
             decider = self._decider()
             like = torch.empty(len(self._topology.workers()), len(_NAMES), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""How many micro-batches a worker may hold at once: from what one holds, and from what memory is free."""
+"""How many micro-batches a worker may hold at once, from their bytes and from the memory that is free."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ from shared_core.reroute.autograd_graph import kept_tensors
 from shared_core.schedule.schedule import Topology, held_without_failure
 from shared_core.system.memory import machine_bytes
 
-#: Share of the free memory that plans may use. Messages are kept until a step is over, and others need memory, too.
+#: Share of the free memory that plans may use: messages are kept until a step is over, and others need memory, too.
 _SHARE = 0.5
 
 
 class MemoryUse(NamedTuple):
-    """What one worker has measured.
-
-    Attributes:
-        held: bytes that a micro-batch holds from its forward to its backward on the host; None if they are not known.
-        spare: bytes that it may use.
-    """
+    """Bytes that a micro-batch holds on the host until its backward, None if unknown; bytes that are to spare."""
 
     held: int | None
     spare: int
@@ -35,7 +30,6 @@ def room_of(topology: Topology, held: int, found: Iterable[tuple[int, MemoryUse]
     not added. A stage of which somebody knows nothing holds what it does under 1F1B.
 
     Args:
-        topology: shape of the job.
         held: chosen for all stages; 0 for what fits.
         found: (stage, use) of each worker.
     """
@@ -52,10 +46,9 @@ def room_of(topology: Topology, held: int, found: Iterable[tuple[int, MemoryUse]
 
 def bytes_held(inputs: Iterable[Tensor], outputs: Sequence[Tensor], parameters: Iterable[Tensor]) -> int | None:
     """Bytes that a forward holds until its backward: inputs, outputs and what the graph has saved, without parameters.
-    What a user's ``autograd.Function`` keeps in places of its own is not seen.
 
-    Returns:
-        None for tensors that are not in the host's memory.
+    What a user's ``autograd.Function`` keeps in places of its own is not seen. None for tensors that are not in the
+    host's memory.
     """
     own = {one.untyped_storage().data_ptr() for one in parameters}
     tensors = [*inputs, *outputs, *kept_tensors(outputs)]
@@ -66,5 +59,5 @@ def bytes_held(inputs: Iterable[Tensor], outputs: Sequence[Tensor], parameters: 
 
 
 def spare_bytes() -> int:
-    """What this worker may use of the free memory of its machine, which the machine's workers share."""
+    """Bytes of the machine's free memory that this worker may use; its workers share them."""
     return int(_SHARE * machine_bytes()[0]) // max(1, whole_of_environment("LOCAL_WORLD_SIZE", 1))

@@ -40,14 +40,7 @@ _POINTS = {
 
 
 class RowRunner:
-    """Runs the rows of plans at one worker.
-
-    Args:
-        former: its parameters before the last update.
-        finishing: sums gradients and tells losses.
-        keeping: has the data.
-        noted: see :class:`~shared_core.reroute.executor.Executor`.
-    """
+    """Runs the rows of plans at one worker; see :class:`~shared_core.reroute.executor.Executor` for ``noted``."""
 
     _channel: MessageChannel
 
@@ -69,15 +62,11 @@ class RowRunner:
         self._watched = False
 
     def connect(self, channel: MessageChannel) -> None:
-        """There is a new survivor group; say when the first forward for another worker begins after it."""
+        """Use a new survivor group; after it, the first forward for another worker is noted."""
         self._channel, self._watched = channel, True
 
     def run(self, step: Step, plan: StepPlan) -> None:
-        """Run what is left of this worker's row.
-
-        Raises:
-            SurvivorGroupBroken: somebody failed meanwhile; another call continues where this one was.
-        """
+        """Run what is left of this worker's row; after SurvivorGroupBroken another call continues."""
         row = plan.plan.schedule.rows[self._me]
         self._finishing.tell_losses(step, row)
         while step.at < len(row):
@@ -96,11 +85,7 @@ class RowRunner:
             self._finishing.tell_losses(step, row)
 
     def _act(self, step: Step, plan: StepPlan, action: Action) -> MessageKey | None:
-        """Everything that may have to wait comes before anything that changes this worker.
-
-        Returns:
-            The message that was made, if there is one.
-        """
+        """Run one action: all waits come before any change. Returns the key of the message that it made, if any."""
         if action.kind is Kind.OPT:
             self._finishing.reduce(step, plan)
             return None
@@ -151,7 +136,7 @@ class RowRunner:
         self._measuring.add(step.number, Kind.W, began)
 
     def _as_of(self, step: Step) -> AbstractContextManager[None]:
-        """What the layers compute in here is of this step, also if this stage has its sum already."""
+        """Inside, the layers compute as in this step, also if this stage has made its update already."""
         return nullcontext() if step.reduced is None else self._former.of(step)
 
     def _accumulating(self, step: Step, home: int) -> Accumulating:
@@ -193,7 +178,6 @@ class RowRunner:
         return self._channel.fetch_like(key, differentiable(outputs, False), self._rank(source))
 
     def _keep(self, step: Step, action: Action, what: MessageKind, parts: Tensors) -> MessageKey:
-        """Keep a message for its reader, and for readers that may need it again."""
         stage = action.stage + (1 if what is MessageKind.ACTIVATION else -1)
         key = self._key(step, what, stage, action)
         step.made[key] = parts

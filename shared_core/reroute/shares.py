@@ -25,13 +25,10 @@ class Shares:
 
     Args:
         job: of this worker, where others may have to compute its shares; else None.
-        modules: what is trained.
-        seed: of random numbers.
         what: what asks for shares that any worker can compute, for messages.
         code: the user's code that computes them, for messages.
 
-    Raises:
-        Unsupported: for batch normalisation.
+    Raises Unsupported for batch normalisation.
     """
 
     def __init__(self, job: Job | None, modules: Sequence[nn.Module], seed: int, what: str, code: str) -> None:
@@ -47,13 +44,9 @@ class Shares:
 
     @contextmanager
     def share(self, *place: int) -> Iterator[None]:
-        """Compute a share, or a part of one, in here. The random generators are left as they were.
+        """Compute a share in here. Afterwards the random generators are as before, unless an error comes out.
 
-        Args:
-            place: number of the step, rank, and what else names it.
-
-        Raises:
-            Unsupported: if a buffer is changed, or other workers are talked to.
+        The random numbers depend on ``place``. Raises Unsupported if a buffer was changed, or collectives were issued.
         """
         before, versions, issued = RawRandom(), [buffer._version for _, buffer in self._buffers], self._issued()
         seed_random(place_seed(self._seed, _STEP, *place))
@@ -74,7 +67,6 @@ class Shares:
             )
 
     def _issued(self) -> int:
-        """Collectives that this worker has issued, of all groups."""
         if self._job is None:
             return 0
         runtime = self._job.runtime
@@ -83,7 +75,7 @@ class Shares:
 
 
 def start_alike(modules: Sequence[nn.Module]) -> None:
-    """All ranks train what rank 0 has built, as with ``DistributedDataParallel``."""
+    """Broadcast rank 0's parameters and buffers in place, as ``DistributedDataParallel`` does. A collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in (t for module in modules for t in (*module.parameters(), *module.buffers())):
             dist.broadcast(tensor.data, 0)

@@ -1,13 +1,13 @@
 """Decoupled backward: input gradients of a micro-batch first, weight gradients later (ReCycle's Decoupled BackProp).
 
-A stage owes its neighbour dL/dx at once; dL/dW can fill a bubble. Nothing is patched, the forward is an ordinary one:
+A stage owes its neighbor dL/dx at once; dL/dW can fill a bubble. Nothing is patched, the forward is an ordinary one:
 its autograd graph is looked at only when ``backward_input`` is called. A linear layer or convolution then keeps its
-input and its output gradient; all else that the graph had saved is let go while the input gradients are computed, as
-in an unsplit backward.
+input and its output gradient; all else that the graph had saved is freed while the input gradients are computed, as in
+an unsplit backward.
 
-Gradients are bit for bit those of ``torch.autograd.backward``: each node of the graph runs the kernel it would have
-run, and a parameter used twice is summed within the micro-batch before it is added to ``.grad``. Where that cannot be
-had, ``backward_input`` does the whole backward, ``backward_weight`` does nothing, and ``whole`` says why.
+Gradients have the bits of ``torch.autograd.backward``: each node of the graph runs the kernel it would have run, and a
+parameter used twice is summed within the micro-batch before it is added to ``.grad``. Where that cannot be had,
+``backward_input`` does the whole backward, ``backward_weight`` does nothing, and ``whole`` says why.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ class _State(enum.Enum):
 class StageBackward:
     """The backward of one micro-batch of one stage: whole (B), or input gradients (I) and later weight gradients (W).
 
-    What is to be done is decided after the forward; until then nothing is spent. Accumulation into ``.grad``, with all
-    hooks of parameters (tensor hooks, hooks of ``AccumulateGrad``, post-accumulate hooks), happens in B, or in W:
-    parameters are summed over micro-batches in the order of the calls of B and W. Exception: where ``whole`` is set, it
-    happens in I.
+    The graph is read after the forward; until then nothing is spent. Accumulation into ``.grad``, with all hooks of
+    parameters (tensor hooks, hooks of ``AccumulateGrad``, post-accumulate hooks), happens in B, or in W: parameters are
+    summed over micro-batches in the order of the calls of B and W. Exception: where ``whole`` is set, it happens in I.
 
     Where no input needs a gradient, as in a first stage, I goes down to tables and the lowest layers, and W has the
     same share as in other stages; where that cannot be, I does nothing and W is the whole backward.
@@ -61,8 +60,7 @@ class StageBackward:
         apart: outputs have a backward each, one after the other, as in DeepSpeed's pipelines, and not one for all. It
             rounds differently; where there are several that require a gradient, the backward is not split then.
 
-    Raises:
-        ValueError: an input that requires a gradient is not a leaf: its own graph would be run too.
+    Raises ValueError if an input that requires a gradient is not a leaf: its own graph would be run too.
     """
 
     def __init__(self, outputs: Any, inputs: Iterable[Tensor], apart: bool = False) -> None:
@@ -80,14 +78,9 @@ class StageBackward:
 
     @classmethod
     def forward(cls, fn: Callable[..., Any], *inputs: Any) -> tuple[Any, Self]:
-        """Run ``fn`` on ``inputs``, cut off from the graph they come from.
+        """Run ``fn`` on ``inputs``, detached; returns its result, and its backward.
 
-        Args:
-            fn: the stage.
-            inputs: tensors, also within tuples, lists and dicts. A gradient is wanted for those that require one.
-
-        Returns:
-            What ``fn`` returned, and its backward. Input gradients come in the order of the tensors in ``inputs``.
+        A gradient is wanted for tensors in ``inputs`` that require one; gradients come in the order of these tensors.
         """
         leaves: list[Tensor] = []
         outputs = fn(*_detached(inputs, leaves))
@@ -96,12 +89,9 @@ class StageBackward:
     def backward(self, grads: Sequence[Tensor | None] | None = None) -> Gradients:
         """B: all gradients at once, as ``torch.autograd.backward`` does it.
 
-        Args:
-            grads: dL/d(output), one for each tensor of the outputs, of its shape; ``None`` where the output is not used
-                further. Without it, outputs are losses.
-
-        Returns:
-            dL/d(input), one for each input, of its shape; ``None`` where it requires none or no output depends on it.
+        ``grads`` are dL/d(output), one for each tensor of the outputs, of its shape; ``None`` where the output is not
+        used further. Without it, outputs are losses. Returns dL/d(input), one for each input, of its shape; ``None``
+        where it requires none or no output depends on it. BackwardOrder if a backward of this forward has begun.
         """
         outputs, given = self._begin(grads)
         self._state = _State.DONE
@@ -146,8 +136,7 @@ class StageBackward:
     def backward_weight(self) -> None:
         """W: the weight gradients, accumulated into ``.grad``; what was held for them is freed layer by layer.
 
-        Raises:
-            BackwardOrder: the input gradients were not computed before, or W was done already.
+        Raises BackwardOrder if the input gradients were not computed before, or W was done already.
         """
         if self._state is not _State.INPUT_DONE:
             raise BackwardOrder(f"weight gradients need the input gradients first; last done: {self._state.value}")
@@ -172,7 +161,7 @@ class StageBackward:
         return self._whole
 
     def _begin(self, grads: Sequence[Tensor | None] | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Outputs that are differentiated, with their gradients; this object lets go of the others."""
+        """Outputs that are differentiated, with their gradients; this object frees the others."""
         if self._state is not _State.RECORDED:
             raise BackwardOrder(f"a backward follows its forward once; last done: {self._state.value}")
         given = [torch.ones_like(y) for y in self._outputs] if grads is None else list(grads)
@@ -194,7 +183,7 @@ class StageBackward:
         return result
 
     def _run_all(self, outputs: list[Tensor], grads: list[Tensor]) -> None:
-        """The backward in one piece, or one for each output; the lists are emptied."""
+        """The backward in one piece, or one for each output; empties the lists, to free them early."""
         while outputs:
             some = slice(1 if self._apart else len(outputs))
             torch.autograd.backward(outputs[some], grads[some], retain_graph=self._apart and len(outputs) > 1)
@@ -223,7 +212,6 @@ class _LateLayer:
         self._gradients = gradients
 
     def captured(self) -> None:
-        """I is over."""
         self._hook.remove()
 
     def accumulate(self) -> None:
@@ -258,12 +246,10 @@ class _LateTail:
         return [gradient for _, gradient in self._received]
 
     def captured(self) -> None:
-        """I is over."""
         for hook in self._hooks:
             hook.remove()
 
     def accumulate(self) -> None:
-        """Run the branch."""
         if self._received:
             torch.autograd.backward([edge for edge, _ in self._received], self.gradients)
 
@@ -271,8 +257,6 @@ class _LateTail:
 def _receiver(
     cuts: list[BranchEdge], received: list[tuple[GradientEdge, Tensor]]
 ) -> Callable[[Gradients, Gradients], None]:
-    """A hook that notes what a node sends along ``cuts``."""
-
     def hook(sent: Gradients, _: Gradients) -> None:
         for cut in cuts:
             gradient = sent[cut.position]
@@ -283,7 +267,7 @@ def _receiver(
 
 
 class _Held:
-    """A tensor that the graph had saved, now in our hands: it can be let go although the graph stays."""
+    """A tensor that the graph had saved; it can be freed here although the graph stays."""
 
     def __init__(self, once: bool, stand_in: bool = False) -> None:
         self.value: Tensor | None = None
@@ -307,9 +291,6 @@ def _hold(plan: Survey, kept: list[_Held]) -> None:
     """Take over into ``kept`` what the graph saved for the input gradients alone; each goes when its node has used it.
 
     Nodes of torch ask for a saved tensor once. A user's function may ask again; its tensors go after I.
-
-    Raises:
-        RuntimeError: a saved tensor was modified in place (autograd's own message).
     """
     for node in plan.first:
         once = not is_python(type(node))
@@ -343,7 +324,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _detached(value: Any, leaves: list[Tensor]) -> Any:
-    """``value`` with leaves in place of its tensors; the leaves are added to ``leaves``."""
+    """``value`` with leaves in place of its tensors, which share their memory; adds them to ``leaves``."""
     if isinstance(value, Tensor):
         leaves.append(value.detach().requires_grad_(value.requires_grad))
         return leaves[-1]

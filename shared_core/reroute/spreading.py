@@ -16,18 +16,13 @@ from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
 from shared_core.schedule.timing import Times
 
-#: Who moves needs so many times the bytes of the other stage's state: for its gradients, and while they come.
+#: Multiple of the bytes of the other stage's state that a mover needs: for its gradients, and while they come.
 _ROOM = 2
 
 
 @dataclass(frozen=True)
 class Due:
-    """A change of who computes where.
-
-    Attributes:
-        step: before which it is made.
-        moves: all of them, those included that are made already.
-    """
+    """A change of who computes where: the step before which it is made, and all moves, those made already included."""
 
     step: int
     moves: tuple[Move, ...]
@@ -43,18 +38,16 @@ def due(
     facts: Mapping[Worker, Mapping[str, int | None]],
     newest: int,
 ) -> Due | None:
-    """Which change of who computes where is to be made, and when; a pure function of what all survivors have told.
+    """Which change of who computes where is to be made, and when; None for no change.
 
     It is made where it pays, after as many steps as it takes to lose what it costs: nobody knows how long the failures
     last. It costs the copies, and a step's time, because all stand at the same step boundary. Who moves makes two
     updates in each step.
 
     Args:
-        topology: shape of the job.
-        variant: of plans.
         ordered: all micro-batches of a failed worker go to one peer.
         times: measured durations in seconds; None until there are some.
-        gone: places whose workers fail.
+        gone: places whose own workers have failed.
         moved: moves that are made already.
         facts: what each worker has told, by the place that belongs to it; see :func:`tell`.
         newest: newest step that anybody may have begun.
@@ -82,15 +75,7 @@ def due(
 def next_change(
     places: Places, planner: Plans, vacant: frozenset[Worker], views: Mapping[int, Any], newest: int
 ) -> Due | None:
-    """See :func:`due`.
-
-    Args:
-        places: where all are.
-        planner: knows the times.
-        vacant: places at which nobody computes.
-        views: what all have told, by rank; what :func:`tell` says as ``moving``.
-        newest: see there.
-    """
+    """:func:`due` for what all have told, by rank, with what :func:`tell` says as ``moving``."""
     homes = {places.home_rank(worker): worker for worker in places.topology.workers()}
     facts = {homes[rank]: view["moving"] for rank, view in views.items()}
     return due(
@@ -106,22 +91,14 @@ def next_change(
 
 
 def tell(model: HomeModel, allowed: bool, sent_bytes: int) -> dict[str, int | None]:
-    """What a worker tells the others for :func:`due`, plain data.
-
-    Args:
-        model: of the stage to which it belongs.
-        allowed: workers may move.
-        sent_bytes: of an activation that it has sent; 0 if it sends none.
-    """
+    """What a worker tells the others for :func:`due`; ``sent_bytes`` of an activation that it sends, 0 for none."""
     size = model.state_bytes if allowed else None
     return {"state_bytes": size, "sent_bytes": sent_bytes, "spare_bytes": spare_bytes() if size is not None else 0}
 
 
 def as_plain(moves: Sequence[Move]) -> list[list[list[int]]]:
-    """Moves as plain data."""
     return [[list(move.source), list(move.target)] for move in moves]
 
 
 def from_plain(data: Any) -> tuple[Move, ...]:
-    """Inverse of :func:`as_plain`."""
     return tuple(Move(Worker(*source), Worker(*target)) for source, target in data)

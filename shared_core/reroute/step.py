@@ -15,9 +15,9 @@ from shared_core.reroute.split import StageBackward
 from shared_core.reroute.summing import SumRule
 from shared_core.schedule.schedule import Topology
 
-#: Inputs and labels of a micro-batch.
+#: Inputs and labels of a micro-batch; None for what this worker does not have.
 Item = tuple[Tensors | None, Tensors | None]
-#: Reads what another pipeline gets of what a worker has drawn for its own.
+#: From a pipeline's number to its data of the step that this worker has drawn data of.
 Reader = Callable[[int], Sequence[tuple[Tensors, Tensors]]]
 
 
@@ -37,8 +37,6 @@ class Tied:
 
 
 class StageModel(Protocol):
-    """The layers of this worker's stage."""
-
     @property
     def module(self) -> nn.Module:
         """Holds the layers."""
@@ -53,7 +51,7 @@ class StageModel(Protocol):
 
     @property
     def tied(self) -> Sequence[Tied]:
-        """Which of them other stages have, too, by ascending number."""
+        """Which parameters other stages have, too, by ascending number."""
 
     def items(self) -> list[tuple[Tensors, Tensors]]:
         """Inputs and labels of this pipeline's micro-batches of the next step; called at first and last stages."""
@@ -61,25 +59,16 @@ class StageModel(Protocol):
     def forward(
         self, inputs: Tensors, labels: Tensors | None, pipeline: int, micro_batch: int, step: int | None = None
     ) -> Tensors:
-        """Outputs of a micro-batch, or at the last stage what is differentiated, and its loss.
+        """Outputs of a micro-batch of ``pipeline``; at the last stage what is differentiated, and its loss.
 
-        Args:
-            inputs: leaves.
-            labels: at the last stage.
-            pipeline: home of the micro-batch.
-            micro_batch: index in it.
-            step: random numbers are those of this step; None for the present one.
+        ``inputs`` are leaves. Random numbers are those of ``step``; None for the present one.
         """
 
     def set_gradients(self, flat: Tensor) -> None:
-        """These are the summed gradients of all parameters, one after the other; they are not to be changed."""
+        """Take the summed gradients of all parameters, concatenated; they must not be changed."""
 
     def clip(self, norms: Sequence[float | None]) -> float:
-        """What gradients are multiplied by; not a number where the update is left out.
-
-        Args:
-            norms: sum of the squares of the gradients of each stage; None where there is nothing to clip.
-        """
+        """The factor of the gradients, from the stages' :meth:`norm`; not a number where the update is left out."""
 
     def norm(self) -> float | None:
         """Sum of the squares of the summed gradients; None where nothing is clipped."""
@@ -103,20 +92,16 @@ class HomeModel(StageModel, Protocol):
 
     @property
     def reader(self) -> Reader | None:
-        """Of what was drawn last; None where only the pipeline's own ends can draw."""
+        """Reads the data of the step that was drawn last; None where only the pipeline's own ends can draw."""
 
     def terms(self) -> str:
-        """What workers of all stages must have in common before one of them moves: hyper-parameters."""
+        """Hyper-parameters that workers of all stages must have in common before one of them moves."""
 
     def export(self) -> tuple[dict[str, Any], Tensor]:
-        """Description, plain data, and all bytes of parameters, buffers and optimizer state."""
+        """Description, plain data, and all bytes of parameters, buffers and optimizer state, uint8."""
 
     def build(self, stage: int, description: Mapping[str, Any], state: Tensor) -> StageModel:
-        """Layers of another stage, from what a worker there has exported.
-
-        Raises:
-            Unsupported, ReplicaMismatch: these are not the layers that are trained there.
-        """
+        """Layers of another stage, from an export. Raises Unsupported, ReplicaMismatch where they are others."""
 
 
 @dataclass
@@ -124,23 +109,19 @@ class Step:
     """What this worker has of a step.
 
     Attributes:
-        number: of the step.
         at: place in the row of the plan.
-        items: inputs and labels of micro-batches, by (pipeline, micro-batch); None for what this worker does not have.
-        reader: of the items of other pipelines, where this worker can read them.
+        items: inputs and labels, by (pipeline, micro-batch).
+        reader: of the items of other pipelines; None where this worker cannot read them.
         made: messages that this worker has computed, for readers that need them again.
-        records: forwards whose backward is still to be done.
+        records: forwards whose backward is still to be done, by (pipeline, micro-batch), and their outputs.
         losses: of the micro-batches that this worker has computed at the last stage.
-        sums: accumulated gradients, by home pipeline (all in one where the plan is not ordered).
-        reduced: sum over all pipelines, once it is there; of tied layers, over their stages, too.
+        sums: accumulated gradients, by home pipeline; all under -1 where the plan is not ordered.
+        reduced: flat sum over all pipelines, once it is there; of tied layers, over their stages, too.
         tied: sums of what stages have in common that others had before a failure, by number of :class:`Tied`.
-        reduce_s: what the sum took, with waiting for peers of the stage.
-        norms: of the stages, as far as they are known.
-        updated: the update is made.
-        tentative: it was made before the norms of all stages were known.
-        verdict: what gradients have to be multiplied by, once all norms are known.
-        admit, loss_type: see :class:`StepResult`.
-        result: the losses of all micro-batches, once they are there.
+        reduce_s: seconds of the sum, with waiting for peers of the stage.
+        norms: by stage, as far as they are known; see :meth:`StageModel.norm`.
+        tentative: the update was made before the norms of all stages were known.
+        verdict: the factor of the gradients, once all norms are known.
         home: at a worker that computes elsewhere, the sum of its own stage, once it is there.
         followed: it has made its own stage's update with it.
     """
@@ -167,7 +148,7 @@ class Step:
     followed: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """What others are told of the step after a failure; plain data."""
+        """What others are told of the step after a failure; plain data, numbers as hexadecimal text."""
         return {
             "reduced": self.reduced is not None,
             "followed": self.home is not None,
@@ -177,13 +158,7 @@ class Step:
         }
 
     def learn(self, facts: Mapping[str, Any], topology: Topology, last: bool) -> None:
-        """Take over the norms, losses and results that another worker knows.
-
-        Args:
-            facts: what it has told.
-            topology: shape of the job.
-            last: this worker is in the last stage.
-        """
+        """Take over the norms and results that another worker has told, and, in the ``last`` stage, its losses."""
         for stage, norm in facts["norms"].items():
             self.norms.setdefault(int(stage), None if norm is None else float.fromhex(norm))
         for d, j, loss in facts["losses"] if last else ():
@@ -193,12 +168,7 @@ class Step:
             self.result = StepResult.from_tensor(values, topology)
 
     def go(self, *, from_home: bool, comes_home: bool) -> None:
-        """This worker moves when the step has ended: what is kept of it is of the stage at which the worker computes.
-
-        Args:
-            from_home: from its own place; else from another's.
-            comes_home: to its own place; else to another's.
-        """
+        """This worker moves when the step has ended: keep what belongs to the stage at which it will compute."""
         self.made.clear()
         if from_home:
             self.home, self.followed = self.reduced, True
@@ -208,13 +178,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StepResult:
-    """How a step came out.
-
-    Attributes:
-        losses: of each pipeline's micro-batches.
-        admit: replacements are admitted before the next step, if the survivor group still has this number; -1 for not.
-        loss_type: type of the losses, in which they are added.
-    """
+    """Losses by pipeline and micro-batch, and their dtype; ``admit``: survivor group that admits next, or -1."""
 
     losses: tuple[tuple[float, ...], ...]
     admit: int
@@ -241,7 +205,6 @@ class Options:
         synchronous: no stage makes its update before all have their gradients. Otherwise a stage whose gradients must
             be clipped by the norm over all stages continues as if they need not, and takes its update back if they
             must, before the step is over for the caller.
-        rule: how the gradients of the pipelines are summed.
         moves: workers may move to other stages.
     """
 
@@ -252,7 +215,7 @@ class Options:
 
 
 class Accumulating:
-    """While it is entered, gradients of the parameters are added to those of one home pipeline."""
+    """Inside, gradients of the parameters are added to those of one home pipeline; ``.grad`` is None afterwards."""
 
     def __init__(self, model: StageModel, sums: dict[int, list[Tensor | None]], home: int) -> None:
         self._parameters, self._dtype, self._sums, self._home = model.parameters, model.accumulates, sums, home
@@ -280,7 +243,7 @@ def differentiable(outputs: Tensors, last: bool) -> Tensors:
 
 
 def leaves_of(inputs: Iterable[Tensor], first: bool) -> Tensors:
-    """Leaves in place of the inputs of a stage; at the first stage, data, none of them is differentiated."""
+    """Leaves that share the memory of a stage's inputs; none of the first stage's, data, is differentiated."""
     return tuple(t.detach().requires_grad_(not first and t.is_floating_point()) for t in inputs)
 
 
@@ -289,7 +252,7 @@ def detached(parts: Iterable[Tensor]) -> Tensors:
 
 
 def table_of(losses: Mapping[tuple[int, int], float], topology: Topology) -> Tensor:
-    """Losses by pipeline and micro-batch, not a number where they are another worker's."""
+    """Flat float64 losses by pipeline and micro-batch, NaN where they are another worker's."""
     values = [losses.get((d, j), math.nan) for d in range(topology.pipelines) for j in range(topology.micro_batches)]
     return torch.tensor(values, dtype=torch.float64)
 

@@ -1,6 +1,4 @@
-"""How far each worker is when a survivor group is formed, and the change of plans that follows from
-it, as plain data.
-"""
+"""How far each worker is when a survivor group is formed, and the change of plans that follows, as plain data."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ class StepProgress(NamedTuple):
     Attributes:
         step: the one that it is in. If it has finished one and begun no other, the next.
         place: in its row of that step.
-        behind: places in its rows of steps before, by step; those of which it has run all are left out.
+        behind: places in its rows of earlier steps that it has not run to the end, by step.
     """
 
     step: int
@@ -24,22 +22,19 @@ class StepProgress(NamedTuple):
     behind: Mapping[int, int]
 
     def to_plain(self) -> list[Any]:
-        """Plain data."""
         return [self.step, self.place, [list(each) for each in sorted(self.behind.items())]]
 
     @classmethod
     def from_plain(cls, data: Sequence[Any]) -> StepProgress:
-        """Reverse of :meth:`to_plain`."""
         step, place, behind = data
         return cls(step, place, dict(behind))
 
     def after(self, changed: Collection[int]) -> StepProgress:
-        """Of a worker that only now learns that these steps have other rows."""
+        """Of a worker that only now learns that the ``changed`` steps have other rows."""
         new = {number: 0 for number in changed if number < self.step}
         return StepProgress(self.step, 0 if self.step in changed else self.place, {**self.behind, **new})
 
     def progress(self, number: int, row: Sequence[Action]) -> int:
-        """How many actions of its row of a step the worker has run."""
         if number < self.step:
             return self.behind.get(number, len(row))
         return self.place if number == self.step else 0
@@ -48,13 +43,7 @@ class StepProgress(NamedTuple):
 def progresses(
     workers: Mapping[int, Worker], views: Mapping[int, Any], changed: Mapping[int, Collection[int]]
 ) -> dict[str, list[Any]]:
-    """How far all are, by worker as text.
-
-    Args:
-        workers: where each rank computes.
-        views: what each has told.
-        changed: by rank, steps with rows of which it learns only now.
-    """
+    """How far all are, by worker as text. ``changed``: by rank, steps with rows of which it learns only now."""
     return {
         text_of(workers[rank]): StepProgress.from_plain(view["at"]).after(changed[rank]).to_plain()
         for rank, view in views.items()
@@ -62,7 +51,7 @@ def progresses(
 
 
 def summed_stages(workers: Mapping[int, Worker], views: Mapping[int, Any]) -> list[list[int]]:
-    """Pairs of a step and a stage whose sum of gradients somebody has; arguments as of :func:`progresses`."""
+    """Pairs of a step and a stage whose sum of gradients somebody has, from where each rank computes and has told."""
     found = {
         (int(number), workers[rank].stage)
         for rank, view in views.items()
@@ -87,10 +76,8 @@ def change_entry(
 
 
 def text_of(worker: Worker) -> str:
-    """A worker in plain data."""
     return f"{worker.pipeline}:{worker.stage}"
 
 
 def worker_of(text: str) -> Worker:
-    """Reverse of :func:`text_of`."""
     return Worker(*map(int, text.split(":")))

@@ -46,7 +46,7 @@ class SumRule:
         return total if self.scale == 1.0 else total.mul_(self.scale)
 
     def addend(self, gradients: Tensor) -> Tensor:
-        """What a pipeline's gradients add; its own memory, unless nothing is to be done."""
+        """A pipeline's gradients, divided and rounded; the argument itself where nothing is to be done."""
         divided = gradients / float(self.divisor) if self.divisor != 1 else gradients
         return divided.to(self.dtype or gradients.dtype)
 
@@ -65,25 +65,17 @@ def reduce_in_order(
 ) -> Tensor:
     """Sum of what the workers of a stage hold, or those of several stages with tied layers; the same bits at each.
 
-    Each worker sums a part and sends it to the others, as a ring does, with as many bytes; but the addends of each
-    home pipeline are added by ascending stage, and what comes out as ``rule`` says.
+    Each worker sums a part and sends it to the others, as a ring does, with as many bytes; but the addends of each home
+    pipeline are added by ascending stage, and the pipelines' sums as ``rule`` says.
 
     Args:
-        channel: the survivor group.
-        step: number of the step.
-        group: 0 for what belongs to one stage, else the number of what several have in common; less than
-            :data:`GROUPS`.
-        me: this worker.
+        group: 0 for what belongs to one stage, else the number of what several have in common, below :data:`GROUPS`.
         holders: for every addend, by home pipeline and stage, the worker that holds it.
-        mine: addends held here; one-dimensional, all of one length.
+        mine: addends held here; one-dimensional, all of one length; unchanged.
         ranks: ranks of the workers that take part, which are all that are there.
-        rule: what is added, in which type.
         like: of the size and type of the sum, at a worker that holds no addend.
         pool: has memory for the sum, which the caller gives back, and for what is received. Fresh memory may take
             longer than the sum.
-
-    Raises:
-        SurvivorGroupBroken: after a failure.
     """
     pool = pool or BufferPool()
     peers = sorted(ranks)
@@ -136,23 +128,9 @@ def hand_over(
     held: Tensor | None,
     like: Tensor,
 ) -> Tensor | None:
-    """After a failure, one rank that has a sum gives it to those that lack it: made again it need not have the same
-    bits.
+    """After a failure, ``giver`` sends the sum ``held`` to the ``takers``: made again it may have other bits.
 
-    Args:
-        channel: the survivor group.
-        key: names the message.
-        me: this rank.
-        giver: who has it.
-        takers: who lack it.
-        held: the sum, at the giver.
-        like: a tensor of its shape and type, at the takers.
-
-    Returns:
-        What this rank has got; None at the others.
-
-    Raises:
-        SurvivorGroupBroken: after another failure.
+    ``like`` has its shape and type. Returns what this rank has got; None at the giver and all that are no takers.
     """
     if me == giver:
         assert held is not None
@@ -163,14 +141,10 @@ def hand_over(
 
 
 def flat_gradients(parameters: Sequence[Tensor], pool: BufferPool | None = None) -> Tensor:
-    """Gradients one after the other, zeros where there is none; then 1 for each that there is, 0 for the others.
+    """Gradients concatenated, zeros where there is none; then 1 for each that there is, 0 for the others.
 
-    Args:
-        parameters: what they are of.
-        pool: has the memory.
-
-    Raises:
-        Unsupported: for sparse gradients.
+    One-dimensional, of the promoted dtype of the parameters; a copy, in the pool's memory. Raises Unsupported for
+    sparse gradients.
     """
     parts = []
     for parameter in parameters:
@@ -187,15 +161,13 @@ def flat_gradients(parameters: Sequence[Tensor], pool: BufferPool | None = None)
 
 
 def like_flat(parameters: Sequence[Tensor]) -> Tensor:
-    """Of the size and type of :func:`flat_gradients`, without memory."""
+    """A meta tensor of the size and type of :func:`flat_gradients`."""
     size = sum(parameter.numel() for parameter in parameters) + len(parameters)
     return torch.empty(size, dtype=reduce(torch.promote_types, (p.dtype for p in parameters)), device="meta")
 
 
 def set_mean_gradients(flat: Tensor, parameters: Sequence[Tensor], world: int) -> None:
-    """Set ``.grad`` from a sum of :func:`flat_gradients` over ``world`` ranks, which stays as it is: the mean, and none
-    where no rank had a gradient.
-    """
+    """Set ``.grad`` to the mean, from a sum of :func:`flat_gradients`, unchanged; None where no rank had one."""
     count = len(parameters)
     gradients = unflatten(flat[: flat.numel() - count], parameters)
     used = flat[flat.numel() - count :].tolist()
@@ -204,13 +176,7 @@ def set_mean_gradients(flat: Tensor, parameters: Sequence[Tensor], world: int) -
 
 
 def flatten(gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
-    """Gradients one after the other; zeros where a parameter has none, as DeepSpeed has it.
-
-    Args:
-        gradients: of one type.
-        parameters: what they are of.
-        dtype: of the gradients; None for that of the parameters.
-    """
+    """Gradients concatenated; zeros where there is none, as DeepSpeed has it. ``dtype`` None: the parameters'."""
     parts = [
         torch.zeros_like(p, dtype=dtype).flatten() if g is None else g.flatten()
         for g, p in zip(gradients, parameters, strict=True)

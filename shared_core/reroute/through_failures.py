@@ -13,15 +13,10 @@ T = TypeVar("T")
 
 
 def through_failures(attempt: Callable[[], T], leave_survivor_group: Callable[[], None]) -> T:
-    """Call ``attempt`` until no failure interrupts it.
-
-    Args:
-        attempt: forms a survivor group where there is none, and continues where the attempt before was interrupted.
-        leave_survivor_group: the survivor group in use is broken.
-    """
+    """Call ``attempt``, which continues an interrupted one, until no failure interrupts it; gradients enabled."""
     while True:
         try:
-            # Evaluations come here too, and what others need of the step before is differentiated.
+            # Evaluations come here, too, and messages of the step before may have to be differentiated.
             with torch.inference_mode(False), torch.enable_grad():
                 return attempt()
         except SurvivorGroupBroken:

@@ -12,14 +12,13 @@ from shared_core.schedule.profile import COMMUNICATION
 from shared_core.schedule.schedule import Kind, Worker
 from shared_core.schedule.timing import StageTimes, Times
 
-#: Parts into which the longest F, I or W of the stages is divided; plans go by whole parts. Noise of some percent would
-#: make orders that look better and are not, and no plan would reach its bound, at which planning stops.
+#: Parts of the longest F, I or W of the stages; plans use whole parts. Noise of some percent would make orders that
+#: look better and are not, and no plan would reach its bound, at which planning stops.
 PARTS = 8
 #: A worker has times of its own where one of them is off its stage's by this share of the stage's longest F, I or W.
 OWN = 0.25
 #: Times have drifted where one is off by this share. More than :data:`OWN`, so that a worker at that limit is no drift.
 DRIFT = 0.4
-#: Drifts that a line names.
 _TOLD = 4
 #: What an engine plans for until it has measured: equal slots.
 EQUAL = Times(data_apart=True)
@@ -29,14 +28,7 @@ Medians = Mapping[str, float]
 
 
 class Drift(NamedTuple):
-    """A duration that is another one now, in seconds.
-
-    Attributes:
-        worker: which takes it.
-        kind: F, I, W or OPT.
-        before: what it was.
-        now: what it is.
-    """
+    """A duration that has changed, in seconds. ``kind`` is F, I, W or OPT."""
 
     worker: Worker
     kind: Kind
@@ -45,19 +37,12 @@ class Drift(NamedTuple):
 
 
 def agree(found: Iterable[tuple[Worker, Medians]], stages: int, used: Times | None = None) -> Times | None:
-    """Times of a job from what its workers have measured.
+    """Times of a job from the medians of its workers; None if a stage has not been measured.
 
     A worker that comes early to the sum of gradients waits there for its peers, so the least of a stage's optimizer
     times is its own. Of all else it is the median of the workers, of two the lower one. Who is far from that is a
-    straggler, or the opposite, and gets times of its own.
-
-    Args:
-        found: medians of the workers.
-        stages: how many there are.
-        used: times until now, for transfers that nobody has measured.
-
-    Returns:
-        None if a stage has not been measured.
+    straggler, or the opposite, and gets times of its own. ``used`` are the times until now, for transfers that nobody
+    has measured.
     """
     rows = sorted(found)
     made: list[StageTimes] = []
@@ -96,12 +81,9 @@ def _furthest(one: StageTimes, other: StageTimes) -> float:
 
 
 def completed(medians: Medians, used: StageTimes) -> dict[str, float]:
-    """Medians of one worker with those that it has not measured lately: a worker that runs whole backwards sees no I
-    and W, one that splits all of them sees no B. They are in proportion to those that it sees.
+    """Medians of one worker with those that it has not measured lately, in proportion to those that it sees.
 
-    Args:
-        medians: what it sees.
-        used: its times until now.
+    A worker that runs whole backwards sees no I and W, one that splits all of them sees no B.
     """
     halves = used.backward_input + used.backward_weight
     full = {Kind.F.value: used.forward, Kind.OPT.value: used.optimizer} | dict(medians)
@@ -116,9 +98,7 @@ def completed(medians: Medians, used: StageTimes) -> dict[str, float]:
 
 
 def drifts(now: Times, before: Times, workers: Iterable[Worker]) -> list[Drift]:
-    """Durations of workers that are off by more than :data:`DRIFT`, as a share of the longest F, I or W of the worker
-    until now; of the optimizer, of that, if it is longer.
-    """
+    """Durations off by more than :data:`DRIFT`, as a share of the longest F, I, W (OPT: of its own if longer)."""
     found = []
     for worker in workers:
         old, new = before.at(worker), now.at(worker)
@@ -131,7 +111,7 @@ def drifts(now: Times, before: Times, workers: Iterable[Worker]) -> list[Drift]:
 
 
 def drift_line(facts: Mapping[str, Any]) -> str:
-    """What has drifted, and what that means, from what ``Plans.facts`` gives."""
+    """A line for people about what has drifted, from what ``Plans.facts`` gives; names at most four durations."""
     names = {"F": "forward", "I": "gradient of inputs", "W": "gradient of weights", "OPT": "optimizer"}
     parts = [
         f"{names[kind]} of worker {d}:{s} took {1000 * before:.1f} ms, takes {1000 * now:.1f} ms"
@@ -182,7 +162,6 @@ def to_dict(times: Times) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> Times:
-    """Reverse of :func:`to_dict`."""
     own = tuple((Worker(d, s), StageTimes(*row)) for d, s, *row in data["own"])
     stages = tuple(StageTimes(*row) for row in data["stages"])
     return Times(stages, data["communication"], data_apart=True, own=own)

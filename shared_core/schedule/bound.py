@@ -79,7 +79,6 @@ def _fastest(some: Iterable[_Stage]) -> _Stage:
 
 
 def _counts(problem: Problem) -> dict[Worker, int]:
-    """Micro-batches of each worker."""
     topology = problem.topology
     counts = {worker: topology.micro_batches for worker in topology.workers() if worker not in problem.failed}
     for worker in problem.route.values():

@@ -10,18 +10,13 @@ from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Worker
 from shared_core.schedule.timing import Times, simulate
 
-#: Two times closer than this, relative to the larger, are the same.
+#: Two numbers closer than this are the same.
 _SAME = 1e-9
 
 
 @dataclass(frozen=True)
 class Memory:
-    """How many micro-batches a worker can hold at once.
-
-    Attributes:
-        micro_batches: at every worker; None is no limit.
-        workers: of workers that differ.
-    """
+    """Micro-batches that a worker can hold at once: those in ``workers``, else ``micro_batches``; None is no limit."""
 
     micro_batches: float | None = None
     workers: Mapping[Worker, float] = field(default_factory=dict)
@@ -32,13 +27,12 @@ class Memory:
                 raise ConfigError(f"a worker must be able to hold at least 1 micro-batch, got {limit!r}")
 
     def at(self, worker: Worker) -> float:
-        """The limit of a worker."""
         limit = self.workers.get(worker, self.micro_batches)
         return math.inf if limit is None else limit
 
     @classmethod
     def of_stages(cls, topology: Topology, room: Sequence[float]) -> Memory:
-        """The same limit for all workers of a stage; no entries are no limits."""
+        """The same limit for all workers of a stage; an empty ``room`` is no limit."""
         return cls(workers={worker: room[worker.stage] for worker in topology.workers()} if room else {})
 
 
@@ -53,18 +47,11 @@ def check(
     done: Mapping[Worker, Collection[Action]] | None = None,
     ordered: bool = False,
 ) -> None:
-    """Every micro-batch passes every stage once, at one worker, in a possible order and within the memory.
+    """Raise InvalidSchedule, naming the first wrong action, for a schedule that cannot be executed.
 
-    Args:
-        schedule: the rows.
-        topology: shape of the job.
-        memory: limits.
-        done: what surviving workers have executed already in an iteration under way; it is not in the rows.
-        ordered: the micro-batches of a pipeline at a stage must be at one worker, with W (or B) in ascending order,
-            which a reduction needs that is equal bit for bit.
-
-    Raises:
-        InvalidSchedule: names the first action that is wrong.
+    Every micro-batch must pass every stage once, at one worker, in a possible order, within memory. ``done`` is what
+    survivors have executed already, which the rows leave out. ``ordered``: micro-batches of a pipeline at a stage must
+    be at one worker, with W (or B) ascending, for sums that are equal bit for bit.
     """
     before = {} if done is None else done
     hosts: dict[tuple[int, int, int], Worker] = {}
@@ -149,11 +136,7 @@ def _check_complete(
 
 
 def check_order(schedule: Schedule) -> None:
-    """The micro-batches of a pipeline at a stage are at one worker, their W (or B) in ascending order.
-
-    Raises:
-        InvalidSchedule: names the first action that is wrong.
-    """
+    """Raise InvalidSchedule unless each pipeline's micro-batches of a stage are at one worker, W (or B) ascending."""
     last: dict[tuple[int, int], tuple[Worker, int]] = {}
     for worker, row in schedule.rows.items():
         for action in row:

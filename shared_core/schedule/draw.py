@@ -10,7 +10,7 @@ from shared_core.errors import ConfigError, MissingExtra
 from shared_core.schedule.schedule import Action, Kind, Worker
 from shared_core.schedule.timing import Slot, Timeline
 
-#: Fill colour of each kind; what a worker computes for another pipeline is hatched.
+#: Fill color of each kind; what a worker computes for another pipeline is hatched.
 _COLOURS = {Kind.F: "#8fb9e8", Kind.I: "#9fd6a5", Kind.W: "#e6d98a", Kind.B: "#6fbf8b", Kind.OPT: "#d9a0c8"}
 _MEANINGS = {
     Kind.F: "forward (F)",
@@ -24,9 +24,7 @@ _CELLS = 400
 
 
 def draw_text(timeline: Timeline) -> str:
-    """One line a worker, one column a slot, which is as long as the shortest action; ``.`` is an idle slot and ``-``
-    continues with the action before it.
-    """
+    """One line a worker, one column a slot, which is as long as the shortest action; ``.`` is idle, ``-`` continues."""
     lengths = [end - start for row in timeline.rows.values() for _, start, end in row if end > start]
     last = max((row[-1].end for row in timeline.rows.values() if row), default=0.0)
     step = max(min(lengths, default=1.0), last / _CELLS)
@@ -46,12 +44,7 @@ def draw_text(timeline: Timeline) -> str:
 
 
 def draw_file(timeline: Timeline, path: Path, title: str = "") -> None:
-    """Write a picture; the ending of the name chooses SVG or PNG, or text (``.txt``).
-
-    Raises:
-        ConfigError: another ending.
-        MissingExtra: matplotlib is not installed.
-    """
+    """Write a picture; the name ends in ``.svg``, ``.png`` (both need matplotlib) or ``.txt``, else ConfigError."""
     if path.suffix == ".txt":
         path.write_text(draw_text(timeline) + "\n", encoding="utf-8")
         return

@@ -15,10 +15,7 @@ Spot = tuple[Worker, Action]
 
 
 def fuse(found: FoundSchedule) -> FoundSchedule:
-    """The same schedule with as few split backwards as it takes for its cost.
-
-    All are tried at once, then those of half of the workers, and so on down to single ones.
-    """
+    """The same schedule with as few split backwards as its cost takes: tries all, half of the workers', and so on."""
     spots = [
         (worker, action)
         for worker, row in found.schedule.rows.items()

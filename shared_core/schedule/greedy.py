@@ -20,14 +20,7 @@ _SAME = 1e-9
 
 @dataclass(frozen=True)
 class FoundSchedule:
-    """A schedule and what it costs.
-
-    Attributes:
-        problem: what it solves.
-        schedule: the rows.
-        timeline: when everything runs.
-        bound: no schedule of the problem costs less.
-    """
+    """A schedule and its cost; no schedule of the problem costs less than ``bound``."""
 
     problem: Problem
     schedule: Schedule
@@ -36,29 +29,26 @@ class FoundSchedule:
 
     @property
     def cost(self) -> float:
-        """What is minimised: the period if staggered, else the slots."""
         return objective(self.problem, self.timeline)
 
     @property
     def optimal(self) -> bool:
-        """Whether nothing can cost less."""
         return self.cost <= self.bound * (1 + _SAME)
 
 
 def objective(problem: Problem, timeline: Timeline) -> float:
-    """What is minimised: the period if staggered, else the slots."""
+    """What is minimized: the period if staggered, else the slots."""
     return timeline.period if problem.staggered else timeline.slots
 
 
 def greedy(problem: Problem, effort: int = EFFORT) -> FoundSchedule:
-    """The best of the rules, then of random changes of the best ones, until nothing better can exist.
+    """The best of the rules, then of random changes of the best ones, until nothing better can exist. Deterministic.
 
     Args:
         problem: what to schedule; ``split_last`` is chosen here.
         effort: actions that all passes together may place; the first pass is always made.
 
-    Raises:
-        InvalidSchedule: no order fits into the memory.
+    Raises InvalidSchedule if no order fits into the memory.
     """
     topology = problem.topology
     passes = max(1, effort // (3 * topology.pipelines * topology.stages * topology.micro_batches))
@@ -96,8 +86,9 @@ def greedy(problem: Problem, effort: int = EFFORT) -> FoundSchedule:
 def _attempts(
     choices: int, problem: Problem, tried: list[tuple[float, int, Rule]], *, hurry: bool
 ) -> Iterator[tuple[int, Rule]]:
-    """First every rule, then the five best with noise, again and again. Rules come first that take little memory and
-    split little; in a ``hurry`` those that take much, which are the better ones.
+    """First every rule, then the five best with noise, again and again.
+
+    Rules that take little memory come first; in a ``hurry`` those that take much, which are the better ones.
     """
     whiches, aheads = list(range(choices)), [0, 1, 2, problem.topology.stages]
     whole = problem.variant is Variant.COUPLED

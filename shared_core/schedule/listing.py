@@ -76,19 +76,13 @@ class Arrays:
         self.hosting = {place: sorted(workers) for place, workers in hosting.items()}
 
     def schedule(self, rule: Rule) -> list[list[int]]:
-        """Codes of what every place runs, in order. Times of the actions are those of ``timing.simulate``.
-
-        Raises:
-            InvalidSchedule: no order fits into the memory.
-        """
+        """Codes of what every place runs, in order. InvalidSchedule where no order fits into the memory."""
         return _Pass(self, rule).run()
 
     def measure(self, rows: list[list[int]], rounds: int) -> SimulatedTimes:
-        """Times of a schedule."""
         return self._simulation(rows).measure(self.problem.staggered, rounds)
 
     def timeline(self, rows: list[list[int]], schedule: Schedule, measured: SimulatedTimes) -> Timeline:
-        """The same with a time for every action."""
         return self._simulation(rows).timeline(measured, schedule)
 
     def _simulation(self, rows: list[list[int]]) -> Simulation:
@@ -117,8 +111,6 @@ class Arrays:
 
 
 class _Pass:
-    """One pass over the arrays with one rule."""
-
     def __init__(self, arrays: Arrays, rule: Rule) -> None:
         self.a, self.rule = arrays, rule
         size, workers = arrays.size, len(arrays.places)

@@ -1,8 +1,8 @@
 """Which survivor takes another stage's place, so that failures are spread as they cost least.
 
-Two failures of one stage can cost far more than one failure in each of two stages. A survivor of a stage that can do
-without it copies the state of the poorer stage from a peer there and takes a failed place. The published system does
-this by dynamic programming ("failure normalization"); its recurrence is not public, this one is ours:
+Two failures of one stage can cost far more than one failure in each of two stages. A survivor of a stage that can spare
+it copies the state of the poorer stage from a peer there and takes a failed place. ReCycle does this by dynamic
+programming ("failure normalization"); its recurrence is not public, this one is ours:
 
     best[s][f] = min over k of  combine(best[s - 1][f - k], cost(s, k), moves(s, k)),     k <= pipelines - 1
 
@@ -22,18 +22,13 @@ from shared_core.schedule.routing import survivors
 from shared_core.schedule.schedule import Kind, Topology, Worker
 from shared_core.schedule.timing import Times
 
-#: Moves that make an iteration shorter by less than this share are not made: no measured time is better known.
+#: Least share by which a move must shorten an iteration: no measured time is better known.
 LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True)
 class Move:
-    """A survivor that takes a failed place of another stage.
-
-    Attributes:
-        source: its place until now, which nobody has then.
-        target: its place from now on.
-    """
+    """A survivor that takes a failed place of another stage; nobody is at ``source`` then."""
 
     source: Worker
     target: Worker
@@ -45,7 +40,6 @@ class Normalised:
 
     Attributes:
         failed: places without a worker after the moves, in order.
-        moves: who moves.
         cost: expected slots or period after the moves, by the closed forms.
         before: the same without moves.
         moving: time that the moves take, one after the other.
@@ -73,9 +67,7 @@ def normalise(
     """The moves with the least total time.
 
     Args:
-        topology: shape of the job.
         failed: places without a worker.
-        times: durations.
         variant: of the plan that will be run.
         moving: time to copy the state of each stage; a single entry holds for all.
         iterations: how many will be run until replacements come. The total time is that of these iterations and of the
@@ -84,8 +76,7 @@ def normalise(
         able: who may move; None for everybody.
         moved: moves made already for some of these failures; they stay where they are part of a best choice.
 
-    Raises:
-        ConfigError: a stage has nobody left, or ``moving`` has a wrong length.
+    Raises ConfigError if a stage has nobody left, or ``moving`` has a wrong length.
     """
     times = Times() if times is None else times
     gone = set(failed)
@@ -101,8 +92,7 @@ def normalise(
     movable = {worker for worker in topology.workers() if worker not in gone and (able is None or worker in able)}
     limits = [min(most, have[s] + sum(worker.stage == s for worker in movable)) for s in range(topology.stages)]
 
-    # States: failures put so far -> those choices (highest cost, time of moves, moves, failures a stage) no other
-    # beats.
+    # States: failures put so far -> choices that no other beats (highest cost, time of moves, moves, failures a stage).
     states: dict[int, list[tuple[float, float, int, tuple[int, ...]]]] = {0: [(0.0, 0.0, 0, ())]}
     for s in range(topology.stages):
         following: dict[int, list[tuple[float, float, int, tuple[int, ...]]]] = {}
@@ -135,12 +125,8 @@ def steps_to_wait(before: float, after: float, cost: float) -> int | None:
     """Iterations to wait before failures are spread; None for ever, where it does not pay.
 
     Nobody knows how long failures last. Whoever waits until it has lost what the moves cost, and moves then, never
-    loses more than twice what it would with that knowledge (the ski-rental rule).
-
-    Args:
-        before: an iteration without the moves.
-        after: an iteration with them.
-        cost: of the moves, in the same unit.
+    loses more than twice what it would with that knowledge (the ski-rental rule). ``before`` and ``after`` are times of
+    an iteration without and with the moves, ``cost`` that of the moves, in the same unit.
     """
     gain = before - after
     return math.ceil(cost / gain) if gain > LEAST_GAIN * before else None

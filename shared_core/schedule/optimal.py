@@ -16,16 +16,12 @@ from shared_core.schedule.timing import StageTimes, simulate
 #: Ticks of the shortest duration that are tried, so that all durations are whole numbers of ticks.
 _TICKS = range(1, 13)
 MISSING = "exact planning needs OR-tools: pip install 'swift-recovery[plan]', or plan without a time limit"
-#: Ticks of the longest duration if they are not.
+#: Ticks of the longest duration where no such tick exists.
 _FINE = 200
 
 
 def import_solver() -> Any:
-    """The module ``cp_model``.
-
-    Raises:
-        MissingExtra: OR-tools is not installed.
-    """
+    """The module ``cp_model``; raises MissingExtra where OR-tools is not installed."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
@@ -45,18 +41,15 @@ def improve(found: FoundSchedule, time_limit: float, workers: int = 2) -> FoundS
     """A better plan if there is one, with the bound that was proven.
 
     The solver may split every backward. Micro-batches of a pipeline that pass the same workers keep their order in F
-    and in I at every stage, which costs nothing: two that do not can be exchanged from there on.
+    and in I at every stage, which costs nothing: two that do not can be exchanged from there on. Nothing is proven
+    beyond the bound of ``found`` where durations are no whole numbers of a common tick.
 
     Args:
         found: the greedy's plan of a whole iteration.
         time_limit: seconds; of one thread, those of the solver's own count, so that the same input gives the same plan.
         workers: threads.
 
-    Returns:
-        Nothing is proven beyond the bound of ``found`` where durations are no whole numbers of a common tick.
-
-    Raises:
-        MissingExtra: OR-tools is not installed.
+    Raises MissingExtra if OR-tools is not installed.
     """
     cp_model = import_solver()
     problem = found.problem
@@ -239,7 +232,6 @@ class _Model:
         self.model.add_hint(self.cost, self._ticks(found.cost))
 
     def schedule(self, solver: Any) -> Schedule:
-        """The rows in the order of the solution."""
         rows: dict[Worker, list[tuple[int, Action]]] = {}
         for action, worker in self.at.items():
             named = action

@@ -28,8 +28,6 @@ class IterationPlan:
     """What every surviving worker computes in an iteration.
 
     Attributes:
-        topology: shape of the job.
-        variant: coupled, decoupled or staggered.
         failed: places without a worker, in order.
         ordered: whether the sums of gradients can be made equal bit for bit; see ``check``.
         schedule: the rows, each with ``OPT`` at its end.
@@ -55,7 +53,6 @@ class IterationPlan:
     optimal: bool
 
     def host(self, pipeline: int, stage: int, micro_batch: int) -> Worker:
-        """Who computes a micro-batch at a stage."""
         return self.route.get((pipeline, stage, micro_batch)) or Worker(pipeline, stage)
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,17 +75,11 @@ class IterationPlan:
         }
 
     def to_json(self) -> str:
-        """One line of JSON."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> IterationPlan:
-        """Reverse of ``to_dict``.
-
-        Raises:
-            ConfigError: a field is missing or cannot be read.
-            InvalidSchedule: an action cannot be read.
-        """
+        """Reverse of ``to_dict``; ConfigError or InvalidSchedule where something cannot be read."""
         try:
             topology = Topology(data["pipelines"], data["stages"], data["micro_batches"])
             failed = tuple(parse_worker(text) for text in data["failed"])
@@ -135,22 +126,14 @@ class IterationPlan:
 
 
 def _is(kind: type, value: Any) -> Any:
-    """The value, if it is of that kind; whole numbers are floats too.
-
-    Raises:
-        TypeError: it is of another kind.
-    """
+    """The value, if it is of that kind; whole numbers are floats, too. Raises TypeError for another kind."""
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise TypeError(f"{value!r:.40} is not a {kind.__name__}")
     return value
 
 
 def parse_worker(text: str) -> Worker:
-    """A worker from ``pipeline:stage``, counted from zero.
-
-    Raises:
-        ConfigError: it looks otherwise.
-    """
+    """A worker from ``pipeline:stage``, counted from zero. Raises ConfigError for any other text."""
     match = _WORKER.fullmatch(text)
     if match is None:
         raise ConfigError(f"a worker is given as PIPELINE:STAGE, for example 1:2, got {text!r}")
@@ -172,14 +155,9 @@ def plan(
     """Plan an iteration without the failed workers. Without a failure it is plain 1F1B.
 
     Args:
-        topology: shape of the job.
-        failed: places without a worker.
         times: durations; one slot each and three for the optimizer where left out.
-        variant: what may be done.
-        memory: limits of the workers.
         ordered: all micro-batches of a failed worker go to one peer, W in ascending order.
         time_limit: seconds for the exact solver, which starts from the greedy's plan; 0 leaves it out.
-        threads: of that solver; see ``improve``.
         effort: actions that the greedy may place; see ``greedy``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What greedy and exact planning share: the operations of an iteration as arrays, and the least it can take."""
+"""What greedy and exact planning share: the problem that they solve."""
 
 from __future__ import annotations
 
@@ -26,15 +26,10 @@ class Problem:
     """What is to be scheduled.
 
     Attributes:
-        topology: shape of the job.
-        times: durations.
-        variant: the variant; it says whether hosts split their backwards, and what is minimised.
-        failed: places without a worker.
-        route: who computes their micro-batches.
-        memory: limits.
+        variant: says whether hosts split their backwards, and what is minimized.
+        route: who computes the micro-batches of the failed workers.
         ordered: W (or B) of a pipeline at a stage in ascending order.
-        split: workers that may split backwards: all of them at hosts of a stage with a failure.
-        split_last: how many backwards, counted from the last, other workers of an affected pipeline split.
+        split_last: how many backwards, counted from the last, are split at stages without a failure.
         done: what survivors have executed already, if an iteration is under way.
     """
 
@@ -50,20 +45,17 @@ class Problem:
 
     @cached_property
     def failed_stages(self) -> frozenset[int]:
-        """Stages at which somebody fails."""
         return frozenset(worker.stage for worker in self.failed)
 
     @property
     def staggered(self) -> bool:
-        """Whether the period is minimised; of an iteration under way it is always the time until its end."""
+        """Whether the period is minimized; of an iteration under way it is always the time until its end."""
         return self.variant is Variant.STAGGERED and not self.done
 
     def host(self, pipeline: int, stage: int, micro_batch: int) -> Worker:
-        """Who computes a micro-batch at a stage."""
         return self.route.get((pipeline, stage, micro_batch)) or Worker(pipeline, stage)
 
     def splits(self, pipeline: int, stage: int, micro_batch: int) -> bool:
-        """Whether the backward of a micro-batch is run as I and W."""
         if self.variant is Variant.COUPLED:
             return False
         if stage in self.failed_stages:

@@ -8,10 +8,10 @@ from statistics import median
 from shared_core.errors import ConfigError
 from shared_core.schedule.schedule import Kind
 
-#: Name of transfers among the samples; the others are named as the kinds of actions.
+#: Name of transfers among the samples; other samples have the names of the kinds of actions.
 COMMUNICATION = "communication"
 _NAMES = (*(kind.value for kind in Kind), COMMUNICATION)
-#: The newest samples of each sort are kept.
+#: Samples of each sort that are kept.
 _KEPT = 64
 
 
@@ -22,11 +22,7 @@ class Profile:
         self._samples: dict[str, deque[tuple[int, float]]] = {}
 
     def add(self, kind: Kind | str, seconds: float, step: int = 0) -> None:
-        """One duration of an action, or of a transfer (``COMMUNICATION``).
-
-        Raises:
-            ConfigError: there is no such kind, or the duration is negative or not finite.
-        """
+        """Note one duration of an action, or of a transfer (``COMMUNICATION``); ConfigError if it can be none."""
         name = str(kind)
         if name not in _NAMES:
             raise ConfigError(f"{name!r} is not profiled; choose one of {', '.join(_NAMES)}")
@@ -35,8 +31,10 @@ class Profile:
         self._samples.setdefault(name, deque(maxlen=_KEPT)).append((step, seconds))
 
     def medians(self, since: int = 0) -> dict[str, float]:
-        """Of each sort of samples of the steps from ``since`` on, by name. Transfers are measured once in a job: theirs
-        has no age. Of the optimizer it is the least, since the others contain waiting for peers.
+        """Seconds by name, from the steps from ``since`` on.
+
+        Transfers are measured once in a job: theirs has no age. Of the optimizer it is the least: others
+        contain waiting.
         """
         found: dict[str, float] = {}
         for name, samples in self._samples.items():

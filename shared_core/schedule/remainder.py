@@ -1,4 +1,4 @@
-"""Re-planning inside a running iteration: survivors keep what they did, and peers do again what was lost."""
+"""Re-planning inside a running iteration: survivors keep what they did, and peers repeat what failed workers did."""
 
 from __future__ import annotations
 
@@ -50,25 +50,19 @@ def replan(
     """Plan the rest of an iteration after a failure.
 
     What a failed worker had accumulated is gone: all its micro-batches, its own and those that it computed for others,
-    pass its stage again at peers. A result of it that a survivor has not used yet is waited for from the peer.
+    pass its stage again at peers. A survivor that has not used a result of it yet waits for the peer's.
 
     Where a survivor has the stage's sum of gradients, the failed worker's are in it. Then a micro-batch passes that
-    stage again only for the neighboring stages: where one of them needs a result that is lost with its maker.
+    stage again only for the neighboring stages: where one of them needs a result that only the failed worker had.
 
     Args:
         plan: the plan under way; after an earlier failure of the same iteration, the plan of that ``Remainder``.
         progress: how many actions of its row each worker has finished.
-        failed: workers failed now.
-        times: durations.
-        measured: durations that ``extra`` is reckoned with; ``times`` where left out.
+        measured: durations that ``extra`` is computed with; ``times`` where left out.
         before: ``done`` of the earlier ``Remainder``, if there was one.
         summed: stages whose sum a survivor has; those at which one has stepped count anyway.
-        memory: limits of the workers; what survivors hold counts.
-        effort: actions that the greedy may place.
 
-    Raises:
-        ConfigError: a stage has nobody left.
-        InvalidSchedule: no order fits into the memory.
+    Raises ConfigError if a stage has nobody left, InvalidSchedule if no order fits into the memory.
     """
     times = Times() if times is None else times
     gone = tuple(sorted({*plan.failed, *failed}))
@@ -134,15 +128,7 @@ def _for_neighbors(
     summed: Collection[int],
     gone: Collection[Worker],
 ) -> list[tuple[int, int, int]]:
-    """What passes stages again that have their sum, because somebody else still needs a result of it.
-
-    Args:
-        plan: until now.
-        again: what passes other stages again.
-        left: what survivors have still to run.
-        summed: stages that have their sum.
-        gone: all failed workers.
-    """
+    """What passes ``summed`` stages again, because ``again`` and ``left`` need a result of failed workers."""
     found = set[tuple[int, int, int]]()
     waiting = [*left, *(Action(s, kind, j, d) for d, s, j in again for kind in (Kind.F, Kind.B))]
     steps = {Kind.F: -1, Kind.I: 1, Kind.B: 1}

@@ -13,11 +13,7 @@ Route = dict[tuple[int, int, int], Worker]
 
 
 def survivors(topology: Topology, failed: Collection[Worker]) -> list[list[int]]:
-    """Pipelines that still have a worker, for every stage.
-
-    Raises:
-        ConfigError: a failed worker is not in the topology, or a stage has nobody left.
-    """
+    """Pipelines that still have a worker, for every stage; ConfigError where a stage has none."""
     for worker in failed:
         if not (0 <= worker.pipeline < topology.pipelines and 0 <= worker.stage < topology.stages):
             raise ConfigError(
@@ -36,12 +32,10 @@ def survivors(topology: Topology, failed: Collection[Worker]) -> list[list[int]]
 
 
 def deal(topology: Topology, failed: Collection[Worker], *, times: Times = EQUAL_SLOTS, ordered: bool = False) -> Route:
-    """Deal every micro-batch of a failed worker out to the peer that is through with it first, all its work counted;
-    ``ordered``, all of a failed worker to one peer. Peers that are equally fast take turns, over all failures of a
-    stage.
+    """Deal every micro-batch of a failed worker out to the peer that would finish first, all its work counted.
 
-    Raises:
-        ConfigError: a stage has nobody left.
+    ``ordered``, all of a failed worker to one peer. Peers that are equally fast take turns, over all failures of
+    a stage.
     """
     alive = survivors(topology, failed)
     route: Route = {}

@@ -2,8 +2,8 @@
 
 The notation is that of ``torch.distributed.pipelining``: stage, kind, micro-batch, as in ``2F0``. A micro-batch belongs
 to its *home* pipeline and has an index in it; where a worker of another pipeline computes it, the home is added:
-``2F0@1`` is the forward of micro-batch 0 of pipeline 1 at stage 2. ``2OPT`` is the optimizer step of stage 2.
-All indices count from zero.
+``2F0@1`` is the forward of micro-batch 0 of pipeline 1 at stage 2. ``2OPT`` is the optimizer step of stage 2. All
+indices count from zero.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class Action(NamedTuple):
     """One thing that a worker computes.
 
     Attributes:
-        stage: pipeline stage.
-        kind: what is computed.
         micro_batch: index in its home pipeline; -1 for ``OPT``.
         pipeline: the home pipeline of the micro-batch; for ``OPT`` that of the worker.
     """
@@ -67,11 +65,7 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str, worker: Worker) -> Action:
-    """Reverse of ``Action.text(worker)``.
-
-    Raises:
-        InvalidSchedule: it is not an action.
-    """
+    """Reverse of ``Action.text(worker)``. Raises InvalidSchedule where it is not an action."""
     match = _ACTION.fullmatch(text.strip())
     if match is None:
         raise InvalidSchedule(f"{text!r} in the row of {worker} is not an action; it must look like 2F0, 2W0@1 or 2OPT")
@@ -83,13 +77,7 @@ def parse_action(text: str, worker: Worker) -> Action:
 
 @dataclass(frozen=True)
 class Topology:
-    """Shape of a job.
-
-    Attributes:
-        pipelines: data-parallel pipelines.
-        stages: stages of each.
-        micro_batches: micro-batches of each in one iteration.
-    """
+    """Shape of a job: data-parallel pipelines, stages of each, micro-batches of each in one iteration."""
 
     pipelines: int
     stages: int
@@ -108,11 +96,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One row of actions for every worker that takes part.
-
-    Attributes:
-        rows: what each worker does, in order.
-    """
+    """One row of actions, in order, for every worker that takes part."""
 
     rows: Mapping[Worker, tuple[Action, ...]]
 
@@ -122,11 +106,7 @@ class Schedule:
 
     @classmethod
     def from_text(cls, rows: Mapping[str, Iterable[str]]) -> Schedule:
-        """Reverse of ``to_text``.
-
-        Raises:
-            InvalidSchedule: a name is not that of a worker, or an entry not an action.
-        """
+        """Reverse of ``to_text``. Raises InvalidSchedule where a name is not a worker, or an entry not an action."""
         found = {}
         for name, row in rows.items():
             match = _WORKER.fullmatch(name)

@@ -15,7 +15,7 @@ def canonical(
 ) -> tuple[tuple[Worker, ...], dict[int, int]]:
     """The failures after renaming pipelines, and the new name of every pipeline.
 
-    Pipelines are sorted by the stages that they have lost; those that have lost none come last, in their order. Only
+    Pipelines are sorted by the stages that have failed in them; those without a failure come last, in their order. Only
     pipelines whose workers have the same times change places.
     """
     stages: dict[int, tuple[int, ...]] = {}

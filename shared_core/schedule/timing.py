@@ -10,21 +10,18 @@ from typing import NamedTuple, NoReturn
 from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
 
-#: Rounds after which the period of a staggered schedule counts as found; the value is an upper bound at any time.
+#: Rounds after which the period of a staggered schedule counts as found; before, the value is an upper bound.
 ROUNDS = 32
-#: Time of a result that nobody has computed yet, and of one that is here from the beginning.
 _KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)
+#: Time of a result that nobody has computed yet, and of one that is there from the beginning.
 _NEVER, _AT_HAND = float("-inf"), -1e300
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds (or slots, or any unit) that the actions of one stage take.
+    """Durations of the actions of one stage, in seconds, slots or any unit.
 
     Attributes:
-        forward: F.
-        backward_input: I.
-        backward_weight: W.
         optimizer: OPT, with the reduction of the stage's gradients over the pipelines.
         backward: B, I and W at once; None is their sum.
     """
@@ -42,7 +39,6 @@ class StageTimes:
                 raise ConfigError(f"{name} must be a finite number of at least 0, got {value!r}")
 
     def of(self, kind: Kind) -> float:
-        """Duration of an action of that kind."""
         if kind is Kind.F:
             return self.forward
         if kind is Kind.I:
@@ -60,10 +56,10 @@ class Times:
 
     Attributes:
         stages: of each stage; a single entry holds for all.
-        own: of workers that differ from their stage.
-        communication: from the end of an action until its result can be used at the neighbouring stage.
+        communication: from the end of an action until its result can be used at the neighboring stage.
         data_apart: only the two ends of a pipeline have its data. Those of a failed first stage come from the last one,
             which sends them when it begins an iteration; staggered, that is later than a first stage could use them.
+        own: of workers that differ from their stage.
     """
 
     stages: tuple[StageTimes, ...] = (StageTimes(),)
@@ -78,19 +74,11 @@ class Times:
             raise ConfigError(f"communication must be a finite number of at least 0, got {self.communication!r}")
 
     def at(self, worker: Worker) -> StageTimes:
-        """Durations at a worker.
-
-        Raises:
-            ConfigError: there are no times of its stage.
-        """
+        """Durations at a worker. Raises ConfigError where there are none of its stage."""
         return self._by_worker.get(worker) or self.of_stage(worker.stage)
 
     def of_stage(self, stage: int) -> StageTimes:
-        """Durations at the workers of a stage that have none of their own.
-
-        Raises:
-            ConfigError: there are none.
-        """
+        """Durations at the workers of a stage that have none of their own. Raises ConfigError where there are none."""
         if len(self.stages) == 1:
             return self.stages[0]
         if stage >= len(self.stages):
@@ -107,8 +95,6 @@ EQUAL_SLOTS = Times()
 
 
 class Slot(NamedTuple):
-    """An action and when it runs."""
-
     action: Action
     start: float
     end: float
@@ -119,7 +105,6 @@ class Timeline:
     """A schedule with times, the first action starting at 0.
 
     Attributes:
-        rows: what each worker does and when.
         slots: from the first start to the end of the last forward or backward.
         period: from one iteration to the next, with the optimizer, in a steady state.
     """
@@ -146,14 +131,12 @@ def simulate(
 
     Args:
         schedule: what to run; rows may leave ``OPT`` out, it is counted anyway.
-        times: durations.
         staggered: each stage steps on its own.
         done: actions of an iteration under way that were executed already; their results are at hand at time 0.
         rounds: iterations to run at most.
         late: of workers that begin an iteration so much later than their stage can.
 
-    Raises:
-        InvalidSchedule: an action waits for one that never runs; both are named.
+    Raises InvalidSchedule if an action waits for one that never runs; both are named.
     """
     actions = [action for row in schedule.rows.values() for action in row] + list(done)
     stages = 1 + max([worker.stage for worker in schedule.rows] + [action.stage for action in actions], default=0)
@@ -177,15 +160,7 @@ def codes(actions: Collection[Action], stages: int, count: int) -> list[int]:
 
 
 class SimulatedTimes(NamedTuple):
-    """What a simulation found.
-
-    Attributes:
-        starts: start times of the actions of every row.
-        ready: when the iteration could start at each stage.
-        after: when the next one can.
-        slots: from the first start to the end of the last forward or backward.
-        period: from an iteration to the next.
-    """
+    """Start times by row; when each stage can start the iteration, and the next one; slots; period."""
 
     starts: list[list[float]]
     ready: list[float]
@@ -228,11 +203,7 @@ class Simulation:
             self.optimizer[worker.stage] = max(self.optimizer[worker.stage], one.optimizer)
 
     def measure(self, staggered: bool, rounds: int = ROUNDS) -> SimulatedTimes:
-        """Run it, staggered until the period repeats or the rounds are over.
-
-        Raises:
-            InvalidSchedule: an action waits for one that never runs.
-        """
+        """Run it, staggered until the period repeats or the rounds are over; raises as :func:`simulate`."""
         ready = [0.0] * self.stages
         starts, after, slots = self.run(ready, staggered)
         period = max(after)

@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-#: Number of the system call ``ioprio_set``; the C library has no function for it.
+#: Number of the system call ``ioprio_set``, by machine; the C library has no function for it.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _PROCESS_GROUP, _IDLE, _NONE = 2, 3 << 13, 0
 _NICEST = 19
@@ -23,7 +23,7 @@ _OOM = Path("/proc/self/oom_score_adj")
 
 
 class Background:
-    """Puts this process, which leads its process group, and what it starts, in the background."""
+    """Puts this process, which must lead its process group, and what it starts, in the background."""
 
     def __init__(self) -> None:
         self._nice = os.getpriority(os.PRIO_PROCESS, 0)
@@ -37,7 +37,6 @@ class Background:
         _disk(_IDLE)
 
     def leave(self) -> None:
-        """Be as any other process again; what was started meanwhile, too."""
         if self._niced:
             os.setpriority(os.PRIO_PGRP, 0, self._nice)
         _disk(_NONE)
@@ -63,7 +62,6 @@ def _can_be_taken_back(nice: int) -> bool:
 
 
 def _disk(priority: int) -> None:
-    """Set the class of this process group among those that wait for a disk."""
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
         ctypes.CDLL(None).syscall(number, _PROCESS_GROUP, 0, priority)

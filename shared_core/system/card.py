@@ -21,8 +21,7 @@ class Card:
     Attributes:
         run: id of this start of the job.
         name: of the job, as ``--rdzv-id`` gives it.
-        script: the user's, as the user named it.
-        host: name of this machine.
+        script: as the user named it.
         agent: pid of the launcher.
         begun: ``time.time()`` of its start.
         events: path of ``events.jsonl``; empty if there is none.
@@ -39,7 +38,7 @@ class Card:
     events_from: int = 0
 
     def write(self, job_dir: Path) -> None:
-        """Leave it in the job's folder; nothing happens where there is no room, as no job depends on it."""
+        """Leave it in the job's folder, atomically; an OSError is ignored, as no job depends on it."""
         with suppress(OSError):
             fresh = job_dir / f"{CARD}.new"
             fresh.write_text(json.dumps(asdict(self)), encoding="utf-8")

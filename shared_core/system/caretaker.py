@@ -1,7 +1,7 @@
 """A small process that removes the folders of a job whose launcher was killed.
 
-Workers and standbys of a killed launcher are killed by the kernel, so none of them can. This file is run by its path in
-a bare interpreter, which takes some 10 ms, and imports nothing of this package then.
+The kernel kills the workers and standbys of a killed launcher, so none of them can. This file is run by its path in a
+bare interpreter, which takes some 10 ms, and imports nothing of this package then.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 
-#: Processes of the job may write for an instant while the kernel ends them, in seconds.
+#: Seconds in which the folders are removed again and again: processes of the job may write for an instant while the
+#: kernel ends them.
 _TRIES_S, _AGAIN_S = 10.0, 0.05
 
 
 class Caretaker:
-    """Waits until this process is gone, then removes folders.
-
-    Args:
-        folders: to remove, if this process ends before :meth:`close`.
-    """
+    """Waits until this process is gone, then removes ``folders``, unless it is closed before."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         read, self._held = os.pipe()  # close-on-exec: this process alone holds it

@@ -13,8 +13,7 @@ _PACKAGES = ("torch", "swift-recovery")
 
 
 def facts() -> dict[str, Any]:
-    """This machine's name, the processors that this process may use, and versions; packages that are not installed are
-    left out."""
+    """This machine's name, the processors that this process may use, and versions of what is installed."""
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         "cpus": len(os.sched_getaffinity(0)),

@@ -21,11 +21,11 @@ PREFIX = "swift_"
 #: A file system in memory.
 MEMORY = "/dev/shm"
 _LOGS = "swift-log-"
-#: Link to the folder for logs on disk: short links go through it, which take no room in memory.
+#: Link to the folder for logs on disk: short links lead through it, which take no room in memory.
 DISK = "disk"
 #: Start of the names of folders beside the logs on disk: publications of a rank that did not fit into memory.
 ON_DISK = "publications"
-#: Less room in memory than this is left to others, in bytes.
+#: Bytes of free memory that are left to others: with less, the folder is among temporary files.
 LEAST_BYTES = 16 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 #: Locked for as long as the launcher lives.
@@ -43,22 +43,12 @@ CHECKPOINTS = "checkpoints"
 
 
 def log_folder(parent: str | os.PathLike[str] | None, job_dir: Path) -> Path:
-    """Where the workers of a job on this machine log to disk.
-
-    Args:
-        parent: the folder that the user has chosen; None for that of temporary files.
-        job_dir: the private folder of the job.
-    """
+    """Where the workers of a job on this machine log to disk. ``parent`` None: among temporary files."""
     return Path(parent or _temporary()) / f"{_LOGS}{job_dir.name}"
 
 
 def own(folder: Path) -> bool:
-    """Make a folder that only this user can enter, or see that it is one; returns whether it was made.
-
-    Raises:
-        ConfigError: it belongs to somebody else, or is no folder.
-        OSError: it cannot be made.
-    """
+    """Make a folder of mode 0700; returns whether it was made. ConfigError if another user's or no folder is there."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         folder.mkdir(mode=0o700)
@@ -74,19 +64,14 @@ def own(folder: Path) -> bool:
 
 
 class JobDir:
-    """Makes the folder (mode 0700) and holds a lock in it for as long as this process lives; likewise that for logs on
-    disk, where it can be made.
+    """Makes the folder (mode 0700) and locks it for as long as this process lives; likewise that for logs on disk.
 
     Args:
         logs: parent of the folder for logs on disk, which is removed with it; see :func:`log_folder`.
         logging: there may be such logs.
 
-    Attributes:
-        path: the folder.
-        note: for the user, where it is not in memory; empty otherwise.
-
-    Raises:
-        OutOfResources: there is no place for it.
+    ``note``: for the user, where the folder is not in memory, or others are left over; empty otherwise. Raises
+    OutOfResources if there is no place for it.
     """
 
     def __init__(self, logs: str | None = None, *, logging: bool = True) -> None:
@@ -125,15 +110,12 @@ class JobDir:
 
     @property
     def folders(self) -> tuple[str, str]:
-        """All that is removed at the end."""
         return str(self.path), str(self._logs)
 
     def clear(self, keep: int | None = None) -> None:
-        """Remove what an attempt has left, but not the lock, snapshots, what is kept for other machines, and since when
-        ranks have trained.
+        """Remove what an attempt has left, but not what belongs to the job.
 
-        Args:
-            keep: number of an attempt from which the next one continues: its publications and what it handed on stay.
+        ``keep``: number of an attempt from which the next one continues: its publications and what it handed on stay.
         """
         with suppress(OSError):
             for left in [*self._logs.glob("rank*"), *self._logs.glob(f"{ON_DISK}*/attempt*")]:
@@ -198,11 +180,7 @@ def _make(parent: str) -> tuple[Path, int]:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder that was made just now.
-
-    Raises:
-        FileNotFoundError: somebody who sweeps was here between the making and the locking, and has removed it.
-    """
+    """Lock a new folder until the descriptor is closed; FileNotFoundError if somebody who sweeps has removed it."""
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -229,7 +207,7 @@ def _sign(folder: Path) -> None:
 
 
 def _identity(name: str, found: os.stat_result) -> str:
-    """What a folder has that its copies and folders of the same name elsewhere have not."""
+    """What its copies, and folders of the same name elsewhere, do not have."""
     return f"{name} {found.st_ino}"
 
 
@@ -258,14 +236,9 @@ def _sweep(parent: Path, prefix: str) -> set[str]:
 
 
 def _is_left_by_earlier(at: int, name: str) -> bool:
-    """Remove a folder if a killed agent has left it; whether one of an earlier version has.
+    """Remove folder ``name`` if a killed agent has left it; returns whether an earlier version has.
 
-    Args:
-        at: descriptor of the folder that it is in.
-        name: its name.
-
-    Raises:
-        OSError: it is a link, somebody holds its lock, or it has none.
+    ``at`` is a descriptor of its parent. Raises OSError if it is a link, or somebody holds its lock.
     """
     folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
     try:

@@ -3,7 +3,7 @@
 Before a folder is removed (job folders that killed launchers have left, checkpoints that were never completed) the
 marker in it is looked at: a random key of its own, and a MAC by that key of what the folder is. It keeps folders of the
 user's that only look like ours, and ours once they were copied, renamed or kept elsewhere. It proves nothing against
-somebody who can write into the folder: that is kept out by the folder's mode and owner, not by the marker.
+somebody who can write into the folder: the folder's mode and owner keep those out.
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ import secrets
 
 from shared_core.plain_json import parse
 
-#: Its name in the folder.
 MADE = "made.json"
-#: More bytes than this no marker has.
 MOST_BYTES = 4096
 
 
 def make(folder: str) -> bytes:
-    """The marker of a folder.
-
-    Args:
-        folder: what nobody else's is, such as its name and inode.
-    """
+    """The marker of a folder; ``folder`` is what no other has, such as its name and inode."""
     key = secrets.token_hex(16)
     return json.dumps({"key": key, "mac": _mac(key, folder)}).encode()
 

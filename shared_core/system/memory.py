@@ -15,12 +15,7 @@ def private_bytes(pid: int) -> int:
 
 
 def machine_bytes(root: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
-    """``(free, total)``: what processes can still get, and all there is; the limit of the container counts.
-
-    Args:
-        root: of the control groups of this container (version 2).
-        meminfo: of the machine.
-    """
+    """``(free, total)``: what processes can still get, and all there is; limits of the container (cgroups 2) count."""
     found = _fields(meminfo)
     free, total = found.get("MemAvailable", 0), found.get("MemTotal", 0)
     with suppress(OSError, ValueError):

@@ -22,13 +22,12 @@ _HUGE = 2 << 20
 
 #: Folder that holds the package; stays importable for workers where the package is run from a checkout.
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-#: What ``python -c`` and ``-m`` put first is the working directory, from which torchrun's workers import nothing.
+#: ``python -c`` and ``-m`` put the working directory first, from which torchrun's workers import nothing.
 NOT_FROM_HERE = "import sys; sys.path[:1] = [p for p in sys.path[:1] if getattr(sys.flags, 'safe_path', 0)]; "
 
 
 def run_module(module: str, *args: str) -> list[str]:
-    """Command line of a fresh interpreter with this one's flags that runs a module of this package as ``-m`` does, and
-    imports nothing from the working directory."""
+    """Command line that runs a module of this package, with this interpreter's flags, without the working directory."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing's spawn does
     code = f"{NOT_FROM_HERE}sys.path.append({PACKAGE_ROOT!r}); import runpy; runpy._run_module_as_main({module!r})"
     return [sys.executable, *flags, "-c", code, *args]
@@ -46,11 +45,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Make orphaned descendants of this process its own children, so that it can wait for them and end them.
-
-    Raises:
-        Unsupported: on another system than Linux.
-    """
+    """Adopt orphaned descendants of this process, to wait for them and end them. Linux only, else Unsupported."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -61,8 +56,7 @@ def die_with_parent(parent: int) -> bool:
 
 
 def state_of(pid: int) -> str | None:
-    """One-letter state of a process as in ``/proc/PID/stat`` (``T`` stopped, ``Z`` zombie, ...); None if it is gone,
-    ``?`` where nobody can look, as without a free descriptor."""
+    """Letter of a process' state as in ``/proc/PID/stat``; None if it is gone, ``?`` if nobody can look."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             raw = file.read()
@@ -103,7 +97,7 @@ def collapse_memory() -> int:
 
 
 def thread_count() -> int:
-    """Threads of this process."""
+    """Threads of this process, those of libraries included."""
     return len(os.listdir("/proc/self/task"))
 
 
@@ -117,7 +111,7 @@ def children() -> list[int]:
 
 
 def kill_group(pid: int, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Send ``sig`` to the process group that ``pid`` leads and to ``pid`` itself; what is gone is passed over."""
+    """Send ``sig`` to the process group that ``pid`` leads and to ``pid`` itself, where there are such."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, sig)
     # a process that was forked an instant ago leads its group only after its setsid

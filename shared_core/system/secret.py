@@ -1,7 +1,7 @@
-"""What the machines of a job know and nobody else does, and how two processes prove to each other that they know it.
+"""The secret of a job's machines, and how two processes prove to each other that they know it.
 
 A user who names no secret has one in a file of the home folder, made by the first job on several machines. It serves
-where all machines have the same, as with a home that they share. Machines with different ones do not work together.
+where all machines have the same, as with a home that they share.
 
 The proof is mutual and comes before anything else on a connection: each side sends a random number and the HMAC-SHA256
 of both numbers and its own role. The user's secret itself is never a key: each job derives one from it and its name.
@@ -22,13 +22,13 @@ from pathlib import Path
 from shared_core.errors import ConfigError, NotAFile
 from shared_core.kinds import open_regular
 
-#: In the environment of ``swiftrun``: path of the user's secret.
+#: Variable of ``swiftrun`` with the path of the user's secret.
 VARIABLE = "SWIFT_RECOVERY_SECRET_FILE"
 #: The secret of a user who has named none.
 OWN = "~/.config/swift-recovery/secret"
 #: File of the job's key in its private folder, where its workers find it.
 FILE = "secret"
-#: Longest time to prove it, and to say what is wanted then, in seconds.
+#: Longest time to prove the secret, and to say what is wanted then, in seconds.
 PROOF_S = 5.0
 _LEAST, _MOST = 16, 4096
 _MAGIC = b"swift-3"
@@ -41,11 +41,7 @@ class NotAuthenticated(ConnectionError):
 
 
 def find(path: str | None) -> bytes:
-    """The secret that the user has named on the command line or in the environment, else the one of the home folder.
-
-    Raises:
-        ConfigError: there is none that could be used.
-    """
+    """The secret that the user has named, else the one of the home folder; ConfigError where none can be used."""
     path = path or os.environ.get(VARIABLE)
     if path:
         return read(path, "--secret-file ")
@@ -84,15 +80,7 @@ def _own(path: Path) -> bytes:
 
 
 def read(path: str, option: str = "") -> bytes:
-    """The secret in a file.
-
-    Args:
-        path: of the file.
-        option: that has named it, for errors.
-
-    Raises:
-        ConfigError: if there is none, it is short, or others may read it.
-    """
+    """The secret in a file; ConfigError if it is missing, short, or others may read it. ``option`` named the file."""
     how = f"make one with: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
     try:
         with open_regular(path) as file:
@@ -113,35 +101,23 @@ def read(path: str, option: str = "") -> bytes:
 
 
 def derive(secret: bytes, job: str) -> bytes:
-    """The key of one job."""
     return hmac.digest(secret, b"swift-recovery job " + job.encode(), "sha256")
 
 
 def leave(job_dir: Path, key: bytes) -> None:
-    """Put the job's key where its workers find it."""
+    """Put the job's key where its workers find it. Raises OSError where there is one already."""
     fd = os.open(job_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(fd, "wb") as file:
         file.write(key)
 
 
 def of_job(job_dir: Path) -> bytes:
-    """The key of a job on several machines.
-
-    Raises:
-        OSError: it is not there.
-    """
+    """The key of a job on several machines. Raises OSError where there is none."""
     return (job_dir / FILE).read_bytes()
 
 
 def ask(sock: socket.socket, key: bytes) -> bytes:
-    """The server's side: let the other one prove that it knows the key, and prove it.
-
-    Returns:
-        A key for this connection alone.
-
-    Raises:
-        OSError: it does not, or not in time.
-    """
+    """The server's side of a proof: returns a key for this connection alone, else OSError. Changes the time-out."""
     deadline = time.monotonic() + PROOF_S
     sock.settimeout(PROOF_S)
     mine = secrets.token_bytes(_NONCE)
@@ -155,12 +131,7 @@ def ask(sock: socket.socket, key: bytes) -> bytes:
 
 
 def prove(sock: socket.socket, key: bytes) -> bytes:
-    """The client's side of :func:`ask`. The socket's time-out is changed.
-
-    Raises:
-        NotAuthenticated: the other side does not know the key, or has another one.
-        OSError: it does not answer.
-    """
+    """The client's side of :func:`ask`: NotAuthenticated where the other side has another key. Changes the time-out."""
     deadline = time.monotonic() + PROOF_S
     hello = _receive(sock, len(_MAGIC) + _NONCE, deadline)
     magic, theirs = hello[: len(_MAGIC)], hello[len(_MAGIC) :]

@@ -11,17 +11,16 @@ from typing import Any
 
 from shared_core.system.wire import Link
 
-#: Kinds of frames: a copy comes, what is there, one file of it; a part of what was asked for.
+#: Kinds of frames: a copy comes, a list of what is there, one file of it; a part of a file.
 PUT, LIST, GET, PART = b"P", b"L", b"G", b"D"
-#: Bytes of a file, before it; -1 if it is not there.
+#: Head of a file: its bytes; -1 if it is not there.
 SIZE = struct.Struct("<q")
 _CHUNK, _DIGEST_BYTES = 1 << 20, 32
-#: Attempt and step of a snapshot.
 Key = tuple[int, int]
 
 
 def send_file(link: Link, path: Path, size: int) -> bytes:
-    """Send ``size`` bytes of a file; gives their SHA-256."""
+    """Send ``size`` bytes of a file; returns their SHA-256."""
     digest, buffer = hashlib.sha256(), bytearray(_CHUNK)
     with open(path, "rb") as file:
         for length in _chunks(size):
@@ -34,11 +33,7 @@ def send_file(link: Link, path: Path, size: int) -> bytes:
 
 
 def receive_bytes(link: Link, size: int) -> bytes:
-    """``size`` bytes of a file, compared with the SHA-256 that follows.
-
-    Raises:
-        ConnectionError: they are damaged.
-    """
+    """``size`` bytes of a file, compared with the SHA-256 that follows; ConnectionError if they are damaged."""
     data = b"".join(link.data(PART, length) for length in _chunks(size))
     if hashlib.sha256(data).digest() != link.data(PART, _DIGEST_BYTES):
         raise ConnectionError("its checksum is wrong")
@@ -46,7 +41,7 @@ def receive_bytes(link: Link, size: int) -> bytes:
 
 
 def receive_file(link: Link, path: Path, size: int) -> str:
-    """Write ``size`` bytes and compare the SHA-256 that follows; gives it."""
+    """Write ``size`` bytes into a new file and compare the SHA-256 that follows; damaged, ConnectionError."""
     digest = hashlib.sha256()
     with open(path, "xb", buffering=0) as file:
         for length in _chunks(size):
@@ -59,7 +54,6 @@ def receive_file(link: Link, path: Path, size: int) -> str:
 
 
 def _chunks(size: int) -> Iterator[int]:
-    """The lengths of the parts that a file of this size is sent in."""
     while size:
         length = min(size, _CHUNK)
         yield length
@@ -67,5 +61,4 @@ def _chunks(size: int) -> Iterator[int]:
 
 
 def ask(link: Link, kind: bytes, header: Any) -> None:
-    """Send a request."""
     link.send(kind, data=[json.dumps(header).encode()])

@@ -14,16 +14,12 @@ from shared_core.faults import inject
 from shared_core.resources import FIRST_S, Retries, advice, no_thread
 
 _Made = TypeVar("_Made")
-#: So long a worker tries to get a thread, in seconds.
+#: Seconds for which a worker tries to get a thread.
 MAX_WAIT_S = 30.0
 
 
 def start(target: Callable[..., Any], args: Sequence[Any] = (), *, name: str) -> threading.Thread:
-    """Start a daemon thread, as :func:`persist` does.
-
-    Raises:
-        FaultInjected: by a fault at the point ``thread``.
-    """
+    """Start a daemon thread, as :func:`persist` does. ``FaultInjected`` by a fault at the point ``thread``."""
 
     def begin() -> threading.Thread:
         inject.point("thread")
@@ -37,11 +33,11 @@ def start(target: Callable[..., Any], args: Sequence[Any] = (), *, name: str) ->
 def persist(make: Callable[[], _Made], what: str) -> _Made:
     """Make something that needs a thread.
 
-    Where the system has no thread left it is tried again for :data:`MAX_WAIT_S`. Then this process ends, as one that is
-    failed: without the thread its peers would wait for it for ever.
+    Where the system has no thread left it is tried again for :data:`MAX_WAIT_S`. Then this process ends, as a failed
+    one: without the thread its peers would wait for it for ever.
 
     Args:
-        make: makes it. It raises RuntimeError or OSError where there is no thread; other errors are its caller's.
+        make: raises RuntimeError or OSError where there is no thread; other errors are its caller's.
         what: "start a thread", for the line that says that it cannot.
     """
     deadline, tries = time.monotonic() + MAX_WAIT_S, Retries(console)

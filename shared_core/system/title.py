@@ -21,13 +21,7 @@ _bounds: tuple[int, int] | None = None
 
 
 def set_title(role: str, target: str = "", args: Sequence[str] = ()) -> None:
-    """Have this process shown as ``swift ROLE: TARGET ARGS``; nothing happens where the system does not allow it.
-
-    Args:
-        role: such as ``rank 2``.
-        target: the user's script or module, as the user named it.
-        args: its arguments; those at the end are left out where there is no room.
-    """
+    """Have this process shown as ``swift ROLE: TARGET ARGS``, as far as there is room; else nothing happens."""
     set_name(role)
     with suppress(OSError, ValueError, IndexError):
         start, end = _arguments()

@@ -29,7 +29,7 @@ _NUMBER = struct.Struct("<Q")
 _MAC_BYTES = 32
 _LONGEST_NAME = 255
 _PIECE = 1 << 20
-#: Up to so many bytes a frame is sent at once.
+#: Bytes up to which a frame is sent at once.
 _SMALL = 65536
 
 
@@ -38,8 +38,6 @@ class Altered(ConnectionError):
 
 
 class Frame(NamedTuple):
-    """One frame."""
-
     kind: bytes
     rank: int
     attempt: int
@@ -48,11 +46,7 @@ class Frame(NamedTuple):
 
 
 def place_of(machine: str) -> tuple[str, int]:
-    """Where a machine's agent takes copies; it is part of the machine's name, ``HOST:PORT#...``.
-
-    Raises:
-        OSError: it is not the name of a machine.
-    """
+    """Host and port of a machine's agent, from the machine's name, ``HOST:PORT#...``; OSError for other names."""
     host, _, port = machine.partition("#")[0].rpartition(":")
     if not (
         host.isascii() and host.isprintable() and port.isdecimal() and port.isascii() and 0 < int(port[:6]) < 65536
@@ -80,7 +74,7 @@ class _Seals:
 
 
 class Link:
-    """A connection on which both sides have proved that they know the job's secret.
+    """A connection on which both sides have proved that they know the job's secret. One thread may send, one receive.
 
     Args:
         sock: the connection; it is closed with this object.
@@ -102,33 +96,23 @@ class Link:
         self.close()
 
     def close(self) -> None:
-        """Close the connection."""
         self._sock.close()
 
     def shutdown(self) -> None:
-        """Have whoever waits on this connection, on any thread, return with an error.
-
-        Raises:
-            OSError: it is closed already.
-        """
+        """Have whoever waits on this connection, on any thread, return with an error. OSError if it is closed."""
         self._sock.shutdown(socket.SHUT_RDWR)
 
     def fileno(self) -> int:
-        """File descriptor of the connection, to poll it together with others."""
         return self._sock.fileno()
 
     def settimeout(self, seconds: float | None) -> None:
-        """Longest wait for the next bytes; None waits for ever."""
+        """Longest wait for the next bytes, in seconds; None waits for ever."""
         self._sock.settimeout(seconds)
 
     def send(
         self, kind: bytes, rank: int = 0, attempt: int = 0, name: str = "", data: Sequence[bytes | memoryview] = ()
     ) -> None:
-        """Send one frame; its data are given in pieces.
-
-        Raises:
-            OSError: the other side has gone.
-        """
+        """Send one frame; its data are given in pieces. Raises OSError if the other side has gone."""
         raw = name.encode()
         length = sum(map(len, data))
         head = _HEAD.pack(kind, rank, attempt, len(raw), length)
@@ -186,24 +170,16 @@ class Link:
     def frames(
         self, most: Callable[[bytes], int] | None = None, idle: Callable[[bool], None] = lambda _: None
     ) -> Iterator[Frame]:
-        """All that comes; see :meth:`receive`."""
+        """All that comes, without end; see :meth:`receive`."""
         while True:
             yield self.receive(most, idle)
 
     def answer(self) -> bytes:
-        """The next frame, which is its kind and nothing else.
-
-        Raises:
-            OSError: as :meth:`receive`.
-        """
+        """The kind of the next frame, which must have no data; raises as :meth:`receive`."""
         return self.receive(lambda _: 0).kind
 
     def data(self, kind: bytes, length: int) -> bytes:
-        """The data of the next frame, which is of this kind and has so many bytes.
-
-        Raises:
-            OSError: as :meth:`receive`, or it is another one.
-        """
+        """The data of the next frame; OSError if it is of another kind or length, or as :meth:`receive`."""
         frame = self.receive(lambda _: length)
         if (frame.kind, len(frame.data)) != (kind, length):
             raise ConnectionError("another frame was to come")
@@ -233,7 +209,7 @@ class Link:
 
 @functools.cache
 def _tell(peer: str) -> None:
-    """Say it, once for each address."""
+    """Once for each address."""
     console(
         f"somebody on the way from {peer} changes what is sent between the machines of this job: the connection is "
         "closed, and nothing of what has come is used (docs/machines.md#security)"
@@ -241,15 +217,7 @@ def _tell(peer: str) -> None:
 
 
 def connect(machine: str, key: bytes) -> Link:
-    """A connection to a machine's agent.
-
-    Args:
-        machine: its name.
-        key: the job's.
-
-    Raises:
-        OSError: there is none.
-    """
+    """A connection to the agent of the machine of this name. ``key`` is the job's. Raises OSError if there is none."""
     sock = socket.create_connection(place_of(machine), CONNECT_S)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -262,11 +230,7 @@ def connect(machine: str, key: bytes) -> Link:
 
 
 def accept(sock: socket.socket, key: bytes) -> Link:
-    """The other side of :func:`connect`, which has ``sock`` from a listener.
-
-    Raises:
-        OSError: who connects does not know the key, or not in time.
-    """
+    """The other side of :func:`connect`, for ``sock`` from a listener; OSError without a proof of the key."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     return Link(sock, secret.ask(sock, key), serves=True)

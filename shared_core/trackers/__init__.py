@@ -1,6 +1,6 @@
 """What experiment trackers are told: each row once, in one run, although the process that tells them was replaced.
 
-Weights & Biases and MLflow are imported only in here, and only where the script uses them.
+Only this package imports Weights & Biases and MLflow, and only where the script uses them.
 """
 
 from shared_core.trackers.rows import Rows, Service

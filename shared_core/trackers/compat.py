@@ -1,4 +1,4 @@
-"""What Weights & Biases does not say through its public interface: which rows of a failed process are in its file.
+"""Which rows of a failed process are in the file of Weights & Biases: its public interface does not say that.
 
 Offline there is nobody else to ask. The file is a log in the format of LevelDB with a header of seven bytes; its
 entries are ``Record`` messages of the package's own protocol.
@@ -20,7 +20,7 @@ _PIECE = struct.Struct("<IHB")
 
 
 def committed_steps(file: str) -> Iterator[int]:
-    """Numbers of the rows in a file; none where it cannot be read."""
+    """Numbers of the rows in a file; none where it cannot be read, or from where it is damaged."""
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
@@ -52,8 +52,9 @@ def entries(data: bytes) -> Iterator[bytes]:
 
 
 def wait_closed(file: str, timeout_s: float) -> None:
-    """Wait until no process has a file open: the one that writes it outlives the worker that it writes for, by about a
-    tenth of a second.
+    """Wait until no process has a file open, for ``timeout_s`` seconds at most.
+
+    The process that writes it outlives the worker that it writes for, by about a tenth of a second.
     """
     deadline = time.monotonic() + timeout_s
     while _is_open(file) and time.monotonic() < deadline:

@@ -1,5 +1,6 @@
-"""Rows of one tracker. A replacement runs the script, or a batch of it, again: what the service has is not written
-twice, and what the service failed with its buffer is.
+"""Rows of one tracker, each written once although a replacement runs the script, or a batch of it, again.
+
+What the service has is not written twice; what it lost with its buffer when the worker failed is written again.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from shared_core.job import Job
 Row = Mapping[str, Any]
 #: Writes a row: its values, its step, further arguments of the script's.
 Write = Callable[[Row, Any, dict[str, Any]], None]
-#: Rows that are kept because the service may lose them; more than a few come only from toys.
+#: Most rows that are kept because the service may lose them; more come only from toys.
 _KEPT = 1000
 
 
 class Service:
     """What takes the rows. This one can only be told: what it was given, it is taken to have.
 
-    Attributes:
-        buffer_s: what is younger, in seconds, the service may lose with the process.
+    ``buffer_s``: what is younger, in seconds, the service may lose with the process.
     """
 
     buffer_s = 0.0
@@ -44,7 +44,7 @@ class Service:
         """The row that comes next, to ``place``, is the first that is missing."""
 
     def wrote(self, place: Any, step: Any) -> None:
-        """A row was written."""
+        """A row was written, to ``place``."""
 
     def state(self) -> Any:
         """Plain data for :meth:`restore`."""
@@ -72,7 +72,7 @@ class Rows:
     def __init__(self, job: Job, name: str, service: Service, write: Write) -> None:
         self._service, self._write = service, write
         self._count = 0
-        #: Rows up to this one are there, as far as this worker is concerned.
+        #: Number of the last row that is there, as far as this worker is concerned.
         self._done = 0
         self._written = job.notes.tally(f"rows.{name}")
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=_KEPT)
@@ -80,10 +80,9 @@ class Rows:
         self._behind = replaces_a_worker(job)
 
     def give(self, row: Row, step: Any = None, **more: Any) -> None:
-        """The script logs a row.
+        """Write a row that the script logs, unless the service has it from a failed worker.
 
         Args:
-            row: values by name.
             step: as the script gave it.
             more: further arguments for the tracker.
         """
@@ -100,7 +99,6 @@ class Rows:
         self._written.value = self._count
 
     def state(self) -> Any:
-        """What a replacement must know, as plain data."""
         oldest = time.time() - self._service.buffer_s
         while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()

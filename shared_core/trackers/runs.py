@@ -26,12 +26,7 @@ def prepare() -> None:
 def note_runs(job: Job, **more: str) -> dict[str, str]:
     """Call in rank 0 when runs were opened: leave their names to its replacements.
 
-    Args:
-        job: of this worker.
-        more: further variables that replacements find in their environment.
-
-    Returns:
-        The variables, for :func:`take_up`.
+    ``more``: further variables that replacements find in their environment. Returns the variables, for :func:`take_up`.
     """
     names = dict(more)
     run = getattr(sys.modules.get("wandb"), "run", None)
@@ -47,17 +42,12 @@ def note_runs(job: Job, **more: str) -> dict[str, str]:
 
 
 def take_up(names: Mapping[str, str] | None) -> None:
-    """In a replacement that has not found the names in its environment, because it is on another machine.
-
-    Args:
-        names: what :func:`note_runs` has returned to the failed worker.
-    """
+    """In a replacement on another machine: put into its environment what :func:`note_runs` has returned."""
     for name, value in (names or {}).items():
         os.environ.setdefault(name, value)
 
 
 def note_file(job: Job, run: Any) -> None:
-    """Note the file that Weights & Biases writes of a run."""
     file = str(run.settings.sync_file)
     if file not in job.notes.kept(_KIND):
         job.notes.keep(_KIND, file, run.id)

@@ -15,7 +15,7 @@ from shared_core.trackers.runs import files_of
 
 #: Added to the time that a service says it keeps rows for, in seconds: timers are late under load.
 _MARGIN_S = 5.0
-#: Seconds in which rows reach the server.
+#: Seconds within which rows reach the server.
 _ONLINE_S = 60.0
 #: Seconds that the process which writes for a failed worker has to notice that and to end.
 _END_S = 10.0
@@ -27,7 +27,6 @@ def of_wandb(job: Job, run: Callable[[], Any], *, numbered: bool) -> Service:
     """The service behind a run of Weights & Biases.
 
     Args:
-        job: of this worker.
         run: gives the run, which is open.
         numbered: the step that the script gives is the number of the row; otherwise it is a value in it.
     """
@@ -35,20 +34,15 @@ def of_wandb(job: Job, run: Callable[[], Any], *, numbered: bool) -> Service:
 
 
 class Wandb(Service):
-    """A run of Weights & Biases. Its rows have numbers, which continue in the replacement's part of the run.
-
-    Args:
-        run: gives the run.
-        numbered: see :func:`of_wandb`.
-    """
+    """A run of Weights & Biases. Its rows have numbers, which continue in the replacement's part of the run."""
 
     def __init__(self, job: Job, run: Callable[[], Any], numbered: bool) -> None:
         self._job, self._run, self._numbered = job, run, numbered
-        #: Of the next row that the script gives without a number; of the failed worker's next while this is behind.
+        #: Number of the next row that the script gives without one; while this is behind, of the failed worker's next.
         self._next = 0
         self._behind = replaces_a_worker(job)
         self._first: int | None = None
-        #: The number that the service's next row has been given.
+        #: Number that the service's next row has been given.
         self._at = 0
         settings = run().settings
         interval = settings.x_transaction_log_flush_interval if run().offline else _ONLINE_S
@@ -91,7 +85,7 @@ class Wandb(Service):
             self._run().log({}, step=place)
 
     def _missing_from(self) -> int:
-        """The number of the first row that the service has not."""
+        """The number of the first row that the service does not have."""
         if self._first is None:
             run = self._run()
             steps: list[int] = []
@@ -108,7 +102,7 @@ class Wandb(Service):
 
 
 class Mlflow(Service):
-    """A run of MLflow, which can be asked for every value.
+    """A run of MLflow, which can be asked for every value; a row counts as there if its first plain metric is.
 
     Args:
         run: gives the client and the name of the run.

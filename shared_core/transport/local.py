@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shared_core.system.wire import CONNECT_S, Link
 
-#: The kernel takes no longer address than this, in bytes.
+#: Longest address of a socket that is used, in bytes; the kernel takes few more.
 _LONGEST = 100
 #: More workers than start on one machine at once.
 _BACKLOG = 1024
@@ -35,11 +35,7 @@ def _address(path: Path) -> Iterator[str]:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listener at ``path``, which nothing may be at.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """A listener at ``path``. Raises OSError where it cannot be made, or something is there."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _address(path) as address:
@@ -52,11 +48,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path) -> Link:
-    """A link to who listens at ``path``.
-
-    Raises:
-        OSError: nobody does.
-    """
+    """A link to who listens at ``path``, without a proof and MACs. Raises OSError where nobody does."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # While many connect at once the kernel lets a blocking socket wait, and refuses one with a time-out at once.
@@ -70,11 +62,7 @@ def connect(path: Path) -> Link:
 
 
 def accept(sock: socket.socket) -> Link:
-    """The other side of :func:`connect`.
-
-    Raises:
-        PermissionError: it is another user's process.
-    """
+    """The other side of :func:`connect`. Raises PermissionError for another user's process."""
     _, user, _ = _peer(sock)
     if user != os.geteuid():
         raise PermissionError(f"a process of user {user} is at the other end")
@@ -82,7 +70,7 @@ def accept(sock: socket.socket) -> Link:
 
 
 def process_of(sock: socket.socket) -> int:
-    """Which process has connected, as this process sees its number."""
+    """The pid of the process that has connected, in this process' namespace."""
     return _peer(sock)[0]
 
 

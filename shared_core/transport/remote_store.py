@@ -24,7 +24,7 @@ _DONE, _FAILED = b".", b"!"
 #: Longest request and longest answer, in bytes: records of a job on thousands of workers have less.
 _MOST = 64 << 20
 _COUNT = struct.Struct("<I")
-#: Beyond what the store may take for it, an answer comes within so many seconds, or the agent is gone.
+#: Seconds within which an answer comes, beyond what the store may take for it; else the agent is gone.
 _ANSWER_S = 60.0
 #: Longer waits have no time-out of the socket, which cannot be as long.
 _LONG_S = 1e6
@@ -35,11 +35,7 @@ def _pack(fields: Sequence[bytes]) -> bytes:
 
 
 def _unpack(data: bytes) -> list[bytes]:
-    """The fields of a frame.
-
-    Raises:
-        ConnectionError: the frame holds no fields.
-    """
+    """The fields of a frame. Raises ConnectionError where it holds no fields."""
     fields, at = [], 0
     while at < len(data):
         if at + _COUNT.size > len(data):
@@ -79,11 +75,7 @@ class _LinkBell:
 
 
 def serve(store: MemoryStore, link: Link) -> None:
-    """Answer the requests of one connection until it ends; on a thread of its own.
-
-    Raises:
-        OSError: the other side has gone, or asks for what there is not.
-    """
+    """Answer the requests of one connection until it ends, with OSError; on a thread of its own."""
     link.settimeout(None)
     bells: list[_LinkBell] = []
 
@@ -106,7 +98,6 @@ def serve(store: MemoryStore, link: Link) -> None:
 
 
 def _do(store: MemoryStore, kind: bytes, fields: list[bytes], bell: Callable[[], Bell]) -> list[bytes]:
-    """Carry out a request; returns the fields of the answer."""
     try:
         if kind in (_GET, _POP):
             wait_s, *keys = fields
@@ -137,12 +128,10 @@ def _do(store: MemoryStore, kind: bytes, fields: list[bytes], bell: Callable[[],
 
 
 class RemoteStore:
-    """The job's store over a link; a :class:`~shared_core.transport.store.Store`. Threads take turns: whoever blocks
-    needs one of its own.
+    """The job's store over a link; a :class:`~shared_core.transport.store.Store`.
 
-    Args:
-        link: to the process that has the store; it is closed with this object.
-        timeout_s: longest wait for a key, in seconds.
+    Threads take turns, also while one waits for a key: a thread that may block needs a store of its own. ``link`` is
+    closed with this object.
     """
 
     def __init__(self, link: Link, timeout_s: float) -> None:
@@ -153,53 +142,41 @@ class RemoteStore:
             link.send(OPEN)
 
     def close(self) -> None:
-        """Close the connection."""
         with suppress(OSError):
             self._link.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See :class:`~shared_core.transport.store.Store`, also for the others."""
         self._ask(_SET, key, value)
 
     def get(self, key: str) -> bytes:
-        """See :meth:`set`."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[bytes]:
-        """See :meth:`set`."""
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         return self._ask(_GET, str(wait_s), *keys, wait_s=wait_s)
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """See :meth:`set`."""
         self.multi_get(keys, timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See :meth:`set`."""
         return bool(self._ask(_CHECK, *keys)[0])
 
     def add(self, key: str, amount: int) -> int:
-        """See :meth:`set`."""
         return int(self._ask(_ADD, key, str(amount))[0])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """See :meth:`set`."""
         return self._ask(_COMPARE_SET, key, expected, desired)[0]
 
     def delete_key(self, key: str) -> bool:
-        """See :meth:`set`."""
         return bool(self._ask(_DELETE, key)[0])
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """See :meth:`set`."""
         self._ask(_PUSH, key, value)
 
     def queue_pop(self, key: str) -> bytes:
-        """See :meth:`set`."""
         return self._ask(_POP, str(self._timeout_s), key, wait_s=self._timeout_s)[0]
 
     def queue_len(self, key: str) -> int:
-        """See :meth:`set`."""
         return int(self._ask(_LENGTH, key)[0])
 
     def _ask(self, kind: bytes, *fields: str | bytes, wait_s: float = 0.0) -> list[bytes]:
@@ -214,8 +191,7 @@ class RemoteStore:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """What goes wrong on the link, as :class:`StoreError`. A link that has failed is of no use any more: an answer
-        that is still on its way would be taken for the next one."""
+        """What goes wrong on the link, as StoreError; the link is closed, as a late answer would be the next one's."""
         try:
             yield
         except StoreError:

@@ -10,9 +10,9 @@ from contextlib import suppress
 
 from shared_core.system.wire import Link
 
-#: Connections at once that have not said yet what they want.
+#: Most connections at once that have not said yet what they want.
 _MOST_NEW = 64
-#: How long to wait when the machine has no descriptor or thread left for another connection, in seconds.
+#: Seconds to wait when the machine has no descriptor or thread left for another connection.
 _NO_ROOM_S = 0.1
 
 

@@ -29,11 +29,7 @@ class Store(Protocol):
         """Keep a value, in the place of any other."""
 
     def get(self, key: str) -> bytes:
-        """The value of a key, once there is one.
-
-        Raises:
-            StoreError: there is none in time.
-        """
+        """The value of a key, once there is one. Raises StoreError where there is none in time."""
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of several keys, once all are there; see :meth:`get`."""
@@ -45,18 +41,10 @@ class Store(Protocol):
         """Whether all keys are there."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, which is 0 before there is one; returns the sum.
-
-        Raises:
-            StoreError: the key holds no number.
-        """
+        """Add to a number, which is 0 before there is one; returns the sum. StoreError if the key holds no number."""
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Keep ``desired`` if the key holds ``expected`` (or does not exist, and ``expected`` is empty).
-
-        Returns:
-            What the key holds then; ``expected`` if it does not exist.
-        """
+        """Keep ``desired`` if the key holds ``expected``, or is missing and that is empty; returns what it holds."""
 
     def delete_key(self, key: str) -> bool:
         """Forget a key; returns whether there was one."""
@@ -75,14 +63,10 @@ class Bell(Protocol):
     """What a thread that waits for a key listens to."""
 
     def ring(self) -> None:
-        """The key may be there. Any thread; must not block."""
+        """The key may be there. Any thread; must not block; called with the store's lock held."""
 
     def wait(self, seconds: float) -> bool:
-        """Return True when it has rung since the last call, False when the time is over.
-
-        Raises:
-            OSError: whoever is waited for has gone.
-        """
+        """True when it has rung since the last call, False after ``seconds``. OSError: whoever is awaited has gone."""
 
 
 class _Event:
@@ -116,12 +100,10 @@ class MemoryStore:
                 self._ring(key)
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See :class:`Store`."""
         with self._lock:
             self._put(key, _raw(value))
 
     def get(self, key: str) -> bytes:
-        """See :class:`Store`."""
         return self.multi_get([key])[0]
 
     def multi_get(
@@ -135,16 +117,13 @@ class MemoryStore:
         return self._until(keys, take, timeout_s, bell)
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """See :class:`Store`."""
         self.multi_get(keys, timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See :class:`Store`."""
         with self._lock:
             return self._has(keys)
 
     def add(self, key: str, amount: int) -> int:
-        """See :class:`Store`."""
         with self._lock:
             before = self._values.get(key, b"0")
             if len(before) > 20 or not before.removeprefix(b"-").isdigit():
@@ -153,7 +132,6 @@ class MemoryStore:
             return int(before) + amount
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """See :class:`Store`."""
         with self._lock:
             held = self._values.get(key)
             if held == _raw(expected) or (held is None and not expected):
@@ -162,12 +140,10 @@ class MemoryStore:
             return _raw(expected) if held is None else held
 
     def delete_key(self, key: str) -> bool:
-        """See :class:`Store`."""
         with self._lock:
             return self._values.pop(key, None) is not None
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """See :class:`Store`."""
         with self._lock:
             self._queues.setdefault(key, deque()).append(_raw(value))
             self._ring(key)
@@ -181,7 +157,6 @@ class MemoryStore:
         return self._until([key], take, timeout_s, bell)
 
     def queue_len(self, key: str) -> int:
-        """See :class:`Store`."""
         with self._lock:
             return len(self._queues.get(key, ()))
 
@@ -234,57 +209,42 @@ class MemoryStore:
 
 
 class Below:
-    """The keys of a store that begin with a prefix, without it.
-
-    Args:
-        prefix: ends with a slash.
-    """
+    """The keys of a store that begin with ``prefix``, which ends with a slash, without it."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store, self._prefix = store, prefix
 
     def set(self, key: str, value: str | bytes) -> None:
-        """See :class:`Store`."""
         self._store.set(self._prefix + key, value)
 
     def get(self, key: str) -> bytes:
-        """See :class:`Store`."""
         return self._store.get(self._prefix + key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """See :class:`Store`."""
         return self._store.multi_get([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout_s: float | None = None) -> None:
-        """See :class:`Store`."""
         self._store.wait([self._prefix + key for key in keys], timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See :class:`Store`."""
         return self._store.check([self._prefix + key for key in keys])
 
     def add(self, key: str, amount: int) -> int:
-        """See :class:`Store`."""
         return self._store.add(self._prefix + key, amount)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """See :class:`Store`."""
         return self._store.compare_set(self._prefix + key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
-        """See :class:`Store`."""
         return self._store.delete_key(self._prefix + key)
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """See :class:`Store`."""
         self._store.queue_push(self._prefix + key, value)
 
     def queue_pop(self, key: str) -> bytes:
-        """See :class:`Store`."""
         return self._store.queue_pop(self._prefix + key)
 
     def queue_len(self, key: str) -> int:
-        """See :class:`Store`."""
         return self._store.queue_len(self._prefix + key)
 
 
