@@ -99,6 +99,7 @@ def _of_torch(kind: type) -> bool:
 
 def _held_by(each: Any) -> frozenset[str]:
     """Attributes that its ``state_dict`` holds under their names; none for modules."""
+    if isinstance(each, nn.Module):
+        return frozenset()
     state = each.state_dict()
-    held = [name for name in state if isinstance(name, str)] if isinstance(state, Mapping) else []
-    return frozenset(held if not isinstance(each, nn.Module) else ())
+    return frozenset(name for name in state if isinstance(name, str)) if isinstance(state, Mapping) else frozenset()

@@ -48,9 +48,8 @@ class Frame(NamedTuple):
 def place_of(machine: str) -> tuple[str, int]:
     """Host and port of a machine's agent, from the machine's name, ``HOST:PORT#...``; OSError for other names."""
     host, _, port = machine.partition("#")[0].rpartition(":")
-    if not (
-        host.isascii() and host.isprintable() and port.isdecimal() and port.isascii() and 0 < int(port[:6]) < 65536
-    ):
+    is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536
+    if not (is_port and host.isascii() and host.isprintable()):
         raise OSError(f"{machine!r:.80} is not the name of a machine")
     return host, int(port)
 
