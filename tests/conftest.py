@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 from night import A_NIGHT, drawn
 
-from shared_core.testing.ports import free_ports
-from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
+from tests.support.ports import free_ports
+from tests.support.processes import MARK, describe, kill_marked, wait_gone
 
 if TYPE_CHECKING:
     from harness import Jobs

@@ -9,7 +9,7 @@ import pytest
 from import_graph import Graph, Import, Module, circles, imports, inside, offered, taken_later
 
 CORE, LIGHTNING, ACCELERATE = PACKAGES = ("shared_core", "lightning_swift", "accelerate_swift")
-TESTING = "shared_core.testing"
+TESTING = "tests.support"
 
 #: Modules of the core that adapters may import besides packages with ``__all__``.
 PLAIN_FACES = ("shared_core.errors", "shared_core.events", "shared_core.devices", "shared_core.versions")

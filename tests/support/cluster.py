@@ -1,4 +1,4 @@
-"""Jobs on the machines of :mod:`shared_core.testing.namespaces`."""
+"""Jobs on the machines of :mod:`tests.support.namespaces`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shared_core.protocol import progress_file
 from shared_core.system import jobdir
 from shared_core.system.process import state_of
 from shared_core.system.secret import VARIABLE
-from shared_core.testing.namespaces import Machine, write_hosts
-from shared_core.testing.processes import MARK
-from shared_core.testing.report import OUT, start_time
-from shared_core.testing.runner import JobResult, collect
-from shared_core.testing.server import ROOT
-from shared_core.testing.warm import WarmLauncher
+from tests.support.namespaces import Machine, write_hosts
+from tests.support.processes import MARK
+from tests.support.report import OUT, start_time
+from tests.support.runner import JobResult, collect
+from tests.support.server import ROOT
+from tests.support.warm import WarmLauncher
 
 
 def alive(one: dict[str, Any]) -> bool:

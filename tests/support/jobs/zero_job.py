@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.jobs.sharded_job import BATCH, EPOCHS, STEPS, WIDTH, Block
-from shared_core.testing.report import Report, end_group, generators_digest
-from shared_core.testing.runner import BASELINE
+from tests.support.digest import digest, training_digest
+from tests.support.jobs.sharded_job import BATCH, EPOCHS, STEPS, WIDTH, Block
+from tests.support.report import Report, end_group, generators_digest
+from tests.support.runner import BASELINE
 
 
 def config(stage: int) -> dict[str, Any]:

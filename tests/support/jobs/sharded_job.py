@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
 from shared_core.devices import random_states
-from shared_core.testing.device import device
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
-from shared_core.testing.runner import BASELINE
+from tests.support.device import device
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, end_group, generators_digest
+from tests.support.runner import BASELINE
 
 STEPS, EPOCHS = 14, 2
 BATCH = 4

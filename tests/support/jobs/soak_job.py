@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from shared_core.testing.jobs.clusters import Clusters
-from shared_core.testing.jobs.common import Counting, final_digests, strategy_and_callbacks
-from shared_core.testing.report import OUT, Report
+from tests.support.jobs.clusters import Clusters
+from tests.support.jobs.common import Counting, final_digests, strategy_and_callbacks
+from tests.support.report import OUT, Report
 
 BATCH = 8
 BATCHES = 7

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from shared_core.testing.copies import Copies
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
-from shared_core.testing.runner import BASELINE
+from tests.support.copies import Copies
+from tests.support.digest import training_digest
+from tests.support.report import Report, generators_digest
+from tests.support.runner import BASELINE
 
 WIDTH, ROWS, MICRO_BATCHES = 24, 4, 4
 #: Batches trained; an evaluation follows each third one.
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--untied", action="store_true", help="all layers are those of one stage")
     parser.add_argument("--work-ms", type=float, default=0.0, help="what a forward of a layer takes at least")
     parser.add_argument("--shared", action="store_true", help="data that any worker can read")
-    parser.add_argument("--copies", default="", help="see shared_core.testing.copies")
+    parser.add_argument("--copies", default="", help="see tests.support.copies")
     args = parser.parse_args()
     copies, Layer.work_s = Copies(args.copies), args.work_ms / 1000
     report = Layer.report = Report()

@@ -18,11 +18,11 @@ from typing import Any
 from shared_core.events import Event, read_events
 from shared_core.faults.inject import STRUCK, read_struck
 from shared_core.faults.spec import EXIT_CODE, REFUSALS, Fault, dumps
-from shared_core.testing.plain import PlainLauncher
-from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
-from shared_core.testing.report import OUT, start_time
-from shared_core.testing.server import ROOT
-from shared_core.testing.warm import WarmLauncher
+from tests.support.plain import PlainLauncher
+from tests.support.processes import MARK, describe, kill_marked, wait_gone
+from tests.support.report import OUT, start_time
+from tests.support.server import ROOT
+from tests.support.warm import WarmLauncher
 
 BASELINE = "SWIFT_BASELINE"
 LAUNCHERS = ("swiftrun", "plain", "torchrun")
@@ -112,7 +112,7 @@ def run_job(
     """Run ``script`` in ``nproc`` workers and collect what it reports.
 
     Args:
-        script: path of the script; it reports through :class:`shared_core.testing.report.Report`.
+        script: path of the script; it reports through :class:`tests.support.report.Report`.
         nproc: number of workers.
         out: empty folder for the job's reports, logs and events.
         faults: faults to inject.

@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
 from shared_core.faults import inject
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
-from shared_core.testing.runner import BASELINE
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, end_group, generators_digest
+from tests.support.runner import BASELINE
 
 STEPS, EPOCHS = 14, 2
 BATCH = 8

@@ -20,8 +20,8 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
-from shared_core.testing.ports import free_ports
-from shared_core.testing.server import Server, import_all, pipes, say
+from tests.support.ports import free_ports
+from tests.support.server import Server, import_all, pipes, say
 
 PRELOAD = (
     "torch",
@@ -35,7 +35,7 @@ PRELOAD = (
     "deepspeed",
     "deepspeed.runtime.zero.muon.original_muon",
     "shared_core.loop",
-    "shared_core.testing.report",
+    "tests.support.report",
 )
 
 
@@ -43,7 +43,7 @@ class PlainLauncher(Server):
     """Starts jobs of plain workers; :meth:`close` ends it."""
 
     def __init__(self) -> None:
-        super().__init__("shared_core.testing.plain", PRELOAD, {"OMP_NUM_THREADS": "1"})
+        super().__init__("tests.support.plain", PRELOAD, {"OMP_NUM_THREADS": "1"})
 
     def run(
         self,
@@ -188,7 +188,7 @@ def _main() -> None:
 
     torch.set_num_threads(1)
     import_all()
-    gc.freeze()  # as ``shared_core.testing.warm``
+    gc.freeze()  # as ``tests.support.warm``
     _serve(*pipes())
 
 

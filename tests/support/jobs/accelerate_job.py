@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from shared_core.faults import inject
-from shared_core.testing.digest import training_digest
-from shared_core.testing.jobs.clusters import Clusters
-from shared_core.testing.report import Report, generators_digest
+from tests.support.digest import training_digest
+from tests.support.jobs.clusters import Clusters
+from tests.support.report import Report, generators_digest
 
 BATCH = 8
 BATCHES = 7

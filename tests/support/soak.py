@@ -1,6 +1,6 @@
-"""Random faults until enough have struck: ``python -m shared_core.testing.soak --faults N --seed S``.
+"""Random faults until enough have struck: ``python -m tests.support.soak --faults N --seed S``.
 
-Each run trains a small model with one to three faults drawn from the seed (:mod:`shared_core.testing.draws`) and is
+Each run trains a small model with one to three faults drawn from the seed (:mod:`tests.support.draws`) and is
 compared, on every rank and bit for bit, with the run of the same script under the stock strategy on plain gloo (three
 pipelines that continue without failed workers, and jobs on other devices: with the same run without faults). Failures
 of machines need network namespaces, so root.
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.faults.spec import KINDS, POINTS, Fault
-from shared_core.testing.cluster import Cluster
-from shared_core.testing.device import DEVICES, environment
-from shared_core.testing.draws import (
+from tests.support.cluster import Cluster
+from tests.support.device import DEVICES, environment
+from tests.support.draws import (
     CHECKPOINTS,
     MODELS,
     ON_MACHINES,
@@ -36,10 +36,10 @@ from shared_core.testing.draws import (
     Run,
     plan,
 )
-from shared_core.testing.namespaces import machines, unavailable
-from shared_core.testing.plain import PlainLauncher
-from shared_core.testing.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
-from shared_core.testing.warm import WarmLauncher
+from tests.support.namespaces import machines, unavailable
+from tests.support.plain import PlainLauncher
+from tests.support.runner import JobResult, Mismatch, check_clean, check_survivors, compare, run_job, unconfirmed
+from tests.support.warm import WarmLauncher
 
 JOBS = Path(__file__).parent / "jobs"
 #: A run of the job takes some seconds; one that takes so long hangs.
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m shared_core.testing.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.support.soak", description=__doc__)
     parser.add_argument("--faults", type=int, default=60, help="stop when so many have struck")
     parser.add_argument("--seed", type=int, help="repeats a soak; drawn and printed when not given")
     parser.add_argument("--world", type=int, default=4, help="ranks")
@@ -320,7 +320,7 @@ def _line(run: Run, verdict: str, result: JobResult, struck: int, wanted: int) -
 
 
 def _repeat(seed: int, number: int, args: argparse.Namespace) -> str:
-    words = [sys.executable, "-m", "shared_core.testing.soak", f"--seed {seed} --only {number} --world {args.world}"]
+    words = [sys.executable, "-m", "tests.support.soak", f"--seed {seed} --only {number} --world {args.world}"]
     words += [f"--model {args.model} --device {args.device} --how {args.how} --standbys {args.standbys}"]
     if args.points:
         words.append(f"--points {' '.join(args.points)}")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shared_core.events import read_events
-from shared_core.testing.digest import digest
+from tests.support.digest import digest
 
 OUT = "SWIFT_TEST_OUT"
 #: Number of a forward pass of a worker -> how many hot standbys it waits for there, and of how many it must have

@@ -8,9 +8,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import OUT, Report, generators_digest
-from shared_core.testing.runner import BASELINE
+from tests.support.digest import digest, training_digest
+from tests.support.report import OUT, Report, generators_digest
+from tests.support.runner import BASELINE
 
 
 class Counting(pl.Callback):

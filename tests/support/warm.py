@@ -19,9 +19,9 @@ from typing import IO, Any
 from shared_core.launcher.standby import Standby
 from shared_core.protocol.request import SINGLE_THREADED
 from shared_core.system import process
-from shared_core.testing.processes import describe
-from shared_core.testing.server import Server, import_all, pipes, say
 from shared_core.worker.start import zygote
+from tests.support.processes import describe
+from tests.support.server import Server, import_all, pipes, say
 
 PRELOAD = (
     "torch",
@@ -51,7 +51,7 @@ class WarmLauncher(Server):
     """Starts jobs one after the other; :meth:`close` ends it."""
 
     def __init__(self) -> None:
-        super().__init__("shared_core.testing.warm", PRELOAD, SINGLE_THREADED | {"PYTHONHASHSEED": "0"})
+        super().__init__("tests.support.warm", PRELOAD, SINGLE_THREADED | {"PYTHONHASHSEED": "0"})
         #: Process ids of the newest job's launchers.
         self.pids: list[int] = []
 
