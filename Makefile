@@ -60,7 +60,7 @@ demo: $(or $(wildcard $(STAMP)),$(DEMO))
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy --strict -p shared_core -p lightning_swift -p accelerate_swift
+	$(PY) -m mypy --strict
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .

@@ -140,7 +140,7 @@ class Run:
     """One run of the soak: which model, and what happens in it.
 
     Attributes:
-        copies: where workers wait until replacements have begun to copy the state; see ``testing.copies``.
+        copies: where workers wait until replacements have begun to copy the state; see :mod:`.copies`.
         cut: a machine that fails besides.
     """
 

@@ -6,6 +6,7 @@ A job writes into the folder named by ``SWIFT_TEST_OUT``: ``workers.jsonl`` has 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -53,8 +54,10 @@ def end_group() -> Any:
     return group
 
 
-class Report:
+class Report(io.IOBase):
     """The report of one worker.
+
+    As a file is, it is left to its process: a replacement reports about itself, not what the failed worker had counted.
 
     Args:
         out: folder of the job; ``SWIFT_TEST_OUT`` by default.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_core.report.figures import new_figure
+from benchmarks.figures import new_figure
+from benchmarks.simulate.engine import SimulationResult
 from shared_core.report.text import columns
-from shared_core.simulate.engine import SimulationResult
 
 
 def format_results(results: Sequence[SimulationResult], fault_free: float | None = None) -> str:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.simulate import generators
+from benchmarks.simulate.bamboo import Bamboo
+from benchmarks.simulate.checkpoints import CHECKFREQ_OVERHEAD, CheckpointRestart, TorchFT, young
+from benchmarks.simulate.engine import System
+from benchmarks.simulate.layout import Layout
+from benchmarks.simulate.oobleck import Oobleck
+from benchmarks.simulate.rerouting import CheckpointInterval, FaultScaled, MeasuredStalls, ReCycle, ThisSystem
+from benchmarks.simulate.trace import HOUR_S, Trace, gcp_trace, read_trace
 from shared_core.errors import ConfigError
-from shared_core.simulate import generators
-from shared_core.simulate.bamboo import Bamboo
-from shared_core.simulate.checkpoints import CHECKFREQ_OVERHEAD, CheckpointRestart, TorchFT, young
-from shared_core.simulate.engine import System
-from shared_core.simulate.layout import Layout
-from shared_core.simulate.oobleck import Oobleck
-from shared_core.simulate.rerouting import CheckpointInterval, FaultScaled, MeasuredStalls, ReCycle, ThisSystem
-from shared_core.simulate.trace import HOUR_S, Trace, gcp_trace, read_trace
 
 
 @dataclass(frozen=True)

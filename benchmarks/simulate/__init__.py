@@ -4,13 +4,13 @@ All is plain data and pure functions; nothing but the standard library is import
 (``placing``, ``checkpointed_runs``) needs NumPy and is imported by itself.
 """
 
-from shared_core.simulate.bamboo import Bamboo
-from shared_core.simulate.checkpoints import CheckpointRestart, TorchFT, young
-from shared_core.simulate.engine import FailureCost, ProgressSegment, SimulationResult, System, merge, simulate
-from shared_core.simulate.layout import Layout, Pattern, period, rerouted, spread
-from shared_core.simulate.oobleck import Oobleck
-from shared_core.simulate.rerouting import CheckpointInterval, FaultScaled, MeasuredStalls, ReCycle, ThisSystem
-from shared_core.simulate.trace import Trace, TraceEvent, from_counts, gcp_trace, read_trace
+from benchmarks.simulate.bamboo import Bamboo
+from benchmarks.simulate.checkpoints import CheckpointRestart, TorchFT, young
+from benchmarks.simulate.engine import FailureCost, ProgressSegment, SimulationResult, System, merge, simulate
+from benchmarks.simulate.layout import Layout, Pattern, period, rerouted, spread
+from benchmarks.simulate.oobleck import Oobleck
+from benchmarks.simulate.rerouting import CheckpointInterval, FaultScaled, MeasuredStalls, ReCycle, ThisSystem
+from benchmarks.simulate.trace import Trace, TraceEvent, from_counts, gcp_trace, read_trace
 
 __all__ = [
     "Bamboo",

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from benchmarks.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, mean_and_error, simulate_runs
+from benchmarks.simulate.placing import Clock, Knowledge, SimulatedJob, asked, exponential_of, places
 from shared_core.checkpoint.policy import POLICIES, CociLiteral, Fixed, Policy, Value, make_policy
-from shared_core.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, mean_and_error, simulate_runs
-from shared_core.simulate.placing import Clock, Knowledge, SimulatedJob, asked, exponential_of, places
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared_core.simulate.engine import FailureCost
-from shared_core.simulate.layout import Layout, Pattern, wiped_out
-from shared_core.simulate.rerouting import CheckpointInterval
-from shared_core.simulate.trace import TraceEvent
+from benchmarks.simulate.engine import FailureCost
+from benchmarks.simulate.layout import Layout, Pattern, wiped_out
+from benchmarks.simulate.rerouting import CheckpointInterval
+from benchmarks.simulate.trace import TraceEvent
 
 #: Share of workers that may be part of a doubled stage before all meet again (simulator of Oobleck's artifact).
 DOUBLED = 0.05

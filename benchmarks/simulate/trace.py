@@ -134,7 +134,7 @@ def read_trace(path: Path, workers: int | None = None, seed: int = 0) -> Trace:
 
 def gcp_trace(seed: int = 0) -> Trace:
     """The spot instances on GCP that ReCycle was measured on: 24 GPUs, 6.4 h, down to 15 (digitised; see the file)."""
-    text = resources.files("shared_core.simulate").joinpath("data/gcp_24.csv").read_text(encoding="utf-8")
+    text = resources.files("benchmarks.simulate").joinpath("data/gcp_24.csv").read_text(encoding="utf-8")
     return _parse(text, False, "gcp_24.csv", None, seed)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shared_core.simulate.placing import Array, Clock, SimulatedJob, TrueCurve
+from benchmarks.simulate.placing import Array, Clock, SimulatedJob, TrueCurve
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shared_core.simulate.engine import FailureCost
-from shared_core.simulate.layout import (
+from benchmarks.simulate.engine import FailureCost
+from benchmarks.simulate.layout import (
     Layout,
     Pattern,
     Variant,
@@ -18,7 +18,7 @@ from shared_core.simulate.layout import (
     spread,
     wiped_out,
 )
-from shared_core.simulate.trace import TraceEvent
+from benchmarks.simulate.trace import TraceEvent
 
 #: What follows the name of a job whose data any worker can read: it does not wait for failed ends of a pipeline.
 ENDS = ", SharedData"

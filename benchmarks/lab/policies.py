@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared_core.report.figures import new_figure
+from benchmarks.figures import new_figure
 from shared_core.report.text import columns
 
 if TYPE_CHECKING:
-    from shared_core.simulate.policies import PolicyResult, Share
+    from benchmarks.simulate.policies import PolicyResult, Share
 
 #: Parts of the useful time at which intervals are shown.
 PARTS = (0.01, 0.1, 0.5, 0.9)

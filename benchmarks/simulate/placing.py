@@ -1,7 +1,7 @@
 """Where a checkpoint policy puts the checkpoints of a job, found by asking it at step boundaries as a job would.
 
 Places are a function of useful time, so that all lives of the job share them
-(:mod:`shared_core.simulate.checkpointed_runs`). Needs NumPy.
+(:mod:`benchmarks.simulate.checkpointed_runs`). Needs NumPy.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.lab.simulations import draw_results, format_results, result_to_dict
+from benchmarks.simulate import choices
+from benchmarks.simulate.engine import SimulationResult, simulate
+from benchmarks.simulate.generators import FORMS
+from benchmarks.simulate.rerouting import MeasuredStalls
 from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError
 from shared_core.kinds import MOST
-from shared_core.report.simulations import draw_results, format_results, result_to_dict
-from shared_core.simulate import choices
-from shared_core.simulate.engine import SimulationResult, simulate
-from shared_core.simulate.generators import FORMS
-from shared_core.simulate.rerouting import MeasuredStalls
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction

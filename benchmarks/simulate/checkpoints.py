@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shared_core.simulate.engine import FailureCost
-from shared_core.simulate.layout import Layout, Pattern
-from shared_core.simulate.trace import TraceEvent
+from benchmarks.simulate.engine import FailureCost
+from benchmarks.simulate.layout import Layout, Pattern
+from benchmarks.simulate.trace import TraceEvent
 
 #: CheckFreq (Mohan et al., FAST 2021) checkpoints as often as costs at most this share of time.
 CHECKFREQ_OVERHEAD = 0.035

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from benchmarks.simulate.layout import Layout, Pattern
+from benchmarks.simulate.trace import Trace, TraceEvent
 from shared_core.errors import ConfigError
-from shared_core.simulate.layout import Layout, Pattern
-from shared_core.simulate.trace import Trace, TraceEvent
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import count
 
+from benchmarks.simulate.trace import HOUR_S, Trace, TraceEvent
 from shared_core.errors import ConfigError
-from shared_core.simulate.trace import HOUR_S, Trace, TraceEvent
 
 #: Hours until the place of a failed worker is filled again, where a specification does not say it.
 REPAIR_H = 1.0

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.lab.policies import draw_policies, format_policies, policy_to_dict
 from shared_core.checkpoint import history
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
@@ -16,12 +17,11 @@ from shared_core.checkpoint.run_ends import Ending, from_history
 from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError, MissingExtra
 from shared_core.kinds import LONGEST_S, MOST
-from shared_core.report.policies import draw_policies, format_policies, policy_to_dict
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from shared_core.simulate.policies import PolicyResult
+    from benchmarks.simulate.policies import PolicyResult
 
 _NUMBERS = (
     ("--hours", 24.0, "useful hours of the job"),
@@ -83,8 +83,8 @@ def _compare(options: argparse.Namespace) -> list[PolicyResult]:
     if options.stall_s + options.slowdown_s <= 0:
         raise ConfigError("a checkpoint must cost something: give --stall-s or --slowdown-s")
     try:
-        from shared_core.simulate.placing import Recorded, SimulatedJob
-        from shared_core.simulate.policies import compare
+        from benchmarks.simulate.placing import Recorded, SimulatedJob
+        from benchmarks.simulate.policies import compare
     except ImportError as error:
         raise MissingExtra("simulating needs NumPy: pip install 'swift-recovery[checkpoint]'") from error
     job = SimulatedJob(
