@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from shared_core.errors import ConfigError, InvalidSchedule
+from shared_core.errors import InvalidSchedule
+from shared_core.schedule.memory import NO_LIMIT, Memory, held_after
 from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Worker
 from shared_core.schedule.timing import Times, simulate
 
 #: Two times closer than this, relative to the larger, are the same.
 _SAME = 1e-9
-
-
-@dataclass(frozen=True)
-class Memory:
-    """How many micro-batches a worker can hold at once.
-
-    Attributes:
-        micro_batches: at every worker; None is no limit.
-        workers: of workers that differ.
-    """
-
-    micro_batches: float | None = None
-    workers: Mapping[Worker, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for limit in (self.micro_batches, *self.workers.values()):
-            if limit is not None and not limit >= 1:
-                raise ConfigError(f"a worker must be able to hold at least 1 micro-batch, got {limit!r}")
-
-    def at(self, worker: Worker) -> float:
-        """The limit of a worker."""
-        limit = self.workers.get(worker, self.micro_batches)
-        return math.inf if limit is None else limit
-
-    @classmethod
-    def of_stages(cls, topology: Topology, room: Sequence[float]) -> Memory:
-        """The same limit for all workers of a stage; no entries are no limits."""
-        return cls(workers={worker: room[worker.stage] for worker in topology.workers()} if room else {})
-
-
-NO_LIMIT = Memory()
 
 
 def check(
@@ -116,12 +84,6 @@ def _check_row(
                 raise InvalidSchedule(f"{name}: {action._replace(kind=other).text(worker)} did the same already")
             held -= 0.0 if kind is Kind.I else 1.0
         ran.add((kind, home, index))
-
-
-def held_after(done: Collection[Action]) -> float:
-    """How many micro-batches a worker holds that has executed these actions: activations stay until W."""
-    change = {Kind.F: 1.0, Kind.I: 0.0, Kind.W: -1.0, Kind.B: -1.0, Kind.OPT: 0.0}
-    return sum(change[action.kind] for action in done)
 
 
 def _check_complete(
