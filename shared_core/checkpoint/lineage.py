@@ -4,11 +4,9 @@ Each run has a folder of its own, so that nobody ever writes to, or removes, wha
 
     DIR/train-3fa2b1c0-20261122T083801-9c01d2/step-0000000040/...   script, command, and the name of the run
     DIR/train-3fa2b1c0-20261122T083801-9c01d2/ended.json            it has ended well
-    DIR/step-0000000040/..., DIR/ended/RUN                          as earlier versions left them
 
-Names of runs begin with their time, so they sort by age; those of earlier versions do not, and count as the oldest. A
-new name is later than all that are there, whatever the clock says: one that was ahead, or is behind, hides no run.
-Does not import torch.
+Names of runs begin with their time, so they sort by age. A new name is later than all that are there, whatever the
+clock says: one that was ahead, or is behind, hides no run. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,16 +27,13 @@ from shared_core.checkpoint.storage import Storage, open_storage
 from shared_core.checkpoint.store import PassedOver
 from shared_core.errors import CorruptFile, NoUsableCheckpoint, SwiftError
 from shared_core.events import console
-from shared_core.plain_json import parse
 
-#: In the file that says that a run has ended well: its name was chosen to be later than all that were there.
-_ORDERED = "ordered"
-#: A file in a run's folder, and a folder of earlier versions: the run has ended well.
-ENDED, _ENDED_BEFORE = "ended.json", "ended"
+#: A file in a run's folder: the run has ended well.
+ENDED = "ended.json"
 #: In the place of a run's name: the folder may hold any.
 _ANY = "unknown"
 _STAMPED = r"\d{8}T\d{6}-[0-9a-f]{6}"
-_FOLDER = re.compile(rf".+-(?P<command>[0-9a-f]{{8}})-(?P<run>{_STAMPED}|[0-9a-f]{{12}})")
+_FOLDER = re.compile(rf".+-(?P<command>[0-9a-f]{{8}})-(?P<run>{_STAMPED})")
 
 
 def new_run(earlier: Iterable[str] = ()) -> str:
@@ -109,11 +104,11 @@ def command_of(meta: Mapping[str, Any]) -> Command:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder with the checkpoints of one run, or of several in the layout of earlier versions.
+    """A folder with the checkpoints of one run, or whatever checkpoints somebody has put into it.
 
     Attributes:
         storage: where it lies.
-        run: whose it is; empty for the layout of earlier versions.
+        run: whose it is; empty where its name does not tell.
         command: how the key of its command begins; empty likewise.
     """
 
@@ -127,24 +122,7 @@ class Folder:
         Raises:
             OSError: the storage cannot be read.
         """
-        if not self.run:
-            return frozenset(self.storage.names(_ENDED_BEFORE))
-        return frozenset({self.run} if ENDED in self.storage.names() else ())
-
-    def unsure(self) -> PassedOver | None:
-        """Why nobody knows whether the end of its run came after other runs; None for no reason.
-
-        Raises:
-            OSError: the storage cannot be read.
-        """
-        if age_key(self.run)[:15].replace("T", "") <= _now() or ENDED not in self.storage.names():
-            return None
-        with suppress(CorruptFile, ValueError):
-            noted = parse(store.read_file(self.storage, ENDED))
-            if isinstance(noted, dict) and noted.get(_ORDERED) is True:
-                return None
-        reason = "its run has ended, and by its name began in the future: a clock was ahead, so it hides no other run"
-        return PassedOver(self.storage.root, reason, run=self.run)
+        return frozenset({self.run} if self.run and ENDED in self.storage.names() else ())
 
     def saved(self) -> list[Saved]:
         """Its committed checkpoints, oldest first.
@@ -206,34 +184,26 @@ class Contents:
 
     Attributes:
         saved: committed checkpoints.
-        ended: by the beginning of a command's key (empty: unknown), its runs that have ended well.
+        ended: by the beginning of a command's key, its runs that have ended well.
         passed: checkpoints and folders of runs that are there and cannot be used; those without a run may be anybody's.
-        unsure: runs that have ended, and nobody knows whether after others.
     """
 
     saved: tuple[Saved, ...] = ()
     ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
     passed: tuple[PassedOver, ...] = ()
-    unsure: tuple[PassedOver, ...] = ()
 
     def ended_of(self, key: str) -> frozenset[str]:
         """Runs of a command that have ended well."""
-        return self.ended.get(key[:8], frozenset()) | self.ended.get("", frozenset())
+        return self.ended.get(key[:8], frozenset())
 
     def continues(self, run: str, key: str) -> bool:
         """Whether the next start of a command may continue with one of its runs."""
-        return continues(run, self.ended_of(key), [each.run for each in self.unsure])
+        return continues(run, self.ended_of(key))
 
     def unusable(self, key: str) -> list[PassedOver]:
         """What the next start of a command would look at, and cannot use; of the newest run first."""
         found = [each for each in self.passed if not each.run or self.continues(each.run, key)]
         return sorted(found, key=lambda each: (age_key(each.run), each.step), reverse=True)
-
-    def doubts(self, key: str) -> list[PassedOver]:
-        """Runs of a command of which nobody knows whether they ended after others that the next start may look at."""
-        looked = [age_key(each.run) for each in candidates(self, key)]
-        looked += [age_key(each.run) for each in self.unusable(key)]
-        return [each for each in self.unsure if any(run < age_key(each.run) for run in looked)]
 
     def commands(self) -> list[Command]:
         """Those that have checkpoints here, in the order of their newest runs."""
@@ -245,7 +215,7 @@ class Contents:
 
 
 def folders(where: store.Where, key: str | None = None) -> Iterator[Folder]:
-    """The folders of all runs (or of those of one command), the oldest layout first; only their names are read.
+    """The folders of all runs (or of those of one command), and this one itself; only their names are read.
 
     Raises:
         OSError: the storage cannot be read.
@@ -273,11 +243,10 @@ def contents(where: store.Where, key: str | None = None) -> Contents:
     saved: list[Saved] = []
     ended: dict[str, frozenset[str]] = {}
     passed: list[PassedOver] = []
-    unsure: list[PassedOver] = []
     for each in folders(where, key):
         try:
             found, not_found = each.read()
-            ends, doubt = each.ended(), each.unsure()
+            ends = each.ended()
         except PermissionError as error:
             if not each.run:
                 raise
@@ -286,8 +255,7 @@ def contents(where: store.Where, key: str | None = None) -> Contents:
         saved += [one for one in found if key is None or one.command.key == key]
         passed += not_found
         ended[each.command] = ended.get(each.command, frozenset()) | ends
-        unsure += [doubt] if doubt is not None else []
-    return Contents(tuple(saved), ended, tuple(passed), tuple(unsure))
+    return Contents(tuple(saved), ended, tuple(passed))
 
 
 def read(where: str, key: str, say: Callable[[str], None] = console) -> Contents:
@@ -304,16 +272,15 @@ def read(where: str, key: str, say: Callable[[str], None] = console) -> Contents
         return Contents()
 
 
-def continues(run: str, ended: Iterable[str], unsure: Iterable[str] = ()) -> bool:
+def continues(run: str, ended: Iterable[str]) -> bool:
     """Whether the next start of a command may continue with one of its runs: neither it nor a later one has ended.
 
     Args:
         run: of the command.
         ended: runs of the command that have ended well.
-        unsure: those of them of which nobody knows when: they hide no other.
     """
     ends = set(ended)
-    return run not in ends and all(age_key(run) >= age_key(other) for other in ends.difference(unsure))
+    return run not in ends and all(age_key(run) >= age_key(other) for other in ends)
 
 
 def candidates(found: Contents, key: str) -> list[Saved]:
@@ -322,18 +289,14 @@ def candidates(found: Contents, key: str) -> list[Saved]:
     return sorted(mine, key=lambda each: (age_key(each.run), each.step), reverse=True)
 
 
-def adoptable(where: str) -> list[Saved]:
-    """What ``--resume-from`` may mean, the newest first: the checkpoint whose folder is named, or all in a folder.
+def to_adopt(where: str) -> tuple[list[Saved], list[PassedOver]]:
+    """What ``--resume-from`` may mean, the newest first: the checkpoint whose folder is named, or all in a folder; and
+    what is there and cannot be used.
 
     Raises:
         OSError: the storage cannot be read.
         SwiftError: nobody knows such storage.
     """
-    return to_adopt(where)[0]
-
-
-def to_adopt(where: str) -> tuple[list[Saved], list[PassedOver]]:
-    """As :func:`adoptable`, and what is there and cannot be used."""
     parent, _, name = where.rstrip("/").rpartition("/")
     step = store.step_of(name)
     if step is not None:
@@ -489,7 +452,7 @@ def mark_ended(folder: str, step: int) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    payload = json.dumps({"step": step, "time": time.time(), _ORDERED: True}).encode()
+    payload = json.dumps({"step": step, "time": time.time()}).encode()
     open_storage(folder).write(ENDED, [payload], len(payload))
 
 

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from shared_core.errors import ConfigError
 
@@ -24,18 +24,19 @@ def add_command(commands: Any) -> None:
         help="plan, compare and simulate: for who chooses options of large jobs, or checks the papers",
         description="Plan, compare and simulate, without a job. These commands need a clone of the repository.",
     )
-    lab.set_defaults(run=lambda _: lab.error(f"COMMAND is missing: {COMMANDS}"))
+    missing = f"COMMAND is missing: {COMMANDS}"
     if (ROOT / "benchmarks" / "lab" / "__init__.py").is_file():
         if sys.path[0] != str(ROOT):  # before a package of that name in the current folder
             sys.path.insert(0, str(ROOT))
+        lab.set_defaults(run=lambda _: lab.error(missing))
         importlib.import_module("benchmarks.lab").add_commands(lab.add_subparsers(metavar="COMMAND"))
     else:
         lab.add_argument("words", metavar="COMMAND", nargs=argparse.REMAINDER, help=COMMANDS)
-        lab.set_defaults(run=_refuse)
+        lab.set_defaults(run=lambda options: _refuse(options.words[0]) if options.words else lab.error(missing))
 
 
-def _refuse(options: argparse.Namespace) -> int:
+def _refuse(command: str) -> NoReturn:
     raise ConfigError(
-        f"swiftctl {' '.join(['lab', *options.words[:1]])} needs a clone of the repository, and this is an installed "
-        "package: run pip install -e . in a clone, and try again"
+        f"swiftctl lab {command} needs a clone of the repository, and this is an installed package: run "
+        "pip install -e . in a clone, and try again"
     )

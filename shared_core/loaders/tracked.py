@@ -324,16 +324,7 @@ class Loaders:
         }
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Put loaders where those of the failed worker were; passes follow when they are begun.
-
-        Raises:
-            Unsupported: for the state of an earlier version.
-        """
-        if "passes" not in states:
-            raise Unsupported(
-                f"rank {self._worker.rank}: this checkpoint was made by an earlier version of swift-recovery, which "
-                "numbered loaders in another way: start from scratch with checkpoint.resume='never'"
-            )
+        """Put loaders where those of the failed worker were; passes follow when they are begun."""
         self._unclaimed = {}
         self._places = deque(states["passes"])
         for (

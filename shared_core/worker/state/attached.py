@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shared_core.errors import Unsupported
 from shared_core.worker.state.replicated import Replicated
 
 
@@ -49,16 +48,7 @@ class Attached:
         }
 
     def restore_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Put values of buffers in place, or in the place of what is there where their shapes differ.
-
-        Raises:
-            Unsupported: for what an earlier version has written.
-        """
-        if not isinstance(values, Mapping):
-            raise Unsupported(
-                "this checkpoint was made by an earlier version of swift-recovery: start from scratch with "
-                "checkpoint.resume='never'"
-            )
+        """Put values of buffers in place, or in the place of what is there where their shapes differ."""
         for path, owner in self._owners:
             for name, buffer in owner._buffers.items():
                 value = values.get(f"{path}{name}")
