@@ -60,7 +60,7 @@ demo: $(or $(wildcard $(STAMP)),$(DEMO))
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy --strict -p shared_core -p lightning_swift -p accelerate_swift
+	$(PY) -m mypy --strict
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
@@ -88,11 +88,11 @@ dist: $(STAMP)
 	SWIFT_TEST_WHEEL="$$(ls $(CURDIR)/dist/*.whl)" $(PY) -m pytest tests/test_installed.py
 
 soak: $(STAMP)
-	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED)
-	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model pipelines
-	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model fsdp2
-	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model hsdp
-	$(PY) -m shared_core.testing.soak --faults $(FAULTS) --seed $(SEED) --model zero3
+	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED)
+	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED) --model pipelines
+	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED) --model fsdp2
+	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED) --model hsdp
+	$(PY) -m tests.support.soak --faults $(FAULTS) --seed $(SEED) --model zero3
 
 # A missed target does not keep the others from being measured.
 .IGNORE: bench

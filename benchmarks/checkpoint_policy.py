@@ -19,6 +19,8 @@ import numpy as np
 
 from benchmarks.common import Row, arguments, at_most, finish, say
 from benchmarks.equal_progress import EqualProgress, best_fall
+from benchmarks.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, mean_and_error, simulate_runs
+from benchmarks.simulate.placing import Array, Clock, Knowledge, Recorded, SimulatedJob, exponential_of, places
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve, CurveFitter
 from shared_core.checkpoint.hazard import Hazard
@@ -37,8 +39,6 @@ from shared_core.checkpoint.policy import (
 )
 from shared_core.checkpoint.run_ends import Ending, from_history
 from shared_core.report.text import columns
-from shared_core.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, mean_and_error, simulate_runs
-from shared_core.simulate.placing import Array, Clock, Knowledge, Recorded, SimulatedJob, exponential_of, places
 
 CURVES = Path(__file__).parent / "curves"
 MTBFS_H = (4.0, 8.0, 16.0, 70.0)

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shared_core.testing.namespaces import Machine, write_hosts
+from tests.support.namespaces import Machine, write_hosts
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 4

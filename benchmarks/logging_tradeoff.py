@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.common import Row, arguments, at_most, finish, leave_nothing, say, scratch
+from benchmarks.lab.plan_logging import format_groups
 from benchmarks.swift_published import (
     BERT,
     LINK_BYTES_PER_S,
@@ -36,7 +37,6 @@ from benchmarks.swift_published import (
 )
 from shared_core.pipeline.cost import ReplayCost
 from shared_core.pipeline.grouping import Budget, ChainMachine, ChainProfile, GroupPlan, evaluate, plan_groups
-from shared_core.report.plans import format_groups
 
 NOT_COMPUTED = (
     "BERT-128, Swift's cost and greedy: the compute times of its machines are not published",

@@ -57,7 +57,7 @@ from benchmarks.recovery_traces import (
 from benchmarks.recovery_worker import LAYERS, WIDTH
 from shared_core.events import read_events
 from shared_core.report import recoveries
-from shared_core.testing.namespaces import machines, unavailable
+from tests.support.namespaces import machines, unavailable
 
 SCRIPT = Path(__file__).with_name("recovery_worker.py")
 #: Seconds that a system gets to recover; none of those measured comes near.

@@ -44,7 +44,7 @@ def batch(step: int, rank: int, width: int = WIDTH) -> torch.Tensor:
 
 def result(net: nn.Module, width: int = WIDTH) -> dict[str, Any]:
     """Loss on the evaluation set, and a digest of the parameters' bits."""
-    from shared_core.testing.digest import digest
+    from tests.support.digest import digest
 
     batches = [batch(i, EVALUATION_RANK, width) for i in range(EVALUATED)]
     with torch.no_grad():

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from shared_core.simulate.choices import SystemTimes, systems
-from shared_core.simulate.engine import merge, simulate
-from shared_core.simulate.generators import exponential
-from shared_core.simulate.layout import Layout
-from shared_core.simulate.rerouting import MeasuredStalls
-from shared_core.simulate.trace import HOUR_S
+from benchmarks.simulate.choices import SystemTimes, systems
+from benchmarks.simulate.engine import merge, simulate
+from benchmarks.simulate.generators import exponential
+from benchmarks.simulate.layout import Layout
+from benchmarks.simulate.rerouting import MeasuredStalls
+from benchmarks.simulate.trace import HOUR_S
 
 #: Systems compared, by their names in ``choices``.
 COMPARED = ("replace", "reroute", "checkfreq", "horovod", "torchrun", "torchft")

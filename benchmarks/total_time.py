@@ -39,8 +39,8 @@ from benchmarks.common import (
 from benchmarks.recovery import System, folder_of, hit, started, wait
 from benchmarks.recovery_traces import Traces, step_time
 from benchmarks.recovery_worker import BATCH
+from benchmarks.simulate.checkpoints import young
 from benchmarks.simulated_training import Training, total_time, worst_case
-from shared_core.simulate.checkpoints import young
 
 MTBFS_H = (1.0, 2.0, 4.0, 8.0, 16.0, 24.0, 48.0)
 DAYS = 30.0

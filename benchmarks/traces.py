@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from benchmarks.common import Row, arguments, at_most, finish, say
 from benchmarks.recycle_published import LARGE, MEDIUM, PIPELINES, STAGES, Model
-from shared_core.simulate import (
+from benchmarks.simulate import (
     Bamboo,
     CheckpointInterval,
     CheckpointRestart,
@@ -33,8 +33,8 @@ from shared_core.simulate import (
     simulate,
     young,
 )
-from shared_core.simulate.generators import exponential, racks
-from shared_core.simulate.rerouting import ENDS
+from benchmarks.simulate.generators import exponential, racks
+from benchmarks.simulate.rerouting import ENDS
 
 #: Micro-batches of a pipeline in a step: not published.
 MICRO_BATCHES = 12

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from benchmarks.common import Row, arguments, at_least, finish, leave_nothing, say, scratch
 from benchmarks.undo_residuals import residual_rows
-from shared_core.testing.digest import digest, optimizer_digest_data
 from shared_core.worker.state.undo import Undo
+from tests.support.digest import digest, optimizer_digest_data
 
 PATHS: dict[str, dict[str, Any]] = {
     "single": {"foreach": False},

@@ -19,8 +19,8 @@ from shared_core.config import variable_of
 from shared_core.events import read_events
 from shared_core.protocol import progress_file
 from shared_core.system import jobdir
-from shared_core.testing.report import OUT
-from shared_core.testing.runner import JobResult, check_clean, collect
+from tests.support.report import OUT
+from tests.support.runner import JobResult, check_clean, collect
 
 ROOT = Path(__file__).resolve().parents[1]
 

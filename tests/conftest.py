@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 from night import A_NIGHT, drawn
 
-from shared_core.testing.ports import free_ports
-from shared_core.testing.processes import MARK, describe, kill_marked, wait_gone
+from tests.support.ports import free_ports
+from tests.support.processes import MARK, describe, kill_marked, wait_gone
 
 if TYPE_CHECKING:
     from harness import Jobs
@@ -34,6 +34,8 @@ LASTING_THREADS = ("pytest_timeout", "asyncio", "tqdm", "IPythonHistory", "Threa
 
 #: Unbuffered, a line and its end are two writes, and what another worker prints may come between them.
 os.environ.pop("PYTHONUNBUFFERED", None)
+#: Jobs find the tools of the tests from any folder.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.testing.namespaces import Machine
-from shared_core.testing.ports import free_ports
+from tests.support.namespaces import Machine
+from tests.support.ports import free_ports
 
 #: ETCD chooses another one.
 BINARY = os.environ.get("ETCD") or shutil.which("etcd") or shutil.which("etcd", path=str(Path(sys.executable).parent))

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import pytest
 
 from shared_core.faults import Fault
-from shared_core.testing.plain import PlainLauncher
-from shared_core.testing.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
-from shared_core.testing.runner import run_job as _run_job
-from shared_core.testing.warm import WarmLauncher
+from tests.support.plain import PlainLauncher
+from tests.support.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
+from tests.support.runner import run_job as _run_job
+from tests.support.warm import WarmLauncher
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

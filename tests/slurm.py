@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from shared_core.testing.ports import free_ports
-from shared_core.testing.processes import MARK, kill_marked
+from tests.support.ports import free_ports
+from tests.support.processes import MARK, kill_marked
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo", "squeue", "setpriv")
 #: Nothing of the machine is used: no cgroup, no accounting, no other user, and the processor count is as written here.

@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
 #: Arguments of the script, faults. On two ranks an epoch has ten batches unless the arguments say otherwise.
 CASES: dict[str, tuple[list[str], list[Fault]]] = {

@@ -15,8 +15,8 @@ from harness import Jobs, armed, most
 from accelerate_swift import SwiftDeepSpeedPipelinePlugin
 from shared_core.errors import ConfigError
 from shared_core.faults import Fault
-from shared_core.testing.digest import digest
-from shared_core.testing.runner import ROOT, compare
+from tests.support.digest import digest
+from tests.support.runner import ROOT, compare
 
 ALL = ["--tied", "--clip", "0.5", "--evaluate"]
 #: Data that is neither shuffled nor noisy.

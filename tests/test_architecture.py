@@ -9,7 +9,8 @@ import pytest
 from import_graph import Graph, Import, Module, circles, imports, inside, offered, taken_later
 
 CORE, LIGHTNING, ACCELERATE = PACKAGES = ("shared_core", "lightning_swift", "accelerate_swift")
-TESTING = "shared_core.testing"
+#: What is in a clone only.
+CLONE = ("tests", "benchmarks", "examples", "docs")
 
 #: Modules of the core that adapters may import besides packages with ``__all__``.
 PLAIN_FACES = ("shared_core.errors", "shared_core.events", "shared_core.devices", "shared_core.versions")
@@ -26,7 +27,6 @@ ONLY_IN = {
 
 #: The layers of the core, from the top. A module imports from layers below its own, and from its own folder.
 LAYERS = (
-    ("testing",),
     ("cli",),
     ("watch",),
     ("report",),
@@ -40,7 +40,7 @@ LAYERS = (
     ("worker", "launcher"),
     ("handover",),
     ("protocol",),
-    ("simulate", "schedule"),
+    ("schedule",),
     ("checkpoint",),
     ("encoding",),
     ("loaders",),
@@ -124,13 +124,12 @@ def homes_of(module: Module) -> set[tuple[str, str]] | None:
     return None
 
 
-def test_the_product_does_not_import_its_test_tools(graph: Graph) -> None:
-    wrong = [str(i) for i in imports(graph, lambda m: not inside(m, TESTING)) if inside(i.imported, TESTING)]
-    assert not wrong
+def test_the_product_imports_nothing_that_is_in_a_clone_only(graph: Graph) -> None:
+    assert not [str(i) for i in imports(graph) if inside(i.imported, *CLONE)]
 
 
 def test_the_core_does_not_import_the_adapters(graph: Graph) -> None:
-    core = imports(graph, lambda m: inside(m, CORE) and not inside(m, TESTING))
+    core = imports(graph, lambda m: inside(m, CORE))
     wrong = [str(i) for i in core if inside(i.imported, LIGHTNING, ACCELERATE)]
     wrong += [str(i) for i in imports(graph, lambda m: inside(m, LIGHTNING)) if inside(i.imported, ACCELERATE)]
     wrong += [str(i) for i in imports(graph, lambda m: inside(m, ACCELERATE)) if inside(i.imported, LIGHTNING)]
@@ -146,7 +145,7 @@ def layer_of(module: str) -> tuple[int, str]:
 def test_imports_go_down(graph: Graph) -> None:
     """Neither up nor to the side: ``worker`` and ``launcher`` know nothing of each other."""
     wrong = []
-    for each in imports(graph, lambda m: inside(m, CORE) and not inside(m, TESTING)):
+    for each in imports(graph, lambda m: inside(m, CORE)):
         if inside(each.imported, CORE):
             (mine, here), (other, there) = layer_of(each.importer), layer_of(each.imported)
             if here != there and other <= mine:
@@ -161,7 +160,7 @@ def test_the_protocol_is_pure(graph: Graph) -> None:
 
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_a_framework_is_imported_in_its_place_only(graph: Graph, package: str) -> None:
-    users = [i for i in imports(graph, lambda m: not inside(m, TESTING)) if inside(i.imported, package)]
+    users = [i for i in imports(graph) if inside(i.imported, package)]
     assert not [str(i) for i in users if not inside(i.importer, *ONLY_IN[package])]
 
 

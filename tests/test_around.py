@@ -6,7 +6,7 @@ import pytest
 from harness import Jobs
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
 #: Passes have twenty batches, and one step boundary more; with Accelerate ten.
 FAILED = [Fault(1, 8, "bucket", "SIGKILL"), Fault(0, 27, "forward", "SIGKILL")]

@@ -31,7 +31,7 @@ from benchmarks import (
 from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
-from shared_core.testing.namespaces import unavailable
+from tests.support.namespaces import unavailable
 
 FORM = {"case", "metric", "value", "unit", "target", "holds"}
 

@@ -11,7 +11,7 @@ import pytest
 from checkpointed import committed, continued_from, finished, running
 from harness import Jobs, most
 
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
 
 def carry_on(

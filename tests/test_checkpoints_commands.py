@@ -16,7 +16,7 @@ from checkpointed import committed, continued_from, finished, options, running, 
 from harness import SCRIPTS, Jobs
 
 from shared_core.cli.swiftctl import main
-from shared_core.testing.runner import JobResult, compare
+from tests.support.runner import JobResult, compare
 
 pytestmark = pytest.mark.timeout(300)
 

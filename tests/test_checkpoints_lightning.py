@@ -9,7 +9,7 @@ import pytest
 from checkpointed import committed, continued_from, finished, running
 from harness import Jobs, most
 
-from shared_core.testing.runner import JobResult, compare
+from tests.support.runner import JobResult, compare
 
 SCRIPT = "lit_checkpoint.py"
 

@@ -13,7 +13,7 @@ from checkpointed import committed, continued_from, options, running, saved
 from harness import Jobs
 
 from shared_core.checkpoint import store
-from shared_core.testing.runner import JobResult
+from tests.support.runner import JobResult
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -14,7 +14,7 @@ import pytest
 from checkpointed import ROOT, committed, continued_from, descendants, options, running, saved
 from harness import SCRIPTS, Jobs, until
 
-from shared_core.testing.report import OUT
+from tests.support.report import OUT
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -15,9 +15,9 @@ from harness import Jobs
 
 from shared_core.checkpoint import lineage
 from shared_core.faults import Fault
-from shared_core.testing.digest import digest
-from shared_core.testing.runner import JobResult, compare
 from shared_core.worker.checkpoints import recovery_line
+from tests.support.digest import digest
+from tests.support.runner import JobResult, compare
 
 SCRIPT, ARGS = "every_step.py", ["--steps", "12"]
 ALL = 100

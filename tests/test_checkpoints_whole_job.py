@@ -12,7 +12,7 @@ from checkpointed import Running, committed, continued_from, finished, options, 
 from harness import Jobs
 
 from shared_core.protocol.keys import ENDING
-from shared_core.testing.runner import JobResult, compare
+from tests.support.runner import JobResult, compare
 
 SCRIPT, ARGS = "plain_ddp.py", ["--norm", "--steps", "240"]
 LONG = ["--norm", "--steps", "400"]

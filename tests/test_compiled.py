@@ -10,8 +10,8 @@ import pytest
 from harness import Jobs, few
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import compare
 from shared_core.worker.state.compiled import differs
+from tests.support.runner import compare
 
 #: In the middle of a backward; and the replacement's peer before the next.
 FAULTS = [Fault(1, 6, "bucket", "SIGKILL"), Fault(0, 7, "forward", "SIGKILL")]

@@ -18,9 +18,9 @@ from shared_core.config import SwiftConfig
 from shared_core.faults import Fault
 from shared_core.launcher.console import ConsoleReporter
 from shared_core.system.process import begun
-from shared_core.testing.cluster import Cluster
-from shared_core.testing.namespaces import machines, unavailable
-from shared_core.testing.runner import JobResult
+from tests.support.cluster import Cluster
+from tests.support.namespaces import machines, unavailable
+from tests.support.runner import JobResult
 
 GOLDEN = Path(__file__).parent / "golden" / "console.txt"
 HEAD = "=== "

@@ -7,8 +7,8 @@ from harness import Jobs
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.loop import UNMARKED
-from shared_core.testing.runner import compare, unconfirmed
 from shared_core.worker.program.unmarked import NOTHING_ATTACHED
+from tests.support.runner import compare, unconfirmed
 
 
 def test_a_loop_without_boundaries_is_told_after_three_updates(jobs: Jobs) -> None:

@@ -12,9 +12,9 @@ from harness import Jobs, few
 
 from shared_core.faults import Fault
 from shared_core.system.secret import VARIABLE
-from shared_core.testing.cluster import Cluster
-from shared_core.testing.namespaces import machines, unavailable
-from shared_core.testing.runner import ROOT, JobResult, unconfirmed
+from tests.support.cluster import Cluster
+from tests.support.namespaces import machines, unavailable
+from tests.support.runner import ROOT, JobResult, unconfirmed
 
 FOLDER = ROOT / "examples"
 #: Arguments that make an example short, and faults: one in the first epoch, one of rank 0 in another.

@@ -10,8 +10,8 @@ from harness import Jobs, few
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shared_core.faults import Fault
-from shared_core.testing.digest import digest
-from shared_core.testing.runner import compare
+from tests.support.digest import digest
+from tests.support.runner import compare
 
 #: Arguments of the script, faults. On two ranks an epoch has six batches and seven boundaries, the last one for its
 #: end.

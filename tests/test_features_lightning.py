@@ -6,7 +6,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import check_survivors, compare, unconfirmed
+from tests.support.runner import check_survivors, compare, unconfirmed
 
 #: Feature, faults. An epoch has six batches on two ranks unless the feature says otherwise.
 CASES: dict[str, tuple[str, list[Fault]]] = {

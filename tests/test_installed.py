@@ -48,14 +48,14 @@ dist.destroy_process_group()
 """
 
 
-def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A command that succeeds, as a user's shell has it: nothing in the environment leads to the repository."""
+def run(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """A command as a user's shell has it: nothing in the environment leads to the repository."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("SWIFT_RECOVERY", "PYTHONPATH", "PET_"))}
     environ |= {"OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=200
     )
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == status, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
 
 
@@ -114,3 +114,26 @@ def test_a_job_runs_from_the_wheel_and_loses_a_worker(commands: Path, tmp_path: 
     assert ends[0] == ends[1] and [rank for rank, *_ in ends[0]] == [0, 1]
     for _, _, files in ends[0]:
         assert all(Path(file).is_relative_to(commands.parent) for file in files), files
+
+
+def test_what_needs_a_clone_says_so(commands: Path, tmp_path: Path) -> None:
+    (tmp_path / "benchmarks" / "lab").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "lab" / "__init__.py").touch()  # somebody else's
+    for command in ("plan --dp 2", "plan-logging profile.json", "simulate", "policy --hours 1", "simulate --help"):
+        said = run(commands / "swiftctl", "lab", *command.split(), cwd=tmp_path, status=2).stderr
+        assert said.count("\n") == 1, said
+        assert said.startswith(f"swiftctl: swiftctl lab {command.split()[0]} needs a clone of the repository"), said
+    assert "simulate" in run(commands / "swiftctl", "lab", "--help", cwd=tmp_path).stdout
+    assert "COMMAND is missing" in run(commands / "swiftctl", "lab", cwd=tmp_path, status=2).stderr
+
+
+def test_the_same_commands_run_from_a_clone(tmp_path: Path) -> None:
+    """As its console script runs them: from any folder, also one with a package of the same name."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise ImportError('the wrong one')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from shared_core.cli.swiftctl import main; "
+        f"sys.path.remove({str(ROOT)!r}); sys.exit(main())"
+    )
+    for command in ("simulate", "policy", "plan --dp 2 --pp 2 --micro-batches 2 --time-limit 0"):
+        assert run(sys.executable, "-c", code, "lab", *command.split(), cwd=tmp_path).stdout.strip()

@@ -23,7 +23,7 @@ from lightning_swift.pipeline_parts import (
 )
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.faults import Fault
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
 SCRIPT = "lit_pipe.py"
 

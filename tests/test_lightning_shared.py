@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult, compare, unconfirmed
+from tests.support.runner import JobResult, compare, unconfirmed
 
 pytest.importorskip("lightning")
 

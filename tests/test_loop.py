@@ -16,8 +16,8 @@ import shared_core
 from shared_core.errors import Unsupported
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.loop import UNMARKED as WARNINGS
-from shared_core.testing.report import AWAIT
-from shared_core.testing.runner import JobResult, compare
+from tests.support.report import AWAIT
+from tests.support.runner import JobResult, compare
 
 UNMARKED = WARNINGS["job"]
 #: Arguments of the script, faults. On two ranks an epoch has six batches and seven boundaries, the last one for its

@@ -9,7 +9,7 @@ from checkpointed import options
 from harness import Jobs
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import check_clean, compare, unconfirmed
+from tests.support.runner import check_clean, compare, unconfirmed
 
 EACH = (
     "tqdm fresh own_generator generator enumerate islice zip map wrapper list nested turns left empty rounds stream "

@@ -17,9 +17,9 @@ from harness import SCRIPTS, Jobs
 
 from shared_core.checkpoint.spool import FOLDER, Spool
 from shared_core.faults import Fault
-from shared_core.testing.cluster import Cluster, alive
-from shared_core.testing.namespaces import Machine, machines, unavailable
-from shared_core.testing.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
+from tests.support.cluster import Cluster, alive
+from tests.support.namespaces import Machine, machines, unavailable
+from tests.support.runner import JobResult, check_clean, check_survivors, compare, unconfirmed
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
 

@@ -14,7 +14,7 @@ from harness import Jobs, few
 import shared_core
 from shared_core.errors import ConfigError
 from shared_core.faults import Fault
-from shared_core.testing.runner import ROOT
+from tests.support.runner import ROOT
 
 FAILURE = [Fault(1, 5, "bucket", "SIGKILL", nth=2)]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from harness import Jobs, most
 
-import shared_core.testing.jobs
+import tests.support.jobs
 from shared_core.faults import Fault
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
-JOB = str(Path(shared_core.testing.jobs.__file__).parent / "outside_job.py")
+JOB = str(Path(tests.support.jobs.__file__).parent / "outside_job.py")
 AVERAGES, BY_HAND = ["--what", "averages"], ["--what", "by-hand"]
 
 #: Faults in a batch; the averages' update after the step of a batch meets "outside" 2 + 12 times and more.

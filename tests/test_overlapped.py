@@ -6,7 +6,7 @@ import pytest
 from harness import Jobs, few
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult, compare
+from tests.support.runner import JobResult, compare
 
 ON = {"SWIFT_RECOVERY_STATE_OVERLAPPED_UPDATE": "true"}
 SCRIPT = "overlapped.py"

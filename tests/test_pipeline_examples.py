@@ -9,7 +9,7 @@ import pytest
 from harness import Jobs
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import ROOT, JobResult, unconfirmed
+from tests.support.runner import ROOT, JobResult, unconfirmed
 
 POINTS = "load forward backward send_activation recv_activation send_grad recv_grad reduce step".split()
 #: Instructions that a stage of four does not have.

@@ -6,7 +6,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
 NORM = ["--norm"]
 

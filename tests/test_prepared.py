@@ -17,8 +17,8 @@ from harness import Jobs, most
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.protocol.preparing import RESERVE_BYTES, RETRY_S, Measured, decide, next_rank, order, retry_s
 from shared_core.system.memory import machine_bytes, private_bytes
-from shared_core.testing.report import AWAIT
-from shared_core.testing.runner import JobResult, check_survivors, compare, unconfirmed
+from tests.support.report import AWAIT
+from tests.support.runner import JobResult, check_survivors, compare, unconfirmed
 
 PLAIN = ["--norm"]
 PIPELINE = ["--tied", "--clip", "0.5", "--checkpointing", "1", "--schedule", "--evaluate"]

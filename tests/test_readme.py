@@ -14,8 +14,8 @@ from harness import Jobs, armed, most
 
 from shared_core.faults import Fault
 from shared_core.faults.spec import dumps
-from shared_core.testing.cluster import Cluster
-from shared_core.testing.namespaces import machines, unavailable
+from tests.support.cluster import Cluster
+from tests.support.namespaces import machines, unavailable
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

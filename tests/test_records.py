@@ -32,13 +32,13 @@ from shared_core.protocol.rounds import admit_key
 from shared_core.protocol.standstill import WaitStatus
 from shared_core.protocol.worker_env import Resized, WorkerEnv
 from shared_core.system.wire import connect
-from shared_core.testing.runner import compare
 from shared_core.transport.store import MemoryStore
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.due import Decisions, StoreEntries
 from shared_core.worker.recovery.replicas import Sums
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.state.local_state import Position
+from tests.support.runner import compare
 
 BOUNDARY = StepBoundary(
     1, 0, -1, "batch", {"w": 3}, {"w": {"0,1,0": 2}}, {"w": {"0,1,-1": 2}}, {"w": "0,1"}, [0, 1], saved=True, own=True

@@ -21,8 +21,8 @@ from harness import SCRIPTS, Jobs, until
 from shared_core.faults import Fault
 from shared_core.faults.inject import STRUCK
 from shared_core.faults.spec import ANY_STEP, dumps
-from shared_core.testing.report import OUT
-from shared_core.testing.runner import JobResult, check_clean, collect, compare
+from tests.support.report import OUT
+from tests.support.runner import JobResult, check_clean, collect, compare
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "refused.py"

@@ -11,7 +11,7 @@ from harness import Jobs, few
 from shared_core.errors import Unsupported
 from shared_core.faults import Fault
 from shared_core.loaders import ResumableLoader
-from shared_core.testing.runner import compare, unconfirmed
+from tests.support.runner import compare, unconfirmed
 
 #: What a refusal says: of a buffer that the script fills, and of items that are others when they are read again.
 NAMES = ("training data", "has changed since training began")

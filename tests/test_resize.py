@@ -10,7 +10,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult, unconfirmed
+from tests.support.runner import JobResult, unconfirmed
 
 SHRINK = ["--on-failure=shrink"]
 #: Where a rank fails; each leaves the survivors elsewhere.

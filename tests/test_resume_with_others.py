@@ -10,9 +10,9 @@ from checkpointed import committed, continued_from, finished, options, running, 
 from harness import Jobs, most
 
 from shared_core.checkpoint import image
-from shared_core.testing.digest import digest
-from shared_core.testing.runner import JobResult
 from shared_core.worker.checkpoints.recovery_line import NAMES
+from tests.support.digest import digest
+from tests.support.runner import JobResult
 
 RESTART = ["--on-failure=restart"]
 #: Batches of an epoch with four, three and two workers: 240 samples in batches of four.

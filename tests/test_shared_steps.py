@@ -10,7 +10,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult, compare, unconfirmed
+from tests.support.runner import JobResult, compare, unconfirmed
 
 REROUTE = {"SWIFT_RECOVERY_ON_FAILURE": "reroute"}
 ORDERED = REROUTE | {"SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}

@@ -23,7 +23,7 @@ from shared_core.events import read_events
 from shared_core.faults import Fault
 from shared_core.faults.spec import dumps
 from shared_core.system.jobdir import JobDir
-from shared_core.testing.processes import MARK, wait_gone
+from tests.support.processes import MARK, wait_gone
 
 ROOT = Path(__file__).parents[1]
 SWIFTRUN = (sys.executable, "-m", "shared_core.cli.swiftrun", "--nproc-per-node", "2", "train.py")

@@ -12,9 +12,9 @@ from harness import Jobs
 
 from shared_core.faults import Fault
 from shared_core.faults.spec import KINDS
-from shared_core.testing import draws, soak
-from shared_core.testing.namespaces import unavailable
-from shared_core.testing.runner import Mismatch, check_clean, check_survivors, compare, unconfirmed
+from tests.support import draws, soak
+from tests.support.namespaces import unavailable
+from tests.support.runner import Mismatch, check_clean, check_survivors, compare, unconfirmed
 
 
 def test_a_run_is_a_function_of_its_seed_and_number() -> None:

@@ -10,7 +10,7 @@ from checkpointed import options
 from harness import Jobs, most
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult, check_survivors, compare, unconfirmed
+from tests.support.runner import JobResult, check_survivors, compare, unconfirmed
 
 REROUTE = ["--on-failure=reroute"]
 

@@ -15,7 +15,7 @@ from harness import Jobs
 from trackers import Values, csv_file, mlflow_store, of_mlflow, of_tensorboard, of_wandb, offline
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import JobResult, compare, unconfirmed
+from tests.support.runner import JobResult, compare, unconfirmed
 
 pytestmark = pytest.mark.timeout(300)  # three workers of rank 0 open their runs
 LIGHTNING = ["--feature", "loggers"]

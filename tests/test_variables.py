@@ -8,8 +8,8 @@ import pytest
 from harness import Jobs
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import Mismatch, compare
 from shared_core.worker.variables.variables import OFF
+from tests.support.runner import Mismatch, compare
 
 #: Parts of the script, and where workers fail in them: an epoch has ten batches and eleven step boundaries.
 CASES: dict[str, list[Fault]] = {

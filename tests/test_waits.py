@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import ROOT, JobResult
+from tests.support.runner import ROOT, JobResult
 
 FAILURE = [Fault(1, 3, "collective.after", "SIGKILL")]
 #: What the replacement does instead of the collective its peers are in, and where the others are told that it is.

@@ -52,7 +52,7 @@ OUT = {
 }
 #: Words that mean something else there: file, or its start, and why.
 ALLOWED = {
-    ("predecessor", "shared_core/simulate/bamboo"): "the stage before, in the paper that it simulates",
+    ("predecessor", "benchmarks/simulate/bamboo"): "the stage before, in the paper that it simulates",
 }
 _WORDS = "|".join(rf"(?P<_{number}>{word}(?![a-z]))" for number, word in enumerate(OUT))
 _PATTERN = re.compile(rf"(?<![A-Za-z])(?:{_WORDS})")

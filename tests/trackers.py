@@ -14,8 +14,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from shared_core.testing.runner import JobResult
 from shared_core.trackers.compat import entries
+from tests.support.runner import JobResult
 
 Values = dict[str, list[tuple[int, float]]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.figures import new_figure
 from shared_core.errors import MissingExtra
-from shared_core.report.figures import new_figure
 
 Curve = Sequence[tuple[int, float]]
 

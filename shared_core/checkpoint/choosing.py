@@ -31,7 +31,7 @@ def choose(
     own = [each for each in own if not told or each.checkpoint.meta.get("adopted") == told]
     adoptable, passed = lineage.to_adopt(told) if told else ([], there.unusable(command.key))
     found = lineage.first_whole(each for each in (*own, *adoptable) if _fits(each, world_size))
-    lineage.tell_passed((*there.doubts(command.key), *passed), found)
+    lineage.tell_passed(passed, found)
     if found is not None:
         return found, found not in own
     if told:

@@ -4,11 +4,9 @@ Each run has a folder of its own, so that nobody ever writes to, or removes, wha
 
     DIR/train-3fa2b1c0-20261122T083801-9c01d2/step-0000000040/...   script, command, and the name of the run
     DIR/train-3fa2b1c0-20261122T083801-9c01d2/ended.json            it has ended well
-    DIR/step-0000000040/..., DIR/ended/RUN                          as earlier versions left them
 
-Names of runs begin with their time, so they sort by age; those of earlier versions do not, and count as the oldest. A
-new name is later than all that are there, whatever the clock says: one that was ahead, or is behind, hides no run.
-Does not import torch.
+Names of runs begin with their time, so they sort by age. A new name is later than all that are there, whatever the
+clock says: one that was ahead, or is behind, hides no run. Does not import torch.
 """
 
 from __future__ import annotations
@@ -29,16 +27,13 @@ from shared_core.checkpoint.storage import Storage, open_storage
 from shared_core.checkpoint.store import PassedOver
 from shared_core.errors import CorruptFile, NoUsableCheckpoint, SwiftError
 from shared_core.events import console
-from shared_core.plain_json import parse
 
-#: Key in ``ended.json``: the run's name was chosen to be later than all that were there.
-_ORDERED = "ordered"
-#: The run has ended well: a file in its folder, and in earlier versions an entry in this folder.
-ENDED, _ENDED_BEFORE = "ended.json", "ended"
-#: Stands for a run's name: the folder may hold any.
+#: A file in a run's folder: the run has ended well.
+ENDED = "ended.json"
+#: In the place of a run's name: the folder may hold any.
 _ANY = "unknown"
 _STAMPED = r"\d{8}T\d{6}-[0-9a-f]{6}"
-_FOLDER = re.compile(rf".+-(?P<command>[0-9a-f]{{8}})-(?P<run>{_STAMPED}|[0-9a-f]{{12}})")
+_FOLDER = re.compile(rf".+-(?P<command>[0-9a-f]{{8}})-(?P<run>{_STAMPED})")
 
 
 def new_run(earlier: Iterable[str] = ()) -> str:
@@ -105,11 +100,11 @@ def command_of(meta: Mapping[str, Any]) -> Command:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder with the checkpoints of one run, or of several in the layout of earlier versions. All reads may
+    """A folder with the checkpoints of one run, or whatever checkpoints somebody has put into it. All reads may
     raise OSError.
 
     Attributes:
-        run: empty for the layout of earlier versions.
+        run: whose it is; empty where its name does not tell.
         command: how the key of its command begins; empty likewise.
     """
 
@@ -118,21 +113,8 @@ class Folder:
     command: str = ""
 
     def ended(self) -> frozenset[str]:
-        """Runs in it that have ended well."""
-        if not self.run:
-            return frozenset(self.storage.names(_ENDED_BEFORE))
-        return frozenset({self.run} if ENDED in self.storage.names() else ())
-
-    def unsure(self) -> PassedOver | None:
-        """Why it is not known whether this run ended after the other runs; None if it is known."""
-        if age_key(self.run)[:15].replace("T", "") <= _now() or ENDED not in self.storage.names():
-            return None
-        with suppress(CorruptFile, ValueError):
-            noted = parse(store.read_file(self.storage, ENDED))
-            if isinstance(noted, dict) and noted.get(_ORDERED) is True:
-                return None
-        reason = "its run has ended, and by its name began in the future: a clock was ahead, so it hides no other run"
-        return PassedOver(self.storage.root, reason, run=self.run)
+        """Runs in it that have ended well. Raises OSError."""
+        return frozenset({self.run} if self.run and ENDED in self.storage.names() else ())
 
     def saved(self) -> list[Saved]:
         return self.read()[0]
@@ -177,32 +159,24 @@ class Contents:
     """What a folder of checkpoints holds.
 
     Attributes:
-        ended: runs that have ended well, by the beginning of a command's key (empty: unknown command).
-        passed: checkpoints and folders of runs that cannot be used; those without a run may be anybody's.
-        unsure: runs that have ended, not known whether after others.
+        ended: by the beginning of a command's key, its runs that have ended well.
+        passed: checkpoints and folders of runs that are there and cannot be used; those without a run may be anybody's.
     """
 
     saved: tuple[Saved, ...] = ()
     ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
     passed: tuple[PassedOver, ...] = ()
-    unsure: tuple[PassedOver, ...] = ()
 
     def ended_of(self, key: str) -> frozenset[str]:
-        return self.ended.get(key[:8], frozenset()) | self.ended.get("", frozenset())
+        return self.ended.get(key[:8], frozenset())
 
     def continues(self, run: str, key: str) -> bool:
-        return continues(run, self.ended_of(key), [each.run for each in self.unsure])
+        return continues(run, self.ended_of(key))
 
     def unusable(self, key: str) -> list[PassedOver]:
         """What the next start of a command would look at, and cannot use; of the newest run first."""
         found = [each for each in self.passed if not each.run or self.continues(each.run, key)]
         return sorted(found, key=lambda each: (age_key(each.run), each.step), reverse=True)
-
-    def doubts(self, key: str) -> list[PassedOver]:
-        """Runs of a command that may have ended after others which the next start may continue."""
-        looked = [age_key(each.run) for each in candidates(self, key)]
-        looked += [age_key(each.run) for each in self.unusable(key)]
-        return [each for each in self.unsure if any(run < age_key(each.run) for run in looked)]
 
     def commands(self) -> list[Command]:
         """Those that have checkpoints here, in the order of their newest runs."""
@@ -214,7 +188,7 @@ class Contents:
 
 
 def folders(where: store.Where, key: str | None = None) -> Iterator[Folder]:
-    """Folders of all runs (or of one command), the oldest layout first; reads names only. Raises OSError."""
+    """The folders of all runs (or of those of one command), and this one itself; reads names only. Raises OSError."""
     storage = open_storage(where) if isinstance(where, str | os.PathLike) else where
     own = _FOLDER.fullmatch(storage.root.rstrip("/").rpartition("/")[2])
     if own is not None:  # ``where`` is the folder of one run
@@ -234,11 +208,10 @@ def contents(where: store.Where, key: str | None = None) -> Contents:
     saved: list[Saved] = []
     ended: dict[str, frozenset[str]] = {}
     passed: list[PassedOver] = []
-    unsure: list[PassedOver] = []
     for each in folders(where, key):
         try:
             found, not_found = each.read()
-            ends, doubt = each.ended(), each.unsure()
+            ends = each.ended()
         except PermissionError as error:
             if not each.run:
                 raise
@@ -247,8 +220,7 @@ def contents(where: store.Where, key: str | None = None) -> Contents:
         saved += [one for one in found if key is None or one.command.key == key]
         passed += not_found
         ended[each.command] = ended.get(each.command, frozenset()) | ends
-        unsure += [doubt] if doubt is not None else []
-    return Contents(tuple(saved), ended, tuple(passed), tuple(unsure))
+    return Contents(tuple(saved), ended, tuple(passed))
 
 
 def read(where: str, key: str, say: Callable[[str], None] = console) -> Contents:
@@ -264,12 +236,10 @@ def read(where: str, key: str, say: Callable[[str], None] = console) -> Contents
         return Contents()
 
 
-def continues(run: str, ended: Iterable[str], unsure: Iterable[str] = ()) -> bool:
-    """Whether the next start of a command may continue with one of its runs: neither it nor a later one has ended well.
-    ``unsure``: ended runs that may have ended before others; they hide no other.
-    """
+def continues(run: str, ended: Iterable[str]) -> bool:
+    """Whether the next start of a command may continue with one of its runs: it has not ended well, nor a later one."""
     ends = set(ended)
-    return run not in ends and all(age_key(run) >= age_key(other) for other in ends.difference(unsure))
+    return run not in ends and all(age_key(run) >= age_key(other) for other in ends)
 
 
 def candidates(found: Contents, key: str) -> list[Saved]:
@@ -278,15 +248,10 @@ def candidates(found: Contents, key: str) -> list[Saved]:
     return sorted(mine, key=lambda each: (age_key(each.run), each.step), reverse=True)
 
 
-def adoptable(where: str) -> list[Saved]:
-    """What ``--resume-from`` may mean, the newest first: the checkpoint whose folder is named, or all in a folder.
-    Raises OSError, or SwiftError for storage of an unknown kind.
-    """
-    return to_adopt(where)[0]
-
-
 def to_adopt(where: str) -> tuple[list[Saved], list[PassedOver]]:
-    """As :func:`adoptable`, and what cannot be used."""
+    """What ``--resume-from`` may mean, the newest first: the checkpoint whose folder is named, or all in a folder; and
+    what is there and cannot be used. Raises OSError, or SwiftError for storage of an unknown kind.
+    """
     parent, _, name = where.rstrip("/").rpartition("/")
     step = store.step_of(name)
     if step is not None:
@@ -417,7 +382,7 @@ class Next:
 
 def mark_ended(folder: str, step: int) -> None:
     """Note that this run has ended well: its command's next start begins from scratch. May raise OSError."""
-    payload = json.dumps({"step": step, "time": time.time(), _ORDERED: True}).encode()
+    payload = json.dumps({"step": step, "time": time.time()}).encode()
     open_storage(folder).write(ENDED, [payload], len(payload))
 
 

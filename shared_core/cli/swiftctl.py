@@ -6,17 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from shared_core.cli import checkpoints, doctor, plan, policy, report, simulate, watch
-from shared_core.cli.arguments import Parser, number, one_line
+from shared_core.cli import checkpoints, doctor, lab, report, watch
+from shared_core.cli.arguments import Parser, one_line
 from shared_core.cli.event_files import add_arguments, read_run
 from shared_core.errors import ConfigError, SwiftError
-from shared_core.kinds import open_regular
-from shared_core.pipeline.grouping import Budget, ChainProfile, GroupPlan, plan_groups, trade_off
-from shared_core.report.plans import format_plans
 from shared_core.report.timeline import format_recoveries, format_timeline, recoveries
 
 
@@ -56,38 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     events.set_defaults(run=_events)
     report.add_command(commands)
     checkpoints.add_command(commands)
-    lab = commands.add_parser(
-        "lab",
-        help="plan, compare and simulate: for who chooses options of large jobs, or checks the papers",
-        description="Plan, compare and simulate, without a job.",
-    )
-    lab.set_defaults(run=lambda _: lab.error("COMMAND is missing: plan, plan-logging, simulate, policy"))
-    studies: Any = lab.add_subparsers(metavar="COMMAND")
-    plan.add_command(studies)
-    _add_plan_logging(studies)
-    simulate.add_command(studies)
-    policy.add_command(studies)
+    lab.add_command(commands)
     return parser
-
-
-def _add_plan_logging(commands: Any) -> None:
-    logging = commands.add_parser(
-        "plan-logging",
-        help="which machines of a pipeline restart together, so that messages between them need no log",
-        description="Print the plan that keeps within a budget or, without one, the trade-off of storage and time.",
-    )
-    logging.add_argument(
-        "file", metavar="PROFILE.json", type=Path, help="what was measured; see docs/design/plan_logging.md"
-    )
-    logging.add_argument(
-        "--storage", metavar="BYTES", type=number(most=1e300), help="most that all logs together may take"
-    )
-    logging.add_argument(
-        "--bandwidth", metavar="BYTES", type=number(most=1e300), help="most that they may grow by in a second"
-    )
-    logging.add_argument("--curve", action="store_true", help="print the trade-off too, with the plan marked by a star")
-    logging.add_argument("--json", action="store_true", help="print JSON instead")
-    logging.set_defaults(run=_plan_logging)
 
 
 def _events(options: argparse.Namespace) -> int:
@@ -104,29 +69,6 @@ def _events(options: argparse.Namespace) -> int:
     if chosen.others:
         print(f"\n{chosen.others}", flush=True)
     return 0
-
-
-def _plan_logging(options: argparse.Namespace) -> int:
-    try:
-        with open_regular(options.file) as file:
-            profile = ChainProfile.from_dict(json.loads(file.read()))
-    except (OSError, ValueError, RecursionError) as error:
-        print(
-            f"swiftctl: cannot read {options.file}: {one_line(error)}; see docs/design/plan_logging.md", file=sys.stderr
-        )
-        return 1
-    chosen = plan_groups(profile, Budget(options.storage, options.bandwidth))
-    budgeted = options.storage is not None or options.bandwidth is not None
-    plans = trade_off(profile) if options.curve or not budgeted else [chosen]
-    if options.json:
-        print(json.dumps([_plan_to_dict(one) for one in plans], indent=2), flush=True)
-    else:
-        print(format_plans(plans, chosen if budgeted else None), flush=True)
-    return 0
-
-
-def _plan_to_dict(plan: GroupPlan) -> dict[str, object]:
-    return asdict(plan) | {"logged": plan.logged}
 
 
 if __name__ == "__main__":

@@ -300,12 +300,7 @@ class Loaders:
         }
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Put loaders where the failed worker's were; passes follow when begun. Raises Unsupported for old states."""
-        if "passes" not in states:
-            raise Unsupported(
-                f"rank {self._worker.rank}: this checkpoint was made by an earlier version of swift-recovery, which "
-                "numbered loaders in another way: start from scratch with checkpoint.resume='never'"
-            )
+        """Put loaders where those of the failed worker were; passes follow when they are begun."""
         self._unclaimed = {}
         self._places = deque(states["passes"])
         for place in self._places:  # if the script does not come back to a pass, that has still changed its loader

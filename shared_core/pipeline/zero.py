@@ -215,7 +215,7 @@ class ZeroState:
             parameters[number].is_external_param = True
         compat.set_gathering_order(self._optimizer, module, values["order"])
         in_order = list(module.parameters())
-        for place, whole in values.get("whole", {}).items():  # not in checkpoints of earlier versions
+        for place, whole in values["whole"].items():
             compat.put_whole(in_order[place], whole.clone())
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from shared_core.errors import ConfigError, CorruptFile, SwiftError, WaitTimeout
 from shared_core.events import console
-from shared_core.schedule.check import Memory
 from shared_core.schedule.greedy import EFFORT
+from shared_core.schedule.memory import Memory
 from shared_core.schedule.optimal import has_solver
 from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant

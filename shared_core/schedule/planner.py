@@ -11,9 +11,9 @@ from typing import Any
 from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.plain_json import is_count, parse
 from shared_core.schedule.bound import lower_bound
-from shared_core.schedule.check import NO_LIMIT, Memory
 from shared_core.schedule.fusing import fuse
 from shared_core.schedule.greedy import EFFORT, FoundSchedule, greedy
+from shared_core.schedule.memory import NO_LIMIT, Memory
 from shared_core.schedule.optimal import improve
 from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.routing import Route, deal

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from shared_core.schedule.check import NO_LIMIT, Memory
+from shared_core.schedule.memory import NO_LIMIT, Memory
 from shared_core.schedule.routing import Route
 from shared_core.schedule.schedule import Action, Topology, Worker
 from shared_core.schedule.timing import Times

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shared_core.schedule.check import NO_LIMIT, Memory
 from shared_core.schedule.greedy import greedy
+from shared_core.schedule.memory import NO_LIMIT, Memory
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Problem
 from shared_core.schedule.routing import Route, survivors

@@ -101,12 +101,9 @@ class JobDir:
             raise
         except OSError:
             pass  # whoever wants to write there says so
-        left = sweep(self.path.parent)
+        sweep(self.path.parent)
         # Their jobs may run where other folders in memory are seen.
-        left |= _sweep(self._logs.parent, _LOGS + PREFIX)
-        if left:
-            self.note += f"{'. ' * bool(self.note)}Jobs of an earlier version have left {', '.join(sorted(left))}"
-            self.note += ", which this one does not remove: remove them by hand"
+        _sweep(self._logs.parent, _LOGS + PREFIX)
 
     @property
     def folders(self) -> tuple[str, str]:
@@ -211,32 +208,30 @@ def _identity(name: str, found: os.stat_result) -> str:
     return f"{name} {found.st_ino}"
 
 
-def sweep(parent: Path) -> set[str]:
+def sweep(parent: Path) -> None:
     """Remove folders that killed agents left in ``parent``, and their logs among temporary files.
 
     They are this user's, nobody holds their locks, and a marker says that this product has made them. No link is
-    followed. Returns folders of jobs of earlier versions, which have no marker and stay.
+    followed.
     """
-    return _sweep(parent, PREFIX) | _sweep(Path(_temporary()), _LOGS + PREFIX)
+    _sweep(parent, PREFIX)
+    _sweep(Path(_temporary()), _LOGS + PREFIX)
 
 
-def _sweep(parent: Path, prefix: str) -> set[str]:
-    left: set[str] = set()
+def _sweep(parent: Path, prefix: str) -> None:
     with suppress(OSError):
         at = os.open(parent, _FOLDER)
         try:
             for name in os.listdir(at):
                 if name.startswith(prefix):
                     with suppress(OSError):
-                        if _is_left_by_earlier(at, name):
-                            left.add(str(parent / name))
+                        _remove_abandoned(at, name)
         finally:
             os.close(at)
-    return left
 
 
-def _is_left_by_earlier(at: int, name: str) -> bool:
-    """Remove folder ``name`` if a killed agent has left it; returns whether an earlier version has.
+def _remove_abandoned(at: int, name: str) -> None:
+    """Remove a folder if a killed agent has left it.
 
     ``at`` is a descriptor of its parent. Raises OSError if it is a link, or somebody holds its lock.
     """
@@ -244,20 +239,18 @@ def _is_left_by_earlier(at: int, name: str) -> bool:
     try:
         found = os.fstat(folder)
         if found.st_uid != os.geteuid():
-            return False
+            return
         lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             now = os.stat(LOCK, dir_fd=folder, follow_symlinks=False)
             if not os.path.samestat(os.fstat(lock), now):
-                return False
+                return
             with suppress(FileNotFoundError):
                 made = os.open(MADE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
                 with open(made, "rb") as file:
                     if marker.fits(file.read(marker.MOST_BYTES), _identity(name, found)):
                         shutil.rmtree(name, dir_fd=at, ignore_errors=True)
-                return False
-            return CARD in os.listdir(folder)
         finally:
             os.close(lock)
     finally:

@@ -16,7 +16,7 @@ from harness import until
 
 from shared_core.checkpoint import Spool, lineage, store
 from shared_core.checkpoint.command import Command
-from shared_core.checkpoint.lineage import adoptable, candidates, contents, continues, folder_of, next_start
+from shared_core.checkpoint.lineage import candidates, contents, continues, folder_of, next_start, to_adopt
 from shared_core.checkpoint.verdict import sentence, verdict
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def test_what_is_the_same_command(name: str) -> None:
     assert (first.key == second.key) == (name in SAME)
 
 
-def test_a_command_keeps_the_key_that_earlier_versions_gave_it() -> None:
+def test_the_key_of_a_command_stays_the_same() -> None:
     words = ["script", "/home/me/train.py", "--lr", "0.1"]
     assert A.key == hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
     assert A.short == "train.py --lr 0.1" and Command.from_json(A.to_json()) == A
@@ -129,9 +129,6 @@ RUNS = {
     "it has ended": ([EARLY], [EARLY], []),
     "a later one has ended": ([EARLY, LATE], [LATE], []),
     "an earlier one has ended": ([EARLY, LATE], [EARLY], [LATE]),
-    "of an earlier version": (["0123456789ab", EARLY], [], ["0123456789ab", EARLY]),
-    "another of an earlier version has ended": (["0123456789ab"], ["ba9876543210"], ["0123456789ab"]),
-    "one has ended after that": (["0123456789ab"], [EARLY], []),
 }
 
 
@@ -157,39 +154,17 @@ def test_what_ended_runs_of_the_same_command_have_left_goes_once_there_are_two_o
     assert len(contents(where, B.key).saved) == 1
 
 
-def test_folders_of_earlier_versions_are_continued_and_never_written_to(where: Path) -> None:
-    spool, run = Spool(where.parent / "spool"), "0123456789ab"
-    for step in (10, 20):
-        snapshot(spool, step, where, **of(A, run))
-        assert run_writer(spool) == (0, [])
-    before = digests(str(where))
-    assert (next_of(where, A), next_of(where, B)) == (20, None)
-    save(where, A, run, 30, 40, 50)
-    assert next_of(where, A) == 50 and before.items() <= digests(str(where)).items()
-    lineage.mark_ended(folder_of(str(where), A, run), 50)
-    assert next_of(where, A) is None
-
-
-def test_an_end_that_an_earlier_version_noted_counts(where: Path) -> None:
-    spool, run = Spool(where.parent / "spool"), "0123456789ab"
-    snapshot(spool, 10, where, **of(A, run))
-    assert run_writer(spool) == (0, [])
-    (where / "ended").mkdir()
-    (where / "ended" / run).write_text("{}")
-    assert next_of(where, A) is None
-
-
 def test_what_can_be_adopted(where: Path) -> None:
     save(where, A, EARLY, 10, 20, ended=True)
     save(where, B, LATE, 5)
     folder = folder_of(str(where), A, EARLY)
-    assert [each.step for each in adoptable(str(where))] == [5, 20, 10], "by the time of the commit"
-    assert [each.step for each in adoptable(folder)] == [20, 10]
-    assert [each.step for each in adoptable(f"file://{folder}/step-0000000010")] == [10]
-    assert adoptable(f"{folder}/step-0000000011") == [] and adoptable(f"{where}/nothing") == []
+    assert [each.step for each in to_adopt(str(where))[0]] == [5, 20, 10], "by the time of the commit"
+    assert [each.step for each in to_adopt(folder)[0]] == [20, 10]
+    assert [each.step for each in to_adopt(f"file://{folder}/step-0000000010")[0]] == [10]
+    assert to_adopt(f"{folder}/step-0000000011")[0] == [] and to_adopt(f"{where}/nothing")[0] == []
     os.truncate(f"{folder}/step-0000000020/rank1", 5)
     said: list[str] = []
-    found = lineage.first_whole(adoptable(folder), said.append)
+    found = lineage.first_whole(to_adopt(folder)[0], said.append)
     assert found is not None and found.step == 10 and len(said) == 1
 
 
@@ -253,19 +228,6 @@ def test_a_new_run_is_later_than_all_that_are_there_whatever_the_clock_says(wher
     lineage.mark_ended(folder_of(str(where), A, later), 7)
     assert next_of(where, A) is None
     assert lineage.age_key(lineage.new_run(["99999999T999999-00000f"]))
-
-
-def test_an_ended_run_of_an_earlier_version_whose_clock_was_ahead_hides_none(where: Path) -> None:
-    save(where, A, EARLY, 100)
-    save(where, A, "20991231T235959-00000c", 5)
-    folder = Path(folder_of(str(where), A, "20991231T235959-00000c"))
-    (folder / lineage.ENDED).write_text('{"step": 5, "time": 1.0}')
-    found = contents(where, A.key)
-    assert next_of(where, A) == 100
-    (said,) = found.doubts(A.key)
-    assert said.path == str(folder) and "a clock was ahead" in said.reason
-    lineage.mark_ended(folder_of(str(where), A, EARLY), 100)
-    assert not contents(where, A.key).doubts(A.key), "nothing is there that it could hide"
 
 
 def test_what_cannot_be_read_is_passed_over_and_named(where: Path) -> None:

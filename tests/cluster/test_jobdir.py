@@ -203,11 +203,3 @@ def test_the_sweep_follows_no_link(left: Path) -> None:
     away = left.rename(left.parent / "away")
     left.symlink_to(away)
     assert not swept(left) and left.is_symlink() and (away / "lock").exists()
-
-
-def test_what_an_earlier_version_has_left_stays_and_is_named_once(left: Path) -> None:
-    (left / "made.json").unlink()
-    (left / "card.json").write_text("{}")
-    job = JobDir(str(left.parent))
-    job.remove()
-    assert left.exists() and job.note.count(str(left)) == 1 and "remove them by hand" in job.note

@@ -14,7 +14,7 @@ from util import Job, start_command, tagged
 
 from shared_core.launcher.ports import StoreConnection, serve_store
 from shared_core.launcher.rendezvous_store import C10D, Register
-from shared_core.testing.ports import free_ports
+from tests.support.ports import free_ports
 
 #: Longest wait for the rendezvous that the tests ask for, in seconds, and the most that start-up and end take.
 JOIN_S, REST_S = 3, 45

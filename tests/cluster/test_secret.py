@@ -23,8 +23,8 @@ from shared_core.errors import ConfigError
 from shared_core.system import secret
 from shared_core.system.snapshot_wire import PUT, ask
 from shared_core.system.wire import connect
-from shared_core.testing.ports import free_ports
 from shared_core.worker.mirror import Mirror
+from tests.support.ports import free_ports
 
 OTHER = b"o" * 32
 

@@ -11,7 +11,7 @@ from util import run, start, start_command
 
 from shared_core.cli.job_options import build_config
 from shared_core.cli.swiftrun import parse_args
-from shared_core.testing.runner import ROOT
+from tests.support.runner import ROOT
 
 
 def test_modules_programs_and_exit_codes(tmp_path: Path) -> None:

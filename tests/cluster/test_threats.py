@@ -23,7 +23,7 @@ from prelude import PRELUDE
 from torch.distributed import TCPStore
 from util import ROOT, Job, run, start
 
-from shared_core.testing.ports import free_ports
+from tests.support.ports import free_ports
 
 #: User and group of the stranger.
 NOBODY = 65534

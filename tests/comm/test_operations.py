@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "operations.py")
 REPLICATED = "all_reduce,all_reduce_async,broadcast,all_gather,objects"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shared_core.testing.runner import ROOT
 from shared_core.worker.comm import group as group_module
 from shared_core.worker.comm.group import SwiftProcessGroup
 from shared_core.worker.comm.group_identity import GroupIdentity
+from tests.support.runner import ROOT
 
 PAGE = (ROOT / "docs" / "design" / "operations.md").read_text(encoding="utf-8")
 #: Helpers by which the operations are written, no part of the interface.

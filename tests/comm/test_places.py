@@ -11,10 +11,10 @@ from harness import Jobs, few
 
 from shared_core.faults import Fault
 from shared_core.protocol.place import AFTER, Place, apart
-from shared_core.testing.cluster import Cluster
-from shared_core.testing.namespaces import machines, unavailable
-from shared_core.testing.runner import compare
 from shared_core.worker.comm.places import GroupPlaces, ProgramPlace
+from tests.support.cluster import Cluster
+from tests.support.namespaces import machines, unavailable
+from tests.support.runner import compare
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "places.py")
 #: A replacement does not get the variables of the script back, as if they were of a kind that cannot be captured.

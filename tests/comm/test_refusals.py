@@ -12,7 +12,7 @@ import pytest
 from harness import Jobs
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import ROOT
+from tests.support.runner import ROOT
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NCCL = "Unsupported: a process group of backend nccl is made, and to replace a worker is experimental on other devices"

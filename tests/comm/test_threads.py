@@ -7,7 +7,7 @@ from pathlib import Path
 from harness import Jobs
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "threads.py")
 

@@ -13,8 +13,8 @@ from torch import nn
 from undoing import bits, build, fill, network
 
 from shared_core.errors import UnsupportedOptimizer
-from shared_core.testing.digest import digest
 from shared_core.worker.state.undo import Undo
+from tests.support.digest import digest
 
 
 class Noisy(torch.optim.SGD):

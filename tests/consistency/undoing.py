@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import Optimizer
 
-from shared_core.testing.digest import digest, optimizer_digest_data
+from tests.support.digest import digest, optimizer_digest_data
 
 SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-39, 3e38, -3e38, 1e-30, float("inf"), float("-inf"), float("nan"), 1.0, 1e4]
 #: NaNs with a payload and a sign, which arithmetic would not keep.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shared_core.testing.digest import training_digest
+from tests.support.digest import training_digest
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 29, 12, 24, 3
 

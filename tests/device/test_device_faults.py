@@ -13,8 +13,8 @@ from checkpointed import continued_from, options
 from device_jobs import JOBS, RESTART, RESTARTS, kill
 from harness import Jobs, few
 
-from shared_core.testing.device import environment
-from shared_core.testing.runner import Mismatch, compare, unconfirmed
+from tests.support.device import environment
+from tests.support.runner import Mismatch, compare, unconfirmed
 
 SIM = environment("sim")
 #: Kills that every run has; the others are left to the night.

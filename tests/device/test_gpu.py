@@ -15,8 +15,8 @@ from checkpointed import options
 from device_jobs import JOBS, RESTART, RESTARTS, kill
 from harness import Jobs
 
-from shared_core.testing.device import environment
-from shared_core.testing.runner import JobResult, compare
+from tests.support.device import environment
+from tests.support.runner import JobResult, compare
 
 GPU = environment("cuda")
 #: Jobs that stock PyTorch can run over gloo with all ranks on one GPU: the barriers of Accelerate name one for each.

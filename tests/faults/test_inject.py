@@ -18,7 +18,7 @@ import pytest
 from shared_core.errors import ConfigError
 from shared_core.faults import Fault, FaultInjected, inject
 from shared_core.faults.spec import EXIT_CODE, dumps
-from shared_core.testing.runner import ROOT
+from tests.support.runner import ROOT
 
 STEPS = """
 from shared_core.faults import inject

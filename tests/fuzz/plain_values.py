@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from shared_core.testing.digest import digest
+from tests.support.digest import digest
 
 FACTORIES = [None, int, float, list, dict, set, collections.Counter, collections.OrderedDict]
 keys = st.recursive(

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.jobs.common import Counting, strategy_and_callbacks
-from shared_core.testing.report import Report, generators_digest
+from tests.support.digest import digest, training_digest
+from tests.support.jobs.common import Counting, strategy_and_callbacks
+from tests.support.report import Report, generators_digest
 
 warnings.filterwarnings("ignore")
 Item = tuple[torch.Tensor, torch.Tensor]

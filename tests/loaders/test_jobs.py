@@ -15,7 +15,7 @@ from harness import Jobs
 from kinds import ROWS, SIZE
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import JobResult, compare
+from tests.support.runner import JobResult, compare
 
 EPOCHS = 3
 #: Items of each batch of a stream in two parts, of 15 and 9 items.

@@ -11,7 +11,7 @@ from harness import Jobs
 
 from shared_core.config import variable_of
 from shared_core.faults import Fault
-from shared_core.testing.runner import JobResult, check_survivors, compare, unconfirmed
+from tests.support.runner import JobResult, check_survivors, compare, unconfirmed
 
 SCRIPT, MICRO_BATCHES = "pipe.py", 4
 #: Tied layers, clipping, activation checkpointing, a scheduler and evaluation; dropout is always there.

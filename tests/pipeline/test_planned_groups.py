@@ -11,7 +11,7 @@ from pipelines import logging, run, starts
 from shared_core.faults import Fault
 from shared_core.pipeline.grouping import ChainMachine
 from shared_core.pipeline.planned_groups import profile_of
-from shared_core.testing.runner import JobResult
+from tests.support.runner import JobResult
 
 
 def test_the_profile_of_measured_stages() -> None:

@@ -16,9 +16,9 @@ from harness import SCRIPTS, Jobs
 from pipelines import SCRIPT, starts
 
 from shared_core.faults import Fault
-from shared_core.testing.cluster import Cluster
-from shared_core.testing.namespaces import machines, unavailable
-from shared_core.testing.runner import JobResult, check_clean, compare, unconfirmed
+from tests.support.cluster import Cluster
+from tests.support.namespaces import machines, unavailable
+from tests.support.runner import JobResult, check_clean, compare, unconfirmed
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
 

@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import JobResult
+from tests.support.runner import JobResult
 
 #: Ranks 0 and 1 are the first stage, ranks 2 and 3 the last.
 MODES = {

@@ -11,8 +11,8 @@ from shared_core.config import variable_of
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.pipeline.cost import ReplayCost, shares
 from shared_core.pipeline.replay_helpers import lines
-from shared_core.testing.runner import JobResult, compare, unconfirmed
 from shared_core.worker.recovery.exchange import Replaying
+from tests.support.runner import JobResult, compare, unconfirmed
 
 STEPS = 12
 

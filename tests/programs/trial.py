@@ -18,9 +18,9 @@ from shared_core import errors
 from shared_core.events import read_events
 from shared_core.faults import Fault
 from shared_core.protocol import progress_file
-from shared_core.testing.plain import PlainLauncher
-from shared_core.testing.runner import JobResult, run_job
-from shared_core.testing.warm import WarmLauncher
+from tests.support.plain import PlainLauncher
+from tests.support.runner import JobResult, run_job
+from tests.support.warm import WarmLauncher
 
 from .grammar import Program, write
 

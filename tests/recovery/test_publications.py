@@ -21,13 +21,13 @@ from shared_core.encoding.plain import dumps, loads, pieces
 from shared_core.errors import CorruptFile, SwiftError
 from shared_core.loaders.reshard import MARK
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.testing.digest import digest
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.state import input_checksums
 from shared_core.worker.state import publication_slots as slots_module
 from shared_core.worker.state.publication_file import HEADER_BYTES, is_blank
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import from_plain, plain
+from tests.support.digest import digest
 
 
 def test_plain_data_comes_back_bit_for_bit() -> None:
@@ -387,11 +387,8 @@ def test_what_a_checkpoint_has_is_published_once(tmp_path: pathlib.Path) -> None
     assert found.read_end(0) == (1.5, {}) and found.read_end(1) == (2.5, {"loop": 1})
 
 
-def test_records_of_an_earlier_version_are_read() -> None:
-    """It wrote the part of the program behind the operation; names of other kinds may look similar."""
-    old = [(0, "w", "broadcast in 1.3.0", 2), (0, "w", "all_gather", 1), (0, "results", "best in show", 4)]
-    keys = [RecordKey(0, "w", "broadcast", 2, (1, 3, 0)), RecordKey(*old[1]), RecordKey(*old[2])]
-    assert from_plain([(each, []) for each in old]) == [(each, []) for each in keys]
-    assert from_plain(plain([(keys[0], [])])) == [(keys[0], [])]
+def test_records_as_plain_data() -> None:
+    key = RecordKey(0, "w", "broadcast", 2, (1, 3, 0))
+    assert from_plain(plain([(key, [])])) == [(key, [])]
     with pytest.raises(CorruptFile, match="a record that was kept for replacements is none"):
         from_plain([(3, [])])  # type: ignore[list-item]

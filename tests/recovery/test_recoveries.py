@@ -8,7 +8,7 @@ import pytest
 from harness import Jobs
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import check_survivors, compare
+from tests.support.runner import check_survivors, compare
 
 CORRUPT = str(Path(__file__).parent / "scripts" / "corrupt.py")
 ALL_DIE = str(Path(__file__).parent / "scripts" / "all_die.py")

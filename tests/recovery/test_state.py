@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shared_core.errors import RecoveryFailed, ReplicaMismatch, UnsupportedOptimizer
-from shared_core.testing.digest import training_digest
 from shared_core.worker.recovery.replicas import minority
 from shared_core.worker.state.checksums import checksum, combined
 from shared_core.worker.state.replicated import Replicated, pack, unpack
 from shared_core.worker.state.updates import Updates
+from tests.support.digest import training_digest
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "SGD": [

@@ -8,7 +8,7 @@ from dataclasses import replace
 from harness import Jobs
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import JobResult, compare
+from tests.support.runner import JobResult, compare
 
 SCRIPT = "rerouted_pipe.py"
 ORDERED = {"SWIFT_RECOVERY_ON_FAILURE": "reroute", "SWIFT_RECOVERY_REROUTE_REDUCTION": "ordered"}

@@ -13,7 +13,7 @@ from rerouted import ORDERED, SCRIPT, carry_on, go, kill
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import Topology, Worker
-from shared_core.testing.runner import JobResult, compare
+from tests.support.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")
 

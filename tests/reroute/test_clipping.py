@@ -12,7 +12,7 @@ from harness import Jobs
 from rerouted import ORDERED, SCRIPT, alike, kill
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import JobResult
+from tests.support.runner import JobResult
 
 pytest.importorskip("deepspeed")
 STAGGERED = ORDERED | {"SWIFT_RECOVERY_REROUTE_PLAN": "staggered"}

@@ -11,7 +11,7 @@ from rerouted import ORDERED, SCRIPT, alike, kill
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.schedule.schedule import Worker
-from shared_core.testing.runner import JobResult
+from tests.support.runner import JobResult
 
 pytest.importorskip("deepspeed")
 #: Rank 1 is the first stage of pipeline 1. Ranks 2 and 3 are last stages; rank 2 decides.

@@ -12,9 +12,9 @@ import pytest
 from harness import SCRIPTS, Jobs, most
 from rerouted import ORDERED, SCRIPT
 
-from shared_core.testing.cluster import Cluster
-from shared_core.testing.namespaces import machines, unavailable
-from shared_core.testing.runner import JobResult, compare
+from tests.support.cluster import Cluster
+from tests.support.namespaces import machines, unavailable
+from tests.support.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")

@@ -10,7 +10,7 @@ from harness import Jobs, most
 from rerouted import carry_on, go, kill
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult
+from tests.support.runner import JobResult
 
 pytest.importorskip("deepspeed")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import planner
+from benchmarks.lab.check import check
 from shared_core.cli import swiftctl
-from shared_core.schedule.check import check
 from shared_core.schedule.planner import IterationPlan
 
 ROOT = Path(__file__).parents[2]

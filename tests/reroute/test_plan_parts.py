@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lab.draw import draw_file, draw_text
 from shared_core.errors import ConfigError, WaitTimeout
 from shared_core.reroute.plan_cache import PlanStore, Settings
 from shared_core.reroute.times import second_updates
-from shared_core.schedule.draw import draw_file, draw_text
 from shared_core.schedule.normalise import Move, normalise, stage_cost
 from shared_core.schedule.planner import plan
 from shared_core.schedule.problem import Variant

@@ -10,9 +10,10 @@ import pytest
 from random_jobs import some_failed
 from timelines import check_times
 
+from benchmarks.lab.check import check
 from shared_core.errors import ConfigError, InvalidSchedule
-from shared_core.schedule.check import Memory, check
 from shared_core.schedule.greedy import greedy
+from shared_core.schedule.memory import Memory
 from shared_core.schedule.optimal import improve
 from shared_core.schedule.planner import IterationPlan, parse_worker, plan
 from shared_core.schedule.problem import Problem, Variant

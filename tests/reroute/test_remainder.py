@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lab.check import check
 from shared_core.errors import ConfigError
-from shared_core.schedule.check import check
 from shared_core.schedule.planner import plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import Remainder, replan

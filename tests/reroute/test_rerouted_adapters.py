@@ -11,7 +11,7 @@ from harness import Jobs, most
 from rerouted import ORDERED
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import JobResult, compare
+from tests.support.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")
 

@@ -11,7 +11,7 @@ from harness import Jobs, most
 from rerouted import ORDERED, SCRIPT, carry_on, go
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
 pytest.importorskip("deepspeed")
 

@@ -8,8 +8,9 @@ import golden
 import pytest
 from timelines import check_times
 
+from benchmarks.lab.check import check, check_order
 from shared_core.errors import ConfigError, InvalidSchedule
-from shared_core.schedule.check import Memory, check, check_order
+from shared_core.schedule.memory import Memory
 from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Worker, one_f_one_b, parse_action
 from shared_core.schedule.timing import Slot, StageTimes, Times, simulate
 

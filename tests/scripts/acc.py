@@ -15,8 +15,8 @@ from standstill import noted, stand_still
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import Report, generators_digest
 
 
 class Noisy(TensorDataset):

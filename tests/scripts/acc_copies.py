@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report
+from tests.support.digest import training_digest
+from tests.support.report import Report
 
 ELSEWHERE = """
 import pickle, sys

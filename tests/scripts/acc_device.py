@@ -12,9 +12,9 @@ from on_device import finish
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shared_core.testing.device import device
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report
+from tests.support.device import device
+from tests.support.digest import training_digest
+from tests.support.report import Report
 
 #: Lines of a run without the product.
 BASELINE = bool(os.environ.get("SWIFT_BASELINE"))

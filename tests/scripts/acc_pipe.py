@@ -14,8 +14,8 @@ from standstill import stand_still
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import OUT, Report, generators_digest
+from tests.support.digest import digest, training_digest
+from tests.support.report import OUT, Report, generators_digest
 
 WIDTH, MICRO_BATCHES, ROWS = 16, 4, 2
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_swift import SwiftDeepSpeedPipelinePlugin, SwiftPlugin
 from shared_core.errors import SwiftError
-from shared_core.testing.report import Report
+from tests.support.report import Report
 
 
 def prepared(

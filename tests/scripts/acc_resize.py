@@ -10,8 +10,8 @@ from resize import FIRST, Net, Numbered
 from torch.utils.data import DataLoader
 
 from accelerate_swift import SwiftPlugin
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report
+from tests.support.digest import training_digest
+from tests.support.report import Report
 
 
 def main() -> None:

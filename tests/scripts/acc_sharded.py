@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from shared_core.errors import Unsupported
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import Report, generators_digest
 
 
 class Block(nn.Module):

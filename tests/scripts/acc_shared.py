@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_swift import SwiftPlugin
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import Report, generators_digest
 
 
 def main() -> None:

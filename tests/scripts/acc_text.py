@@ -17,8 +17,8 @@ from accelerate.utils import ProjectConfiguration, set_seed
 from torch.utils.data import DataLoader, Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import OUT, Report, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import OUT, Report, generators_digest
 
 
 class Bytes(Dataset):  # type: ignore[type-arg]

@@ -15,8 +15,8 @@ from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, TensorDataset
 from zero import whole
 
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, generators_digest
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, generators_digest
 
 
 def main() -> None:

@@ -17,8 +17,8 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel
 
 import shared_core
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group
+from tests.support.digest import training_digest
+from tests.support.report import Report, end_group
 
 WAYS = ("join", "hook", "group", "zero", "averager", "inside", "forgotten", "experts", "registered", "wrapped")
 

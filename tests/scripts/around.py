@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import Report, end_group, generators_digest
 
 SIZES = [float(number) for number in range(100)]
 

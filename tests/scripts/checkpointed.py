@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
 import shared_core
-from shared_core.testing.device import device
-from shared_core.testing.digest import digest
 from shared_core.waiting import Wait, poll
+from tests.support.device import device
+from tests.support.digest import digest
 
 FOLDER, POLICY, EPOCHS = sys.argv[1], sys.argv[2], 3
 ACCUMULATE = int(os.environ.get("ACCUMULATE", "1"))

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group
+from tests.support.digest import training_digest
+from tests.support.report import Report, end_group
 
 #: Two layers are more than a bucket.
 WIDTH = 400

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import OUT, Report, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import OUT, Report, generators_digest
 
 warnings.filterwarnings("ignore")
 STOCK = bool(os.environ.get("SWIFT_BASELINE"))
@@ -72,7 +72,7 @@ def seed() -> None:
 def lightning(what: str) -> tuple[nn.Module, Any]:
     import lightning.pytorch as pl
 
-    from shared_core.testing.jobs.common import strategy_and_callbacks
+    from tests.support.jobs.common import strategy_and_callbacks
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, end_group, generators_digest
 
 
 def copy_late() -> None:

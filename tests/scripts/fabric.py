@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import lightning_swift
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import Report, end_group, generators_digest
 
 
 def shard(net: Any, mesh: Any) -> Any:

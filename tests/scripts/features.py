@@ -25,8 +25,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from shared_core.testing.digest import digest
-from shared_core.testing.jobs.common import strategy_and_callbacks
+from tests.support.digest import digest
+from tests.support.jobs.common import strategy_and_callbacks
 
 
 def _fit(trainer: pl.Trainer, module: pl.LightningModule, data: Any, digests: DigestOf, extra: dict[str, Any]) -> Any:

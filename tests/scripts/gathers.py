@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shared_core
-from shared_core.testing.report import Report
+from tests.support.report import Report
 
 #: Evaluations before it is looked at how much memory there is, and after that: at first the allocator fills up.
 FIRST, TIMES = 10, 40

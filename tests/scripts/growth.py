@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shared_core.events import read_events
 from shared_core.protocol import worker_env
-from shared_core.testing.report import OUT, Report
+from tests.support.report import OUT, Report
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -14,8 +14,8 @@ from standstill import stand_still
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import OUT, Report, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import OUT, Report, generators_digest
 
 
 class Bytes(Dataset):  # type: ignore[type-arg]

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from shared_core.protocol import keys, worker_env
-from shared_core.testing.report import Report
 from shared_core.worker import link
+from tests.support.report import Report
 
 sys.path.insert(0, str(Path(__file__).parent))
 

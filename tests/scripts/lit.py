@@ -14,8 +14,8 @@ import lightning.pytorch as pl
 import torch
 from features import FEATURES, Feature
 
-from shared_core.testing.jobs.common import Counting, final_digests, strategy_and_callbacks
-from shared_core.testing.report import Report
+from tests.support.jobs.common import Counting, final_digests, strategy_and_callbacks
+from tests.support.report import Report
 
 warnings.filterwarnings("ignore")
 OUT = os.environ["SWIFT_TEST_OUT"]

@@ -18,9 +18,9 @@ from lit_parts import Net, loader
 from standstill import noted, stand_still
 
 from shared_core.checkpoint import storage
-from shared_core.testing.digest import digest
-from shared_core.testing.jobs.common import Counting, final_digests, without_ours
-from shared_core.testing.report import Report
+from tests.support.digest import digest
+from tests.support.jobs.common import Counting, final_digests, without_ours
+from tests.support.report import Report
 
 warnings.filterwarnings("ignore")
 

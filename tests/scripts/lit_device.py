@@ -18,9 +18,9 @@ from on_device import finish
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shared_core.testing.device import device
-from shared_core.testing.jobs.common import Counting, final_digests, strategy_and_callbacks
-from shared_core.testing.report import Report
+from tests.support.device import device
+from tests.support.jobs.common import Counting, final_digests, strategy_and_callbacks
+from tests.support.report import Report
 
 warnings.filterwarnings("ignore")
 OUT = os.environ["SWIFT_TEST_OUT"]

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from shared_core.testing.digest import digest
-from shared_core.testing.jobs.common import without_folder, without_ours
+from tests.support.digest import digest
+from tests.support.jobs.common import without_folder, without_ours
 
 OUT = os.environ["SWIFT_TEST_OUT"]
 

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import shared_core
 from lightning_swift import SwiftCheckpoint, SwiftPipelineStrategy
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.jobs.common import Counting, final_digests, without_folder, without_ours
-from shared_core.testing.report import Report
 from shared_core.worker.recovery.survivor_groups import WaitFor
+from tests.support.digest import digest, training_digest
+from tests.support.jobs.common import Counting, final_digests, without_folder, without_ours
+from tests.support.report import Report
 
 warnings.filterwarnings("ignore")
 #: Where the run leaves its files; two starts of one run may share a folder.

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lightning_swift  # noqa: F401
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report
+from tests.support.digest import training_digest
+from tests.support.report import Report
 
 
 class Module(pl.LightningModule):

@@ -22,10 +22,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from shared_core.testing.digest import digest
-from shared_core.testing.jobs.common import Counting, final_digests, without_folder, without_ours
-from shared_core.testing.report import Report, end_group
-from shared_core.testing.runner import BASELINE
+from tests.support.digest import digest
+from tests.support.jobs.common import Counting, final_digests, without_folder, without_ours
+from tests.support.report import Report, end_group
+from tests.support.runner import BASELINE
 
 warnings.filterwarnings("ignore")
 WORKERS = int(os.environ["WORLD_SIZE"])

@@ -18,9 +18,9 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lit_parts import OUT, Net, checkpoints, loader
 from torch.nn import functional as F
 
-from shared_core.testing.digest import digest
-from shared_core.testing.jobs.common import Counting, final_digests, strategy_and_callbacks
-from shared_core.testing.report import Report
+from tests.support.digest import digest
+from tests.support.jobs.common import Counting, final_digests, strategy_and_callbacks
+from tests.support.report import Report
 
 warnings.filterwarnings("ignore")
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import Report, end_group, generators_digest
 
 
 def train() -> dist.ProcessGroup:

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
 import shared_core
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import Report, end_group, generators_digest
 
 FORMS = (
     "tqdm fresh own_generator generator enumerate islice zip map wrapper list nested turns left empty rounds stream "

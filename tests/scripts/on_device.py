@@ -1,4 +1,4 @@
-"""What a job says at its end of the device that it trains on; see :mod:`shared_core.testing.device`."""
+"""What a job says at its end of the device that it trains on; see :mod:`tests.support.device`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared_core.devices import random_states
-from shared_core.testing.device import device
-from shared_core.testing.digest import digest
-from shared_core.testing.report import Report, generators_digest
+from tests.support.device import device
+from tests.support.digest import digest
+from tests.support.report import Report, generators_digest
 
 
 def finish(report: Report, digests: Mapping[str, str], **extra: Any) -> None:

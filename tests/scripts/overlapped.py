@@ -11,8 +11,8 @@ import torch.distributed as dist
 from beginning import begin
 from torch import nn
 
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, end_group, generators_digest
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},

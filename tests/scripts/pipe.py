@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, generators_digest
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, generators_digest
 
 WIDTH = 32
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import Report, generators_digest
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from on_device import finish
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from shared_core.testing.device import device
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group
+from tests.support.device import device
+from tests.support.digest import training_digest
+from tests.support.report import Report, end_group
 
 
 class LeftOut(nn.Module):

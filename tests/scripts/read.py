@@ -16,8 +16,8 @@ import torch.distributed as dist
 from standstill import stand_still
 from torch import nn
 
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import Report, generators_digest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "loaders"))
 from kinds import KINDS, LOG
@@ -87,7 +87,7 @@ def plain(kind: str, epochs: int, net: Net, report: Report) -> dict[str, str]:
 def lightning(kind: str, epochs: int, net: Net, report: Report) -> dict[str, str]:
     import lightning.pytorch as pl
 
-    from shared_core.testing.jobs.common import Counting, final_digests, strategy_and_callbacks
+    from tests.support.jobs.common import Counting, final_digests, strategy_and_callbacks
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:

@@ -11,8 +11,8 @@ import torchmetrics
 from torch import nn
 
 import shared_core
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group
+from tests.support.digest import training_digest
+from tests.support.report import Report, end_group
 
 
 class Best:

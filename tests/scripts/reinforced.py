@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
+from tests.support.digest import training_digest
+from tests.support.report import Report, end_group, generators_digest
 
 BASELINE = bool(os.environ.get("SWIFT_BASELINE"))
 STEPS, BATCH = 12, 4

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shared_core.testing.copies import Copies, hold
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report
+from tests.support.copies import Copies, hold
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report
 
 WIDTH, LAYERS = 32, 4
 

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import shared_core
 from shared_core.protocol import worker_env
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, end_group
 from shared_core.worker import link
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, end_group
 
 SAMPLES = 240
 

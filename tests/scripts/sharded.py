@@ -17,9 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
-from shared_core.testing.device import device
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report
+from tests.support.device import device
+from tests.support.digest import training_digest
+from tests.support.report import Report
 
 
 class Block(nn.Module):

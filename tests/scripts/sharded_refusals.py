@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import shared_core
 from shared_core import SwiftConfig
 from shared_core.errors import Unsupported
-from shared_core.testing.report import Report
 from shared_core.worker.sharded.support import refuse, sharded_modules
+from tests.support.report import Report
 
 
 def net() -> nn.Sequential:

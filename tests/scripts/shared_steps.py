@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
 from shared_core.loaders import seed_random
-from shared_core.testing.copies import Copies, hold
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, generators_digest
+from tests.support.copies import Copies, hold
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, generators_digest
 
 
 class Noisy(TensorDataset):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shared_core.testing.report import OUT
+from tests.support.report import OUT
 
 
 def stand_still(batch: int) -> None:

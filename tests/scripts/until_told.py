@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shared_core
-from shared_core.testing.report import OUT
+from tests.support.report import OUT
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, end_group, generators_digest
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, end_group, generators_digest
 
 Row = collections.namedtuple("Row", "loss number")  # noqa: PYI024 (as scripts write it)
 SEEN = 0

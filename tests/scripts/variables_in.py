@@ -12,8 +12,8 @@ from kinds_of_state import State
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import OUT, Report, generators_digest
+from tests.support.digest import digest, training_digest
+from tests.support.report import OUT, Report, generators_digest
 
 warnings.filterwarnings("ignore")
 STOCK = bool(os.environ.get("SWIFT_BASELINE"))
@@ -40,7 +40,7 @@ def lightning() -> None:
     import lightning.pytorch as pl
     import torchmetrics
 
-    from shared_core.testing.jobs.common import strategy_and_callbacks
+    from tests.support.jobs.common import strategy_and_callbacks
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:

@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shared_core
-from shared_core.testing.digest import digest, training_digest
-from shared_core.testing.report import Report, generators_digest
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, generators_digest
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 
 import shared_core
 from shared_core.errors import Unsupported
-from shared_core.testing.report import Report
+from tests.support.report import Report
 
 PLAIN: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

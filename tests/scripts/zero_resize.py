@@ -20,8 +20,8 @@ from resize import Net, Numbered
 from torch.utils.data import DataLoader, DistributedSampler
 
 import shared_core
-from shared_core.testing.digest import digest
-from shared_core.testing.report import OUT, Report, end_group
+from tests.support.digest import digest
+from tests.support.report import OUT, Report, end_group
 
 MOMENTUM = "momentum_buffer"
 

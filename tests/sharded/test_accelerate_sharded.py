@@ -11,7 +11,7 @@ import pytest
 from harness import Jobs, few
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import ROOT, unconfirmed
+from tests.support.runner import ROOT, unconfirmed
 
 PAGE = " ".join((ROOT / "docs" / "sharded.md").read_text(encoding="utf-8").split())
 

@@ -9,7 +9,7 @@ from harness import Jobs, few
 from shard_failures import EVERYWHERE
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
 #: Four groups of parameters: in each batch a forward gathers four times, a backward gathers three times and reduces
 #: four times, and clipping sums once. Two epochs have six batches and seven boundaries each, the last one for the end.

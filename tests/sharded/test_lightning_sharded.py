@@ -7,7 +7,7 @@ import pytest
 from harness import Jobs, few
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.testing.runner import check_survivors, compare, unconfirmed
+from tests.support.runner import check_survivors, compare, unconfirmed
 
 #: An epoch has six batches, and a validation after the third and the last. In each batch Lightning asks for a signal, a
 #: forward gathers four times, a backward gathers three times and reduces four times, and clipping sums.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared_core.faults.spec import KINDS
-from shared_core.testing import draws, soak
+from tests.support import draws, soak
 
 
 def test_a_run_is_a_function_of_its_seed_and_number() -> None:

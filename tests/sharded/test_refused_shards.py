@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness import Jobs
 
-from shared_core.testing.runner import ROOT
+from tests.support.runner import ROOT
 
 PAGE = " ".join((ROOT / "docs" / "sharded.md").read_text(encoding="utf-8").split())
 

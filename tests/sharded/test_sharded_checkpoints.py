@@ -14,8 +14,8 @@ from harness import Jobs, few, most
 
 from shared_core.encoding.plain import loads
 from shared_core.faults import Fault
-from shared_core.testing.digest import digest
-from shared_core.testing.runner import compare
+from tests.support.digest import digest
+from tests.support.runner import compare
 
 RESTART = ["--on-failure=restart"]
 JOBS: dict[str, tuple[str, list[str]]] = {

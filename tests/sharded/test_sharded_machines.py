@@ -7,9 +7,9 @@ import contextlib
 import pytest
 from harness import SCRIPTS, Jobs, most
 
-from shared_core.testing.cluster import Cluster
-from shared_core.testing.namespaces import machines, unavailable
-from shared_core.testing.runner import check_clean, compare
+from tests.support.cluster import Cluster
+from tests.support.namespaces import machines, unavailable
+from tests.support.runner import check_clean, compare
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "machines can be made")
 

@@ -9,7 +9,7 @@ import pytest
 from harness import Jobs, most
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import ROOT, unconfirmed
+from tests.support.runner import ROOT, unconfirmed
 
 PAGE = (ROOT / "docs" / "sharded.md").read_text(encoding="utf-8")
 #: The first script of each of these sections.

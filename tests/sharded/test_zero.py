@@ -8,7 +8,7 @@ from harness import Jobs, few
 from shard_failures import EVERYWHERE
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import compare
+from tests.support.runner import compare
 
 pytest.importorskip("deepspeed")
 

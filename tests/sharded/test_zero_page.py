@@ -9,7 +9,7 @@ import pytest
 from harness import Jobs
 
 from shared_core.faults import Fault
-from shared_core.testing.runner import ROOT, unconfirmed
+from tests.support.runner import ROOT, unconfirmed
 
 pytest.importorskip("deepspeed")
 

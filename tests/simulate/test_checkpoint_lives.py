@@ -12,6 +12,8 @@ import pytest
 from best_placement import waste
 
 from benchmarks import checkpoint_policy
+from benchmarks.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, simulate_runs
+from benchmarks.simulate.placing import Clock, Knowledge, Recorded, SimulatedJob, places
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
 from shared_core.checkpoint.history import Run, append
@@ -19,8 +21,6 @@ from shared_core.checkpoint.policy import Fixed, Policy, Value, Young
 from shared_core.checkpoint.policy.intervals import young
 from shared_core.checkpoint.run_ends import Ending
 from shared_core.cli.swiftctl import main
-from shared_core.simulate.checkpointed_runs import RunOutcomes, SimulatedRuns, simulate_runs
-from shared_core.simulate.placing import Clock, Knowledge, Recorded, SimulatedJob, places
 
 CURVE = Curve(0.0, 600.0**0.7, 0.7, 599.0)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulate import Trace, TraceEvent, from_counts, gcp_trace, read_trace
+from benchmarks.simulate.choices import trace_of
+from benchmarks.simulate.generators import exponential, parse, periodic, racks, weibull
 from shared_core.errors import ConfigError
-from shared_core.simulate import Trace, TraceEvent, from_counts, gcp_trace, read_trace
-from shared_core.simulate.choices import trace_of
-from shared_core.simulate.generators import exponential, parse, periodic, racks, weibull
 
 
 def live(trace: Trace) -> list[tuple[float, int]]:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 from best_placement import waste
 
-from shared_core.errors import ConfigError
-from shared_core.simulate import (
+from benchmarks.simulate import (
     Bamboo,
     CheckpointInterval,
     CheckpointRestart,
@@ -34,9 +33,10 @@ from shared_core.simulate import (
     spread,
     young,
 )
-from shared_core.simulate.generators import exponential, periodic
-from shared_core.simulate.layout import wiped_out
-from shared_core.simulate.oobleck import capacity, instantiate, step_time
+from benchmarks.simulate.generators import exponential, periodic
+from benchmarks.simulate.layout import wiped_out
+from benchmarks.simulate.oobleck import capacity, instantiate, step_time
+from shared_core.errors import ConfigError
 
 EXAMPLE = Layout(3, 4, 6)
 GCP = Layout(6, 4, 12, step_s=90.0)

@@ -13,9 +13,9 @@ import pytest
 from benchmarks import total_time as total_time_benchmark
 from benchmarks import traces
 from benchmarks.recycle_published import LARGE, MEDIUM
+from benchmarks.simulate.rerouting import ENDS
 from benchmarks.simulated_training import Training, total_time
 from shared_core.cli.swiftctl import main
-from shared_core.simulate.rerouting import ENDS
 
 
 def test_deviation_from_the_published_averages() -> None:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared_core.testing.processes import MARK, kill_marked
+from tests.support.processes import MARK, kill_marked
 
 ROOT = Path(__file__).resolve().parents[2]
 #: A test that lasts longer has failed, and a job whose processes import for longer, in seconds.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shared_core.testing.digest import digest, training_digest
+from tests.support.digest import digest, training_digest
 
 
 @pytest.mark.parametrize(

@@ -59,10 +59,10 @@ class Origins:
         )
         if loaded is not None and not loaded.line.adopts:
             self._hold(loaded.line.run)
-        key, passed = self._env.command.key, there.unusable(self._env.command.key)
+        passed = there.unusable(self._env.command.key)
         if not self._env.rank and not self._env.incarnation:
             taken = loaded.line.saved if loaded is not None else None
-            lineage.tell_passed((*there.doubts(key), *passed), taken)
+            lineage.tell_passed(passed, taken)
         if loaded is None and self.told:
             raise Unsupported(f"checkpoint.resume_from: no checkpoint at {self.told} can be read on every rank")
         unusable = sum(each.tier == recovery_line.STORAGE for each in found) + sum(bool(each.run) for each in passed)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shared_core.errors import Unsupported
 from shared_core.worker.state.replicated import Replicated
 
 
@@ -46,14 +45,7 @@ class Attached:
         }
 
     def restore_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy values to the buffers. Where shape or dtype differ, the value itself becomes the buffer. Raises
-        Unsupported for what an earlier version has written.
-        """
-        if not isinstance(values, Mapping):
-            raise Unsupported(
-                "this checkpoint was made by an earlier version of swift-recovery: start from scratch with "
-                "checkpoint.resume='never'"
-            )
+        """Copy values to the buffers. Where shape or dtype differ, the value itself becomes the buffer."""
         for path, owner in self._owners:
             for name, buffer in owner._buffers.items():
                 value = values.get(f"{path}{name}")

@@ -109,20 +109,14 @@ def plain(records: Records) -> list[tuple[tuple[Any, ...], list[torch.Tensor]]]:
 
 
 def from_plain(stored: Sequence[tuple[Sequence[Any], list[torch.Tensor]]]) -> Records:
-    """Inverse of :func:`plain`, also of what earlier versions have written. Raises CorruptFile if these are none."""
+    """Inverse of :func:`plain`. Raises CorruptFile if these are none."""
     try:
         return [(_key(*key), results) for key, results in stored]
     except (TypeError, ValueError) as error:
         raise CorruptFile(f"a record that was kept for replacements is none: {error}") from error
 
 
-def _key(entry: int, kind: str, name: str, number: int, part: Part | None = None) -> RecordKey:
-    if part is None:
-        # An earlier version wrote the part behind the name of an operation.
-        operation, _, text = name.partition(" in ")
-        numbers = text.split(".")
-        told = all(each.isdecimal() for each in numbers)
-        name, part = (operation, tuple(map(int, numbers))) if told else (name, ())
+def _key(entry: int, kind: str, name: str, number: int, part: Part) -> RecordKey:
     return RecordKey(entry, kind, name, number, tuple(part))
 
 

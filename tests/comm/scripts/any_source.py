@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shared_core
-from shared_core.testing.digest import digest
-from shared_core.testing.report import Report, end_group
+from tests.support.digest import digest
+from tests.support.report import Report, end_group
 
 
 def main() -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shared_core
-from shared_core.testing.report import Report
+from tests.support.report import Report
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import shared_core
-from shared_core.testing.digest import digest
-from shared_core.testing.report import Report
 from shared_core.worker.comm import SwiftProcessGroup
+from tests.support.digest import digest
+from tests.support.report import Report
 
 
 def from_torch() -> dict[str, Any]:

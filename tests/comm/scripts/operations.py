@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 
-from shared_core.testing.digest import digest
-from shared_core.testing.report import Report
+from tests.support.digest import digest
+from tests.support.report import Report
 
 Operation = Callable[[], Any]
 OPERATIONS: dict[str, Operation] = {}

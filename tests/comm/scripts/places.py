@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shared_core
-from shared_core.testing.report import Report, end_group
+from tests.support.report import Report, end_group
 
 INCARNATION = int(os.environ.get("SWIFT_RECOVERY_INCARNATION", "0"))
 

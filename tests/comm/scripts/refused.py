@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import shared_core
-from shared_core.testing.report import Report
+from tests.support.report import Report
 
 
 def message(call: Callable[[], Any]) -> str:

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shared_core
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report, end_group
+from tests.support.digest import training_digest
+from tests.support.report import Report, end_group
 
 ACROSS = sys.argv[1] == "across"
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import shared_core
 from shared_core.events import read_events
-from shared_core.testing.report import Report, end_group
 from shared_core.worker.comm.op import Op
+from tests.support.report import Report, end_group
 
 BASELINE = bool(os.environ.get("SWIFT_BASELINE"))
 FOLDER = Path(os.environ.get("SWIFT_RECOVERY_JOB_DIR", ""))

@@ -60,7 +60,7 @@ def _use(data: bytes, folder: Path) -> Any:
     for command in (*contents.commands(), _COMMAND):
         str(lineage.next_start(contents, command))
     lineage.left_behind(str(folder / "checkpoints"), _COMMAND.key, "--adopt", continues=True, again="--resume")
-    lineage.adoptable(str(where))
+    lineage.to_adopt(str(where))
     store.prune(where, 2, lambda found: lineage.Saved(found).run == "x")
     return lineage.first_whole(contents.saved)
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from shared_core.testing.report import OUT, Report
+from tests.support.report import OUT, Report
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 

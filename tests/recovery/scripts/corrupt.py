@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shared_core
-from shared_core.testing.digest import training_digest
-from shared_core.testing.report import Report
+from tests.support.digest import training_digest
+from tests.support.report import Report
 
 
 def flip(net: nn.Module) -> None:
