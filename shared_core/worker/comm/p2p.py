@@ -231,8 +231,7 @@ class Channels:
 
     def waits(self) -> P2PWork | None:
         """The receive that the program's thread waits for. Callers hold the lock."""
-        named = (works for channel, works in self._works.items() if channel[0] != _ANY)
-        return next((work for works in named for work in works if work.awaited and not work.done), None)
+        return next((work for works in self._works.values() for work in works if work.awaited and not work.done), None)
 
     def wait(self, work: P2PWork) -> None:
         """Wait for ``work``, across failures."""
