@@ -272,7 +272,7 @@ class Trained:
         Args:
             pending: numbers of the optimizers whose gradients have changed since their last update.
         """
-        return self._leftover.left(pending) or None
+        return (self._leftover.left(pending) if self.shard is None else self.shard.left_over()) or None
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
         """Inverse of :meth:`gradients`."""

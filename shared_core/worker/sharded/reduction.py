@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ class ReduceFromOwnMemory:
 
     Args:
         results: the log.
+        before: called before each reduction, which adds to the gradients of the shard.
     """
 
-    def __init__(self, results: Results) -> None:
-        self._results = results
+    def __init__(self, results: Results, before: Callable[[], None]) -> None:
+        self._results, self._before = results, before
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for one input or result."""
@@ -30,6 +31,7 @@ class ReduceFromOwnMemory:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         """Reduce and scatter."""
+        self._before()
         with self._results.lending():
             return reduce_scatter_single(
                 output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
