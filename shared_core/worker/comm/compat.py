@@ -271,8 +271,8 @@ def record_as_gloo(group: Any, store: Any) -> None:
 
 
 def log_as_gloo() -> None:
-    """Patch: have DDP's logging data name the backend that ``get_backend`` names. C++ takes the name of the group, which
-    cannot be "gloo" there: DDP would look for torch's own backend behind it.
+    """Patch: have DDP's logging data name the backend that ``get_backend`` names. C++ takes the name of the group,
+    which cannot be "gloo" there: DDP would look for torch's own backend behind it.
     """
     stock = DistributedDataParallel._get_ddp_logging_data
 
