@@ -18,6 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "accelerate.test_utils.scripts"
+#: Functions that need GPUs, of scripts of which the others do not: on a CPU ranks with uneven inputs wait for ever.
+LEFT_OUT = {
+    "test_distributed_data_loop": (
+        "test_can_join_uneven_inputs",
+        "test_join_can_override_even_batches",
+        "test_join_can_override_for_mixed_type_dataloaders",
+        "test_join_raises_warning_for_iterable_when_overriding_even_batches",
+    ),
+}
 _RUN = Path(__file__).parent / "scripts" / "acc_suite.py"
 _ROOT = Path(__file__).parents[1]
 _LAUNCHERS = {
@@ -84,7 +93,7 @@ def run(module: str, way: str, timeout_s: float) -> Outcome:
     env |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env |= {"SWIFT_BASELINE": "1"} if way == "stock" else {}
     env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", *_LAUNCHERS[way], str(_RUN), module]
+    command = [sys.executable, "-m", *_LAUNCHERS[way], str(_RUN), module, *LEFT_OUT.get(module.rpartition(".")[2], ())]
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
         try:
@@ -119,8 +128,10 @@ def main(names: list[str], timeout_s: float = 600.0) -> int:
             how, why = "not run", "downloads models or data"
         else:
             why = stock.why or (ours.why if ours is not None else "")
+            if left_out := LEFT_OUT.get(name):
+                why = why or f"without {', '.join(left_out)}, which need GPUs"
             how = f"{'passes' if stock.passed else 'fails'} ({stock.seconds:.0f} s)"
-        print(f"| {name} | {how} | {told} | {why[:120]} |", flush=True)
+        print(f"| {name} | {how} | {told} | {why[:220]} |", flush=True)
         worst |= ours is not None and not ours.passed
     return int(worst)
 
