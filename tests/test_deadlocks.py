@@ -10,13 +10,13 @@ from harness import Jobs, most
 REDUCES = r"rank 0 waits for rank 1 in all_reduce\(float32\[4\]\) .*"
 RECEIVES = r"rank 0 waits for rank 1 in recv \(message 0 .*"
 ONE, ENDED = "rank 1 waits for rank 0 in", ", though the program of rank 1 has ended"
-#: What rank 1 waits in while rank 0 is in an all-reduce: a collective of another group, another one of the same, the
-#: same with another shape, one whose inputs the log keeps; a message, from a rank or from any; nothing, as its program
-#: has ended. Then two messages, a message and nothing, a bucket that DDP waits for in C++, and three ranks in a circle.
+#: What rank 1 waits in while rank 0 is in an all-reduce: a collective of another group, another one of the same, one
+#: whose inputs the log keeps; a message, from a rank or from any; nothing, as its program has ended. Then two messages,
+#: a message and nothing, a bucket that DDP waits for in C++, and three ranks in a circle. (Two shapes of one collective
+#: are no deadlock: gloo ends the process.)
 PLACES = {
     "group": rf"{REDUCES}; {ONE} barrier\(\)",
     "call": rf"{REDUCES}; {ONE} broadcast\(",
-    "shapes": rf"{REDUCES}; {ONE} all_reduce\(float32\[5\]\)",
     "inputs": rf"{REDUCES}; {ONE} reduce_scatter",
     "message": rf"{REDUCES}; {ONE} recv \(message 0 from rank 0",
     "any source": rf"{REDUCES}; {ONE} recv \(message 0 from any rank",
@@ -29,7 +29,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("how", most(PLACES, "shapes", "inputs", "message, none", "three"))
+@pytest.mark.parametrize("how", most(PLACES, "inputs", "message, none", "three"))
 def test_a_deadlock_ends_with_both_places(how: str, jobs: Jobs) -> None:
     result = jobs.run("deadlock.py", args=[how], nproc=3 if how == "three" else 2)
     assert result.status == 1, result.tail()

@@ -43,10 +43,8 @@ def wait_elsewhere(rank: int, pair: dist.ProcessGroup, net: nn.Module) -> None:
         dist.all_reduce(value)
     elif HOW == "any source":
         dist.recv(value)
-    elif HOW == "shapes":
-        dist.all_reduce(torch.ones(5))
     elif HOW == "inputs":
-        dist.reduce_scatter_tensor(torch.ones(4), torch.ones(8))
+        dist.reduce_scatter_tensor(torch.ones(4), torch.ones(8), group=pair)
     elif HOW in ("group", "once"):
         dist.barrier(group=pair)
     elif HOW == "call":

@@ -16,7 +16,7 @@ from shared_core.testing.report import OUT, Report
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("missing", type=int, nargs="+", help="ranks")
+    parser.add_argument("missing", type=int, nargs="*", help="ranks")
     parser.add_argument("--all", action="store_true", help="name all of them")
     args = parser.parse_args()
     report = Report()
