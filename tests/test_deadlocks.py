@@ -5,21 +5,33 @@ from __future__ import annotations
 import re
 
 import pytest
-from harness import Jobs
+from harness import Jobs, most
 
-#: What rank 1 waits in while rank 0 is in an all-reduce.
+REDUCES = r"rank 0 waits for rank 1 in all_reduce\(float32\[4\]\) .*"
+RECEIVES = r"rank 0 waits for rank 1 in recv \(message 0 .*"
+ONE, ENDED = "rank 1 waits for rank 0 in", ", though the program of rank 1 has ended"
+#: What rank 1 waits in while rank 0 is in an all-reduce: a collective of another group, another one of the same, one
+#: whose inputs the log keeps; a message, from a rank or from any; nothing, as its program has ended. Then two messages,
+#: a message and nothing, a bucket that DDP waits for in C++, and three ranks in a circle. (Two shapes of one collective
+#: are no deadlock: gloo ends the process.)
 PLACES = {
-    "group": r"rank 0 waits for rank 1 in all_reduce\(float32\[4\]\) .*; rank 1 waits for rank 0 in barrier\(\)",
-    "call": r"rank 0 waits for rank 1 in all_reduce\(float32\[4\]\) .*; rank 1 waits for rank 0 in broadcast\(",
-    "message": r"rank 0 waits for rank 1 in all_reduce\(float32\[4\]\) .*; rank 1 waits for rank 0 in recv \(message 0",
-    "messages": r"rank 0 waits for rank 1 in recv \(message 0 .*; rank 1 waits for rank 0 in recv \(message 0",
-    "none": r"rank 0 waits for rank 1 in all_reduce\(float32\[4\]\) .*, though the program of rank 1 has ended",
+    "group": rf"{REDUCES}; {ONE} barrier\(\)",
+    "call": rf"{REDUCES}; {ONE} broadcast\(",
+    "inputs": rf"{REDUCES}; {ONE} reduce_scatter",
+    "message": rf"{REDUCES}; {ONE} recv \(message 0 from rank 0",
+    "any source": rf"{REDUCES}; {ONE} recv \(message 0 from any rank",
+    "none": rf"{REDUCES}{ENDED}",
+    "messages": rf"{RECEIVES}; {ONE} recv \(message 0",
+    "message, none": rf"{RECEIVES}{ENDED}",
+    "bucket": rf"rank 0 waits for rank 1 in all_reduce\(float32\[5\]\) .*; {ONE} recv \(message 0",
+    "three": r"rank 0 waits for ranks 1, 2 in all_reduce\(float32\[4\]\) .*; rank 1 waits for rank 2 in recv .*; "
+    r"rank 2 waits for rank 0 in barrier\(\)",
 }
 
 
-@pytest.mark.parametrize("how", PLACES)
+@pytest.mark.parametrize("how", most(PLACES, "inputs", "message, none", "three"))
 def test_a_deadlock_ends_with_both_places(how: str, jobs: Jobs) -> None:
-    result = jobs.run("deadlock.py", args=[how])
+    result = jobs.run("deadlock.py", args=[how], nproc=3 if how == "three" else 2)
     assert result.status == 1, result.tail()
     said = re.search(rf"Deadlock: no rank can continue, for (\d+) s \(.*\): {PLACES[how]}", result.stderr)
     assert said is not None and int(said[1]) < 10, result.tail()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness import Jobs
+from profiled_groups import runs
 
 from shared_core.faults import Fault
 
@@ -19,3 +20,10 @@ FAULTS = {
 @pytest.mark.parametrize("where", FAULTS)
 def test_a_worker_is_replaced(how: str, where: str, jobs: Jobs) -> None:
     jobs.check("groups_in_a_loop.py", nproc=3, args=[how], faults=[FAULTS[where]])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(5400)
+def test_a_profiler_sees_200_loops_of_groups(jobs: Jobs) -> None:
+    done, why = runs(jobs, 200)
+    assert done == 200, why

@@ -8,6 +8,7 @@ from harness import Jobs, few
 from torch import nn
 
 from shared_core.faults import Fault
+from tests.support.runner import Mismatch
 from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.replicated import Replicated
 
@@ -17,6 +18,29 @@ from shared_core.worker.state.replicated import Replicated
 def test_a_gan_ends_with_the_same_bits(way: str, first: str, jobs: Jobs) -> None:
     faults = [Fault(1, 5, "update.before", "SIGKILL", nth=2), Fault(0, 8, "bucket", "SIGKILL")]
     jobs.check("gan.py", faults=faults, args=[way, first])
+
+
+#: In the fifth batch: before its first update, and in it.
+FAULTS = [Fault(1, 5, "collective.before", "SIGKILL", nth=3), Fault(0, 8, "update.before", "SIGKILL", nth=2)]
+
+
+@pytest.mark.parametrize("first", few(["generator", "discriminator", "never"], "generator", "never"))
+def test_a_gan_of_shards_ends_with_the_same_bits(first: str, jobs: Jobs) -> None:
+    jobs.check("gan.py", faults=FAULTS, args=["fsdp2", first])
+
+
+def test_shards_whose_gradients_are_zeroed_in_all_batches_but_one(jobs: Jobs) -> None:
+    """No rank holds what the replacement lacks; a failure in another batch changes no bit."""
+    jobs.check("gan.py", faults=FAULTS[1:], args=["fsdp2", "seldom"])
+    result = jobs.run("gan.py", faults=FAULTS[:1], args=["fsdp2", "seldom"])
+    assert result.status == 1, result.tail()
+    assert "gradients of earlier batches were not given to this replacement (parameter 0, " in result.stderr
+
+
+@pytest.mark.parametrize(("first", "without"), [("never", "left"), ("seldom", "expect")])
+def test_control_without_it_the_bits_are_others(first: str, without: str, jobs: Jobs) -> None:
+    with pytest.raises(Mismatch):
+        jobs.check("gan.py", faults=FAULTS[:1], args=["fsdp2", first, "--without", without])
 
 
 def _step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:

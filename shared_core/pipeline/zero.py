@@ -181,6 +181,10 @@ class ZeroState:
         """None are pending where a replacement can begin."""
         return {}
 
+    def left_over(self) -> dict[int, Any]:
+        """The engine lets go of them in each step."""
+        return {}
+
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
         """See :meth:`gradients`."""
 

@@ -10,6 +10,8 @@ from shared_core.waiting import ranks_text
 
 #: Ranks that do nothing but wait for each other are ended after so many seconds.
 STUCK_S = 5.0
+#: Of a message that may come from any rank of the group.
+ANY_SOURCE = -1
 #: Calls in which all members must give the same shapes.
 _ALIKE = ("all_reduce", "broadcast", "barrier")
 
@@ -28,7 +30,7 @@ class WaitStatus(Record):
         members: ranks of the group; of a wait outside, those that are waited for.
         number: sequence number of the call in its group, or of the message in its channel.
         channel: of a message that is waited for; empty for a collective.
-        source: rank that sends it; -1 for a collective.
+        source: rank that sends it, or :data:`ANY_SOURCE`; -1 for a collective.
         issued: per group, how many collectives the rank has issued.
         pending: per group and sequence number, those that are not finished.
         sent: per group and channel, how many messages it has sent.
@@ -46,7 +48,7 @@ class WaitStatus(Record):
     members: tuple[int, ...] = ()
     number: int = -1
     channel: str = ""
-    source: int = -1
+    source: int = ANY_SOURCE
     issued: dict[str, int] = field(default_factory=dict)
     pending: dict[str, dict[str, str]] = field(default_factory=dict)
     sent: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -57,6 +59,11 @@ class WaitStatus(Record):
         return not self.call
 
     @property
+    def from_any(self) -> bool:
+        """Whether any rank of the group may send what it waits for."""
+        return bool(self.channel) and self.source == ANY_SOURCE
+
+    @property
     def place(self) -> tuple[str, str, int, str]:
         """Equal as long as the rank waits for the same."""
         return self.call, self.group, self.number, self.channel
@@ -65,7 +72,8 @@ class WaitStatus(Record):
     def where(self) -> str:
         """``all_reduce(float32[4]) (#12 of the default group)``."""
         if self.channel:
-            return f"recv (message {self.number} from rank {self.source} in {self.called})"
+            source = "any rank" if self.from_any else f"rank {self.source}"
+            return f"recv (message {self.number} from {source} in {self.called})"
         return f"{self.call} (#{self.number} of {self.called})" if self.group else self.call
 
 
@@ -95,7 +103,7 @@ def stuck(statuses: Mapping[int, WaitStatus]) -> dict[int, tuple[int, ...]]:
     left = dict(statuses)
     while True:
         held = {
-            rank: tuple(other for other in sorted(left) if lacks(one, left[other]))
+            rank: _any_of(one, left) if one.from_any else tuple(o for o in sorted(left) if lacks(one, left[o]))
             for rank, one in left.items()
             if not one.finished
         }
@@ -104,6 +112,16 @@ def stuck(statuses: Mapping[int, WaitStatus]) -> dict[int, tuple[int, ...]]:
             return dict(sorted(held.items()))
         for rank in free:
             del left[rank]
+
+
+def _any_of(one: WaitStatus, left: Mapping[int, WaitStatus]) -> tuple[int, ...]:
+    """Those that ``one`` waits for, any of which may send: all of them, or nobody while one may be computing."""
+    others = _others(one)
+    return others if all(other in left for other in others) else ()
+
+
+def _others(one: WaitStatus) -> tuple[int, ...]:
+    return tuple(rank for rank in one.members if rank != one.rank)
 
 
 def lasts(held: Mapping[int, tuple[int, ...]], before: Mapping[int, WaitStatus], now: Mapping[int, WaitStatus]) -> bool:
@@ -129,12 +147,11 @@ def left_s(held: Mapping[int, tuple[int, ...]], now: Mapping[int, WaitStatus], l
 
 
 def awaited(one: WaitStatus, statuses: Mapping[int, WaitStatus]) -> tuple[int, ...]:
-    if one.channel:
+    if one.channel and not one.from_any:
         return (one.source,)
-    others = (rank for rank in one.members if rank != one.rank)
-    if not one.group:
-        return tuple(others)
-    return tuple(rank for rank in others if rank not in statuses or lacks(one, statuses[rank]))
+    if one.from_any or not one.group:
+        return _others(one)
+    return tuple(rank for rank in _others(one) if rank not in statuses or lacks(one, statuses[rank]))
 
 
 def describe(statuses: Mapping[int, WaitStatus], waits: Mapping[int, tuple[int, ...]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shared_core.protocol.standstill import STUCK_S, WaitStatus, awaited, describe, lasts, left_s, stuck
+from shared_core.protocol.standstill import ANY_SOURCE, STUCK_S, WaitStatus, awaited, describe, lasts, left_s, stuck
 
 WORLD = {"group": "0", "called": "the default group", "members": (0, 1, 2)}
 SIDE = {"group": "1", "called": "group '1' of ranks 0, 1", "members": (0, 1)}
@@ -72,6 +72,15 @@ def test_a_message_is_waited_for_until_it_is_sent() -> None:
         sender = at(0, "barrier()", 12, WORLD, sent={"0": {"0,1,0": sent}})
         assert (1 in stuck(all_of(sender, waits))) is held
     assert waits.where == "recv (message 5 from rank 0 in the default group)"
+
+
+def test_a_message_from_any_rank_is_waited_for_while_one_of_them_may_send() -> None:
+    waits = at(1, "recv", 5, WORLD, channel="-1,1,0", source=ANY_SOURCE)
+    peers = at(0, "barrier()", 12, WORLD), at(2, "barrier()", 12, WORLD)
+    assert stuck(all_of(peers[0], waits)) == {}, "rank 2 may be computing"
+    assert awaited(waits, all_of(waits)) == (0, 2)
+    assert stuck(all_of(*peers, waits)) == {0: (1,), 1: (0, 2), 2: (1,)}
+    assert waits.where == "recv (message 5 from any rank in the default group)"
 
 
 def test_a_program_that_has_ended_comes_no_more() -> None:

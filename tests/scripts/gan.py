@@ -2,7 +2,8 @@
 
 ``generator``: the generator's step first; its backward adds to what the last batch has left in the discriminator, which
 is zeroed in the discriminator's part. ``discriminator``: its step first, and nobody zeroes what the generator's
-backward leaves there.
+backward leaves there. ``never``: nobody zeroes anything. ``seldom``: as ``generator``, and each batch but the fifth
+begins with gradients that are zeroed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.digest import training_digest
 from tests.support.report import Report, end_group, generators_digest
+from shared_core.worker.sharded.leftover import LeftoverShards
 
 BASELINE = bool(os.environ.get("SWIFT_BASELINE"))
 
@@ -38,14 +40,21 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(48, 8, generator=torch.Generator().manual_seed(5)))
 
 
-def batch(args: argparse.Namespace, net: list[nn.Module], opt: list[Any], real: torch.Tensor, backward: Any) -> None:
+def batch(
+    args: argparse.Namespace, net: list[nn.Module], opt: list[Any], real: torch.Tensor, backward: Any, number: int = 0
+) -> None:
     """One batch; ``net`` and ``opt`` are those of the generator and of the discriminator."""
     made, judged = net
     opt_g, opt_d = opt
     fake = made(torch.randn(len(real), 4))
 
+    if args.first == "seldom" and number != 4:
+        opt_d.zero_grad()
+        opt_g.zero_grad()
+
     def generator() -> None:
-        opt_g.zero_grad(set_to_none=not args.zeros)
+        if args.first in ("generator", "discriminator"):
+            opt_g.zero_grad(set_to_none=not args.zeros)
         backward(F.softplus(-judged(fake)).mean())
         opt_g.step()
 
@@ -56,7 +65,7 @@ def batch(args: argparse.Namespace, net: list[nn.Module], opt: list[Any], real: 
         nn.utils.clip_grad_norm_(judged.parameters(), 1.0)
         opt_d.step()
 
-    for part in (generator, discriminator) if args.first == "generator" else (discriminator, generator):
+    for part in (discriminator, generator) if args.first == "discriminator" else (generator, discriminator):
         part()
 
 
@@ -73,7 +82,12 @@ def plain(args: argparse.Namespace, report: Report) -> Any:
     rank = dist.get_rank()
     bare = nets()
     view = args.way == "view"
-    net = [nn.parallel.DistributedDataParallel(n, gradient_as_bucket_view=view) for n in bare]
+    if args.way == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        net = [fully_shard(each) for each in bare]
+    else:
+        net = [nn.parallel.DistributedDataParallel(n, gradient_as_bucket_view=view) for n in bare]
     opt = optimizers(*bare)
     loader = DataLoader(data(), batch_size=4, sampler=torch.utils.data.DistributedSampler(data(), shuffle=True))
     torch.manual_seed(rank)
@@ -82,7 +96,7 @@ def plain(args: argparse.Namespace, report: Report) -> Any:
         loader.sampler.set_epoch(epoch)
         for index, (real,) in job.steps(loader):
             report.count(f"epoch {epoch} batch {index}")
-            batch(args, net, opt, real, lambda loss: loss.backward())
+            batch(args, net, opt, real, lambda loss: loss.backward(), 6 * epoch + index)
     return bare, opt
 
 
@@ -145,15 +159,18 @@ def lightning(args: argparse.Namespace, report: Report) -> Any:
     return [module.made, module.judged], trainer.optimizers
 
 
-WAYS = {"plain": plain, "view": plain, "accelerate": accelerated, "lightning": lightning}
+WAYS = {"plain": plain, "view": plain, "fsdp2": plain, "accelerate": accelerated, "lightning": lightning}
 
 
 def main() -> Any:
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=WAYS)
-    parser.add_argument("first", choices=["generator", "discriminator"])
+    parser.add_argument("first", choices=["generator", "discriminator", "never", "seldom"])
     parser.add_argument("--zeros", action="store_true", help="zero_grad(set_to_none=False)")
+    parser.add_argument("--without", choices=["left", "expect"], help="a control: what LeftoverShards does not do")
     args = parser.parse_args()
+    if args.without:
+        setattr(LeftoverShards, args.without, lambda *_: {})
     report = Report()
     bare, opt = WAYS[args.way](args, report)
     report.finish(training_digest(bare, opt, [], {}) | {"generators": generators_digest()})

@@ -1,27 +1,58 @@
 """One worker of :mod:`tests.suites.torch_backends`: runs tests of torch's suite for backends, one after the other.
 
-A test that fails in some ranks only leaves them at different places. So the job ends with it, and the next job
-continues with the tests after it.
+After each it says how the test has ended, and is told whether to continue. A test that fails in some ranks only leaves
+them at different places, so the job ends with it, and the next job continues with the tests after it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
-import time
 import traceback
 import unittest
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parallel import DistributedDataParallel
 
 FOLDER, NAMES = Path(os.environ["TEMP_DIR"]), json.loads(Path(sys.argv[1]).read_text())
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-#: How long the others may take to say how a test has ended, in seconds.
-_MAX_WAIT_S = 60.0
+RANK = int(os.environ["RANK"])
+#: How long ranks wait for each other at a barrier of the suite, in seconds: 10 s are little on a busy machine.
+_BARRIER_S = 60.0
+
+
+class Trained:
+    """Whether a ``DistributedDataParallel`` module has been trained since the last look."""
+
+    def __init__(self) -> None:
+        self._found = False
+        register_module_forward_hook(self._look)
+
+    def take(self) -> bool:
+        found, self._found = self._found, False
+        return found
+
+    def _look(self, module: nn.Module, *_: object) -> None:
+        self._found |= isinstance(module, DistributedDataParallel) and torch.is_grad_enabled()
+
+
+def _train_attached() -> None:
+    import shared_core
+
+    net = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    job = shared_core.attach(net, optimizer)
+    for _, x in job.steps(list(torch.ones(6, 2, 4))):
+        optimizer.zero_grad()
+        net(x).sum().backward()
+        optimizer.step()
 
 
 def _outcome(name: str) -> tuple[str, str]:
@@ -30,7 +61,10 @@ def _outcome(name: str) -> tuple[str, str]:
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):  # type: ignore[misc]
         def _barrier(self, *args: object, **kwargs: object) -> None:
-            super()._barrier(*args, **(kwargs | {"timeout": _MAX_WAIT_S}))  # 10 s is little on a busy machine
+            super()._barrier(*args, **(kwargs | {"timeout": _BARRIER_S}))
+
+        def test_control_with_a_step_boundary(self) -> None:
+            _train_attached()
 
     test = Suite(name)
     test.rank, test.file_name = RANK, str(FOLDER / "file")
@@ -47,36 +81,26 @@ def _outcome(name: str) -> tuple[str, str]:
     return "passed", ""
 
 
-def _say(number: int, outcome: str, why: str) -> None:
-    path = FOLDER / f"said.{number}.{RANK}"
-    partial = FOLDER / f"part.{number}.{RANK}"
-    partial.write_text(json.dumps([outcome, why]))
-    partial.rename(path)
-
-
-def _heard(number: int) -> set[str]:
-    """How the test has ended in the ranks; more than one outcome where one of them does not say it."""
-    paths = [FOLDER / f"said.{number}.{rank}" for rank in range(SIZE)]
-    end = time.monotonic() + _MAX_WAIT_S
-    while not all(path.exists() for path in paths):
-        if time.monotonic() > end:
-            return {"failed", "hangs"}
-        time.sleep(0.01)
-    return {json.loads(path.read_text())[0] for path in paths}
-
-
 def main() -> None:
-    if "SWIFT_BASELINE" not in os.environ:
+    stock = "SWIFT_BASELINE" in os.environ
+    if not stock:
         import shared_core
 
         shared_core.install()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for number, name in enumerate(NAMES):
-        _say(number, *_outcome(name))
-        if len(_heard(number)) > 1:
-            (FOLDER / "apart").touch()
-            break
-    os._exit(0) if "SWIFT_BASELINE" in os.environ else None
+    trained = Trained()
+    with socket.socket(socket.AF_UNIX) as runner:
+        runner.connect(str(FOLDER / "runner"))
+        answers = runner.makefile("rb")
+        number, continues = json.loads(answers.readline()), True  # a replacement begins with the test under way
+        while continues:
+            how, why = _outcome(NAMES[number])
+            said: dict[str, Any] = {"rank": RANK, "how": how, "why": why, "trains": trained.take()}
+            runner.sendall(json.dumps(said).encode() + b"\n")
+            continues = json.loads(answers.readline() or b"false")
+            number += 1
+    if stock:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def _check(old: Sequence[Mapping[str, Any]]) -> None:
         replicas = each["boundary"]["replicas"]
         if reason := each.get(FIXED):
             raise Unsupported(str(reason))
-        if each["parts"].get(GRADIENTS):
+        if any(grad is not None for grad in each["parts"].get(GRADIENTS, {}).values()):
             raise Unsupported("gradients of several batches were being added up")
         if len(replicas) > 1:
             raise Unsupported("the stages of its pipeline had replicas")

@@ -36,6 +36,7 @@ def install(runtime: Runtime) -> None:
     if not compat.is_registered("swift"):
         dist.Backend.register_backend("swift", _create, extended_api=True, devices=["cpu"])
     compat.replace_group_creation(_new_process_group)
+    compat.log_as_gloo()
 
 
 def _new_process_group(torch_helper: Callable[..., Any], given: Mapping[str, Any]) -> Any:

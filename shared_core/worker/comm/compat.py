@@ -72,6 +72,7 @@ NAMES: tuple[tuple[str, str], ...] = (
         "torch.autograd.graph:_engine_run_backward",
         "DDP's reducer calls from inside backward, and takes the future's value",
     ),
+    (f"{_DDP}._get_ddp_logging_data(self)", "patched: it names the backend"),
     (f"{_DDP}._comm_hooks", "with their states, some of which cannot be recovered"),
     (f"{_DDP}._join_config", "whether inputs may be uneven, which cannot be recovered"),
     (f"{_DDP}._pre_forward(self, *inputs, **kwargs)", "in it DDP broadcasts the order of its buckets"),
@@ -267,6 +268,18 @@ def record_as_gloo(group: Any, store: Any) -> None:
     gloo = dist.Backend("gloo")
     c10d._world.pg_map[group] = (gloo, store)
     c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(gloo))
+
+
+def log_as_gloo() -> None:
+    """Patch: have DDP's logging data name the backend that ``get_backend`` names. C++ takes the name of the group,
+    which cannot be "gloo" there: DDP would look for torch's own backend behind it.
+    """
+    stock = DistributedDataParallel._get_ddp_logging_data
+
+    def data(ddp: DistributedDataParallel) -> dict[str, Any]:
+        return {**stock(ddp), "backend_name": dist.get_backend(ddp.process_group)}
+
+    DistributedDataParallel._get_ddp_logging_data = data
 
 
 def group_name(group: Any) -> str:

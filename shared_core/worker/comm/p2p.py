@@ -228,9 +228,8 @@ class Channels:
         return any(self._works.values())
 
     def waits(self) -> P2PWork | None:
-        """The receive from a named source for which the program's thread waits. Callers hold the lock."""
-        named = (works for channel, works in self._works.items() if channel[0] != _ANY)
-        return next((work for works in named for work in works if work.awaited and not work.done), None)
+        """The receive that the program's thread waits for. Callers hold the lock."""
+        return next((work for works in self._works.values() for work in works if work.awaited and not work.done), None)
 
     def wait(self, work: P2PWork) -> None:
         work.awaited = threading.current_thread() is threading.main_thread()

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from shared_core.protocol.frontier import channel_key
-from shared_core.protocol.standstill import WaitStatus
+from shared_core.protocol.standstill import ANY_SOURCE, WaitStatus
 from shared_core.worker.comm.groups import GroupState
 from shared_core.worker.comm.op import Op, describe
 from shared_core.worker.comm.runtime import Runtime
@@ -43,7 +43,7 @@ def _wait(runtime: Runtime) -> tuple[float, dict[str, Any]] | None:
         return begun, {"call": call, "members": members, "limit_s": limit_s}
     for group in runtime.groups.values():
         if (message := group.channels.waits()) is not None:
-            source = group.ranks[message.channel[0]]
+            source = group.ranks[message.channel[0]] if message.channel[0] >= 0 else ANY_SOURCE
             place = {"channel": channel_key(message.channel), "number": message.index, "source": source}
             return message.begun, _named(runtime, group) | place | {"call": "recv"}
     if (waited := _collective(runtime)) is not None:

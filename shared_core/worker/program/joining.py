@@ -71,7 +71,8 @@ class Joining:
         self._reporter.passed()
         if admitted or received is None:
             # Where a checkpoint is there already, or others make none, none is made.
-            self._publishing.publish(place.boundary.kind, save=not (admitted or place.tier))
+            gradients = place.parts.get("swift.gradients")
+            self._publishing.publish(place.boundary.kind, gradients, save=not (admitted or place.tier))
         if received is not None:
             self._reporter.joined(received, **({} if admitted else {"joined_s": time.time() - started}))
 

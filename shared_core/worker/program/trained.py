@@ -255,7 +255,7 @@ class Trained:
         """Gradients that a whole update left behind and the next batch may add to, by place; None for nothing.
         ``pending``: optimizers whose gradients have changed since their last update.
         """
-        return self._leftover.left(pending) or None
+        return (self._leftover.left(pending) if self.shard is None else self.shard.left_over()) or None
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
         """Inverse of :meth:`gradients`: moves each to its parameter's device."""

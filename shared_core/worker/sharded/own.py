@@ -39,8 +39,11 @@ class OwnState(Protocol):
     def gradients(self) -> dict[int, Any]:
         """Pending gradients by place, as plain data; only where nothing is ``unsettled``."""
 
+    def left_over(self) -> dict[int, Any]:
+        """Those that a batch with a whole update has left behind, by place; None for one that needs no copy."""
+
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
-        """Inverse of :meth:`gradients`."""
+        """Inverse of :meth:`gradients` and :meth:`left_over`."""
 
 
 class Owner(ABC):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shared_core.errors import UnsupportedOptimizer
 from shared_core.worker.comm.results import Results
 from shared_core.worker.sharded import compat
+from shared_core.worker.sharded.leftover import LeftoverShards
 from shared_core.worker.sharded.local import is_distributed, local_part
 from shared_core.worker.sharded.reduction import ReduceFromOwnMemory
 from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS, Layout, regrouped
@@ -35,7 +36,8 @@ class Shard:
 
     def __init__(self, modules: Sequence[Any], replicated: Replicated, results: Results) -> None:
         self._modules, self._replicated = list(modules), replicated
-        compat.reduce_by(modules, ReduceFromOwnMemory(results))
+        self._leftover = LeftoverShards(replicated.parameters)
+        compat.reduce_by(modules, ReduceFromOwnMemory(results, self._leftover.reducing))
         self._layouts = [_layout(each) for each in replicated.parameters]
 
     @property
@@ -98,16 +100,23 @@ class Shard:
             for key, packed in entries.items():
                 state[key] = _unpacked(parameter, packed)
 
-    # -- gradients that are accumulated ----------------------------------------------------------------------------
+    # -- gradients that are accumulated, or left over -----------------------------------------------------------------
 
     def gradients(self) -> dict[int, Any]:
-        parameters = self._replicated.parameters
-        return {place: _distributed(p.grad) for place, p in enumerate(parameters) if p.grad is not None}
+        found = ((place, p.grad) for place, p in enumerate(self._replicated.parameters) if p.grad is not None)
+        return {place: None if place in self._leftover.missing else _distributed(grad) for place, grad in found}
+
+    def left_over(self) -> dict[int, Any]:
+        """Those that are there after a whole update; None for what the program lets go of before it adds to it."""
+        wanted, found = self._leftover.left(), self.gradients()
+        return {place: found[place] if published else None for place, published in wanted.items()}
 
     def set_gradients(self, gradients: Mapping[int, Any]) -> None:
         for place, packed in gradients.items():
-            parameter = self._replicated.parameters[place]
-            parameter.grad = _unpacked(parameter, packed)
+            if packed is not None:
+                parameter = self._replicated.parameters[place]
+                parameter.grad = _unpacked(parameter, packed)
+        self._leftover.expect(place for place, packed in gradients.items() if packed is None)
 
 
 def _layout(parameter: Any) -> Layout:
