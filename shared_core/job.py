@@ -21,6 +21,7 @@ from shared_core.config import SwiftConfig
 from shared_core.handover import say_alone_once
 from shared_core.protocol import worker_env
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.worker.comm import Runtime, prepare
 from shared_core.worker.comm import install as install_backend
 from shared_core.worker.state.local_state import Capture, Restore
 from shared_core.worker.state.orders import Orders
@@ -186,8 +187,24 @@ def current_job() -> Job | None:
     return _job
 
 
+def prepare_groups() -> None:
+    """Have the gloo groups of a program that does not call :func:`install` survive failures too, if it attaches what it
+    trains. Called in a worker of ``swiftrun`` before its program.
+    """
+
+    def first() -> Runtime:
+        job = current_job()
+        assert job is not None
+        job._worker.unmarked.await_attach()
+        return job.runtime
+
+    if worker_env.launched():
+        prepare(first)
+
+
 def install() -> Job | None:
-    """Make every gloo group created from now on one that survives failures. Outside ``swiftrun`` this does nothing
+    """Make every gloo group created from now on one that survives failures, and refuse one that cannot. ``swiftrun``
+    prepares gloo groups by itself, so that a script need not call this there. Outside ``swiftrun`` this does nothing
     and returns None; where no launcher has started the process at all, one line says how to start.
     """
     job = current_job()

@@ -23,7 +23,7 @@ from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console_once
 from shared_core.handover import warn_plain_torchrun_once, warn_srun_once
-from shared_core.job import Job, current_job
+from shared_core.job import Job, current_job, install
 from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
 from shared_core.registered import Registered
 from shared_core.sharing import SharedStep, StepSharing, shared_steps
@@ -568,22 +568,24 @@ class TrainingLoop:
 def attach(*objects: Any) -> TrainingLoop:
     """Say what a script trains, and get the loop that survives the failure of workers.
 
-    Call :func:`shared_core.install` before the process group is created, and this after ``DistributedDataParallel``
-    was put around the models.
+    Call this after ``DistributedDataParallel`` was put around the models.
 
     Args:
         objects: models, averages of them and target networks, optimizers, loaders, and whatever else has
             ``state_dict`` (schedulers, scalers).
 
     Raises:
-        ConfigError: under ``swiftrun``, if the process group was created without :func:`shared_core.install`; if an
-            object has no state.
+        ConfigError: if an object has no state; under ``swiftrun``, if the process group is none that can survive.
+        Unsupported: under ``swiftrun``, if a process group works on another device than the CPU; see
+            :func:`shared_core.install`.
     """
     job = current_job()
     if job is None:
         warn_plain_torchrun_once()
         warn_srun_once()
-    elif dist.is_initialized() and job.runtime.world is None:
+    else:
+        install()
+    if job is not None and dist.is_initialized() and job.runtime.world is None:
         raise ConfigError(
             "the process group was created before shared_core.install() was called, so it cannot survive a failure: "
             "call shared_core.install() first"

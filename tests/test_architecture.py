@@ -34,7 +34,7 @@ LAYERS = (
     ("",),  # the package itself
     ("checkpointer",),
     ("loop",),
-    ("registered", "sharing"),
+    ("registered", "sharing", "prepared"),
     ("reroute",),
     ("job",),
     ("worker", "launcher"),

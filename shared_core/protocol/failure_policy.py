@@ -22,7 +22,7 @@ MISTAKES = frozenset(
     kind.__name__ for kind in (errors.ConfigError, errors.MissingExtra, errors.Unsupported, errors.UnsupportedOptimizer)
 )
 #: The end of the reason of a job that such an exception has ended; it says all that there is to say.
-AS_ANY = ", as any replacement would"
+AS_ANY = "; a replacement would fail the same way, so the job stops"
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in .*$', re.MULTILINE)
 _OURS = ("/shared_core/", "/lightning_swift/", "/accelerate_swift/")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", *_OURS, "<frozen ", "<string>")
