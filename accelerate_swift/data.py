@@ -15,7 +15,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
 from accelerate_swift.dispatch import SwiftDispatcher
 from accelerate_swift.watch import Watch
-from shared_core import TrackedLoader
+from shared_core.adapters import TrackedLoader
 from shared_core.errors import Unsupported
 
 

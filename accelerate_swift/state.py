@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate_swift import compat
 from accelerate_swift.steps import Steps
 from accelerate_swift.trackers import STATE, Trackers
-from shared_core import TrainingLoop
+from shared_core.adapters import AdapterLoop
 from shared_core.encoding import decode, encode_state
 
 
@@ -20,7 +20,7 @@ class RunState:
     checkpointing, numbers of batches, and what trackers were told.
     """
 
-    def __init__(self, accelerator: Accelerator, loop: TrainingLoop, steps: Steps, *, replays: bool = False) -> None:
+    def __init__(self, accelerator: Accelerator, loop: AdapterLoop, steps: Steps, *, replays: bool = False) -> None:
         assert loop.job is not None
         self._accelerator, self._loop, self._job, self._steps = accelerator, loop, loop.job, steps
         self.trackers = Trackers(accelerator, loop.job)

@@ -11,8 +11,8 @@ from shared_core.errors import Unsupported
 
 #: The end of a message about a device.
 REFUSED = (
-    "and a failed worker is replaced on the CPU only; on NVIDIA GPUs that is experimental (docs/devices.md). On the CPU, "
-    "call init_process_group(\"gloo\"). On GPUs, choose on_failure='restart' with checkpoints, or set "
+    "and a failed worker is replaced on the CPU only; on NVIDIA GPUs that is experimental (docs/devices.md). On the "
+    "CPU, call init_process_group(\"gloo\"). On GPUs, choose on_failure='restart' with checkpoints, or set "
     "device.experimental=true"
 )
 _HOST = "cpu"

@@ -47,6 +47,11 @@ class Job:
         replays: for pipelines whose replacements run on from a checkpoint.
         reporter: events and recoveries.
         runtime: the process groups.
+
+    Example::
+
+        if (job := shared_core.current_job()) is not None:
+            job.register("words", capture=lambda: dict(words), restore=words.update)
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -179,7 +184,13 @@ _job: Job | None = None
 
 
 def current_job() -> Job | None:
-    """The job of this process; None when it was not started by ``swiftrun``."""
+    """The job of this process; None when it was not started by ``swiftrun``.
+
+    Example::
+
+        job = shared_core.current_job()
+        rank = job.rank if job is not None else 0
+    """
     global _job
     if _job is None and worker_env.launched():
         _job = Job(Worker(worker_env.env()))
@@ -206,6 +217,11 @@ def install() -> Job | None:
     """Make every gloo group created from now on one that survives failures, and refuse one that cannot. ``swiftrun``
     prepares gloo groups by itself, so that a script need not call this there. Outside ``swiftrun`` this does nothing
     and returns None; where no launcher has started the process at all, one line says how to start.
+
+    Example::
+
+        shared_core.install()
+        torch.distributed.init_process_group("gloo")
     """
     job = current_job()
     if job is None:

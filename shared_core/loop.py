@@ -198,6 +198,20 @@ class TrainingLoop:
         job: see above.
         total_steps: batches used so far, of all epochs and loops.
         epoch: number of the epoch in progress; None outside :meth:`epochs`.
+
+    Example::
+
+        job = shared_core.attach(model, optimizer)
+        counts = job.register(loss=0.0)
+        for epoch in job.epochs(2):
+            for step, batch in job.steps(loader):
+                loss = model(batch).square().mean()
+                job.note_loss(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                counts.loss += loss.item()
+        print(f"{job.total_steps} steps, mean loss {counts.loss / job.total_steps:.3f}")
     """
 
     def __init__(self, job: Job | None, name: str = "job") -> None:
@@ -216,7 +230,7 @@ class TrainingLoop:
         self._modules: list[nn.Module] = []
         self._sharing: StepSharing | None = None
         if job is not None:
-            self.begin(job, job.config)
+            self._begin(job, job.config)
 
     # -- what the user calls ------------------------------------------------------------------------------------------
 
@@ -241,11 +255,11 @@ class TrainingLoop:
         if self._replays:
             return (yield from numbers)
         self._next_phase()
-        self.refuse_own_steps()
+        self._refuse_own_steps()
         target = self._target()
         if target is None or target["phase"] == self._phase:
             self._look_around(sys._getframe())
-            self.walk(own[0](), "epochs", bare=bare)
+            self._walk(own[0](), "epochs", bare=bare)
             try:
                 for number in numbers if target is None else range(target["epoch"], count):
                     if self.job is not None:
@@ -255,7 +269,7 @@ class TrainingLoop:
                     yield number
                     self._warnings.epoch_ends(self.job)
             finally:  # also where the script leaves the loop
-                self.walked(own[0]())
+                self._walked(own[0]())
                 self.epoch = None
                 self._next_phase()
         else:
@@ -286,24 +300,24 @@ class TrainingLoop:
                 yield index, batch
                 self.total_steps += 1
             return
-        self.refuse_own_steps()
+        self._refuse_own_steps()
         if not self._looked:
             self._look_around(sys._getframe())
-        outer = not self.nested
-        if outer and not self.begin_round():
+        outer = not self._nested
+        if outer and not self._begin_round():
             return
         begun = self._loaders.begin(loader, self.epoch or 0)
         if outer:
-            self.activate(begun.position)
+            self._activate(begun.position)
         entered = False
-        self.walk(own[0](), bare=bare)
+        self._walk(own[0](), bare=bare)
         try:
             while True:
-                if not entered and not self.joining:
+                if not entered and not self._joining:
                     self._loaders.enter(begun)
                     entered = True
-                with self.variables_held():
-                    if outer and self.step_boundary() and not entered:
+                with self._variables_held():
+                    if outer and self._step_boundary() and not entered:
                         self._loaders.enter(begun)
                         entered = True
                 try:
@@ -311,14 +325,14 @@ class TrainingLoop:
                 except StopIteration:
                     return
                 begun.index += 1
-                self.gave(own[0]())
+                self._gave(own[0]())
                 yield begun.index - 1, batch
                 self.total_steps += 1
         finally:
-            self.walked(own[0]())
+            self._walked(own[0]())
             self._loaders.leave(begun)
             if outer:
-                self.end_round()
+                self._end_round()
 
     def shared_steps(
         self, loader: Any, epochs: int, *, accumulate: int = 1, modules: Sequence[nn.Module] | None = None
@@ -350,7 +364,7 @@ class TrainingLoop:
         if self._sharing is not None:
             raise ConfigError("shared_steps() was called before: make all steps in one loop, with as many epochs")
         sharing = self._sharing = StepSharing(self.job, self._config, modules or self._modules, loader, accumulate)
-        return shared_steps(sharing, epochs, self, self.step_boundary if self.job is not None else lambda: None)
+        return shared_steps(sharing, epochs, self, self._step_boundary if self.job is not None else lambda: None)
 
     def wait_for_all(self) -> None:
         """After :meth:`shared_steps`: wait until replacements have taken the places of all failed workers. Call it
@@ -386,13 +400,15 @@ class TrainingLoop:
             self.job.variables.ignore(*names)
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
-        """Tell the policy ``value`` the loss of this batch; a tensor is not read at once."""
+        """Tell the training loss of this batch: the policies ``value`` and ``coci`` decide by it, and the dashboard draws
+        it. A tensor is not read at once.
+        """
         if self.job is not None:
             self.job.note_loss(loss)
 
     # -- what adapters call -------------------------------------------------------------------------------------------
 
-    def begin(self, job: Job, config: SwiftConfig, *, replays: bool = False) -> None:
+    def _begin(self, job: Job, config: SwiftConfig, *, replays: bool = False) -> None:
         """Be the loop of ``job``, with options that the script may have given.
 
         Args:
@@ -412,25 +428,25 @@ class TrainingLoop:
         job.register(_VALUES, self._registered.capture, self._registered.restore)
 
     @property
-    def joining(self) -> bool:
+    def _joining(self) -> bool:
         """Whether this is a replacement that has not reached the failed worker's place yet."""
         return self.job is not None and self.job.joining
 
     @property
-    def nested(self) -> bool:
+    def _nested(self) -> bool:
         """Whether a training loader is being iterated: others inside it are no step boundaries."""
         return self._active() is not None
 
-    def track(self, loader: Any, key: Hashable, ahead: int = 0) -> TrackedLoader:
+    def _track(self, loader: Any, key: Hashable, ahead: int = 0) -> TrackedLoader:
         """See :meth:`Loaders.track`."""
         return self._loaders.track(loader, key, ahead)
 
-    def forget(self, key: Hashable) -> None:
+    def _forget(self, key: Hashable) -> None:
         """See :meth:`Loaders.forget`."""
         if self.job is not None:
             self._loaders.forget(key)
 
-    def refuse_own_steps(self) -> None:
+    def _refuse_own_steps(self) -> None:
         """A loop is entered in which each worker computes its own share.
 
         Raises:
@@ -439,7 +455,7 @@ class TrainingLoop:
         if self.job is not None and self.job.reroutes:
             raise Unsupported(_SHARED_STEPS_ONLY.format(_SHARED_STEPS[self._name]))
 
-    def begin_round(self) -> bool:
+    def _begin_round(self) -> bool:
         """A training loader is about to be iterated. False in a replacement whose failed worker had
         finished with it.
         """
@@ -461,35 +477,35 @@ class TrainingLoop:
             self._begin_part()
         return bool(there <= here)
 
-    def end_round(self) -> None:
+    def _end_round(self) -> None:
         """The training loader of this round was left."""
-        if self.epoch is not None and not self.joining and not sys.is_finalizing():
+        if self.epoch is not None and not self._joining and not sys.is_finalizing():
             self._anchors.take(self._round)
             self._begin_part()
 
-    def activate(self, position: Any) -> None:
+    def _activate(self, position: Any) -> None:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
         self._active = weakref.ref(position)
 
-    def walk(self, thing: Any, what: str = "steps", *, bare: bool = False) -> None:
+    def _walk(self, thing: Any, what: str = "steps", *, bare: bool = False) -> None:
         """A loop of the script asks ``thing`` for its first item; see :class:`Walks`."""
         if self.job is not None and not self._replays:
             self._walks.begin(thing, what, bare=bare)
 
-    def gave(self, thing: Any) -> None:
+    def _gave(self, thing: Any) -> None:
         """``thing`` gives an item."""
         self._walks.gave(thing)
 
-    def walked(self, thing: Any) -> None:
+    def _walked(self, thing: Any) -> None:
         """The loop has left it."""
         self._walks.end(thing)
 
-    def variables_held(self) -> AbstractContextManager[None]:
+    def _variables_held(self) -> AbstractContextManager[None]:
         """Around a step boundary and the reading of what was read before it; see :meth:`Variables.held`."""
         assert self.job is not None
         return self.job.variables.held()
 
-    def step_boundary(self) -> bool:
+    def _step_boundary(self) -> bool:
         """A batch begins; True if this replacement has just joined."""
         assert self.job is not None
         return self.job.step_boundary()
@@ -498,7 +514,7 @@ class TrainingLoop:
 
     def _target(self) -> dict[str, Any] | None:
         """The failed worker's place, in a replacement that has not joined."""
-        if self.job is None or not self.joining:
+        if self.job is None or not self._joining:
             return None
         found: dict[str, Any] | None = self.job.peek(_PLACE)
         return found
@@ -578,6 +594,12 @@ def attach(*objects: Any) -> TrainingLoop:
         ConfigError: if an object has no state; under ``swiftrun``, if the process group is none that can survive.
         Unsupported: under ``swiftrun``, if a process group works on another device than the CPU; see
             :func:`shared_core.install`.
+
+    Example::
+
+        job = shared_core.attach(model, optimizer, scheduler)
+        for step, batch in job.steps(loader):
+            ...
     """
     job = current_job()
     if job is None:

@@ -32,6 +32,7 @@ LAYERS = (
     ("report",),
     ("pipeline", "trackers"),
     ("",),  # the package itself
+    ("adapters",),
     ("checkpointer",),
     ("loop",),
     ("registered", "sharing", "prepared"),

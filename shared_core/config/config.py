@@ -74,6 +74,11 @@ class SwiftConfig(Section):
         device: where tensors are.
         standby: processes that are ready to take a failed worker's place.
         watch: what the launcher tells of the running job.
+
+    Example::
+
+        options = shared_core.SwiftConfig(on_failure="restart", checkpoint={"dir": "checkpoints", "every_steps": 100})
+        print(options.get("checkpoint.every_steps"))
     """
 
     on_failure: str = option(

@@ -1,4 +1,4 @@
-"""Imported by a worker before a program that uses DeepSpeed: ``deepspeed.initialize`` then makes an engine that survives,
+"""Imported by a worker before a program that uses DeepSpeed: ``deepspeed.initialize`` then makes engines that survive,
 where it is given a configuration with a ``"swift_recovery"`` section.
 """
 

@@ -43,7 +43,7 @@ def facts(view: JobView) -> list[tuple[str, str]]:
     causes = ", ".join(f"{count} {visible(kind)}" for kind, count in view.failures_by_kind.items())
     stall = in_seconds(view.stall_s) if view.stall_s else "none"
     found = [
-        ("workers", f"{view.present} of {view.world_size}"),
+        ("workers", f"{view.world_size}" if view.over else f"{view.present} of {view.world_size}"),
         (
             "generation",
             f"{view.generation}" + (f", all workers started again {count(view.restarts)}" if view.restarts else ""),

@@ -246,8 +246,8 @@ class Operations:
                 ReplayDivergence(
                     f"at {state.place.now}, the replacement of rank {state.rank} computed another "
                     f"{'gradient' if compat.in_backward() else 'value'} than the failed worker: training is not "
-                    "deterministic here. Likely causes: an unseeded or unregistered random number, or state that is not "
-                    f"registered (job.register). (Input to operation {op.seq} of group {group.name!r}, "
+                    "deterministic here. Likely causes: an unseeded or unregistered random number, or state that is "
+                    f"not registered (job.register). (Input to operation {op.seq} of group {group.name!r}, "
                     f"{describe(op.signature)}: checksum {op.checksum:08x}, and {expected:08x} before.)"
                 )
             )
