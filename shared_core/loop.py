@@ -400,8 +400,8 @@ class TrainingLoop:
             self.job.variables.ignore(*names)
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
-        """Tell the training loss of this batch: the policies ``value`` and ``coci`` decide by it, and the dashboard draws
-        it. A tensor is not read at once.
+        """Tell the training loss of this batch: the policies ``value`` and ``coci`` decide by it, and the dashboard
+        draws it. A tensor is not read at once.
         """
         if self.job is not None:
             self.job.note_loss(loss)
