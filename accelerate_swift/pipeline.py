@@ -59,7 +59,7 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
     Example::
 
         plugin = accelerate_swift.SwiftDeepSpeedPipelinePlugin(num_stages=1, micro_batches=2)
-        accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+        accelerator = Accelerator(deepspeed_plugin=plugin)
     """
 
     def __init__(

@@ -174,6 +174,11 @@ class Job:
         is not read at once.
         """
         self.checkpoints.note_loss(loss)
+        self._worker.boundaries.note_loss(loss)
+
+    def expect_steps(self, left: int) -> None:
+        """So many step boundaries are still to come, if nothing changes: for those who watch the job."""
+        self._worker.boundaries.expect(left)
 
     def fall_back(self, reason: str) -> NoReturn:
         """Nobody can take the failed worker's place: all workers start again. Does not return."""

@@ -229,6 +229,7 @@ class TrainingLoop:
         self._config = SwiftConfig()
         self._modules: list[nn.Module] = []
         self._sharing: StepSharing | None = None
+        self._end: int | None = None
         if job is not None:
             self._begin(job, job.config)
 
@@ -252,6 +253,7 @@ class TrainingLoop:
 
     def _epochs(self, count: int, start: int, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[int]:
         numbers = _in_order(self._name, count, start)
+        self._end = count
         if self._replays:
             return (yield from numbers)
         self._next_phase()
@@ -270,7 +272,7 @@ class TrainingLoop:
                     self._warnings.epoch_ends(self.job)
             finally:  # also where the script leaves the loop
                 self._walked(own[0]())
-                self.epoch = None
+                self.epoch = self._end = None
                 self._next_phase()
         else:
             self._next_phase()
@@ -309,7 +311,7 @@ class TrainingLoop:
         begun = self._loaders.begin(loader, self.epoch or 0)
         if outer:
             self._activate(begun.position)
-        entered = False
+        entered = expected = False
         self._walk(own[0](), bare=bare)
         try:
             while True:
@@ -320,6 +322,9 @@ class TrainingLoop:
                     if outer and self._step_boundary() and not entered:
                         self._loaders.enter(begun)
                         entered = True
+                if outer and not expected and not self._joining:
+                    expected = True
+                    self._expect(loader, begun.index)
                 try:
                     batch = begun.next()
                 except StopIteration:
@@ -454,6 +459,18 @@ class TrainingLoop:
         """
         if self.job is not None and self.job.reroutes:
             raise Unsupported(_SHARED_STEPS_ONLY.format(_SHARED_STEPS[self._name]))
+
+    def _expect(self, loader: Any, index: int) -> None:
+        """Say how far the job has to go, where the length of ``loader`` is known: this pass, at its batch ``index``,
+        and as long a one in each epoch that follows. Each pass ends with a step boundary of its own.
+        """
+        try:
+            length = len(loader)
+        except (TypeError, NotImplementedError):
+            return
+        passes = self._end - self.epoch - 1 if self._end is not None and self.epoch is not None else 0
+        if isinstance(self.job, Job):
+            self.job.expect_steps(max(0, length - index) + passes * (length + 1))
 
     def _begin_round(self) -> bool:
         """A training loader is about to be iterated. False in a replacement whose failed worker had

@@ -40,6 +40,21 @@ model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 """
+#: Each in a process of its own, after the imports.
+EACH = """
+import os, sys, traceback
+for name, code in EXAMPLES.items():
+    print(name, flush=True)
+    if (child := os.fork()) == 0:
+        try:
+            exec(compile(code, name, "exec"), globals())
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
 
 
 def example(docstring: str) -> str:
@@ -64,10 +79,8 @@ def free_port() -> int:
 def test_each_public_name_has_an_example_that_runs(package: str, tmp_path: Path) -> None:
     examples = public(package)
     assert not [name for name, code in examples.items() if not code], "no example"
-    fresh = "if torch.distributed.is_initialized(): torch.distributed.destroy_process_group()\n"
-    code = "".join(f"print({name!r})\n{COMMON}{each}\n{fresh}" for name, each in examples.items())
     script = tmp_path / "examples.py"
-    script.write_text(textwrap.dedent(BEFORE[package]) + code)
+    script.write_text(textwrap.dedent(BEFORE[package]) + COMMON + f"EXAMPLES = {examples!r}\n" + EACH)
     env = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(

@@ -9,6 +9,7 @@ class AdapterLoop(TrainingLoop):
     """A training loop with what it is made of: the adapter marks where loaders begin and end, and where batches do."""
 
     begin = TrainingLoop._begin
+    expect = TrainingLoop._expect
     joining = TrainingLoop._joining
     nested = TrainingLoop._nested
     track = TrainingLoop._track
