@@ -9,6 +9,7 @@ level with the others.
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -205,7 +206,7 @@ def current_job() -> Job | None:
 
 def prepare_groups() -> None:
     """Have the gloo groups of a program that does not call :func:`install` survive failures too, if it attaches what it
-    trains. Called in a worker of ``swiftrun`` before its program.
+    trains. Called in a worker of ``swiftrun`` before its program; ``SWIFT_RECOVERY=0`` leaves groups to torch.
     """
 
     def first() -> Runtime:
@@ -214,7 +215,8 @@ def prepare_groups() -> None:
         job._worker.unmarked.await_attach()
         return job.runtime
 
-    if worker_env.launched():
+    off = os.environ.get("SWIFT_RECOVERY", "1").strip().lower() in ("0", "false", "no", "off")
+    if worker_env.launched() and not off:
         prepare(first)
 
 

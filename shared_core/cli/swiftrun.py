@@ -390,7 +390,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
         args.training_script,
         tuple(args.training_script_args),
         modules,
-        _before_the_program(modules, section is not None),
+        () if preload.trains_nothing(script) else _before_the_program(modules, section is not None),
     )
     spec = WorkerSpec(
         role=torchrun.role,
