@@ -200,9 +200,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.module and args.no_python:
         raise ConfigError("--module and --no-python exclude each other")
     args.own_logs = args.log_dir is None and args.redirects == args.tee == "0"
-    if args.prefix:
-        args.tee = "3" if args.tee == "0" else args.tee
-        args.log_line_prefix_template = args.log_line_prefix_template or "[rank ${rank}] "
+    if args.prefix and args.tee == "0":
+        args.tee = "3"
     _check_run_id(args.rdzv_id)
     if args.local_addr is not None:
         check_host(f"--local-addr {args.local_addr!r}", args.local_addr)
@@ -427,7 +426,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
             logs_specs,
             torchrun.nproc_per_node,
             torchrun.run_id,
-            prefix=torchrun.log_line_prefix_template,
+            prefix=torchrun.log_line_prefix_template or ("[rank ${rank}] " if args.prefix else None),
             ranks=ranks,
             stdout_filters=torchrun.duplicate_stdout_filters or (),
             stderr_filters=torchrun.duplicate_stderr_filters or (),
