@@ -15,7 +15,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 
 from accelerate_swift.dispatch import SwiftDispatcher
 from accelerate_swift.watch import Watch
-from shared_core import TrackedLoader
+from shared_core.adapters import TrackedLoader
 from shared_core.errors import Unsupported
 
 
@@ -126,6 +126,16 @@ class _Inner(Iterator[Any]):
         self._tracked, self._skip = tracked, skip
         self._position = iter(tracked.loader)
 
+    @property
+    def loader(self) -> Any:
+        """What is iterated."""
+        return self._tracked.loader
+
+    @property
+    def skip(self) -> int:
+        """Items that are still left out."""
+        return self._skip
+
     def __next__(self) -> Any:
         if self._tracked.continues:
             self._skip = 0
@@ -146,7 +156,7 @@ class _Boundaries(Iterator[Any]):
 
     def __init__(self, watch: Watch, inner: _Inner) -> None:
         self._loop, self._inner = watch.loop, inner
-        self._begun = self._joined = False
+        self._begun = self._joined = self._expected = False
 
     def __next__(self) -> Any:
         ahead = not self._begun  # the script gets it when the next one is asked for
@@ -168,4 +178,7 @@ class _Boundaries(Iterator[Any]):
         else:
             with self._loop.variables_held():
                 self._loop.step_boundary()
+            if not self._expected:
+                self._expected = True
+                self._loop.expect(self._inner.loader, self._inner.skip)
         return self._inner.next_here()

@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from shared_core import (
-    SwiftConfig,
+from shared_core import SwiftConfig
+from shared_core.adapters import (
     hand_over,
     say_alone_once,
     under_plain_torchrun,

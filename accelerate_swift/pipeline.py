@@ -25,7 +25,8 @@ from torch.utils.data import DataLoader
 
 from accelerate_swift import compat
 from accelerate_swift.plugin import SwiftPlugin, enabled
-from shared_core import install, launched_by_swiftrun, pipeline
+from shared_core import install, pipeline
+from shared_core.adapters import launched_by_swiftrun
 from shared_core.errors import ConfigError, Unsupported
 
 _STEPS, _MICRO = "gradient_accumulation_steps", "train_micro_batch_size_per_gpu"
@@ -54,6 +55,11 @@ class SwiftDeepSpeedPipelinePlugin(DeepSpeedPlugin):  # type: ignore[misc]  # Ac
         SwiftError: where the script cannot be started again under ``swiftrun``.
         Unsupported: for precisions other than fp32 and bf16, for ZeRO stages 2 and 3, and with
             ``on_failure="reroute"`` for what cannot be re-routed.
+
+    Example::
+
+        plugin = accelerate_swift.SwiftDeepSpeedPipelinePlugin(num_stages=1, micro_batches=2)
+        accelerator = Accelerator(deepspeed_plugin=plugin)
     """
 
     def __init__(

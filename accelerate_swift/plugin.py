@@ -19,7 +19,8 @@ from accelerate_swift.launch import hand_over_if_needed
 from accelerate_swift.state import RunState
 from accelerate_swift.steps import Steps
 from accelerate_swift.watch import Watch
-from shared_core import SharedStep, SwiftConfig, TrainingLoop, install, launched_by_swiftrun, pipeline
+from shared_core import SharedStep, SwiftConfig, install, pipeline
+from shared_core.adapters import AdapterLoop, launched_by_swiftrun
 from shared_core.checkpoint import absolute
 from shared_core.config import full_names
 from shared_core.errors import ConfigError, Unsupported
@@ -50,6 +51,17 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
     Raises:
         ConfigError: for an unknown option or a bad value.
         Unsupported: this version of Accelerate cannot be used.
+
+    Example::
+
+        plugin = accelerate_swift.SwiftPlugin()
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[plugin])
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for epoch in plugin.epochs(2):
+            for batch in loader:
+                accelerator.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
     """
 
     def __init__(
@@ -94,7 +106,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         return _plugin_here, (os.getpid(), _known(self), self._init)
 
     @property
-    def loop(self) -> TrainingLoop:
+    def loop(self) -> AdapterLoop:
         """The loop of the core."""
         return self.watch.loop
 

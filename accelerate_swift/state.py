@@ -11,14 +11,14 @@ from accelerate import Accelerator
 from accelerate_swift import compat
 from accelerate_swift.steps import Steps
 from accelerate_swift.trackers import STATE, Trackers
-from shared_core import TrainingLoop
+from shared_core.adapters import AdapterLoop
 from shared_core.encoding import decode, encode_state
 
 
 class RunState:
     """Rank-local state of an ``Accelerator`` that the core does not publish by itself."""
 
-    def __init__(self, accelerator: Accelerator, loop: TrainingLoop, steps: Steps, *, replays: bool = False) -> None:
+    def __init__(self, accelerator: Accelerator, loop: AdapterLoop, steps: Steps, *, replays: bool = False) -> None:
         assert loop.job is not None
         self._accelerator, self._loop, self._job, self._steps = accelerator, loop, loop.job, steps
         self.trackers = Trackers(accelerator, loop.job)

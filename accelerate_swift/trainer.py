@@ -18,7 +18,8 @@ from accelerate_swift import compat
 from accelerate_swift.data import gate_any
 from accelerate_swift.plugin import SwiftPlugin, enabled
 from accelerate_swift.reports import Reports
-from shared_core import Job, install, launched_by_swiftrun
+from shared_core import Job, install
+from shared_core.adapters import launched_by_swiftrun
 from shared_core.encoding import Holders, assign, decode, encode_state
 from shared_core.errors import Unsupported
 from shared_core.trackers import prepare

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from accelerate_swift import compat
 from accelerate_swift.alike import refuse_alone, refuse_apart
-from shared_core import Job, SwiftConfig, TrainingLoop
+from shared_core import Job, SwiftConfig
+from shared_core.adapters import AdapterLoop
 from shared_core.devices import check as check_device
 from shared_core.encoding import holds_weights
 from shared_core.errors import Unsupported
@@ -34,7 +35,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.loop = TrainingLoop(None, "plugin")
+        self.loop = AdapterLoop(None, "plugin")
         self.replays = False
         self.fetching: bool | None = None
         self.engine: Any = None

@@ -12,7 +12,8 @@ from lightning_swift.launching import LaunchingStrategy
 from lightning_swift.sharded import SwiftFSDPStrategy
 from lightning_swift.strategy import DDP_NAMES, SwiftDDPStrategy, register
 from lightning_swift.support import refuse_strategy
-from shared_core import install, launched_by_swiftrun
+from shared_core import install
+from shared_core.adapters import launched_by_swiftrun
 
 _ENABLE = "SWIFT_RECOVERY"
 #: Strategies that take over objects of Lightning's.
@@ -25,6 +26,10 @@ class SwiftCallback(pl.Callback):
     A callback's hooks run after Lightning has created the process group, so it acts when it is constructed: from then
     on the name ``ddp`` means :class:`~lightning_swift.SwiftDDPStrategy`. An object of ``DDPStrategy`` or
     ``ModelParallelStrategy`` is taken over in place while its Trainer is built (:func:`callbacks_from_environment`).
+
+    Example::
+
+        trainer = Trainer(accelerator="cpu", devices=1, strategy="ddp", callbacks=[lightning_swift.SwiftCallback()])
     """
 
     def __init__(self) -> None:

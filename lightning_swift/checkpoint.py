@@ -13,7 +13,8 @@ import torch
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from shared_core import CHECKPOINT_OPTIONS, SwiftConfig
+from shared_core import SwiftConfig
+from shared_core.adapters import CHECKPOINT_OPTIONS
 from shared_core.checkpoint import absolute
 from shared_core.config import CheckpointOptions
 from shared_core.errors import ConfigError
@@ -43,6 +44,11 @@ class SwiftCheckpoint(pl.Callback):
 
     Raises:
         ConfigError: for a bad value.
+
+    Example::
+
+        checkpoints = lightning_swift.SwiftCheckpoint("checkpoints", every_n_steps=100)
+        trainer = Trainer(accelerator="cpu", devices=1, strategy="swift_ddp", callbacks=[checkpoints])
     """
 
     def __init__(

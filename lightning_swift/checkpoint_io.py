@@ -46,6 +46,10 @@ class SwiftCheckpointIO(CheckpointIO):
         asynchronous: training continues while a file is written: the file is made in memory first, so nothing in it is
             newer than the rest. One is written at a time. An error is raised by the next save, or at the end of the
             fit; from an error on until it is raised no file is removed.
+
+    Example::
+
+        trainer = Trainer(accelerator="cpu", devices=1, plugins=[lightning_swift.SwiftCheckpointIO()])
     """
 
     def __init__(self, asynchronous: bool = False) -> None:

@@ -23,11 +23,9 @@ from lightning_swift import compat
 from lightning_swift.banner import leave_out
 from lightning_swift.launching import workers_here
 from lightning_swift.support import check_ddp_options
-from shared_core import (
-    Job,
-    SwiftConfig,
+from shared_core import Job, SwiftConfig, install
+from shared_core.adapters import (
     hand_over,
-    install,
     launched_by_swiftrun,
     under_plain_torchrun,
     warn_plain_torchrun_once,
@@ -110,6 +108,10 @@ class SwiftFabricStrategy(_Surviving, DDPStrategy):
     Raises:
         Unsupported: for start methods that spawn or fork.
         ConfigError: for an unknown option or a bad value.
+
+    Example::
+
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=lightning_swift.SwiftFabricStrategy())
     """
 
     def __init__(self, standbys: int = 1, options: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -140,6 +142,14 @@ class SwiftFabricFSDPStrategy(_Surviving, ModelParallelStrategy):
 
     Raises:
         ConfigError: for an unknown option or a bad value.
+
+    Example::
+
+        def shard(module, mesh):
+            return fully_shard(module, mesh=mesh["data_parallel"])
+
+        strategy = lightning_swift.SwiftFabricFSDPStrategy(shard)
+        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     """
 
     def __init__(

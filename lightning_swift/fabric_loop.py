@@ -19,6 +19,13 @@ class FabricLoop:
     """A training loop under Fabric that survives the failure of workers. Without ``swiftrun`` it is a plain loop.
 
     Made by :func:`attach`. ``loop`` is that of the core.
+
+    Example::
+
+        job = lightning_swift.attach(model, optimizer)
+        counts = job.register(seen=0)
+        for step, batch in job.steps(loader):
+            counts.seen += len(batch)
     """
 
     def __init__(self, loop: TrainingLoop) -> None:
@@ -37,10 +44,14 @@ class FabricLoop:
         """Batches used so far, of all epochs and loops."""
         return self.loop.total_steps
 
+    @property
+    def _joining(self) -> bool:
+        return self.loop.job is not None and self.loop.job.joining
+
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`shared_core.TrainingLoop.epochs`."""
         self._call += 1
-        if self.loop.joining:
+        if self._joining:
             self._early()
         for epoch in self.loop.epochs(count, start):
             self._at_epoch = [compat.passes_of(loader) for loader in self._known()]
@@ -72,7 +83,7 @@ class FabricLoop:
             yield from self._other_steps(given)
 
     def _other_steps(self, given: Any) -> Iterator[tuple[int, Any]]:
-        checked = self.loop.joining
+        checked = self._joining
         before = [compat.passes_of(each) for each in compat.fabric_loaders()]
         with contextlib.closing(self.loop.steps(given)) as steps:  # type: ignore[type-var]  # a generator
             for step in steps:
@@ -122,9 +133,11 @@ class FabricLoop:
 
 
 def attach(*objects: Any) -> FabricLoop:
-    """Say what a script under Fabric trains, and get the loop that survives the failure of workers::
+    """Say what a script under Fabric trains, and get the loop that survives the failure of workers.
 
-        fabric = Fabric(accelerator="cpu", devices=2, strategy="swift_ddp")
+    Example::
+
+        fabric = Fabric(accelerator="cpu", devices=1, strategy="swift_ddp")
         fabric.launch()
         model, optimizer = fabric.setup(model, optimizer)
         loader = fabric.setup_dataloaders(loader)

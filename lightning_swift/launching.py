@@ -16,15 +16,8 @@ from lightning_swift.launcher import SwiftLauncher
 from lightning_swift.private_names import NAMES, TESTED
 from lightning_swift.recovering import RecoveringStrategy
 from lightning_swift.support import refuse_strategy
-from shared_core import (
-    Job,
-    SwiftConfig,
-    hand_over,
-    install,
-    launched_by_swiftrun,
-    under_plain_torchrun,
-    warn_plain_torchrun_once,
-)
+from shared_core import Job, SwiftConfig, install
+from shared_core.adapters import hand_over, launched_by_swiftrun, under_plain_torchrun, warn_plain_torchrun_once
 from shared_core.config import full_names
 from shared_core.devices import check as check_device
 from shared_core.trackers import prepare

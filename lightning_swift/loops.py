@@ -6,6 +6,7 @@ these classes. They add no state of their own: the objects that Lightning and th
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +42,8 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
         pending = automatic and self.batch_progress.current.ready % self.trainer.accumulate_grad_batches != 0
         strategy = _strategy(self.trainer)
         strategy.step_boundary(accumulating=pending)
+        if self.batch_progress.current.ready == 0:
+            self._expect(strategy)
         sharing = strategy.sharing
         if sharing is None:
             super().advance(data_fetcher)
@@ -61,6 +64,16 @@ class SwiftTrainingEpochLoop(compat.TrainingEpochLoop):
             strategy.step_boundary(accumulating=compat.accumulates(self))
         sharing.wait_for_all()
         sharing.behind = False
+
+    def _expect(self, strategy: Any) -> None:
+        """Tell those who watch the job how many batches are still to come, where that is known."""
+        trainer, left = self.trainer, float("inf")
+        if trainer.max_epochs not in (None, -1):
+            left = (trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches
+        if trainer.max_steps != -1:
+            left = min(left, (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+        if strategy.job is not None and math.isfinite(left):
+            strategy.job.expect_steps(int(left))
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Nothing: nobody sets this flag, and Lightning drops whatever error its collective meets."""

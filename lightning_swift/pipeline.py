@@ -76,6 +76,11 @@ class SwiftPipelineStrategy(PipelineSteps, StageCheckpoints):
         MissingExtra: if DeepSpeed is not installed.
         Unsupported: for ``on_failure="shrink"``, and with ``"reroute"`` for what cannot be re-routed.
         ConfigError: for a bad value.
+
+    Example::
+
+        strategy = lightning_swift.SwiftPipelineStrategy(stages=1, micro_batches=2)
+        trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy)
     """
 
     strategy_name = "swift_deepspeed_pipeline"

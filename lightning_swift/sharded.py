@@ -37,6 +37,10 @@ class SwiftFSDPStrategy(LaunchingStrategy, ModelParallelStrategy):
 
     Raises:
         ConfigError: for an unknown option or a bad value.
+
+    Example::
+
+        trainer = Trainer(accelerator="cpu", devices=1, strategy=lightning_swift.SwiftFSDPStrategy())
     """
 
     strategy_name = "swift_fsdp"

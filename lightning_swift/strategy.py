@@ -52,6 +52,11 @@ class SwiftDDPStrategy(LaunchingStrategy, DDPStrategy):
     Raises:
         Unsupported: for communication hooks, model averaging, and start methods that spawn or fork.
         ConfigError: for an unknown option or a bad value.
+
+    Example::
+
+        strategy = lightning_swift.SwiftDDPStrategy(on_failure="replace")
+        trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy)
     """
 
     strategy_name = "swift_ddp"

@@ -66,7 +66,7 @@ _made = 0
 class Checkpointer(TrainingLoop):
     """Checkpoints when they pay, written while training continues, and the loop that continues from them.
 
-    ::
+    Example::
 
         checkpointer = shared_core.Checkpointer("checkpoints", model, optimizer, scheduler)
         for epoch in checkpointer.epochs(10):
@@ -77,7 +77,7 @@ class Checkpointer(TrainingLoop):
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
-                checkpointer.loss = loss      # optional: only the policies value (with a price) and coci look at it
+                checkpointer.note_loss(loss)  # optional: only the policies value (with a price) and coci look at it
 
     With several processes create the process group first, and put ``DistributedDataParallel`` around the models: all
     ranks must have the same parameters. SIGTERM, which clouds and schedulers send before they take a machine away,
@@ -89,9 +89,6 @@ class Checkpointer(TrainingLoop):
             averages).
         options: of :class:`~shared_core.config.CheckpointOptions`, such as ``policy`` or ``keep``: ``resume="never"``
             starts from scratch, ``resume_from=FOLDER`` begins with a checkpoint of another command.
-
-    Attributes:
-        loss: of the newest batch; set it to have it looked at. It is not read at once, so it costs no wait.
 
     Raises:
         ConfigError: for a wrong option, without an optimizer, or under ``swiftrun``, which makes checkpoints itself.
@@ -119,21 +116,12 @@ class Checkpointer(TrainingLoop):
         self._modules = models
         self._alone = Alone(config, models, optimizers)
         # It has all of a job that a loop asks for.
-        self.begin(cast(Job, self._alone), config)
+        self._begin(cast(Job, self._alone), config)
         for each in objects:
             if isinstance(each, torch.utils.data.DataLoader):
                 self._loaders.attach(each)
             elif not isinstance(each, (nn.Module, Optimizer)):
                 self.register(each)
-
-    @property
-    def loss(self) -> torch.Tensor | float | None:
-        """The training loss of the newest batch; None before it is set."""
-        return self._alone.loss
-
-    @loss.setter
-    def loss(self, value: torch.Tensor | float) -> None:
-        self._alone.loss = value
 
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """Numbers from ``start`` up to ``count``; after a restart from the one in which the checkpoint was made."""

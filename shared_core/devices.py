@@ -11,8 +11,9 @@ from shared_core.errors import Unsupported
 
 #: The end of a message about a device.
 REFUSED = (
-    "and to replace a worker is experimental on other devices than the CPU (docs/devices.md): choose "
-    "on_failure='restart' with checkpoints, or set device.experimental=true, or choose the CPU"
+    "and a failed worker is replaced on the CPU only; on NVIDIA GPUs that is experimental (docs/devices.md). On the "
+    "CPU, call init_process_group(\"gloo\"). On GPUs, choose on_failure='restart' with checkpoints, or set "
+    "device.experimental=true"
 )
 _HOST = "cpu"
 _NOWHERE = "meta"

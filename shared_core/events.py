@@ -73,6 +73,8 @@ _WHOLE = ("bytes_moved", "served_operations", "recomputed_steps")
 _RANKS = ("failed", "stay", "absent")
 #: Latest time of day, in seconds since the epoch; largest duration or count.
 _LAST_S, _LARGEST = 1e11, 1e18
+#: Start and end of colored text on a terminal.
+_COLOR, _PLAIN = "\033[36m", "\033[0m"
 #: Start of every line.
 _BEGIN = '{"kind":'
 
@@ -245,9 +247,16 @@ def by_run(events: Iterable[Event]) -> dict[str, list[Event]]:
 
 
 def console(message: str) -> None:
-    """Print one readable line to stderr, marked as ours, see :func:`visible`; lost where nothing can be written."""
-    with suppress(OSError, ValueError):
-        print(marked(message), file=sys.stderr, flush=True)
+    """One readable line on stderr, marked as ours, see :func:`visible`; lost where nothing can be written. On a
+    terminal it is colored, unless ``NO_COLOR`` is set (https://no-color.org).
+    """
+    with suppress(OSError, ValueError, AttributeError):  # the last one: a process without standard streams
+        line = marked(message)
+        print(f"{_COLOR}{line}{_PLAIN}" if _is_colored() else line, file=sys.stderr, flush=True)
+
+
+def _is_colored() -> bool:
+    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def marked(message: str) -> str:

@@ -9,6 +9,7 @@ the others.
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from shared_core.config import SwiftConfig
 from shared_core.handover import say_alone_once
 from shared_core.protocol import worker_env
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.worker.comm import Runtime, prepare
 from shared_core.worker.comm import install as install_backend
 from shared_core.worker.state.local_state import Capture, Restore
 from shared_core.worker.state.orders import Orders
@@ -46,6 +48,11 @@ class Job:
         replays: for pipelines whose replacements start from a checkpoint.
         reporter: events and recoveries.
         runtime: the process groups.
+
+    Example::
+
+        if (job := shared_core.current_job()) is not None:
+            job.register("words", capture=lambda: dict(words), restore=words.update)
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -174,6 +181,11 @@ class Job:
         Rank 0's counts; a tensor is not read at once, so it costs no wait for a device.
         """
         self.checkpoints.note_loss(loss)
+        self._worker.boundaries.note_loss(loss)
+
+    def expect_steps(self, left: int) -> None:
+        """So many step boundaries are still to come, if nothing changes: for those who watch the job."""
+        self._worker.boundaries.expect(left)
 
     def fall_back(self, reason: str) -> NoReturn:
         """Nobody can take the failed worker's place: all workers start again. Does not return."""
@@ -184,7 +196,13 @@ _job: Job | None = None
 
 
 def current_job() -> Job | None:
-    """The job of this process, made at the first call; None when it was not started by ``swiftrun``."""
+    """The job of this process; None when it was not started by ``swiftrun``.
+
+    Example::
+
+        job = shared_core.current_job()
+        rank = job.rank if job is not None else 0
+    """
     global _job
     if _job is None and worker_env.launched():
         _job = Job(Worker(worker_env.env()))
@@ -192,11 +210,31 @@ def current_job() -> Job | None:
     return _job
 
 
-def install() -> Job | None:
-    """Make every gloo group created from now on one that survives failures.
+def prepare_groups() -> None:
+    """Have the gloo groups of a program that does not call :func:`install` survive failures too, if it attaches what it
+    trains. Called in a worker of ``swiftrun`` before its program; ``SWIFT_RECOVERY=0`` leaves groups to torch.
+    """
 
-    Outside ``swiftrun`` this does nothing and returns None; where no launcher has started the process at all, one line
-    says how to start.
+    def first() -> Runtime:
+        job = current_job()
+        assert job is not None
+        job._worker.unmarked.await_attach()
+        return job.runtime
+
+    off = os.environ.get("SWIFT_RECOVERY", "1").strip().lower() in ("0", "false", "no", "off")
+    if worker_env.launched() and not off:
+        prepare(first)
+
+
+def install() -> Job | None:
+    """Make every gloo group created from now on one that survives failures, and refuse one that cannot. ``swiftrun``
+    prepares gloo groups by itself, so that a script need not call this there. Outside ``swiftrun`` this does nothing
+    and returns None; where no launcher has started the process at all, one line says how to start.
+
+    Example::
+
+        shared_core.install()
+        torch.distributed.init_process_group("gloo")
     """
     job = current_job()
     if job is None:

@@ -23,7 +23,7 @@ from shared_core.encoding.plain import dumps, loads
 from shared_core.errors import ConfigError, Unsupported
 from shared_core.events import console_once
 from shared_core.handover import warn_plain_torchrun_once, warn_srun_once
-from shared_core.job import Job, current_job
+from shared_core.job import Job, current_job, install
 from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
 from shared_core.registered import Registered
 from shared_core.sharing import SharedStep, StepSharing, shared_steps
@@ -181,6 +181,20 @@ class TrainingLoop:
         job: see above.
         total_steps: batches used so far, of all epochs and loops.
         epoch: number of the epoch in progress; None outside :meth:`epochs`.
+
+    Example::
+
+        job = shared_core.attach(model, optimizer)
+        counts = job.register(loss=0.0)
+        for epoch in job.epochs(2):
+            for step, batch in job.steps(loader):
+                loss = model(batch).square().mean()
+                job.note_loss(loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                counts.loss += loss.item()
+        print(f"{job.total_steps} steps, mean loss {counts.loss / job.total_steps:.3f}")
     """
 
     def __init__(self, job: Job | None, name: str = "job") -> None:
@@ -198,8 +212,9 @@ class TrainingLoop:
         self._config = SwiftConfig()
         self._modules: list[nn.Module] = []
         self._sharing: StepSharing | None = None
+        self._end: int | None = None
         if job is not None:
-            self.begin(job, job.config)
+            self._begin(job, job.config)
 
     # -- what the user calls ------------------------------------------------------------------------------------------
 
@@ -221,14 +236,15 @@ class TrainingLoop:
 
     def _epochs(self, count: int, start: int, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[int]:
         numbers = _in_order(self._name, count, start)
+        self._end = count
         if self._replays:
             return (yield from numbers)
         self._next_phase()
-        self.refuse_own_steps()
+        self._refuse_own_steps()
         target = self._target()
         if target is None or target["phase"] == self._phase:
             self._look_around(sys._getframe())
-            self.walk(own[0](), "epochs", bare=bare)
+            self._walk(own[0](), "epochs", bare=bare)
             try:
                 for number in numbers if target is None else range(target["epoch"], count):
                     if self.job is not None:
@@ -238,8 +254,8 @@ class TrainingLoop:
                     yield number
                     self._warnings.epoch_ends(self.job)
             finally:  # also where the script leaves the loop
-                self.walked(own[0]())
-                self.epoch = None
+                self._walked(own[0]())
+                self.epoch = self._end = None
                 self._next_phase()
         else:
             self._next_phase()
@@ -268,39 +284,42 @@ class TrainingLoop:
                 yield index, batch
                 self.total_steps += 1
             return
-        self.refuse_own_steps()
+        self._refuse_own_steps()
         if not self._looked:
             self._look_around(sys._getframe())
-        outer = not self.nested
-        if outer and not self.begin_round():
+        outer = not self._nested
+        if outer and not self._begin_round():
             return
         begun = self._loaders.begin(loader, self.epoch or 0)
         if outer:
-            self.activate(begun.position)
-        entered = False
-        self.walk(own[0](), bare=bare)
+            self._activate(begun.position)
+        entered = expected = False
+        self._walk(own[0](), bare=bare)
         try:
             while True:
-                if not entered and not self.joining:
+                if not entered and not self._joining:
                     self._loaders.enter(begun)
                     entered = True
-                with self.variables_held():
-                    if outer and self.step_boundary() and not entered:
+                with self._variables_held():
+                    if outer and self._step_boundary() and not entered:
                         self._loaders.enter(begun)
                         entered = True
+                if outer and not expected and not self._joining:
+                    expected = True
+                    self._expect(loader, begun.index)
                 try:
                     batch = begun.next()
                 except StopIteration:
                     return
                 begun.index += 1
-                self.gave(own[0]())
+                self._gave(own[0]())
                 yield begun.index - 1, batch
                 self.total_steps += 1
         finally:
-            self.walked(own[0]())
+            self._walked(own[0]())
             self._loaders.leave(begun)
             if outer:
-                self.end_round()
+                self._end_round()
 
     def shared_steps(
         self, loader: Any, epochs: int, *, accumulate: int = 1, modules: Sequence[nn.Module] | None = None
@@ -332,7 +351,7 @@ class TrainingLoop:
         if self._sharing is not None:
             raise ConfigError("shared_steps() was called before: make all steps in one loop, with as many epochs")
         sharing = self._sharing = StepSharing(self.job, self._config, modules or self._modules, loader, accumulate)
-        return shared_steps(sharing, epochs, self, self.step_boundary if self.job is not None else lambda: None)
+        return shared_steps(sharing, epochs, self, self._step_boundary if self.job is not None else lambda: None)
 
     def wait_for_all(self) -> None:
         """After :meth:`shared_steps`: wait until replacements have taken the places of all failed workers.
@@ -371,13 +390,15 @@ class TrainingLoop:
             self.job.variables.ignore(*names)
 
     def note_loss(self, loss: torch.Tensor | float) -> None:
-        """Tell the policy ``value`` the loss of this batch; a tensor is not read at once."""
+        """Tell the training loss of this batch: the policies ``value`` and ``coci`` decide by it, and the dashboard
+        draws it. A tensor is not read at once.
+        """
         if self.job is not None:
             self.job.note_loss(loss)
 
     # -- what adapters call -------------------------------------------------------------------------------------------
 
-    def begin(self, job: Job, config: SwiftConfig, *, replays: bool = False) -> None:
+    def _begin(self, job: Job, config: SwiftConfig, *, replays: bool = False) -> None:
         """Be the loop of ``job``, with options that the script may have given.
 
         Args:
@@ -395,25 +416,25 @@ class TrainingLoop:
         job.register(_VALUES, self._registered.capture, self._registered.restore)
 
     @property
-    def joining(self) -> bool:
+    def _joining(self) -> bool:
         """Whether this is a replacement that has not reached the failed worker's place yet."""
         return self.job is not None and self.job.joining
 
     @property
-    def nested(self) -> bool:
+    def _nested(self) -> bool:
         """Whether a training loader is being iterated: others inside it are no step boundaries."""
         return self._active() is not None
 
-    def track(self, loader: Any, key: Hashable, ahead: int = 0) -> TrackedLoader:
+    def _track(self, loader: Any, key: Hashable, ahead: int = 0) -> TrackedLoader:
         """See :meth:`Loaders.track`."""
         return self._loaders.track(loader, key, ahead)
 
-    def forget(self, key: Hashable) -> None:
+    def _forget(self, key: Hashable) -> None:
         """See :meth:`Loaders.forget`."""
         if self.job is not None:
             self._loaders.forget(key)
 
-    def refuse_own_steps(self) -> None:
+    def _refuse_own_steps(self) -> None:
         """A loop is entered in which each worker computes its own share.
 
         Raises:
@@ -422,8 +443,22 @@ class TrainingLoop:
         if self.job is not None and self.job.reroutes:
             raise Unsupported(_SHARED_STEPS_ONLY.format(_SHARED_STEPS[self._name]))
 
-    def begin_round(self) -> bool:
-        """A training loader is about to be iterated. False in a replacement whose failed worker had finished it."""
+    def _expect(self, loader: Any, index: int) -> None:
+        """Say how far the job has to go, where the length of ``loader`` is known: this pass, at its batch ``index``,
+        and as long a one in each epoch that follows. Each pass ends with a step boundary of its own.
+        """
+        try:
+            length = len(loader)
+        except Exception:  # noqa: BLE001 (of the script's own class: the job needs no length)
+            return
+        passes = self._end - self.epoch - 1 if self._end is not None and self.epoch is not None else 0
+        if isinstance(self.job, Job):
+            self.job.expect_steps(max(0, length - index) + passes * (length + 1))
+
+    def _begin_round(self) -> bool:
+        """A training loader is about to be iterated. False in a replacement whose failed worker had
+        finished with it.
+        """
         assert self.job is not None
         self._round += 1
         self._warnings.begins(self.job)
@@ -442,32 +477,32 @@ class TrainingLoop:
             self._begin_part()
         return bool(there <= here)
 
-    def end_round(self) -> None:
-        if self.epoch is not None and not self.joining and not sys.is_finalizing():
+    def _end_round(self) -> None:
+        if self.epoch is not None and not self._joining and not sys.is_finalizing():
             self._anchors.take(self._round)
             self._begin_part()
 
-    def activate(self, position: Any) -> None:
+    def _activate(self, position: Any) -> None:
         """``position`` iterates a training loader; it counts as active for as long as it lives."""
         self._active = weakref.ref(position)
 
-    def walk(self, thing: Any, what: str = "steps", *, bare: bool = False) -> None:
+    def _walk(self, thing: Any, what: str = "steps", *, bare: bool = False) -> None:
         """A loop of the script asks ``thing`` for its first item; see :class:`Walks`."""
         if self.job is not None and not self._replays:
             self._walks.begin(thing, what, bare=bare)
 
-    def gave(self, thing: Any) -> None:
+    def _gave(self, thing: Any) -> None:
         self._walks.gave(thing)
 
-    def walked(self, thing: Any) -> None:
+    def _walked(self, thing: Any) -> None:
         self._walks.end(thing)
 
-    def variables_held(self) -> AbstractContextManager[None]:
+    def _variables_held(self) -> AbstractContextManager[None]:
         """Around a step boundary and the reading of what was read before it; see :meth:`Variables.held`."""
         assert self.job is not None
         return self.job.variables.held()
 
-    def step_boundary(self) -> bool:
+    def _step_boundary(self) -> bool:
         """A batch begins; True if this replacement has just joined."""
         assert self.job is not None
         return self.job.step_boundary()
@@ -475,8 +510,8 @@ class TrainingLoop:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def _target(self) -> dict[str, Any] | None:
-        """The failed worker's place, in a replacement that has not joined; else None."""
-        if self.job is None or not self.joining:
+        """The failed worker's place, in a replacement that has not joined."""
+        if self.job is None or not self._joining:
             return None
         found: dict[str, Any] | None = self.job.peek(_PLACE)
         return found
@@ -546,22 +581,30 @@ class TrainingLoop:
 def attach(*objects: Any) -> TrainingLoop:
     """Say what a script trains, and get the loop that survives the failure of workers.
 
-    Call :func:`shared_core.install` before the process group is created, and this after ``DistributedDataParallel`` was
-    put around the models.
+    Call this after ``DistributedDataParallel`` was put around the models.
 
     Args:
         objects: models, averages of them and target networks, optimizers, loaders, and whatever else has
             ``state_dict`` (schedulers, scalers).
 
     Raises:
-        ConfigError: under ``swiftrun``, if the process group was created without :func:`shared_core.install`; if an
-            object has no state.
+        ConfigError: if an object has no state; under ``swiftrun``, if the process group is none that can survive.
+        Unsupported: under ``swiftrun``, if a process group works on another device than the CPU; see
+            :func:`shared_core.install`.
+
+    Example::
+
+        job = shared_core.attach(model, optimizer, scheduler)
+        for step, batch in job.steps(loader):
+            ...
     """
     job = current_job()
     if job is None:
         warn_plain_torchrun_once()
         warn_srun_once()
-    elif dist.is_initialized() and job.runtime.world is None:
+    else:
+        install()
+    if job is not None and dist.is_initialized() and job.runtime.world is None:
         raise ConfigError(
             "the process group was created before shared_core.install() was called, so it cannot survive a failure: "
             "call shared_core.install() first"

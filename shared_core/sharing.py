@@ -38,6 +38,14 @@ class SharedStep:
         number: counts from 0 over all epochs.
         epoch: number of the epoch.
         first: it is the first of its epoch.
+
+    Example::
+
+        job = shared_core.attach(model, optimizer)
+        for step in job.shared_steps(loader, epochs=1):
+            step.backward(lambda batch: model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
     """
 
     number: int

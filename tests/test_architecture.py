@@ -32,9 +32,10 @@ LAYERS = (
     ("report",),
     ("pipeline", "trackers"),
     ("",),  # the package itself
+    ("adapters",),
     ("checkpointer",),
     ("loop",),
-    ("registered", "sharing"),
+    ("registered", "sharing", "prepared"),
     ("reroute",),
     ("job",),
     ("worker", "launcher"),

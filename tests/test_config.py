@@ -91,6 +91,21 @@ def test_names_from_before_there_were_sections(
     assert "checkpoint_dir is now checkpoint.dir, wait_timeout_s is now detection.wait_timeout_s" in line
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("checkpoint.directory", "checkpoint.dir"),
+        ("checkpoint_directory", "checkpoint.dir"),
+        ("detection.wait_timeout", "detection.wait_timeout_s"),
+        ("on_fail", "on_failure"),
+        ("checkpoint.histroy", "checkpoint.history"),
+    ],
+)
+def test_of_an_unknown_option_the_one_that_it_begins_like_is_meant(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown option '{name}'; did you mean '{meant}'\?"):
+        SwiftConfig.from_dict({name: 1})
+
+
 def test_sections_are_given_as_mappings_or_as_what_they_are() -> None:
     given: Any = {"dir": "here", "keep": 3}
     config = SwiftConfig(checkpoint=given)

@@ -6,7 +6,10 @@ After a change of the lines that is meant: ``SWIFT_TESTS_GOLDEN=write pytest tes
 from __future__ import annotations
 
 import os
+import pty
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from harness import SCRIPTS, Jobs
 from shared_core.config import SwiftConfig
 from shared_core.faults import Fault
 from shared_core.launcher.console import ConsoleReporter
+from shared_core.protocol.failure_policy import AS_ANY
 from shared_core.system.process import begun
 from tests.support.cluster import Cluster
 from tests.support.namespaces import machines, unavailable
@@ -119,8 +123,46 @@ def test_no_wait_is_silent() -> None:
     assert looks_at(999) == []
 
 
+def test_one_worker_has_no_replica_and_is_told_so() -> None:
+    for folder, answer in ((None, "from scratch; set --checkpoint-dir"), ("kept", "from the newest checkpoint")):
+        said: list[str] = []
+        config = SwiftConfig.from_dict({"checkpoint.dir": folder} if folder else {})
+        ConsoleReporter(said.append, 0.0, lambda: 0.0).starts("train.py", 1, {0: 7}, config, None)
+        assert "1 worker runs train.py (pid 7); no replica: a crash restarts" in said[0] and answer in said[0]
+
+
 def test_the_last_line_counts_from_the_start_of_the_process() -> None:
     assert abs(begun() - psutil.Process().create_time()) < 1.0
+
+
+def test_the_last_line_names_the_command_for_a_report() -> None:
+    def last(events: str | None, reason: str = "") -> str:
+        said: list[str] = []
+        reporter = ConsoleReporter(said.append, 0.0, lambda: 0.0)
+        reporter.starts("train.py", 2, {0: 7, 1: 8}, SwiftConfig(), events)
+        reporter.fails(reason) if reason else reporter.succeeds(2)
+        return said[-1]
+
+    assert last(f"{os.getcwd()}/my events.jsonl").endswith(
+        "no worker failed; report: swiftctl report 'my events.jsonl'"
+    )
+    assert last("events.jsonl", "it died").endswith("it died; report: swiftctl report events.jsonl")
+    assert last("events.jsonl", f"it raised ConfigError{AS_ANY}").endswith(AS_ANY)
+    assert last(None).endswith("no worker failed")
+
+
+@pytest.mark.parametrize(("env", "colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_lines_are_colored_on_a_terminal_only(env: dict[str, str], colored: bool) -> None:
+    terminal, its_end = pty.openpty()
+    code = "from shared_core.events import console; console('told\\033[31m')"
+    environ = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"} | env
+    done = subprocess.run([sys.executable, "-c", code], env=environ, stderr=its_end, check=True)
+    os.close(its_end)
+    with open(terminal, "rb") as file:
+        line = file.readline()
+    assert line == (b"\033[36m[swift] told\\x1b[31m\033[0m\r\n" if colored else b"[swift] told\\x1b[31m\r\n")
+    done = subprocess.run([sys.executable, "-c", code], env=environ, stderr=subprocess.PIPE, check=True)
+    assert done.stderr == b"[swift] told\\x1b[31m\n"
 
 
 def test_failures_that_follow_each_other_are_one_line() -> None:

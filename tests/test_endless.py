@@ -32,13 +32,17 @@ def test_what_the_line_says_is_replaced(jobs: Jobs) -> None:
 
 
 @pytest.mark.parametrize("struck", [False, True])
-def test_a_job_that_attaches_nothing_trains_as_stock(struck: bool, jobs: Jobs) -> None:
-    """A failed worker is not replaced: all start again, as the line says."""
-    faults = [Fault(1, ANY_STEP, "collective.after", "SIGKILL", nth=9)] if struck else []
-    result = jobs.run("endless.py", args=["unattached"], faults=faults)
-    compare(result, jobs.reference("endless.py", args=["unattached"]))
+@pytest.mark.parametrize("form", ["unattached", "by_hand"])
+def test_a_job_that_attaches_nothing_trains_as_stock(form: str, struck: bool, jobs: Jobs) -> None:
+    """A failed worker is not replaced: all start again, as the line says. One form does not call install() either, and
+    averages gradients itself.
+    """
+    number = {"unattached": 9, "by_hand": 420}[form]
+    faults = [Fault(1, ANY_STEP, "collective.after", "SIGKILL", nth=number)] if struck else []
+    result = jobs.run("endless.py", args=[form], faults=faults)
+    compare(result, jobs.reference("endless.py", args=[form]))
     assert not unconfirmed(result), result.tail()
     assert len(result.kinds("restart")) == struck and not result.kinds("replacement_ready"), result.tail()
     assert NOTHING_ATTACHED in result.stderr and "a failed one is replaced;" not in result.stderr
     [memory] = {event.fields["peak_bytes"] for event in result.kinds("log_memory") if event.rank == 0}
-    assert memory < 40_000, "nothing is kept for a replacement"
+    assert form == "by_hand" or memory < 40_000, "nothing is kept for a replacement"

@@ -252,10 +252,17 @@ def write(path: Path, events: list[Event]) -> Path:
 
 
 def test_swiftctl_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "events.jsonl", [at(0, "start"), *one_failure(), at(9, "end")])
+    path = write(tmp_path / "events.jsonl", [at(0, "start"), *one_failure(), at(9, "end", result="failed", reason="x")])
     assert swiftctl.main(["events", str(path)]) == 0
+    first = capsys.readouterr().out
+    assert first.splitlines()[0].startswith("generation  failed") and "killed by SIGKILL" in first.splitlines()[2]
+    assert (
+        first.endswith("\n\nthe job failed after 9.00 s: x; --all prints all 12 events\n")
+        and "survivor_ready" not in first
+    )
+    assert swiftctl.main(["events", "--all", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "+4.998" not in out.splitlines()[0]
+    assert out.splitlines()[:3] == first.splitlines()[:3], "the table comes first"
     assert "rank 2   failed            killed by SIGKILL" in out
     assert "replica, stalled 302 ms, 500.0 kB moved, 0 steps recomputed" in out
     assert "from step boundary 17, 2.0 MB moved, 4 operations served\n" in out
@@ -269,7 +276,7 @@ def test_what_a_worker_says_does_not_control_the_terminal(tmp_path: Path, capsys
     log = EventLog(path)
     log.emit("failed", rank=1, cause=cause)
     log.emit("generation", generation=1)
-    assert swiftctl.main(["events", str(path)]) == 0
+    assert swiftctl.main(["events", "--all", str(path)]) == 0
     console(f"rank 1 fails ({cause}): a replacement takes its place")
     shown = capsys.readouterr()
     for text in (shown.out, shown.err):
@@ -297,11 +304,11 @@ def test_two_jobs_in_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert list(by_run(read_events(path))) == ["", "abcabcabcabc", "beefbeefbeef"]
 
     def shown(*options: str) -> list[str]:
-        assert swiftctl.main(["events", str(path), *options]) == 0
+        assert swiftctl.main(["events", "--all", str(path), *options]) == 0
         return capsys.readouterr().out.splitlines()
 
     lines = shown()
-    assert len(lines) == len(later) + 6 and lines[-3].count("430 ms") == 1 and "312 ms" in lines[-3]
+    assert len(lines) == len(later) + 6 and lines[2].count("430 ms") == 1 and "312 ms" in lines[2]
     assert lines[-1].startswith("run beefbeefbeef; the file holds 2 other runs: abcabcabcabc (")
     assert ", none (" in lines[-1]
     assert shown("--run", "abc")[:-1] == lines[:-1], "the same, a minute before"

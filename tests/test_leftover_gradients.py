@@ -8,9 +8,9 @@ from harness import Jobs, few
 from torch import nn
 
 from shared_core.faults import Fault
-from tests.support.runner import Mismatch
 from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.replicated import Replicated
+from tests.support.runner import Mismatch
 
 
 @pytest.mark.parametrize("first", ["generator", "discriminator"])

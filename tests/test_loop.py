@@ -81,15 +81,9 @@ def test_later_failures_then_go_back_to_the_checkpoint_and_say_why(jobs: Jobs, t
     assert told and told[0].time < result.kinds("failed")[0].time, "it was said when the second pass began"
 
 
-def test_a_group_made_before_install_is_refused(jobs: Jobs) -> None:
-    result = jobs.run("loop.py", args=["--no-install"])
-    assert result.status == 1
-    said = "ConfigError: the process group was created before shared_core.install() was called"
-    raised = [line for line in result.stderr.splitlines() if line.startswith("[rank")]  # of a traceback
-    assert len([line for line in raised if said in line]) == 1, result.tail()
-    assert " failed (" not in result.stderr, result.tail()
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("[swift] the job failed after ") and said in last and "loop.py:" in last, result.tail()
+def test_a_script_need_not_call_install(jobs: Jobs) -> None:
+    """Groups are ready before it begins."""
+    jobs.check("loop.py", faults=[Fault(1, 10, "bucket", "SIGKILL")], args=["--no-install"])
 
 
 def test_batches_that_nothing_marks_are_computed_again_and_the_user_is_told_once(jobs: Jobs) -> None:

@@ -22,7 +22,7 @@ from shared_core.cli import swiftctl
 from shared_core.errors import ConfigError
 from shared_core.events import Event, read_events
 from shared_core.faults import Fault
-from shared_core.report.history import History, history_of
+from shared_core.report.history import History, goodput, history_of
 from shared_core.report.lives import Doing, Span
 from shared_core.report.metrics import read_curve, thinned
 from shared_core.report.page import to_page
@@ -199,14 +199,28 @@ def test_what_was_saved() -> None:
     assert (one.failed, one.took_s, one.steps, one.restart_s) == ((2,), 0.5, 12, 15.0)
     assert one.saved_s == result.saved_s == 14.5
     assert "3.00 s" in result.assumptions[2] and "19 steps" in result.assumptions[3]
-    # Without a checkpoint, from where the run began.
-    (one,) = savings(history_of([start(), began(boundary=5), *one_failure(22, boundaries=20)])).each
-    assert one.steps == 15
     assert "name no checkpoint" not in result.assumptions[0]
+    # Against no checkpoints at all nothing is compared; the reader may set an interval.
+    bare = history_of([start(), began(), *one_failure(22, boundaries=20), at(30, "end", result="succeeded")])
+    (one,) = savings(bare).each
+    assert one.steps is None and savings(bare).saved_s is None
+    assert "--checkpoint-every STEPS sets an interval" in savings(bare).assumptions[0]
+    cards = next(html_tree.read(to_page(bare)).all("dl", "cards"))
+    assert "saved, estimated" not in [node.text for node in cards.all("dt")]
+    (one,) = savings(bare, every=8).each
+    assert (one.steps, one.restart_s) == (4, 7.0) and "every 8 steps" in savings(bare, every=8).assumptions[0]
     # What the events do not say is not guessed.
-    unknown = savings(history_of([start(), *one_failure(23, boundaries=20)]))
+    unknown = savings(history_of([start(), at(1, "checkpoint", 0, boundary=0), *one_failure(23, boundaries=20)]))
     assert unknown.each[0].steps == 20 and unknown.saved_s is None
-    assert "name no checkpoint" in unknown.assumptions[0]
+
+
+def test_goodput_comes_first() -> None:
+    """Of 27 s since the first batch 0.5 s were a stall."""
+    found = history_of([start(), began(), *one_failure(22, boundaries=20), at(30, "end", result="succeeded")])
+    assert goodput(found) == pytest.approx(1 - 0.5 / 27)
+    cards = next(html_tree.read(to_page(found)).all("dl", "cards"))
+    assert [node.text for node in cards.all("dt")][0] == "goodput" and next(cards.all("dd")).text == "98.1%"
+    assert goodput(history_of([start(), at(9, "end")])) is None
 
 
 def test_an_outage_of_two_failures_is_one() -> None:

@@ -23,4 +23,5 @@ def test_a_registered_model_is_put_back(fault: Fault, jobs: Jobs) -> None:
 
 def test_a_wrapped_model_that_is_not_attached_is_an_error_at_once(jobs: Jobs) -> None:
     result = jobs.run("unattached.py", args=["--ddp"])
-    assert result.status == 1 and "that job.attach() was not given" in result.stderr, result.tail()
+    assert result.status == 1, result.tail()
+    assert "call shared_core.attach(model, optimizer) before training, with the wrapper" in result.stderr, result.tail()

@@ -90,6 +90,7 @@ def test_a_failure_is_seen_everywhere(jobs: Jobs, capsys: pytest.CaptureFixture[
         assert before["script"].endswith("until_told.py") and before["steps_per_s"] > 0
         assert {one["phase"] for one in before["workers"]} <= {"training", "waiting"}
         assert json.loads(ask(page, "/view.json")[2])["run"] == before["run"]
+        assert before["goodput"] == 1.0 and all(one["memory_bytes"] > 1e6 for one in before["workers"])
         samples = scraped(numbers)
         assert (samples["swift_workers"], samples["swift_job_state['running']"]) == (2, 1)
         assert samples["swift_step"] >= before["step"] and "swift_failures_total['SIGKILL']" not in samples

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from shared_core.cli.arguments import whole
 from shared_core.cli.event_files import add_arguments, read_run
 from shared_core.errors import ConfigError
 from shared_core.report.history import history_of
@@ -35,6 +36,12 @@ def add_command(commands: Any) -> None:
         help="CSV (such as metrics.csv of Lightning) or JSON lines, for the curve",
     )
     parser.add_argument("--metric", metavar="NAME", help="of the curve; by default the first with loss in its name")
+    parser.add_argument(
+        "--checkpoint-every",
+        metavar="STEPS",
+        type=whole(1),
+        help="compare with restarts from checkpoints made so often; by default from those that the job made",
+    )
     parser.set_defaults(run=_report)
 
 
@@ -48,7 +55,7 @@ def _report(options: argparse.Namespace) -> int:
             why_not = f"{error}. The page has no curve"
     found = history_of(chosen.events)
     written = [options.out or Path("report.html")]
-    written[0].write_text(to_page(found, metric), encoding="utf-8")
+    written[0].write_text(to_page(found, metric, options.checkpoint_every), encoding="utf-8")
     if options.trace is not None:
         options.trace.write_text(json.dumps(to_trace(found), separators=(",", ":")) + "\n", encoding="utf-8")
         written.append(options.trace)

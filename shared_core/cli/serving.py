@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from shared_core.config import SwiftConfig
@@ -12,6 +14,9 @@ from shared_core.events import console
 from shared_core.watch import dashboard, metrics
 from shared_core.watch.follower import Follower
 from shared_core.watch.server import LOOPBACK, Server
+
+#: The dashboard's curves have a point after so many seconds, also while nobody looks.
+_EVERY_S = 5.0
 
 
 def add_flags(flag: Callable[..., None]) -> None:
@@ -63,6 +68,7 @@ class Servers:
         follower = Follower(job_dir)
         if self._dashboard is not None:
             self._dashboard.serve(dashboard.pages_of(follower.view))
+            threading.Thread(target=_keep_looking, args=[follower], name="swift-looks", daemon=True).start()
             console(f"dashboard: http://{LOOPBACK}:{self._dashboard.port}/")
         if self._metrics is not None:
             self._metrics.serve(metrics.pages_of(follower.view))
@@ -73,3 +79,11 @@ class Servers:
         for server in (self._dashboard, self._metrics):
             if server is not None:
                 server.close()
+
+
+def _keep_looking(follower: Follower) -> None:
+    """Curves begin with the job, and not with the first who opens the page."""
+    never = threading.Event()
+    while not never.wait(_EVERY_S):
+        with suppress(OSError):
+            follower.view()

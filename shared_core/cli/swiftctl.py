@@ -12,7 +12,7 @@ from shared_core.cli import checkpoints, doctor, lab, report, watch
 from shared_core.cli.arguments import Parser, one_line
 from shared_core.cli.event_files import add_arguments, read_run
 from shared_core.errors import ConfigError, SwiftError
-from shared_core.report.timeline import format_recoveries, format_timeline, recoveries
+from shared_core.report.timeline import ended, format_recoveries, format_timeline, recoveries
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,10 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_command(commands)
     events = commands.add_parser(
         "events",
-        help="print the timeline of a job: failures and recoveries",
-        description="Print every event of a job's newest run, then one row for each recovery.",
+        help="print the failures and recoveries of a job",
+        description="Print one row for each recovery of a job's newest run.",
     )
     add_arguments(events)
+    events.add_argument("--all", action="store_true", help="print every event too")
     events.add_argument("--json", action="store_true", help="print the recoveries as JSON instead")
     events.set_defaults(run=_events)
     report.add_command(commands)
@@ -63,9 +64,11 @@ def _events(options: argparse.Namespace) -> int:
         if chosen.others:
             print(f"swiftctl: {chosen.others}", file=sys.stderr)
         return 0
-    print(format_timeline(chosen.events, color=sys.stdout.isatty()))
-    print()
-    print(format_recoveries(grouped, chosen.events[0].time), flush=True)
+    print(format_recoveries(grouped, chosen.events[0].time))
+    if options.all:
+        print(f"\n{format_timeline(chosen.events, color=sys.stdout.isatty())}", flush=True)
+    else:
+        print(f"\n{ended(chosen.events)}; --all prints all {len(chosen.events)} events", flush=True)
     if chosen.others:
         print(f"\n{chosen.others}", flush=True)
     return 0

@@ -33,6 +33,8 @@ DEFAULT_BUDGET = 100
 _LONGEST_ID = 200
 #: Of torchrun's options, those of the short help.
 _COMMON = ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_id", "max_restarts", "log_dir", "module")
+#: Imported early where a script mentions DeepSpeed.
+_WARM = "shared_core.pipeline.warm"
 #: Rendezvous backends that a command line for one machine may name; none of them is used.
 _ALONE = ("static", "c10d", "etcd", "etcd-v2")
 
@@ -103,6 +105,11 @@ def get_args_parser() -> argparse.ArgumentParser:
         type=arguments.whole(1),
         default=3,
         metavar="K",
+    )
+    ours.add_argument(
+        "--prefix",
+        action="store_true",
+        help="Begin each line of a worker with [rank N].",
     )
     flag(
         "spare-nodes",
@@ -192,6 +199,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         raise ConfigError("--numa-binding is not supported in this version: bind in the script, or use torchrun")
     if args.module and args.no_python:
         raise ConfigError("--module and --no-python exclude each other")
+    args.own_logs = args.log_dir is None and args.redirects == args.tee == "0"
+    if args.prefix and args.tee == "0":
+        args.tee = "3"
     _check_run_id(args.rdzv_id)
     if args.local_addr is not None:
         check_host(f"--local-addr {args.local_addr!r}", args.local_addr)
@@ -306,6 +316,20 @@ def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
     return SwiftRendezvousHandler(register, options)
 
 
+def _before_the_program(modules: Sequence[str], section: bool) -> tuple[str, ...]:
+    """What a worker imports before its program: process groups are ready then, and so are engines of DeepSpeed.
+
+    Args:
+        modules: what its program mentions.
+        section: a configuration of DeepSpeed with a section of ours was found; others may be made at run time.
+    """
+    if section:
+        return ("shared_core.pipeline.autoload",)
+    if _WARM in modules and preload.is_there("deepspeed"):
+        return ("shared_core.prepared", "shared_core.pipeline.engines")
+    return ("shared_core.prepared",)
+
+
 def _one_thread_each(workers: int) -> str:
     """As torchrun does, so that workers do not take each other's cores, but without its banner. Returns what to say."""
     if workers < 2 or "OMP_NUM_THREADS" in os.environ:
@@ -357,14 +381,15 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
     extra = [name.strip() for name in args.preload.split(",") if name.strip()]
     script = preload.find_script(args.training_script, module=args.module) if mode != "exec" else None
     section = find_section(script, args.training_script_args) if mode != "exec" else None
+    modules = tuple(preload.installed(preload.modules_for(script, extra)))
     config = build_config(args, section)
     check_folders(args, config)
     program = Program(
         mode,
         args.training_script,
         tuple(args.training_script_args),
-        tuple(preload.installed(preload.modules_for(script, extra))),
-        ("shared_core.pipeline.autoload",) if section is not None else (),
+        modules,
+        () if preload.trains_nothing(script) else _before_the_program(modules, section is not None),
     )
     spec = WorkerSpec(
         role=torchrun.role,
@@ -401,7 +426,7 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
             logs_specs,
             torchrun.nproc_per_node,
             torchrun.run_id,
-            prefix=torchrun.log_line_prefix_template,
+            prefix=torchrun.log_line_prefix_template or ("[rank ${rank}] " if args.prefix else None),
             ranks=ranks,
             stdout_filters=torchrun.duplicate_stdout_filters or (),
             stderr_filters=torchrun.duplicate_stderr_filters or (),
@@ -409,8 +434,8 @@ def launch(args: argparse.Namespace, early: Standby | None = None) -> None:
 
     initialize_metrics(MetricsConfig(torchrun.metrics_cfg))
     agent = Agent(spec, program, options, make_logs, early)
-    # Made by torchelastic for error files alone.
-    own_logs = [logs_specs.root_log_dir] if args.log_dir is None and args.redirects == args.tee == "0" else []
+    # Made by torchelastic for error files, and for what is only passed on.
+    own_logs = [logs_specs.root_log_dir] if args.own_logs else []
     caretaker = Caretaker([*agent.folders, *own_logs])
     servers.serve(agent.job_dir)
     failed = True

@@ -74,6 +74,11 @@ class SwiftConfig(Section):
         device: where tensors are.
         standby: processes that are ready to take a failed worker's place.
         watch: what the launcher tells of the running job.
+
+    Example::
+
+        options = shared_core.SwiftConfig(on_failure="restart", checkpoint={"dir": "checkpoints", "every_steps": 100})
+        print(options.get("checkpoint.every_steps"))
     """
 
     on_failure: str = option(
@@ -298,11 +303,21 @@ def _refuse_unknown(names: Mapping[str, Any] | list[str]) -> None:
             continue
         if name in SECTIONS:
             raise ConfigError(f"{name} must be a section of options, for example {name}: {{...}}")
-        known = [*_FIELDS, *_FORMER]
-        close = difflib.get_close_matches(str(name), known, n=1)
-        meant = _FORMER.get(close[0], close[0]) if close else ""
-        hint = f"; did you mean {meant!r}?" if close else f"; known options: {', '.join(_FIELDS)}"
+        meant = _meant(str(name))
+        hint = f"; did you mean {meant!r}?" if meant else f"; known options: {', '.join(_FIELDS)}"
         raise ConfigError(f"unknown option {name!r}{hint}")
+
+
+def _meant(name: str) -> str:
+    """The known option that is most like an unknown one; empty if none is. A name that goes on after a known one, or
+    ends early, is like that before all others: ``checkpoint.directory`` is ``checkpoint.dir``.
+    """
+    known = [*_FIELDS, *_FORMER]
+    alike = [each for each in known if name.startswith(each) or (len(name) > 2 and each.startswith(name))]
+    # of several that begin with it none is meant
+    begins = max(alike, key=len) if len(alike) == 1 or any(map(name.startswith, alike)) else ""
+    close = [begins] if begins else difflib.get_close_matches(name, known, n=1)
+    return _FORMER.get(close[0], close[0]) if close else ""
 
 
 def _tell_of(former: Mapping[str, str]) -> None:

@@ -6,6 +6,7 @@ A wait of more than :data:`MAX_WAIT_S` has a line of its own that says what is w
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class ConsoleReporter:
         self._started = False
         self._pids: dict[int, int] = {}
         self._next = 0.0
+        self._events: str | None = None
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class ConsoleReporter:
         """The first workers run; only the first call prints. ``workers`` counts those of all machines; ``pids`` are
         this machine's, by rank; ``machines`` is empty for a single one.
         """
-        self._pids = dict(pids)
+        self._pids, self._events = dict(pids), events
         if self._started:
             return
         self._started = True
@@ -109,7 +111,7 @@ class ConsoleReporter:
         where = f" on {listed(machines)}" if machines else ""
         here = f"here {ranks(sorted(pids))}, {self._named(pids)}" if machines else self._named(pids)
         self._say(
-            f"{many} {script}{where} ({here}); {_answer(config)}; "
+            f"{many} {script}{where} ({here}); {_answer(config, workers)}; "
             f"events: {_short(events)}; checkpoints: {_short(config.checkpoint.dir)}" + (f"; {note}" if note else "")
         )
 
@@ -253,7 +255,7 @@ class ConsoleReporter:
             self._all_back(self._clock())
         failed = {0: "no worker failed", 1: "1 worker failed"}.get(self._failures, f"{self._failures} workers failed")
         took, many = self._clock() - self._begun, count(workers, "worker")
-        self._say(f"done after {took:.1f} s with start-up, on {many}; {failed}")
+        self._say(f"done after {took:.1f} s with start-up, on {many}; {failed}{self._report_command()}")
 
     def fails(self, reason: str) -> None:
         for away in self._away.values():
@@ -262,7 +264,12 @@ class ConsoleReporter:
         self._away.clear()
         if self._change is not None:
             self._say(f"all workers were started again ({self._change.why})")
-        self._say(f"the job failed after {self._clock() - self._begun:.1f} s: {reason}")
+        more = "" if reason.endswith(AS_ANY) else self._report_command()
+        self._say(f"the job failed after {self._clock() - self._begun:.1f} s: {reason}{more}")
+
+    def _report_command(self) -> str:
+        """How to see more; nothing where no events are written."""
+        return f"; report: swiftctl report {shlex.quote(_short(self._events))}" if self._events is not None else ""
 
     def _named(self, pids: Mapping[int, int]) -> str:
         return named_pids([pids[rank] for rank in sorted(pids)])
@@ -302,7 +309,12 @@ def host_of(machine: str) -> str:
     return f"{host} ({address})" if host and host != address else address
 
 
-def _answer(config: SwiftConfig) -> str:
+def _answer(config: SwiftConfig, workers: int) -> str:
+    """What is done about a failed worker."""
+    if workers == 1:
+        if config.checkpoint.dir:
+            return "no replica: a crash restarts from the newest checkpoint"
+        return "no replica: a crash restarts from scratch; set --checkpoint-dir"
     if config.restarts:
         return "if one fails, all start again" + (" from the newest checkpoint" if config.checkpoint.dir else "")
     if config.shrinks:

@@ -13,6 +13,7 @@ from shared_core.config import SwiftConfig
 from shared_core.events import EventLog, console
 from shared_core.launcher.attempt import Attempt
 from shared_core.launcher.console import Change, ConsoleReporter, count, host_of
+from shared_core.launcher.logs import last_words
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.places import Places
 from shared_core.launcher.workers import LiveWorker
@@ -118,6 +119,7 @@ class JobReporter:
             incarnation=one.incarnation,
             exit_code=death.exit_code,
             boundaries=death.boundaries,
+            **({"last_words": words} if (words := last_words(death.error_file, one.request.stderr)) else {}),
         )
         self.console_reporter.failed(death.rank, death.cause, death.detected, death.pid, continues=continues)
 

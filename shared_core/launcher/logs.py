@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from string import Template
 from typing import TextIO
@@ -13,6 +15,8 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+#: Of what a worker said last: lines, and bytes.
+_LAST_LINES, _LAST_BYTES = 12, 4096
 
 
 class WorkerLogs:
@@ -98,6 +102,25 @@ class WorkerLogs:
         for file in self._filtered:
             file.close()
         sys.stdout.flush()
+
+
+def last_words(error_file: str, stderr: str) -> str:
+    """The end of a failed worker's traceback, else of what it wrote to its file for standard error; empty if there is
+    neither.
+
+    Args:
+        error_file: of its exception, as torchelastic's ``record`` writes it; empty if it had none.
+        stderr: empty if that was the console.
+    """
+    text = ""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if error_file:
+            text = str(json.loads(Path(error_file).read_text())["message"]["extraInfo"]["py_callstack"])
+        elif stderr:
+            with open(stderr, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
+                text = file.read().decode(errors="replace")
+    return "\n".join(text.rstrip().splitlines()[-_LAST_LINES:])[-_LAST_BYTES:]
 
 
 def _holds_one_of(needles: Sequence[str]) -> Callable[[str], bool]:

@@ -19,8 +19,8 @@ BACK_OFF_S = (0.0, 0.5, 1.0, 2.0)
 MISTAKES = frozenset(
     kind.__name__ for kind in (errors.ConfigError, errors.MissingExtra, errors.Unsupported, errors.UnsupportedOptimizer)
 )
-#: End of the reason when such an exception has ended the job; the reason says all there is to say.
-AS_ANY = ", as any replacement would"
+#: The end of the reason of a job that such an exception has ended; it says all that there is to say.
+AS_ANY = "; a replacement would fail the same way, so the job stops"
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in .*$', re.MULTILINE)
 _OURS = ("/shared_core/", "/lightning_swift/", "/accelerate_swift/")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", *_OURS, "<frozen ", "<string>")

@@ -16,7 +16,13 @@ from shared_core.resources import map_file
 PROGRESS = struct.Struct("<QQd")
 #: What follows: an earlier step boundary and its time, the time of the newest one, bytes of message logs.
 PACE = struct.Struct("<QddQ")
-PROGRESS_BYTES = 64
+#: What follows: the step boundary at which the program will end, 0 where it is not known; then 1 and the newest
+#: training loss, 0 before there is one. A replacement leaves what it does not know yet as it is.
+END = struct.Struct("<Q")
+LOSS = struct.Struct("<Qd")
+_END = PROGRESS.size + PACE.size
+_LOSS = _END + END.size
+PROGRESS_BYTES = 128
 #: The pace of a worker is that of its last batches, over one to two times so many seconds.
 PACE_S = 10.0
 
@@ -32,6 +38,8 @@ class Pace:
         since: time of the step boundary from which its pace is measured.
         newest: time of the newest step boundary.
         log_bytes: memory of its message logs at that boundary.
+        expected: the step boundary at which the program will end, as far as its loops say; 0 where it is not known.
+        loss: the newest training loss that it has told; None before there is one.
     """
 
     boundaries: int
@@ -41,6 +49,8 @@ class Pace:
     since: float
     newest: float
     log_bytes: int
+    expected: int = 0
+    loss: float | None = None
 
     def steps_per_s(self, now: float) -> float | None:
         """Batches a second; None before two step boundaries. Falls while a batch takes longer than the mean."""
@@ -76,6 +86,14 @@ class ProgressFile:
         PACE.pack_into(self._map, PROGRESS.size, *self._since, now, log_bytes)
         self._write(0)
 
+    def expect(self, left: int) -> None:
+        """So many step boundaries are still to come, if nothing changes."""
+        END.pack_into(self._map, _END, self._boundaries + left)
+
+    def loss(self, loss: float) -> None:
+        """The training loss of the newest batch."""
+        LOSS.pack_into(self._map, _LOSS, 1, loss)
+
     def waiting(self, inside: bool) -> None:
         """Entering (True) or leaving (False) a wait for a collective."""
         self._write(int(inside))
@@ -101,13 +119,15 @@ def read_pace(path: str | os.PathLike[str]) -> Pace | None:
     """None if nothing was written yet, or the file is damaged."""
     try:
         with open(path, "rb") as file:
-            raw = file.read(PROGRESS.size + PACE.size)
+            raw = file.read(_LOSS + LOSS.size)
     except OSError:
         return None
-    if len(raw) < PROGRESS.size + PACE.size:
+    if len(raw) < _LOSS + LOSS.size:
         return None
     boundaries, flag, changed = PROGRESS.unpack_from(raw)
     since_boundaries, since, newest, log_bytes = PACE.unpack_from(raw, PROGRESS.size)
     if not changed or not all(map(math.isfinite, (changed, since, newest))):
         return None
-    return Pace(boundaries, bool(flag), changed, since_boundaries, since, newest, log_bytes)
+    (expected,), (told, loss) = END.unpack_from(raw, _END), LOSS.unpack_from(raw, _LOSS)
+    known = loss if told and math.isfinite(loss) else None
+    return Pace(boundaries, bool(flag), changed, since_boundaries, since, newest, log_bytes, expected, known)

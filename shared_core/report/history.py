@@ -181,6 +181,18 @@ def stall_s(outage: Sequence[Answer]) -> float:
     return until + max(last.admitted_stall_s.values(), default=0.0)
 
 
+def goodput(found: History) -> float | None:
+    """Share of the time since the first batch in which the job got further: not where workers waited for a recovery,
+    and not where steps were made again. None where no event says when the first batch was.
+    """
+    first = min((mark.at for mark in found.begins), default=None)
+    if first is None or found.duration_s <= first:
+        return None
+    lost = sum(map(stall_s, outages(found.answers)))
+    lost += sum(one.recovery.recomputed_steps for one in found.answers) * (found.step_s or 0.0)
+    return max(0.0, 1.0 - lost / (found.duration_s - first))
+
+
 def whole(said: Mapping[str, Any], name: str) -> int | None:
     """A field that is a whole number of at least 0; None if it is not there or anything else."""
     value = said.get(name)

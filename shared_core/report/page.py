@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shared_core.report import drawings
-from shared_core.report.history import History, outages, stall_s
+from shared_core.report.history import History, goodput, outages, stall_s
 from shared_core.report.lives import Doing
 from shared_core.report.markup import Element, add, new, table, to_html
 from shared_core.report.metrics import thinned
@@ -20,12 +20,15 @@ _STYLE = Path(__file__).with_name("page.css")
 _MOST_WARNINGS, _LONGEST = 50, 300
 
 
-def to_page(found: History, metric: tuple[str, Sequence[tuple[float, float]]] | None = None) -> str:
+def to_page(
+    found: History, metric: tuple[str, Sequence[tuple[float, float]]] | None = None, every: int | None = None
+) -> str:
     """The page.
 
     Args:
         found: what happened.
         metric: name of a metric and its points (step, value), for the curve; at least one.
+        every: steps between checkpoints, of the restarts that the run is compared with; its own by default.
     """
     root = new("html", lang="en")
     head = add(root, "head")
@@ -34,12 +37,12 @@ def to_page(found: History, metric: tuple[str, Sequence[tuple[float, float]]] | 
     add(head, "title", f"{_name(found)}: report")
     add(head, "style").text = _STYLE.read_text()  # as it is: nothing of the data is in it
     main = add(add(root, "body"), "main")
-    _head(main, found)
+    _head(main, found, every)
     _timeline(main, found)
     _recoveries(main, found)
     if metric is not None:
         _curve(main, found, *metric)
-    _saved(main, found)
+    _saved(main, found, every)
     _environment(main, found)
     _warnings(main, found)
     return "<!DOCTYPE html>\n" + to_html(root) + "\n"
@@ -49,7 +52,7 @@ def _name(found: History) -> str:
     return Path(dict(found.facts).get("script", "")).name or "job"
 
 
-def _head(main: Element, found: History) -> None:
+def _head(main: Element, found: History, every: int | None) -> None:
     head = add(main, "header")
     title = add(head, "h1", _name(found))
     result = found.result or "not ended"
@@ -63,6 +66,8 @@ def _head(main: Element, found: History) -> None:
     stalls = [stall_s(outage) for outage in outages(found.answers)]
     workers = " → ".join(str(count) for _, count in found.workers) or str(len(found.ranks))
     cards = add(head, "dl", class_="cards")
+    if (share := goodput(found)) is not None:
+        _card(cards, f"{share:.1%}", "goodput")
     _card(cards, workers, "workers")
     if len(found.machines) > 1:
         _card(cards, str(len(found.machines)), "machines")
@@ -70,7 +75,7 @@ def _head(main: Element, found: History) -> None:
     _card(cards, str(len(found.failures)), "failed workers" if len(found.failures) != 1 else "failed worker")
     if stalls:
         _card(cards, in_time(max(stalls)), "longest stall")
-    if found.checkpoints and (saved := savings(found).saved_s) is not None:
+    if (saved := savings(found, every).saved_s) is not None:
         _card(cards, _signed(saved), "saved, estimated")
 
 
@@ -146,8 +151,8 @@ def _curve(main: Element, found: History, name: str, points: Sequence[tuple[floa
         add(section, "p", f"{words} Steps and step boundaries differ where gradients are accumulated.", class_="quiet")
 
 
-def _saved(main: Element, found: History) -> None:
-    result = savings(found)
+def _saved(main: Element, found: History, every: int | None) -> None:
+    result = savings(found, every)
     if not result.each:
         return
     section = _section(main, "Against a restart")

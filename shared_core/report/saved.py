@@ -54,19 +54,33 @@ class Savings:
         return sum(known) if known and len(known) == len(self.each) else None
 
 
-def savings(found: History) -> Savings:
-    """What a run has saved: of each answer that kept survivors in place, and was completed."""
+def savings(found: History, every: int | None = None) -> Savings:
+    """What a run has saved: of each answer that kept survivors in place, and was completed.
+
+    Args:
+        found: the run.
+        every: steps between two checkpoints, in the place of those that the run has made.
+    """
     start_s, how = _restart_s(found)
     in_place = [one for one in outages(found.answers) if one[-1].recovery.answer in ("replace", "reroute")]
-    each = tuple(_saving(found, one, start_s) for one in in_place)
-    return Savings(each, _assumptions(found, start_s, how) if each else ())
+    each = tuple(_saving(found, one, start_s, every) for one in in_place)
+    return Savings(each, _assumptions(found, start_s, how, every) if each else ())
 
 
-def _saving(found: History, outage: Sequence[Answer], start_s: float | None) -> Saving:
+def has_checkpoints(found: History) -> bool:
+    """Whether a run has made checkpoints, or continued from one. Against none nothing is compared."""
+    return bool(found.checkpoints) or any(mark.what for mark in found.begins)
+
+
+def _saving(found: History, outage: Sequence[Answer], start_s: float | None, every: int | None) -> Saving:
     at, took_s = outage[0].at, stall_s(outage)
     failures = [failure for one in outage for failure in one.recovery.failures]
     reached = [failure.boundaries for failure in failures if failure.boundaries is not None]
-    steps = max(0, max(reached) - _last_line(found, at)) if reached else None
+    steps = None
+    if reached and every is not None:
+        steps = max(reached) % every
+    elif reached and has_checkpoints(found):
+        steps = max(0, max(reached) - _last_line(found, at))
     restart_s = None
     if start_s is not None and steps is not None and (steps == 0 or found.step_s is not None):
         restart_s = start_s + steps * (found.step_s or 0.0)
@@ -89,7 +103,7 @@ def _restart_s(found: History) -> tuple[float | None, str]:
     return found.startup_s, "what the first start of this run took, from when all workers ran to their first batch"
 
 
-def _assumptions(found: History, start_s: float | None, how: str) -> tuple[str, ...]:
+def _assumptions(found: History, start_s: float | None, how: str, every: int | None) -> tuple[str, ...]:
     starting = "The events do not say how long starting takes, so nothing is estimated."
     if start_s is not None:
         starting = (
@@ -103,8 +117,10 @@ def _assumptions(found: History, start_s: float | None, how: str) -> tuple[str, 
             "failures."
         )
     whence = "A restart would load the newest checkpoint before the failure, or begin again where there is none."
-    if not found.checkpoints:
-        whence = "The events name no checkpoint, so a restart would begin where this run began."
+    if every is not None:
+        whence = f"A restart would load a checkpoint made every {every} steps, as asked for; its cost is left out."
+    elif not has_checkpoints(found):
+        whence = "The events name no checkpoint, so nothing is estimated: --checkpoint-every STEPS sets an interval."
     return (
         f"{whence} Checkpoints that the script writes itself are not in the events.",
         "A restart repeats the steps since then, up to where the failed worker was.",

@@ -10,7 +10,7 @@ from typing import Any
 from shared_core.events import Event, visible
 from shared_core.faults.spec import KINDS as FAULTS
 from shared_core.plain_json import is_count
-from shared_core.report.text import columns, in_bytes, in_seconds
+from shared_core.report.text import columns, in_bytes, in_seconds, in_time
 
 #: What stands for the id of a run in a file of an older version.
 NO_ID = "none"
@@ -324,6 +324,16 @@ def _line(event: Event, start: float, color: bool) -> str:
     say = _WORDS.get(event.kind, _any_fields)
     said = visible(say(event.fields))
     return f"{event.time - start:+10.3f} s  gen {event.generation:<3} {who:<8} {kind} {said}".rstrip()
+
+
+def ended(events: Sequence[Event]) -> str:
+    """How a run has ended, in words."""
+    end = next((event for event in reversed(events) if event.kind == "end"), None)
+    if end is None:
+        return "the job runs, or its launcher was killed"
+    words = f"the job {visible(str(end.fields.get('result', 'ended')))} after {in_time(end.time - events[0].time)}"
+    reason = end.fields.get("reason")
+    return f"{words}: {visible(str(reason))}" if reason else words
 
 
 def format_runs(shown: str, begun: Sequence[tuple[str, float]]) -> str:

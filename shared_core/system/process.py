@@ -66,6 +66,18 @@ def state_of(pid: int) -> str | None:
     return chr(raw[raw.rindex(b")") + 2])
 
 
+def usage(pid: int) -> tuple[float, int] | None:
+    """Seconds of processor time that a process has used, and bytes of memory that it holds; None if nobody can look."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            raw = file.read()
+        words = raw[raw.rindex(b")") + 2 :].split()
+        ticks, pages = int(words[11]) + int(words[12]), int(words[21])
+    except (OSError, ValueError, IndexError):
+        return None
+    return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def begun() -> float:
     """When this process was started, in seconds since the epoch. An ``exec`` since then does not count."""
     now = time.time()

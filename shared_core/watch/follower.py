@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import statistics
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from shared_core.watch.view import JobView, Live, view_of
 
 #: A view is this old at most, in seconds; who asks sooner is given the same again.
 FRESH_S = 0.2
+#: Points of a series; where there are more, every other one goes, and later ones are as far apart.
+_POINTS = 240
 _MOST_BYTES = 1 << 24
 
 
@@ -75,6 +79,10 @@ class Follower:
         self._view: JobView | None = None
         self._paces: dict[int, Pace] = {}
         self._disk_bytes = 0
+        self._used: dict[int, tuple[float, float]] = {}
+        self._usage: dict[int, tuple[float | None, int]] = {}
+        self._series: list[tuple[float, float | None, float | None]] = []
+        self._apart_s = 1.0
 
     def view(self) -> JobView:
         """What there is to see now.
@@ -117,7 +125,29 @@ class Follower:
         for event in self._of_the_run():
             ranks.take(event)
         states = {one.pid: process.state_of(one.pid) for one in ranks.held.values() if one.pid is not None}
-        return Live(now, is_held(folder), self._card, self._paces, states, self._disk_bytes)
+        self._measure(now, states)
+        return Live(now, is_held(folder), self._card, self._paces, states, self._disk_bytes, self._usage, self._series)
+
+    def _measure(self, now: float, pids: Iterable[int]) -> None:
+        """Add to what is known of processes and paces."""
+        found = {pid: used for pid in pids if (used := process.usage(pid)) is not None}
+        for pid, (seconds, size) in found.items():
+            before = self._used.get(pid)
+            if before is None or now - before[0] >= 1.0:
+                took = now - before[0] if before is not None else 0.0
+                cores = max(0.0, seconds - before[1]) / took if before is not None and took > 0 else None
+                self._used[pid], self._usage[pid] = (now, seconds), (cores, size)
+        for gone in self._used.keys() - found.keys():
+            del self._used[gone], self._usage[gone]
+        if self._series and now - self._series[-1][0] < self._apart_s:
+            return
+        speeds = [speed for pace in self._paces.values() if (speed := pace.steps_per_s(now)) is not None]
+        losses = [pace.loss for _, pace in sorted(self._paces.items()) if pace.loss is not None]
+        if speeds or losses:
+            self._series.append((now, statistics.median(speeds) if speeds else None, losses[0] if losses else None))
+        if len(self._series) > _POINTS:
+            del self._series[1::2]
+            self._apart_s *= 2
 
 
 def _paces(job_dir: Path) -> list[tuple[Path, Pace]]:

@@ -107,6 +107,7 @@ class SeenFailure:
         detected: when it was noticed.
         cause: in words.
         pid: of the worker.
+        last_words: the end of its traceback or log; empty if nobody has them.
         replacement: pid of the one that took its place.
         started: when that one began.
         joined: when that one had joined.
@@ -117,6 +118,7 @@ class SeenFailure:
     detected: float
     cause: str
     pid: int | None
+    last_words: str = ""
     replacement: int | None = None
     started: float | None = None
     joined: float | None = None
@@ -140,7 +142,8 @@ class SeenFailures:
         if event.kind == "failed":
             self._close(rank, event.time)
             cause = str(said.get("cause", ""))
-            one = SeenFailure(rank, float(said.get("detected", event.time)), cause, _pid(said.get("pid")))
+            detected, words = float(said.get("detected", event.time)), _word(said.get("last_words"))
+            one = SeenFailure(rank, detected, cause, _pid(said.get("pid")), words)
             self.all.append(one)
             self._open[rank] = one
         elif event.kind == "start":

@@ -60,7 +60,7 @@ def drawn(view: JobView) -> Group:
     head = Text(headline(view), style=f"bold {color}")
     parts: list[Panel | Table] = [Panel(about, title=head, title_align="left", border_style=color)]
     if view.workers:
-        table = _table(WORKER_COLUMNS, right=(0, 2, 3, 4, 6, 7))
+        table = _table(WORKER_COLUMNS, right=(0, 2, 3, 4, 5, 6, 8, 9))
         for one in view.workers:
             first, phase, *rest = worker_cells(one)
             table.add_row(Text(first), Text(phase, style=_PHASES.get(RankPhase(phase), "")), *map(Text, rest))

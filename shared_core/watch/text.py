@@ -12,7 +12,7 @@ from shared_core.watch.view import FailureView, JobView, WorkerView
 
 #: Most failures that are shown.
 SHOWN = 8
-WORKER_COLUMNS = ("rank", "phase", "step", "steps/s", "pid", "machine", "log", "failed")
+WORKER_COLUMNS = ("rank", "phase", "step", "steps/s", "cores", "memory", "pid", "machine", "log", "failed")
 FAILURE_COLUMNS = ("when", "rank", "cause", "pid", "replacement", "joined after", "stall")
 
 
@@ -43,18 +43,27 @@ def facts(view: JobView) -> list[tuple[str, str]]:
     causes = ", ".join(f"{count} {visible(kind)}" for kind, count in view.failures_by_kind.items())
     stall = in_seconds(view.stall_s) if view.stall_s else "none"
     found = [
-        ("workers", f"{view.present} of {view.world_size}"),
+        ("workers", f"{view.world_size}" if view.over else f"{view.present} of {view.world_size}"),
         (
             "generation",
             f"{view.generation}" + (f", all workers started again {count(view.restarts)}" if view.restarts else ""),
         ),
-        ("step", "-" if view.step is None else f"{view.step}, {pace(view.steps_per_s)} steps/s"),
+        ("step", "-" if view.step is None else f"{view.step}{_progress(view)}, {pace(view.steps_per_s)} steps/s"),
+        *([("training loss", f"{view.loss:.6g}")] if view.loss is not None else []),
+        *([("goodput", f"{view.goodput:.1%}")] if view.goodput is not None else []),
         ("failures", f"{failed} ({causes})" if failed else "0"),
         ("stalls", stall + (f"; now for {in_seconds(view.stalled_s)}" if view.stalled_s else "")),
         ("checkpoint", checkpoint(view)),
         ("message logs", f"{in_bytes(view.log_bytes)} in memory, {in_bytes(view.disk_bytes)} on disk"),
     ]
     return found if view.host else [pair for pair in found if pair[0] not in ("step", "message logs")]
+
+
+def _progress(view: JobView) -> str:
+    if not view.steps or view.step is None:
+        return ""
+    left = f", {span(view.left_s)} left" if view.left_s is not None else ""
+    return f" of {view.steps} ({min(1.0, view.step / view.steps):.0%}{left})"
 
 
 def checkpoint(view: JobView) -> str:
@@ -72,6 +81,8 @@ def worker_cells(one: WorkerView) -> tuple[str, ...]:
         one.phase,
         "-" if one.step is None else str(one.step),
         pace(one.steps_per_s),
+        "-" if one.cores is None else f"{one.cores:.1f}",
+        "-" if one.memory_bytes is None else in_bytes(one.memory_bytes),
         "-" if one.pid is None else str(one.pid),
         visible(one.host) or "-",
         "-" if one.log_bytes is None else in_bytes(one.log_bytes),

@@ -42,6 +42,8 @@ class Live:
         paces: of the workers of this machine, by rank.
         states: of processes of this machine, by pid, as in ``/proc/PID/stat``; None for one that is gone.
         disk_bytes: what the message logs of this machine take on disk.
+        usage: of processes of this machine, by pid: cores in use, None before there are two looks; bytes of memory.
+        series: time, steps a second and training loss, as they were seen since somebody watches; None where unknown.
     """
 
     now: float
@@ -50,6 +52,8 @@ class Live:
     paces: Mapping[int, Pace] = field(default_factory=dict)
     states: Mapping[int, str | None] = field(default_factory=dict)
     disk_bytes: int = 0
+    usage: Mapping[int, tuple[float | None, int]] = field(default_factory=dict)
+    series: Sequence[tuple[float, float | None, float | None]] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class WorkerView:
         steps_per_s: over the last batches.
         log_bytes: memory of its message logs.
         failures: how often the rank failed.
+        cores: of the processor in use; None if unknown.
+        memory_bytes: that its process holds; None if unknown.
     """
 
     rank: int
@@ -77,6 +83,8 @@ class WorkerView:
     steps_per_s: float | None = None
     log_bytes: int | None = None
     failures: int = 0
+    cores: float | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,7 @@ class FailureView:
         replacement: pid of the worker that took its place; None if there is none yet.
         back_s: seconds until the replacement had joined; None if it has not.
         stall_s: longest stall of another worker for it, in seconds; None while it lasts.
+        last_words: the end of its traceback, or of its log; empty if nobody has them.
     """
 
     rank: int
@@ -103,6 +112,7 @@ class FailureView:
     replacement: int | None = None
     back_s: float | None = None
     stall_s: float | None = None
+    last_words: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,6 +172,11 @@ class JobView:
         world_size: workers that there are to be.
         step: batches begun by the worker of this machine that is furthest; None if unknown.
         steps_per_s: median of the workers of this machine; None if unknown.
+        steps: that there will be in all, as far as the loops say; None if unknown.
+        left_s: until then, in seconds; None if unknown.
+        loss: the newest training loss; None if nobody told one.
+        goodput: share of the time since the first batch in which no worker waited for a recovery; None before it.
+        series: see :class:`Live`.
         stall_s: all stalls that are over, the longest worker of each, together, in seconds.
         stalled_s: how long the stall under way has lasted, 0 without one, in seconds.
         restarts: how often all workers have started again.
@@ -191,6 +206,11 @@ class JobView:
     world_size: int
     step: int | None
     steps_per_s: float | None
+    steps: int | None
+    left_s: float | None
+    loss: float | None
+    goodput: float | None
+    series: tuple[tuple[float, float | None, float | None], ...]
     stall_s: float
     stalled_s: float
     restarts: int
@@ -239,6 +259,13 @@ def view_of(events: Sequence[Event], live: Live) -> JobView:
     kinds = [one.kind for one in failed]
     answers = ["resize" if " to " in one.answer else one.answer for one in over]
     warnings = [(event.time, str(event.fields.get("message", ""))) for event in events if event.kind == "warning"]
+    ended = end.time if end is not None else events[-1].time if state == "gone" and events else None
+    step = max((one.step for one in mine if one.step is not None), default=None)
+    speed = statistics.median(paces) if paces else None
+    steps = max((pace.expected for pace in live.paces.values()), default=0) or None
+    stall_s, stalled_s = sum(one.longest_stall_s or 0.0 for one in over), _stalled(found, state, live.now)
+    first = next((event.time for event in events if event.kind == "began"), None)
+    trained_s = (live.now if ended is None else ended) - first if first is not None else 0.0
     return JobView(
         run=events[0].run if events else card.run,
         name=card.name or _first(events, "start", "run_id", ""),
@@ -248,13 +275,18 @@ def view_of(events: Sequence[Event], live: Live) -> JobView:
         reason=str(end.fields.get("reason") or end.fields.get("result", "")) if end and state == "failed" else "",
         now=live.now,
         begun=events[0].time if events else card.begun or live.now,
-        ended=end.time if end is not None else events[-1].time if state == "gone" and events else None,
+        ended=ended,
         generation=ranks.generation,
         world_size=ranks.world_size,
-        step=max((one.step for one in mine if one.step is not None), default=None),
-        steps_per_s=statistics.median(paces) if paces else None,
-        stall_s=sum(one.longest_stall_s or 0.0 for one in over),
-        stalled_s=_stalled(found, state, live.now),
+        step=step,
+        steps_per_s=speed,
+        steps=steps,
+        left_s=max(0, steps - step) / speed if steps and step is not None and speed and ended is None else None,
+        loss=next((pace.loss for _, pace in sorted(live.paces.items()) if pace.loss is not None), None),
+        goodput=max(0.0, 1 - (stall_s + stalled_s) / trained_s) if trained_s > 0 else None,
+        series=tuple(live.series),
+        stall_s=stall_s,
+        stalled_s=stalled_s,
         restarts=sum(event.kind == "restart" for event in events),
         resizes=sum(event.kind == "resize" for event in events),
         failures_by_kind={kind: kinds.count(kind) for kind in sorted(set(kinds))},
@@ -284,6 +316,7 @@ def _worker(rank: int, held: HeldRank, live: Live, ended: bool) -> WorkerView:
     pace = live.paces.get(rank) if here else None
     phase = _phase(held, here, pace, live, ended)
     trains = phase in (RankPhase.TRAINING, RankPhase.WAITING)
+    used = live.usage.get(held.pid, (None, None)) if here and held.pid is not None and not ended else (None, None)
     return WorkerView(
         rank=rank,
         phase=phase,
@@ -294,6 +327,8 @@ def _worker(rank: int, held: HeldRank, live: Live, ended: bool) -> WorkerView:
         steps_per_s=pace.steps_per_s(live.now) if pace is not None and trains else None,
         log_bytes=pace.log_bytes if pace is not None else None,
         failures=held.failures,
+        cores=used[0],
+        memory_bytes=used[1],
     )
 
 
@@ -355,6 +390,7 @@ def _failures(failures: SeenFailures, found: Sequence[Recovery]) -> list[Failure
             replacement=one.replacement,
             back_s=None if one.joined is None else one.joined - one.detected,
             stall_s=stalls.get((one.rank, one.detected)),
+            last_words=one.last_words,
         )
         for one in failures.all
     ]

@@ -59,7 +59,10 @@ def test_a_mistake_in_the_program_is_not_tried_again() -> None:
     mistake = RaisedError("ConfigError: no such option\nat all", "train.py:3")
     end = FailureBook(budget=100).judge(death(code=1, error=mistake))
     assert (end.action, end.first and end.first.error) == ("end", mistake)
-    assert end.reason == "rank 1 raised ConfigError: no such option at all (at train.py:3), as any replacement would"
+    assert end.reason == (
+        "rank 1 raised ConfigError: no such option at all (at train.py:3); "
+        "a replacement would fail the same way, so the job stops"
+    )
 
 
 def test_exceptions_elsewhere_or_after_progress_are_not_the_same() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from util import run
 
 from shared_core.worker.start import preload
@@ -125,3 +126,22 @@ def test_a_worker_that_is_told_to_end_at_its_first_instant_ends(tmp_path: Path) 
     job = run(tmp_path, "print('ran')", options=["--preload", "strikes"], env={"PYTHONPATH": str(tmp_path)}, nproc=1)
     assert job.code == 0 and job.stdout == "ran\n", job.stderr
     assert [event.fields["cause"] for event in job.of("failed")] == ["killed by SIGTERM"], job.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "nothing"),
+    [
+        ("import os, json\nfrom shared_core.worker import link\n", True),
+        ("import os.path", True),
+        ("import torch", False),
+        ("from torch.nn import Linear", False),
+        ("from .train import main", False),
+        ("import importlib\nimportlib.import_module('torch')", False),
+        ("exec(open('train.py').read())", False),
+        ("def broken(", False),
+    ],
+)
+def test_a_script_that_trains_nothing_waits_for_no_groups(source: str, nothing: bool, tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(source)
+    assert preload.trains_nothing(script) is nothing

@@ -52,6 +52,12 @@ def test_lines_of_workers_that_the_launcher_passes_on_have_a_prefix(tmp_path: Pa
     assert len(lines) == 2 and all(line.startswith("[default0]:") for line in lines), job.stdout
 
 
+def test_prefix_names_the_rank_of_each_line(tmp_path: Path) -> None:
+    job = run(tmp_path, "import os\nprint('this is', os.environ['RANK'])", options=["--prefix"])
+    assert job.code == 0, job.stderr
+    assert sorted(job.stdout.splitlines()) == ["[rank 0] this is 0", "[rank 1] this is 1"]
+
+
 def test_a_line_is_written_whole(tmp_path: Path) -> None:
     """Workers share one pipe; without this, many a line ends in the line of another worker."""
     script = """

@@ -32,6 +32,22 @@ def test_a_script_that_knows_nothing_of_it_survives(jobs: Jobs, tmp_path: Path) 
     assert starts == [4, 6], "the options of the section are in force"
 
 
+def test_a_section_that_the_script_makes_at_run_time(jobs: Jobs, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    args = ["--deepspeed_config", str(path), "--add"]
+    result = jobs.check("pipe_config.py", faults=[Fault(1, 5, "pipe.forward", "SIGKILL", 2)], args=args)
+    assert {report["extra"]["engine"] for report in result.reports.values()} == {"SwiftPipelineEngine"}
+
+
+def test_an_option_that_the_launcher_cannot_see_is_refused(jobs: Jobs, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(CONFIG))
+    result = jobs.run("pipe_config.py", args=["--deepspeed_config", str(path), "--add", "7"])
+    assert result.status == 1, result.tail()
+    assert "seed=7 is set in the script alone" in result.stderr and "SWIFT_RECOVERY_SEED=7" in result.stderr
+
+
 def test_where_the_section_is_looked_for(tmp_path: Path) -> None:
     script, config = tmp_path / "train.py", tmp_path / "ds.json"
     config.write_text('{"swift_recovery": {"seed": 3}}')

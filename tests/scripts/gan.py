@@ -20,9 +20,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from shared_core.worker.sharded.leftover import LeftoverShards
 from tests.support.digest import training_digest
 from tests.support.report import Report, end_group, generators_digest
-from shared_core.worker.sharded.leftover import LeftoverShards
 
 BASELINE = bool(os.environ.get("SWIFT_BASELINE"))
 

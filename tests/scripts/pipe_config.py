@@ -24,6 +24,7 @@ from tests.support.report import Report, generators_digest
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed_config")
+    parser.add_argument("--add", nargs="?", const=0, type=int, help="add the section at run time, with this seed")
     args = parser.parse_args()
     report = Report()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -38,7 +39,11 @@ def main() -> None:
         LayerSpec(nn.Linear, 16, 16),
     ]
     net = PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
-    engine, optimizer, _, _ = deepspeed.initialize(model=net, config=args.deepspeed_config)
+    config = args.deepspeed_config
+    if args.add is not None and not os.environ.get("SWIFT_BASELINE"):
+        name = "_".join(("swift", "recovery"))  # nowhere in the source
+        config = json.loads(open(config).read()) | {name: {"seed": args.add} if args.add else {}}
+    engine, optimizer, _, _ = deepspeed.initialize(model=net, config=config)
     torch.manual_seed(dist.get_rank())
     random.seed(0)
     np.random.seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,13 @@ from shared_core.worker.comm.runtime import Runtime
 #: What torch gives operations by default.
 _TIMEOUT = timedelta(minutes=30)
 _runtime: Runtime | None = None
+#: Makes the runtime with the program's first group, in this process only; None where it is there, or nothing is wanted.
+_make: Callable[[], Runtime] | None = None
+_owner = 0
+#: The backend of a group that was left to torch because nobody had asked; empty if there is none.
+_left = ""
+#: The program has asked for groups that survive: one that cannot is an error, and not torch's own.
+_asked = False
 #: What groups are asked for that become swift ones.
 _TAKEN = frozenset({"undefined", "gloo", "swift", "nccl", "cpu:gloo", "cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:swift"})
 
@@ -26,13 +34,40 @@ def install(runtime: Runtime) -> None:
     """Make every gloo group that is created from now on a swift one. A second call does nothing, whatever its runtime.
 
     Raises:
-        Unsupported: this version of torch cannot be used.
+        Unsupported: this version of torch cannot be used, or there is a group that cannot survive.
     """
-    global _runtime
+    global _runtime, _asked
+    _asked = True
+    if _left:
+        raise _refused(_left)
     if _runtime is not None:
         return
-    check_version(compat.TESTED, compat.NAMES)
+    prepared = _make is not None
+    if not prepared:
+        check_version(compat.TESTED, compat.NAMES)
     _runtime = runtime
+    if not prepared:
+        _patch()
+
+
+def prepare(make: Callable[[], Runtime]) -> None:
+    """As :func:`install`, for a program that may not ask for it: ``make`` is called when it makes its first group, and
+    what cannot be a swift group is torch's own. Nothing is done for a torch that cannot be used.
+    """
+    global _make, _owner
+    try:
+        check_version(compat.TESTED, compat.NAMES)
+    except Unsupported:
+        return  # it is said where the program asks
+    _make, _owner = make, os.getpid()
+    _patch()
+
+
+def _refused(backend: str) -> Unsupported:
+    return Unsupported(f"a process group of backend {backend} is made, {REFUSED}")
+
+
+def _patch() -> None:
     if not compat.is_registered("swift"):
         dist.Backend.register_backend("swift", _create, extended_api=True, devices=["cpu"])
     compat.replace_group_creation(_new_process_group)
@@ -41,11 +76,20 @@ def install(runtime: Runtime) -> None:
 
 def _new_process_group(torch_helper: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """A group that asks for "swift" and is recorded as "gloo"; see :func:`compat.replace_group_creation`."""
+    global _runtime, _left
+    if not _asked and os.getpid() != _owner:
+        return torch_helper(**given)  # of a child of the worker, which is a job of its own
+    if _runtime is None:
+        assert _make is not None
+        _runtime = _make()
     backend = str(given["backend"] or "undefined").lower()
-    assert _runtime is not None
     if runs_on_devices(backend) and not _runtime.stages:
         if not _runtime.restarts:
-            raise Unsupported(f"a process group of backend {given['backend'] or 'nccl'} is made, {REFUSED}")
+            wanted = str(given["backend"] or "nccl")
+            if _asked:
+                raise _refused(wanted)
+            _left = wanted
+            return torch_helper(**given)
         return _beside(torch_helper, given)
     if backend not in _TAKEN:
         return torch_helper(**given)

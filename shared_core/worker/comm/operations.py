@@ -224,10 +224,10 @@ class Operations:
         if not same_call(called, op.signature):
             raise state.end(
                 ReplayDivergence(
-                    f"rank {state.rank} takes over from a failed worker and calls {describe(op.signature)} as "
-                    f"operation {op.seq} of group {group.name!r} from {state.place.now}, but the failed worker had "
-                    f"called {describe(called)} there. The training code must do the same when it is run again: seed "
-                    "every random number, and do not branch on time or on files the run itself writes."
+                    f"at {state.place.now}, the replacement of rank {state.rank} called {describe(op.signature)}, and "
+                    f"the failed worker {describe(called)}: the script takes another branch when it is run again. "
+                    "Likely causes: an unseeded random number, a branch on the time or on files that the run itself "
+                    f"writes. (Operation {op.seq} of group {group.name!r}.)"
                 )
             )
         op.serve(results)
@@ -248,11 +248,11 @@ class Operations:
         if expected is not None and expected != op.checksum and state.listener.exact():
             raise state.end(
                 ReplayDivergence(
-                    f"rank {state.rank} takes over from a failed worker, and its input to operation {op.seq} of group "
-                    f"{group.name!r} ({describe(op.signature)}, from {state.place.now}) has checksum "
-                    f"{op.checksum:08x}, the failed worker's had {expected:08x}. The training code computed something "
-                    "else when it was run again: an unseeded or unregistered random number, or state that was not "
-                    "registered (job.register)."
+                    f"at {state.place.now}, the replacement of rank {state.rank} computed another "
+                    f"{'gradient' if compat.in_backward() else 'value'} than the failed worker: training is not "
+                    "deterministic here. Likely causes: an unseeded or unregistered random number, or state that is "
+                    f"not registered (job.register). (Input to operation {op.seq} of group {group.name!r}, "
+                    f"{describe(op.signature)}: checksum {op.checksum:08x}, and {expected:08x} before.)"
                 )
             )
         state.listener.publish_checksum(group.id, op.seq, op.checksum)

@@ -22,13 +22,20 @@ class Options:
         self.env, self._runtime, self._start = env, runtime, start
         self._told = env.config.changed
 
-    def check_told(self, options: Mapping[str, Any]) -> None:
-        """Check that the launcher knows the script's options that must be the same in the whole job. Where it was given
-        another value, that one wins. Raises ConfigError that names an option the launcher does not know.
+    def check_told(self, options: Mapping[str, Any], *, late: bool = True) -> None:
+        """See that options of the script which the whole job goes by were told to the launcher. Where it was told
+        another value, that one wins.
+
+        Args:
+            options: of the script, by name.
+            late: the caller sees to those that a script may say alone.
+
+        Raises:
+            ConfigError: names one that was not.
         """
         options = full_names(options)
         wanted = SwiftConfig.from_dict(options)
-        for name in options.keys() - SCRIPT_OPTIONS - self._told.keys():
+        for name in options.keys() - (SCRIPT_OPTIONS if late else set()) - self._told.keys():
             value = wanted.get(name)
             if value != self.env.config.get(name):
                 raise ConfigError(f"rank {self.env.rank}: {name}={value!r}{NOT_TOLD.format(variable_of(name), value)}")

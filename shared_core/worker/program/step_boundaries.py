@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.worker.comm.places import ProgramPlace
@@ -40,6 +42,17 @@ class StepBoundaries:
         self._progress, self._reporter, self._publishing, self._joining = progress, reporter, publishing, joining
         self._place, self._resizes, self._log_bytes = place, resizes, log_bytes
         self._deferred = 0
+        self._loss: torch.Tensor | float | None = None
+
+    def note_loss(self, loss: torch.Tensor | float) -> None:
+        """The training loss of this batch, for those who watch the job: told at the next step boundary, where a tensor
+        of the host has its value. One of another device is not waited for.
+        """
+        self._loss = loss.detach() if isinstance(loss, torch.Tensor) else loss
+
+    def expect(self, left: int) -> None:
+        """So many step boundaries are still to come, if nothing changes."""
+        self._progress.expect(left)
 
     def batch(self, accumulating: bool, epoch: int | None) -> bool:
         """See :meth:`Job.step_boundary`."""
@@ -79,6 +92,10 @@ class StepBoundaries:
         return False
 
     def _pass(self, epoch: int | None) -> None:
+        if (loss := self._loss) is not None:
+            self._loss = None
+            if not isinstance(loss, torch.Tensor) or (loss.is_cpu and loss.numel() == 1):
+                self._progress.loss(float(loss))
         self._position.boundaries += 1
         self._place.step(epoch)
         self._progress.boundary(self._position.boundaries, self._log_bytes())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
@@ -17,9 +20,8 @@ _GRACE = 7
 _LOG_BYTES = 1 << 30
 
 NOTHING_ATTACHED = (
-    "a DistributedDataParallel module is trained and nothing is attached: the job trains as without swift-recovery, "
-    "and a failed worker is not replaced: all workers start again. Write 'job = shared_core.attach(model, optimizer)' "
-    "after DistributedDataParallel"
+    "nothing is attached: the job trains as without swift-recovery, and a failed worker is not replaced: all workers "
+    "start again. To have it replaced, call shared_core.attach(model, optimizer) before training (docs/loops.md)"
 )
 
 _TOO_MUCH = (
@@ -36,12 +38,27 @@ class Unmarked:
         self._position, self._runtime = position, runtime
         self._limit = budget_bytes or _LOG_BYTES
         self._tell: Callable[[], None] = lambda: None
-        self._boundaries = self._updates = self._spilled = 0
+        self._boundaries = self._updates = self._spilled = self._unattached = 0
+        self._counted = False
         self.irreplaceable = ""
 
     def listen(self, tell: Callable[[], None]) -> None:
         """``tell`` is called once for each stretch of too many updates without a step boundary."""
         self._tell = tell
+
+    def await_attach(self) -> None:
+        """The program has not asked to survive failures, and may never: count its updates until it attaches what it
+        trains.
+        """
+        register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        # A hook cannot be taken away while hooks are called, so it stays.
+        if self._counted or self._position.boundaries or self._unattached >= _LATER:
+            return
+        self._unattached += 1
+        if self._unattached == _LATER:
+            self.trains_unattached()
 
     def updated(self) -> None:
         """Call after each update; raises Unsupported if the log has outgrown its limit without a step boundary."""
@@ -51,6 +68,7 @@ class Unmarked:
                 0,
                 self._runtime.results.spilled_bytes,
             )
+        self._counted = True
         self._updates += 1
         most = _LATER if self._boundaries else _FIRST
         if self._updates < most:
@@ -62,7 +80,7 @@ class Unmarked:
             raise Unsupported(_TOO_MUCH.format(self._runtime.rank, self._updates, log_bytes, self._limit))
 
     def trains_unattached(self) -> None:
-        """A ``DistributedDataParallel`` module is trained and nothing is attached: drop the logs, keep none."""
+        """The program trains, and nothing is attached: drop the logs, keep none from now on."""
         if self.irreplaceable:
             return
         self.irreplaceable = NOTHING_ATTACHED

@@ -90,6 +90,26 @@ def modules_for(script: Path | None, extra: Iterable[str] = ()) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
+def trains_nothing(script: Path | None) -> bool:
+    """Whether a script imports the standard library and this product alone, and nothing by a name that it makes."""
+    if script is None:
+        return False
+    try:
+        with open_regular(script) as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0] if not node.level else "")
+        elif isinstance(node, ast.Name):
+            found.update({node.id} & {"__import__", "exec", "eval"})
+    return found <= (sys.stdlib_module_names | _OURS) - {"importlib", "runpy"}
+
+
 def beside(folder: Path) -> set[str]:
     """Names of the modules and packages in a folder; empty if it cannot be read."""
     found = set()

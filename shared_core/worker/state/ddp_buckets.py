@@ -110,8 +110,8 @@ class Buckets:
             return
         if number is None:
             raise ConfigError(
-                f"rank {self._runtime.rank}: a DistributedDataParallel module is trained that job.attach() was not "
-                "given: pass it the wrapper, not only the module inside"
+                f"rank {self._runtime.rank}: a DistributedDataParallel module is trained that is not attached: call "
+                "shared_core.attach(model, optimizer) before training, with the wrapper and not the module inside"
             )
         self._settled.add(number)
         first = self._first.get(number)
