@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import Unsupported
+from shared_core.worker.state.layers import Layers
 from shared_core.worker.state.replicated import Replicated
 
 
@@ -20,6 +21,9 @@ class Attached:
         modules: all that are attached.
         replicated: their parameters, and the optimizers.
         alike: all ranks have the same modules; else groups are known by their number only, and modes by nothing.
+
+    Attributes:
+        layers: what is not a tensor in them.
     """
 
     def __init__(self, modules: Sequence[nn.Module], replicated: Replicated, *, alike: bool = True) -> None:
@@ -35,6 +39,7 @@ class Attached:
                 if id(child) not in seen:
                     seen.add(id(child))
                     self._owners.append((f"{number}.{path}.", child))
+        self.layers = Layers(dict(self._owners))
         self._owners += [(f"{number}.wrapper.", each) for number, each in wrappers.items()]
 
     # -- buffers ---------------------------------------------------------------------------------------
@@ -49,7 +54,8 @@ class Attached:
         }
 
     def restore_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Put values of buffers in place, or in the place of what is there where their shapes differ.
+        """Put values of buffers in place, or in the place of what is there where their shapes differ. Buffers that the
+        script has registered since are added.
 
         Raises:
             Unsupported: for what an earlier version has written.
@@ -59,9 +65,13 @@ class Attached:
                 "this checkpoint was made by an earlier version of swift-recovery: start from scratch with "
                 "checkpoint.resume='never'"
             )
+        added: dict[str, list[str]] = {}
+        for where in values:
+            path, dot, name = where.rpartition(".")
+            added.setdefault(path + dot, []).append(name)
         for path, owner in self._owners:
-            for name, buffer in owner._buffers.items():
-                value = values.get(f"{path}{name}")
+            for name in [*owner._buffers, *added.get(path, ())]:
+                buffer, value = owner._buffers.get(name), values.get(f"{path}{name}")
                 if value is None:
                     continue
                 if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
