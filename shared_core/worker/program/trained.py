@@ -26,7 +26,7 @@ from shared_core.worker.sharded.support import refuse, sharded_modules
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import ForwardRecorder
-from shared_core.worker.state.layers import Layers
+from shared_core.worker.state.layers import LAYERS_OFF, Layers
 from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.local_state import Parts
 from shared_core.worker.state.overlapped import Overlapped, check
@@ -225,7 +225,8 @@ class Trained:
         register("swift.ddp", self._buckets.flags, self._buckets.set_flags)
         self._runtime.sum_buckets(self._config.state.verify_checksums and not self._buckets.may_be_unused)
         register("swift.buffers", attached.buffers, attached.restore_buffers, forward_mutated=True)
-        layers = attached.layers if whole else Layers({})  # others replace parameters by themselves
+        off = not whole or os.environ.get(LAYERS_OFF)  # frameworks replace sharded parameters by themselves
+        layers = Layers({}) if off else attached.layers
         register("swift.layers", layers.changes, lambda theirs: self._compare_layers(theirs, layers.changes()))
         register("swift.attributes", layers.attributes, layers.restore_attributes)
         register("swift.unsaved", layers.unsaved, layers.restore_unsaved)

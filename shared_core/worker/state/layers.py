@@ -16,8 +16,12 @@ from torch import nn
 from shared_core.worker.variables.kinds import FRAMEWORKS, root_of
 from shared_core.worker.variables.writer import MODULE_PARTS
 
+#: For tests: layers are left alone.
+LAYERS_OFF = "SWIFT_TEST_NO_LAYERS"
 _LIBRARIES = FRAMEWORKS | {"torch"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+#: So many changes are told.
+_NAMED = 3
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -115,9 +119,11 @@ class Layers:
         now = chain.from_iterable(map(dict.values, self._tables))
         if sum(map(len, self._counts)) == self._counted_first and _same(now, self._parts):
             return ""
-        return "; ".join(chain.from_iterable(self._changes_of(path, each) for path, each in self._layers.items()))
+        found = list(chain.from_iterable(self._changes_of(path, each) for path, each in self._layers.items()))
+        return "; ".join(found[:_NAMED] + [f"and {len(found) - _NAMED} more"] * (len(found) > _NAMED))
 
     def _changes_of(self, path: str, layer: nn.Module) -> Iterator[str]:
+        name_of = path.partition(".")[2]
         for what, before, now in (
             ("parameter", self._parameters[path], layer._parameters),
             ("layer", self._children[path], layer._modules),
@@ -126,10 +132,11 @@ class Layers:
                 old, new = before.get(name), now.get(name)
                 if old is not new and (what == "parameter" or _holds_tensors(old) or _holds_tensors(new)):
                     verb = "added" if old is None else "removed" if new is None else "replaced"
-                    yield f"{what} {path}{name} was {verb}"
-        before, now = self._hooks[path], self._hooks_of(layer)
-        yield from (f"hook {name} was added to {path}" for name in now if now.count(name) > before.count(name))
-        yield from (f"hook {name} was removed from {path}" for name in before if before.count(name) > now.count(name))
+                    yield f"{what} {name_of}{name} was {verb}"
+        hooks, here = self._hooks[path], self._hooks_of(layer)
+        where = name_of.rstrip(".") or "the model"
+        yield from (f"hook {name} was added to {where}" for name in here if here.count(name) > hooks.count(name))
+        yield from (f"hook {name} was removed from {where}" for name in hooks if hooks.count(name) > here.count(name))
 
     def unsaved(self) -> list[str]:
         """Buffers that were registered since, with ``persistent=False``."""

@@ -1,0 +1,46 @@
+"""Layers that a script changes while it trains, and scripts that attach one model after the other."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Jobs
+
+from shared_core.faults import Fault
+from shared_core.testing.runner import Mismatch, compare
+from shared_core.worker.state.layers import LAYERS_OFF
+
+#: Parts of the script, and where workers fail in them: an epoch has five batches and six step boundaries.
+CASES: dict[str, list[Fault]] = {
+    "attributes": [Fault(1, 9, "bucket", "SIGKILL"), Fault(0, 15, "forward", "SIGKILL")],
+    "buffers": [Fault(0, 9, "bucket", "SIGKILL")],
+    "folds": [Fault(1, 9, "bucket", "SIGKILL"), Fault(0, 32, "forward", "SIGKILL")],
+}
+
+
+@pytest.mark.parametrize("part", CASES)
+def test_what_changes_is_put_back(part: str, jobs: Jobs) -> None:
+    jobs.check("layers.py", args=[part], faults=CASES[part])
+
+
+def test_without_it_a_replacement_ends_otherwise(jobs: Jobs) -> None:
+    """The control of the tests above and below."""
+    for part in ("attributes", "pruned"):
+        result = jobs.run("layers.py", args=[part], faults=CASES["buffers"], env={LAYERS_OFF: "1"})
+        with pytest.raises(Mismatch):
+            compare(result, jobs.reference("layers.py", args=[part]))
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ("pruned", "the model was changed after attach(): in the failed worker parameter 0.weight was removed"),
+        ("list", "Odd keeps 'norms' as list"),
+    ],
+)
+def test_what_cannot_be_put_back_is_refused_by_name(part: str, reason: str, jobs: Jobs) -> None:
+    """All workers start again, and end as without a failure."""
+    result = jobs.run("layers.py", args=[part], faults=[Fault(0, 9, "bucket", "SIGKILL")])
+    compare(result, jobs.reference("layers.py", args=[part]))
+    [restart] = result.kinds("restart")
+    assert reason in restart.fields["reason"], restart
+    assert "Traceback" not in result.stderr, result.stderr
