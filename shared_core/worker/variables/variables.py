@@ -107,6 +107,15 @@ def _fill(graft: Graft, todo: Iterable[_Change]) -> None:
         scope.put(values)
 
 
+def _elsewhere(rank: int | None, name: str, where: str) -> str:
+    function = name.rpartition(":")[2].partition(" ")[0]
+    return (
+        f"rank {rank}: the failed worker asked for its batch in {function}() ({where}), and its replacement asks "
+        "elsewhere: ask for all batches of a pass at one place, and put what reads ahead inside, as in "
+        "job.steps(Prefetcher(loader))"
+    )
+
+
 class Variables:
     """The variables of one worker's script. Called on the script's own thread only.
 
@@ -475,6 +484,8 @@ class Variables:
             elif kind == "told" and boundary:
                 # A framework tells of it again where it begins; what has changed is named if it does not.
                 self._untold.scopes[scope_name] = wanted, begun is None or scope_name in begun
+            elif kind == "frame" and boundary and origin != "other" and wanted:
+                return _elsewhere(self._rank, scope_name, where)
             elif kind != "told" and wanted:
                 graft.differences.append(Difference(scope_name, "there", "not there", where))
         if graft.differences and boundary and origin != "other":
