@@ -38,6 +38,7 @@ class Record:
         loader_workers: state of each loader worker before the first batch that it has to read again.
         turn: the loader worker that reads the first batch of a stream to be read again.
         stream: state of a loader or data set that can say where it is, before the first batch to be read.
+        contents: what is read, as far as it shows; None where nobody has looked.
     """
 
     epoch: int = 0
@@ -59,6 +60,7 @@ class Record:
     loader_workers: dict[int, Any] = field(default_factory=dict)
     turn: int = 0
     stream: Any = None
+    contents: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """As plain data."""
@@ -156,6 +158,7 @@ def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
             "rereads": None,
             "items_sum": None,
             "stream": None,
+            "contents": None,
         }
         for each in state["iterations"]
     ]

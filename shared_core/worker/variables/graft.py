@@ -22,11 +22,12 @@ from torch import nn
 from shared_core.encoding.unpacking import Numbered, dtype_named
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.randomness import set_generator_state
+from shared_core.worker.variables.attached_memory import shows
 from shared_core.worker.variables.kinds import VALUES, kind_of, name_of, slots_of
 from shared_core.worker.variables.writer import MODULE_PARTS, OF_DATA, Unbound, Writer, attributes_of, state_of
 
 #: Nothing is put into these.
-_AS_HERE = frozenset({"fixed", "ignored", "named", "unbound", "opaque", "large"})
+_AS_HERE = frozenset({"fixed", "view", "ignored", "named", "unbound", "opaque", "large"})
 _PLAIN = (list, dict, set)
 _TEXT = 60
 
@@ -159,6 +160,13 @@ class Graft:
                     return found
             if not same:
                 self._differ(path, f"a {short(cls)}", old)
+            return old
+        if kind == "view":
+            name, *place = parts
+            owner = self._named.get(name, MISSING)
+            if isinstance(owner, torch.Tensor):
+                return shows(owner, *place, old)
+            self._differ(path, f"a view of what is attached ({name})", old)
             return old
         if kind == "large":
             mine = self._writer.describe("large", _Shown(old)) if old is not MISSING else ()

@@ -233,6 +233,8 @@ class Variables:
             self._parts[f"optimizer {number}"] = optimizer
         for name, each in self._parts.items():
             self._writer.parts[id(each)] = name
+        bare = [each.module if isinstance(each, nn.parallel.DistributedDataParallel) else each for each in modules]
+        self._writer.memory.attach({str(number): each for number, each in enumerate(bare)}, optimizers)
 
     # -- at step boundaries -------------------------------------------------------------------------------------------
 
@@ -248,6 +250,7 @@ class Variables:
             return self._held[0]
         begun = time.thread_time()
         scopes = self._find(sys._getframe(1))
+        self._writer.memory.refresh()
         now = self._write(scopes)
         if (took := time.thread_time() - begun) > _DEAR_S:
             self._dear += 1
@@ -466,9 +469,11 @@ class Variables:
         if missing and origin != "other" and import_again(missing):
             here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
-        graft = Graft(rows, self._writer, self._named | self._parts)
+        graft = Graft(rows, self._writer, self._named | self._parts | self._writer.memory.named())
         todo: list[_Change] = []
-        self._untold = _Untold(graft, origin)
+        untold = _Untold(graft, origin)
+        if boundary:
+            self._untold = untold
         for scope_name, kind, where, names, theirs in values:
             scope = here.get(scope_name)
             left = self._writer.ignored
@@ -483,7 +488,7 @@ class Variables:
                 todo += _match(graft, scope, where, wanted)
             elif kind == "told" and boundary:
                 # A framework tells of it again where it begins; what has changed is named if it does not.
-                self._untold.scopes[scope_name] = wanted, begun is None or scope_name in begun
+                untold.scopes[scope_name] = wanted, begun is None or scope_name in begun
             elif kind == "frame" and boundary and origin != "other" and wanted:
                 return _elsewhere(self._rank, scope_name, where)
             elif kind != "told" and wanted:

@@ -34,6 +34,7 @@ from shared_core.encoding.unpacking import Numbered, array_kind, dtype_named
 from shared_core.loaders.randomness import generator_state
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.generators import python_memory
+from shared_core.worker.variables.attached_memory import AttachedMemory
 from shared_core.worker.variables.kinds import OURS, VALUES, is_bound, kind_of, name_of, of_libraries, root_of, slots_of
 
 #: Bytes of all values together, beyond which the largest are only compared.
@@ -174,6 +175,8 @@ class Writer:
         self.aliases: dict[int, str] = {}
         #: Names of what is attached and its parts, by identity.
         self.parts: dict[int, str] = {}
+        #: Of what is attached, which other tensors may show.
+        self.memory = AttachedMemory()
         #: Types whose objects do not show what they hold, and were among what was written.
         self.dark: set[str] = set()
         #: Whether what is seen for the first time was made by what a replacement runs, too.
@@ -295,6 +298,8 @@ class _Values(_Pickler):
             kind = "unbound"
         elif kind == "bound" and not is_bound(obj):
             kind = "named"
+        elif kind == "tensor" and not self._writer.restored(id(obj)) and self._writer.memory.shown_by(obj) is not None:
+            kind = "view"
         elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
             kind = "fixed"
         self._count += 1
@@ -531,6 +536,7 @@ _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
     "named": lambda _, thing: (name_of(thing),),
     "bound": lambda _, thing: (thing.__name__, thing.__self__),
     "partial": lambda _, thing: (thing.func, thing.args, thing.keywords, thing.__dict__),
+    "view": lambda writer, thing: writer.memory.shown_by(thing) or (),
     "fixed": lambda writer, thing: (writer.aliases.get(id(thing)), writer.parts.get(id(thing))),
     "ignored": lambda _, thing: (),
     "unbound": lambda _, thing: (),
