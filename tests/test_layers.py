@@ -13,6 +13,8 @@ from shared_core.worker.state.layers import LAYERS_OFF
 CASES: dict[str, list[Fault]] = {
     "attributes": [Fault(1, 9, "bucket", "SIGKILL"), Fault(0, 15, "forward", "SIGKILL")],
     "buffers": [Fault(0, 9, "bucket", "SIGKILL")],
+    "views": [Fault(0, 9, "bucket", "SIGKILL"), Fault(1, 15, "forward", "SIGKILL")],
+    "weights": [Fault(0, 15, "bucket", "SIGKILL")],
     "folds": [Fault(1, 9, "bucket", "SIGKILL"), Fault(0, 32, "forward", "SIGKILL")],
 }
 
@@ -44,3 +46,15 @@ def test_what_cannot_be_put_back_is_refused_by_name(part: str, reason: str, jobs
     [restart] = result.kinds("restart")
     assert reason in restart.fields["reason"], restart
     assert "Traceback" not in result.stderr, result.stderr
+
+
+def test_a_pass_over_what_the_model_chose_is_refused_by_name(jobs: Jobs) -> None:
+    """Between two passes a replacement does not have the parameters yet. An epoch has six and three step boundaries."""
+    result = jobs.run("layers.py", args=["between"], faults=[Fault(0, 17, "bucket", "SIGKILL")])
+    assert result.status, result.tail()
+    assert "this pass reads a TensorDataset of 8 with checksum" in result.stderr, result.tail()
+
+
+def test_loaders_are_asked_for_again_as_the_failed_worker_did(jobs: Jobs) -> None:
+    """With ``reload_dataloaders_every_n_epochs`` hooks count, and the data depends on it."""
+    jobs.check("reloaded.py", faults=[Fault(1, 7, "bucket", "SIGKILL"), Fault(0, 9, "forward", "SIGKILL")])

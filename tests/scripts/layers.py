@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import prune
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 import shared_core
 from shared_core.testing.digest import training_digest
@@ -61,6 +61,11 @@ def train(part: str, net: nn.Sequential, report: Report) -> torch.optim.Optimize
     job = shared_core.attach(model, optimizer)
     sampler: DistributedSampler[Any] = DistributedSampler(DATA)
     loader = DataLoader(DATA, 4, sampler=sampler)
+    weights = WeightedRandomSampler(torch.ones(40).tolist(), 20)
+    if part == "weights":
+        loader = DataLoader(DATA, 4, sampler=weights)
+    view = net[0].weight.data if part == "views" else torch.zeros(())
+    best: Any = None
     for epoch in job.epochs(3):
         sampler.set_epoch(epoch)
         for _, x in job.steps(loader):
@@ -70,6 +75,20 @@ def train(part: str, net: nn.Sequential, report: Report) -> torch.optim.Optimize
             optimizer.step()
             if part == "attributes":
                 net[1].momentum *= 0.9
+        if part == "views":  # nothing is copied: what is best follows the model and the optimizer
+            net[3].bias.data += 1e-3 * view.sum()
+            if best is None:
+                best = net.state_dict(), optimizer.state_dict()
+            net.load_state_dict(best[0])
+            optimizer.load_state_dict(best[1])
+        if part == "between":
+            with torch.no_grad():
+                hard = DATA[net(DATA).squeeze(1).argsort()[:8]]
+            for _, (x,) in job.steps(DataLoader(TensorDataset(hard), 4)):
+                (model(x) - 1).square().mean().backward()
+                optimizer.step()
+        if epoch == 0:
+            weights.weights = DATA[:, 0].abs().double()
         if part == "pruned" and epoch == 0:
             prune.l1_unstructured(net[0], "weight", amount=0.3)
     return optimizer

@@ -235,9 +235,9 @@ class Trained:
         register("swift.hyperparameters", attached.groups, attached.restore_groups)
         register(UNOPTIMIZED, self._capture_unoptimized, self._unoptimized.restore)
 
-    def _compare_layers(self, theirs: str, here: str) -> None:
-        if theirs != here:
-            changed = f"in the failed worker {theirs}" if theirs else f"in its replacement alone {here}"
+    def _compare_layers(self, theirs: tuple[str, bool], here: tuple[str, bool]) -> None:
+        if theirs != here or theirs[1]:
+            changed = f"in the failed worker {theirs[0]}" if theirs[0] else f"in its replacement alone {here[0]}"
             self._refuse(
                 f"rank {self._runtime.rank}: the model was changed after attach(): {changed}. A replacement is given "
                 "values, and neither layers, parameters nor hooks: change the model before attach(), or end the loop "

@@ -112,15 +112,19 @@ class Layers:
 
     # -- parts and hooks ----------------------------------------------------------------------------------------------
 
-    def changes(self) -> str:
+    def changes(self) -> tuple[str, bool]:
         """Parts and hooks that layers did not have when they were attached, or have no more, for people; empty if there
-        are none. Buffers that are new are none of them: :class:`.Attached` adds them.
+        are none. Buffers that are new are none of them: :class:`.Attached` adds them. And whether there are parameters
+        that were not attached, whose values nobody publishes.
         """
         now = chain.from_iterable(map(dict.values, self._tables))
         if sum(map(len, self._counts)) == self._counted_first and _same(now, self._parts):
-            return ""
+            return "", False
         found = list(chain.from_iterable(self._changes_of(path, each) for path, each in self._layers.items()))
-        return "; ".join(found[:_NAMED] + [f"and {len(found) - _NAMED} more"] * (len(found) > _NAMED))
+        mine = {id(each) for own in self._parameters.values() for each in own.values()}
+        others = any(id(p) not in mine for layer in self._layers.values() for p in layer.parameters())
+        text = "; ".join(found[:_NAMED] + [f"and {len(found) - _NAMED} more"] * (len(found) > _NAMED))
+        return text, others
 
     def _changes_of(self, path: str, layer: nn.Module) -> Iterator[str]:
         name_of = path.partition(".")[2]

@@ -7,7 +7,9 @@ copies, which no longer follow; so it is said what they show.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -65,10 +67,10 @@ class AttachedMemory:
             for name, buffer in module.named_buffers():
                 yield f"memory {where} {name}", buffer
         for number, optimizer in enumerate(self._optimizers):
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items() if id(parameter) in places else ():
+            for stepped, state in optimizer.state.items():
+                for key, value in state.items() if id(stepped) in places else ():
                     if isinstance(value, torch.Tensor):
-                        yield f"memory {number} {places[id(parameter)]} {key}", value
+                        yield f"memory {number} {places[id(stepped)]} {key}", value
 
     def shown_by(self, tensor: torch.Tensor) -> tuple[str, int, tuple[int, ...], tuple[int, ...]] | None:
         """What a tensor shows: name, offset, sizes and strides; None if it is its own memory."""
@@ -76,13 +78,19 @@ class AttachedMemory:
         name, owner = self._at.get(address, ("", tensor))
         if not name or owner.dtype != tensor.dtype or _address(owner) != address:
             return None
-        return name, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+        return name, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
-def shows(owner: torch.Tensor, offset: int, size: Sequence[int], stride: Sequence[int], old: object) -> torch.Tensor:
-    """A tensor that shows this part of another's memory: ``old`` if it does."""
+def shows(
+    owner: torch.Tensor, offset: int, size: Sequence[int], stride: Sequence[int], old: Any, *, as_array: bool
+) -> Any:
+    """A tensor, or an array, that shows this part of another's memory: ``old`` if it does."""
     made = owner.detach().as_strided(tuple(size), tuple(stride), offset)
-    same = isinstance(old, torch.Tensor) and type(old) is torch.Tensor and not old.requires_grad
-    if same and old.dtype == made.dtype and old.shape == made.shape and old.stride() == made.stride():
+    if as_array:
+        array = made.numpy()
+        alike = isinstance(old, np.ndarray) and old.shape == array.shape and old.strides == array.strides
+        return old if alike and np.may_share_memory(old, array) else array
+    alike = isinstance(old, torch.Tensor) and type(old) is torch.Tensor and not old.requires_grad
+    if alike and old.dtype == made.dtype and old.shape == made.shape and old.stride() == made.stride():
         return old if old.data_ptr() == made.data_ptr() else made
     return made

@@ -165,7 +165,7 @@ class Graft:
             name, *place = parts
             owner = self._named.get(name, MISSING)
             if isinstance(owner, torch.Tensor):
-                return shows(owner, *place, old)
+                return shows(owner, *place, old, as_array=cls.endswith(":ndarray"))
             self._differ(path, f"a view of what is attached ({name})", old)
             return old
         if kind == "large":

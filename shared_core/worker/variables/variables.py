@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,7 +22,7 @@ from shared_core.events import console_once
 from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
-from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of
+from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of, root_of
 from shared_core.worker.variables.scopes import Kind, Scope, Scopes, Told, import_again
 from shared_core.worker.variables.writer import (
     LIMIT,
@@ -39,6 +40,8 @@ from shared_core.worker.variables.writer import (
 OFF = "SWIFT_TEST_NO_VARIABLES"
 #: A script is told what its variables cost when captures have taken so many seconds, so often.
 _DEAR_S, _DEAR_TIMES = 2e-3, 5
+#: Attributes of every optimizer, which are put back by others.
+_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 _ATOMS = (bool, int, float, str, bytes, type(None))
 #: Iterators of C that a framework draws from, of which so many are remembered.
 _SOURCES = 16
@@ -231,6 +234,9 @@ class Variables:
         for number, optimizer in enumerate(optimizers):
             self._restored[id(optimizer)] = optimizer
             self._parts[f"optimizer {number}"] = optimizer
+            if root_of(type(optimizer)) not in FRAMEWORKS | {"torch"}:
+                self._attached.append(f"optimizer {number}")
+                self.tell(f"optimizer {number}", optimizer, _OF_OPTIMIZERS)
         for name, each in self._parts.items():
             self._writer.parts[id(each)] = name
         bare = [each.module if isinstance(each, nn.parallel.DistributedDataParallel) else each for each in modules]

@@ -247,6 +247,13 @@ class Writer:
             return False
         return bool(of_parts.setdefault(part, found) == found)
 
+    def shown_by(self, thing: Any) -> tuple[Any, ...] | None:
+        """What of the memory of what is attached a tensor shows, or an array that was made of one."""
+        if self.restored(id(thing)):
+            return None
+        shown = thing if isinstance(thing, torch.Tensor) else thing.base
+        return self.memory.shown_by(shown) if isinstance(shown, torch.Tensor) else None
+
     def random(self, thing: Any) -> Any:
         """The state of a generator; asked for only where its memory has changed."""
         if not isinstance(thing, random.Random):
@@ -298,7 +305,7 @@ class _Values(_Pickler):
             kind = "unbound"
         elif kind == "bound" and not is_bound(obj):
             kind = "named"
-        elif kind == "tensor" and not self._writer.restored(id(obj)) and self._writer.memory.shown_by(obj) is not None:
+        elif kind in ("tensor", "ndarray") and self._writer.shown_by(obj) is not None:
             kind = "view"
         elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
             kind = "fixed"
@@ -536,7 +543,7 @@ _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
     "named": lambda _, thing: (name_of(thing),),
     "bound": lambda _, thing: (thing.__name__, thing.__self__),
     "partial": lambda _, thing: (thing.func, thing.args, thing.keywords, thing.__dict__),
-    "view": lambda writer, thing: writer.memory.shown_by(thing) or (),
+    "view": lambda writer, thing: writer.shown_by(thing) or (),
     "fixed": lambda writer, thing: (writer.aliases.get(id(thing)), writer.parts.get(id(thing))),
     "ignored": lambda _, thing: (),
     "unbound": lambda _, thing: (),
