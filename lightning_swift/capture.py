@@ -47,6 +47,7 @@ class RunState:
         for cls, leaves in _OF_FRAMEWORKS.items():
             job.variables.leave(cls, leaves)
         job.variables.data_sets.watch(self.data.loaders)
+        self.data.watch(job)
         self.tell()
         for name, capture, restore, forward in (
             ("progress", self._capture_progress, self._restore_progress, False),

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_unflatten
 from lightning_swift import compat
 from lightning_swift.compat import DataFetcher, IterFetcher, PrefetchFetcher, fetcher_of, loader_of
 from lightning_swift.sharing import SharedLoader
+from shared_core import Job
 from shared_core.errors import Unsupported
 from shared_core.loaders import Position, ResumableLoader, read_random, write_random
 
@@ -23,12 +24,30 @@ class Data:
         self._trainer = trainer
         #: Lengths of an ordinary pass, while a pass is in progress whose rest was dealt out again; else None.
         self._ordinary: list[Any] | None = None
-        #: Random generators before the loaders of the fit loop and of its validation loop were last requested.
+        #: Random generators and variables before the loaders of the fit loop and of its validation loop were last
+        #: requested.
         self._requested: dict[str, Any] = {}
+        self._job: Job | None = None
+
+    def watch(self, job: Job) -> None:
+        """Hooks of the script may change its variables, and depend on them."""
+        self._job = job
 
     def before_request(self, name: str) -> None:
         """The user's hook for the loaders of ``name`` (``train`` or ``val``) is about to be called."""
-        self._requested[name] = read_random()
+        held = self._held() if self._reloads and self._trainer.current_epoch > 0 else {}
+        self._requested[name] = {"random": read_random(), "variables": held}
+
+    @property
+    def _reloads(self) -> bool:
+        return bool(getattr(self._trainer, "reload_dataloaders_every_n_epochs", 0))
+
+    def _held(self) -> dict[str, Any]:
+        return self._job.variables.capture(boundary=False) if self._job is not None else {}
+
+    def _hold(self, held: dict[str, Any]) -> None:
+        if self._job is not None and held:
+            self._job.variables.put_back(held, boundary=False)
 
     def tell_fetch_ahead(self) -> None:
         """Lightning fetches a batch ahead only where it cannot know the length."""
@@ -85,7 +104,7 @@ class Data:
 
     def capture(self) -> Any:
         fit, val = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop
-        reloads = bool(getattr(self._trainer, "reload_dataloaders_every_n_epochs", 0))
+        reloads = self._reloads
         return {
             "train": _capture_combined(loader_of(fit), between=False),
             "val": _capture_combined(loader_of(val), between=True),
@@ -117,8 +136,10 @@ class Data:
             _restore_combined(validation, data["val"], copied)
 
     def _request_again(self, data: Mapping[str, Any]) -> None:
-        """``reload_dataloaders_every_n_epochs``: repeat the last calls of the user's hooks, in the epochs of these."""
-        trainer = self._trainer
+        """``reload_dataloaders_every_n_epochs``: repeat the last calls of the user's hooks, in their epochs, with what
+        the script held then.
+        """
+        trainer, now = self._trainer, self._held()
         fit, val = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
         strategy: Any = trainer.strategy
         strategy.quiet = True  # the hooks' collectives have no counterpart now
@@ -129,7 +150,9 @@ class Data:
             if epoch in (0, float("-inf")) or name not in data["requested"]:
                 continue
             progress.completed = int(epoch)
-            write_random(data["requested"][name])
+            requested = data["requested"][name]
+            self._hold(requested["variables"])
+            write_random(requested["random"])
             fetcher = fetcher_of(fit)
             compat.drop_loader(loop)
             if name == "val":
@@ -141,6 +164,7 @@ class Data:
                 compat.keep_fetcher(fit, fetcher)
         progress.completed = completed
         strategy.quiet = False
+        self._hold(now)
         self._requested = dict(data["requested"])
 
 

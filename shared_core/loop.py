@@ -85,6 +85,13 @@ _GIVE = (
 )
 
 
+_INSIDE = (
+    "attach() was called inside a loop over job.epochs(): a replacement enters that loop at another epoch, without it. "
+    "Make all models and optimizers before the loop, and attach them together; those that are not used yet may wait. "
+    "Or end the loop, and begin another with attach()"
+)
+
+
 class _Warnings:
     """Warns, once of each, of loops that a replacement cannot continue with as the script expects."""
 
@@ -176,6 +183,7 @@ class TrainingLoop:
     Args:
         job: the job of this worker; None without ``swiftrun``.
         name: of what has ``epochs`` in the user's script, for messages: ``job``, or ``plugin`` under Accelerate.
+        after: the loop before this one, in a script that attaches several times; parts of the script are numbered on.
 
     Attributes:
         job: see above.
@@ -197,12 +205,12 @@ class TrainingLoop:
         print(f"{job.total_steps} steps, mean loss {counts.loss / job.total_steps:.3f}")
     """
 
-    def __init__(self, job: Job | None, name: str = "job") -> None:
+    def __init__(self, job: Job | None, name: str = "job", after: TrainingLoop | None = None) -> None:
         self.job: Job | None = None
         self._name, self.total_steps = name, 0
         self.epoch: int | None = None
         #: Odd inside epochs(), even before, between and after its calls.
-        self._phase = self._round = 0
+        self._phase, self._round = (after._phase, after._round) if after is not None else (0, 0)
         self._looked = self._replays = False
         self._warnings = _Warnings(UNMARKED[name])
         self._active: Callable[[], Any] = lambda: None
@@ -578,17 +586,23 @@ class TrainingLoop:
         self._refuse_stuck(self._walks.restore(place["around"]))
 
 
+#: The newest loop of this process.
+_newest: TrainingLoop | None = None
+
+
 def attach(*objects: Any) -> TrainingLoop:
     """Say what a script trains, and get the loop that survives the failure of workers.
 
-    Call this after ``DistributedDataParallel`` was put around the models.
+    Call this after ``DistributedDataParallel`` was put around the models. A script that trains one model after the
+    other, or the same in another way, calls it for each; what was attached before no longer is.
 
     Args:
         objects: models, averages of them and target networks, optimizers, loaders, and whatever else has
             ``state_dict`` (schedulers, scalers).
 
     Raises:
-        ConfigError: if an object has no state; under ``swiftrun``, if the process group is none that can survive.
+        ConfigError: if an object has no state; inside :meth:`TrainingLoop.epochs`; under ``swiftrun``, if the process
+            group is none that can survive.
         Unsupported: under ``swiftrun``, if a process group works on another device than the CPU; see
             :func:`shared_core.install`.
 
@@ -598,6 +612,7 @@ def attach(*objects: Any) -> TrainingLoop:
         for step, batch in job.steps(loader):
             ...
     """
+    global _newest
     job = current_job()
     if job is None:
         warn_plain_torchrun_once()
@@ -609,7 +624,9 @@ def attach(*objects: Any) -> TrainingLoop:
             "the process group was created before shared_core.install() was called, so it cannot survive a failure: "
             "call shared_core.install() first"
         )
-    loop = TrainingLoop(job)
+    if job is not None and _newest is not None and _newest.epoch is not None:
+        raise ConfigError(_INSIDE)
+    loop = _newest = TrainingLoop(job, after=_newest)
     engines = [each for each in objects if isinstance(each, Owner)]
     objects = tuple(each for each in objects if not any(engine.holds(each) for engine in engines))
     models = [each for each in objects if isinstance(each, nn.Module)]

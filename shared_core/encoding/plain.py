@@ -29,6 +29,7 @@ _LENGTH = struct.Struct("<Q")
 
 # Their names stand in the bytes for what the reader makes; nobody calls them.
 def _tensor(data: Any, dtype: str, shape: Any) -> None: ...
+def _sparse(indices: Any, values: Any, shape: Any, coalesced: bool) -> None: ...
 def _array(data: Any, dtype: str, shape: Any) -> None: ...
 def _scalar(data: Any, dtype: str) -> None: ...
 def _dtype(name: str) -> None: ...
@@ -41,6 +42,8 @@ class _Pickler(pickle.Pickler):
         self._limit = _LARGE if apart is not None else None
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor) and obj.layout is torch.sparse_coo:
+            return _sparse, (obj._indices(), obj._values(), tuple(obj.shape), obj.is_coalesced())
         if isinstance(obj, torch.Tensor):
             bits = obj.is_conj() or obj.is_neg()  # their values are not what lies in memory
             dense = obj if obj.is_cpu and obj.is_contiguous() and not bits else _dense(obj)

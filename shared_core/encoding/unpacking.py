@@ -119,6 +119,11 @@ def _tensor(budget: _Budget, data: Any, dtype: Any, shape: Any) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8).view(kind).view(shape)
 
 
+def _sparse(_budget: _Budget, indices: Any, values: Any, shape: Any, coalesced: Any) -> torch.Tensor:
+    _only(type(indices) is torch.Tensor and type(values) is torch.Tensor and type(coalesced) is bool)
+    return torch.sparse_coo_tensor(indices, values, _shape(shape), is_coalesced=coalesced, check_invariants=True)
+
+
 def array_kind(name: Any) -> np.dtype[Any]:
     """The dtype of an array by numpy's name, with its byte order. Raises CorruptFile for another name."""
     if type(name) is not str or not _ARRAY_KIND.fullmatch(name):
@@ -201,6 +206,7 @@ def _only(plain: bool) -> None:
 #: What a value is made by, if its type or the writer's function for it is named.
 _MAKERS: dict[Any, Callable[..., Any]] = {
     (WRITER, "_tensor"): _tensor,
+    (WRITER, "_sparse"): _sparse,
     (WRITER, "_array"): _array,
     (WRITER, "_scalar"): _scalar,
     (WRITER, "_numbered"): _numbered,

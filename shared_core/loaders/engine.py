@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, IterDataPipe
 
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
+from shared_core.loaders.contents import contents_of
 from shared_core.loaders.indices import Drawing, Follow, Indices, all_known, may_list
 from shared_core.loaders.opaque import OpaqueWatch
 from shared_core.loaders.owned import OwnedState
@@ -102,6 +103,7 @@ class Engine:
         orders: where the order of each pass is published; None where it is never read.
         beside: objects, by name, that reading the loader may change although it does not show that it holds them.
         reading: entered whenever the loader is asked for something.
+        late: the loader was made after training had begun.
 
     Attributes:
         iterated: the object whose iterator is taken.
@@ -126,8 +128,9 @@ class Engine:
         orders: Orders | None,
         beside: Mapping[str, object],
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+        late: bool = False,
     ) -> None:
-        self.loader, self.place, self._reading = loader, place, reading
+        self.loader, self.place, self._reading, self._late = loader, place, reading, late
         self.kind = kind_of(loader, mode)
         self.iterated: Any = loader
         self.indices: Indices | None = None
@@ -188,6 +191,7 @@ class Engine:
         continues = self.continues()
         self.look_around()
         record.owned = self.owned.capture()
+        record.contents = self.contents
         if self.kind is LoaderKind.RESTORE:
             record.rereads = {}
         if self.workers:
@@ -225,6 +229,11 @@ class Engine:
         except TypeError:  # some built-in iterators take no weak references; only one that is its own iterator matters
             own = self.loader if inner is self.loader else None
             self._last = lambda: own
+
+    @property
+    def contents(self) -> str:
+        """See :func:`contents_of`."""
+        return contents_of(self.loader, values=self._late)
 
     @property
     def drawing(self) -> Drawing | None:

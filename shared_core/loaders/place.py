@@ -37,6 +37,7 @@ class Record:
         loader_workers: state of each loader worker before the first batch that it has to read again.
         turn: the loader worker that reads the first batch of a stream to be read again.
         stream: state of a loader or data set that can tell its place, before the first batch to be read.
+        contents: what is read, as far as it shows; None where nobody has looked.
     """
 
     epoch: int = 0
@@ -58,6 +59,7 @@ class Record:
     loader_workers: dict[int, Any] = field(default_factory=dict)
     turn: int = 0
     stream: Any = None
+    contents: str | None = None
 
     def plain(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -151,6 +153,7 @@ def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
             "rereads": None,
             "items_sum": None,
             "stream": None,
+            "contents": None,
         }
         for each in state["iterations"]
     ]

@@ -57,6 +57,13 @@ def start_of(record: Record, read: bool) -> ReaderStart:
     return ReaderStart(record.loader_workers, record.turn, ends=not read)
 
 
+_OTHER_CONTENTS = (
+    "rank {}: this pass reads a {} in the replacement, and a {} in the failed worker. The script makes it from what "
+    "training changes, such as the parameters or a counter, and a replacement has these later. Make each pass an epoch "
+    "of its own, or let what it reads depend on nothing that training changes (docs/loops.md)"
+)
+
+
 class _Replay:
     def __init__(
         self,
@@ -144,6 +151,8 @@ class _Replay:
             engine.loader.load_state_dict(record.loaded)
         engine.go_to(record.stream)
         write_random(record.before)
+        if record.contents not in (None, here := engine.contents):
+            raise Unsupported(_OTHER_CONTENTS.format(engine.place[1], here, record.contents))
         inner = engine.start(Record(epoch=record.epoch), follow)
         return record, inner, engine.drawing, []
 

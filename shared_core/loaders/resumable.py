@@ -44,6 +44,7 @@ class ResumableLoader:
             and :func:`of_a_peer`.
         beside: objects, by name, whose generators and counters reading the loader may change, although the loader does
             not show that it holds them (a generator function that reads another loader).
+        late: it was made after training had begun.
 
     Raises:
         Unsupported: for ``in_order=False``, where the order of batches depends on time.
@@ -63,6 +64,7 @@ class ResumableLoader:
         copied: bool = False,
         beside: Mapping[str, object] | None = None,
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+        late: bool = False,
     ) -> None:
         self._swift_loader = loader
         self._swift_ahead = ahead
@@ -71,7 +73,7 @@ class ResumableLoader:
         self._swift_count = first_epoch
         self._swift_loaded: Any = None
         self._swift_positions: list[Callable[[], Position | None]] = []
-        self._swift_engine = Engine(loader, mode, [seed, rank, first_epoch], orders, beside or {}, reading)
+        self._swift_engine = Engine(loader, mode, [seed, rank, first_epoch], orders, beside or {}, reading, late)
         self._swift_copied = copied
         self._swift_built = self._swift_engine.owned.capture()["scalars"]
 

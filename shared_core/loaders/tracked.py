@@ -65,6 +65,7 @@ class TrackedLoader:
         ahead: items that are fetched before they are used.
         epoch: number of its first pass; with ``data="seeded"`` part of the seed.
         beside: other objects that reading it may change; see :class:`ResumableLoader`.
+        late: see :class:`ResumableLoader`.
 
     Attributes:
         loader: iterate this instead.
@@ -78,6 +79,7 @@ class TrackedLoader:
         ahead: int = 0,
         epoch: int = 0,
         beside: Mapping[str, Any] | None = None,
+        late: bool = False,
     ) -> None:
         self.loader = wrap_loader(
             loader,
@@ -91,6 +93,7 @@ class TrackedLoader:
             copied=worker.reroutes,
             beside=beside,
             reading=worker.reading,
+            late=late,
         )
         self._pending: Mapping[str, Any] | None = None
         self._worker = worker
@@ -252,7 +255,7 @@ class Loaders:
 
     def _new(self, loader: Any, epoch: int) -> TrackedLoader:
         if isinstance(loader, DataLoader):
-            return TrackedLoader(loader, self._worker, self._config, epoch=epoch)
+            return TrackedLoader(loader, self._worker, self._config, epoch=epoch, late=True)
         if shared := held_by(loader, self._streams):
             variable = shared[0].split(".", 1)[-1]
             raise Unsupported(
@@ -260,7 +263,7 @@ class Loaders:
                 "made before the loop and is used by several passes. A replacement cannot find its place in "
                 "it: pass the iterator itself to steps() and leave the pass with break, or make it inside the epoch"
             )
-        return TrackedLoader(loader, self._worker, self._config, epoch=epoch, beside=self._beside)
+        return TrackedLoader(loader, self._worker, self._config, epoch=epoch, beside=self._beside, late=True)
 
     def _publish(self, key: Hashable, tracked: TrackedLoader) -> TrackedLoader:
         self._published[key] = tracked

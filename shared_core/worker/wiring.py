@@ -128,6 +128,7 @@ class Worker:
             buckets,
             forward_recorder,
             Overlapped(updates.steps, buckets.layout, joining),
+            lambda reason: state_relay.cannot_put_back(reason, state_relay.origin()),
         )
         made_groups = MadeGroups(runtime)
         publishing = Publishing(

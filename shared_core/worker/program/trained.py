@@ -26,6 +26,7 @@ from shared_core.worker.sharded.support import refuse, sharded_modules
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import ForwardRecorder
+from shared_core.worker.state.layers import LAYERS_OFF, Layers
 from shared_core.worker.state.leftover_gradients import LeftoverGradients
 from shared_core.worker.state.local_state import Parts
 from shared_core.worker.state.overlapped import Overlapped, check
@@ -69,9 +70,11 @@ class Trained:
         buckets: Buckets,
         forward_recorder: ForwardRecorder,
         overlapped: Overlapped,
+        refuse: Callable[[str], None],
     ) -> None:
         self._config, self._runtime, self._updates, self._parts = config, runtime, updates, parts
         self._buckets, self._forward_recorder, self._overlapped = buckets, forward_recorder, overlapped
+        self._refuse = refuse
         self._overlaps = False
         self._handles: list[Any] = []
         self._alike = self._keeps_boundaries = self._meets = False
@@ -138,7 +141,7 @@ class Trained:
             extra = 4 * sum(p.numel() for p in replicated.parameters) if sharded else 0
             step = self.shard.step_bytes if self.shard is not None else replicated.nbytes + extra
             self._runtime.results.limit(max(2 * step, 4 << 20))
-        self._register(Attached(modules, replicated, alike=alike))
+        self._register(Attached(modules, replicated, alike=alike), whole=alike and not divided)
         self._parts.variables.attach(modules, optimizers)
         if (optimizers or sharded or divided) and os.environ.get("SWIFT_FAULTS") and modules:
             self._handles.append(modules[0].register_forward_hook(_inject))
@@ -202,16 +205,30 @@ class Trained:
             self._parts.register(SHARD, self.shard.capture, self.shard.restore)
             self._meets = self.shard.apart and not results.knows_boundaries
 
-    def _register(self, attached: Attached) -> None:
+    def _register(self, attached: Attached, *, whole: bool) -> None:
         self._forward_recorder.attach(attached.buffers)
         register = self._parts.register
         register("swift.ddp", self._buckets.flags, self._buckets.set_flags)
         self._runtime.sum_buckets(self._config.state.verify_checksums and not self._buckets.may_be_unused)
         register("swift.buffers", attached.buffers, attached.restore_buffers, forward_mutated=True)
+        off = not whole or os.environ.get(LAYERS_OFF)  # frameworks replace sharded parameters by themselves
+        layers = Layers({}) if off else attached.layers
+        register("swift.layers", layers.changes, lambda theirs: self._compare_layers(theirs, layers.changes()))
+        register("swift.attributes", layers.attributes, layers.restore_attributes)
+        register("swift.unsaved", layers.unsaved, layers.restore_unsaved)
         register("swift.modes", attached.modes, attached.restore_modes)
         register("swift.with_gradients", attached.with_gradients, attached.restore_gradients)
         register("swift.hyperparameters", attached.groups, attached.restore_groups)
         register(UNOPTIMIZED, self._capture_unoptimized, self._unoptimized.restore)
+
+    def _compare_layers(self, theirs: tuple[str, bool], here: tuple[str, bool]) -> None:
+        if theirs != here or theirs[1]:
+            changed = f"in the failed worker {theirs[0]}" if theirs[0] else f"in its replacement alone {here[0]}"
+            self._refuse(
+                f"rank {self._runtime.rank}: the model was changed after attach(): {changed}. A replacement is given "
+                "values, and neither layers, parameters nor hooks: change the model before attach(), or end the loop "
+                "over epochs, change it, and begin another loop with attach() and the changed model"
+            )
 
     def keep_boundaries(self) -> None:
         """See :meth:`Job.keep_boundaries`."""

@@ -6,7 +6,7 @@ import os
 import time
 import traceback
 
-from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, WaitTimeout
+from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, Unsupported, WaitTimeout
 from shared_core.events import EventLog
 from shared_core.faults import inject
 from shared_core.protocol.generation import Entry
@@ -43,7 +43,7 @@ class Survivor:
                 self._recover(entry)
             except GenerationAbandoned:
                 return  # the thread of the next generation takes over
-            except RecoveryFailed as error:
+            except (RecoveryFailed, Unsupported) as error:  # such as an optimizer's state that cannot be moved
                 self._fatal_actions.fall_back(str(error))
             except (WaitTimeout, DamagedRecord) as error:
                 self._fatal_actions.give_up(error)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shared_core.worker.state.layers import Layers
 from shared_core.worker.state.replicated import Replicated
 
 
@@ -17,6 +18,9 @@ class Attached:
 
     Args:
         alike: all ranks have the same modules; else groups are known by their number only, and modes by nothing.
+
+    Attributes:
+        layers: what is not a tensor in them.
     """
 
     def __init__(self, modules: Sequence[nn.Module], replicated: Replicated, *, alike: bool = True) -> None:
@@ -31,6 +35,7 @@ class Attached:
                 if id(child) not in seen:
                     seen.add(id(child))
                     self._owners.append((f"{number}.{path}.", child))
+        self.layers = Layers(dict(self._owners))
         self._owners += [(f"{number}.wrapper.", each) for number, each in wrappers.items()]
 
     # -- buffers ---------------------------------------------------------------------------------------
@@ -45,10 +50,16 @@ class Attached:
         }
 
     def restore_buffers(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy values to the buffers. Where shape or dtype differ, the value itself becomes the buffer."""
+        """Copy values to the buffers. Where shape or dtype differ, the value itself becomes the buffer; those that the
+        script has registered since are added.
+        """
+        added: dict[str, list[str]] = {}
+        for where in values:
+            path, dot, name = where.rpartition(".")
+            added.setdefault(path + dot, []).append(name)
         for path, owner in self._owners:
-            for name, buffer in owner._buffers.items():
-                value = values.get(f"{path}{name}")
+            for name in [*owner._buffers, *added.get(path, ())]:
+                buffer, value = owner._buffers.get(name), values.get(f"{path}{name}")
                 if value is None:
                     continue
                 if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:

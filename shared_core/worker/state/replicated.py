@@ -111,8 +111,8 @@ class Replicated:
                         entries.append([key, VALUE, value])
                     else:
                         raise UnsupportedOptimizer(
-                            f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors and "
-                            "numbers can be moved to a replacement"
+                            f"{type(optimizer).__name__} keeps {key!r} as {type(value).__name__}; only tensors, "
+                            "numbers and text can be moved to a replacement: keep it as a tensor"
                         )
                 states.append([number, self.index_of(parameter), entries])
         description = {

@@ -19,6 +19,7 @@ from shared_core.faults import inject
 from shared_core.worker.sharded.local import local_part
 from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.incremental_copy import Followers
+from shared_core.worker.state.own_steps import Before, is_of_torch
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.support import not_attached
 from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, begin_after_closure
@@ -60,6 +61,8 @@ class UpdateSteps:
         #: What was seen before steps of optimizers that are not attached, by identity.
         self._untracked_optimizers: dict[int, tuple[int, dict[str, int]]] = {}
         self._window: AbstractContextManager[Any] | None = None
+        #: Before a step of an optimizer of the script's own, whose update the state contains.
+        self._before_own: Before | None = None
         self._handles: list[Any] = []
 
     def attach(self, replicated: Replicated, parts: Parts | None, own: bool = False) -> None:
@@ -197,7 +200,10 @@ class UpdateSteps:
             self._hidden[id(optimizer)].hide(self._parts.check())
         if self._count.ahead:
             # The state contains this update.
-            self._hidden[id(optimizer)].hide(p for group in optimizer.param_groups for p in group["params"])
+            if is_of_torch(optimizer):
+                self._hidden[id(optimizer)].hide(p for group in optimizer.param_groups for p in group["params"])
+            else:
+                self._before_own = Before(optimizer)
         elif not begun:
             self._keep_image(optimizer)
         if not self._count.ahead:
@@ -226,6 +232,9 @@ class UpdateSteps:
         self._close_window()
         with self._gate.condition:
             if self._count.ahead:
+                if self._before_own is not None:
+                    self._before_own.put_back()
+                    self._before_own = None
                 self._count.left_out()
                 assert self._replicated is not None
                 self._images.forward(self._replicated)

@@ -24,6 +24,7 @@ from torch import nn
 from shared_core.encoding.unpacking import Numbered, dtype_named
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.randomness import set_generator_state
+from shared_core.worker.variables.attached_memory import shows
 from shared_core.worker.variables.kinds import ITERATORS, VALUES, kind_of, name_of, slots_of
 from shared_core.worker.variables.writer import (
     MODULE_PARTS,
@@ -36,7 +37,7 @@ from shared_core.worker.variables.writer import (
 )
 
 #: Kinds of objects that are never filled.
-_AS_HERE = frozenset({"fixed", "ignored", "named", "unbound", "opaque", "large"})
+_AS_HERE = frozenset({"fixed", "view", "ignored", "named", "unbound", "opaque", "large"})
 _PLAIN = (list, dict, set)
 _TEXT = 60
 
@@ -163,6 +164,13 @@ class Graft:
                     return found
             if not same:
                 self._differ(path, f"a {short(cls)}", old)
+            return old
+        if kind == "view":
+            name, *place = parts
+            owner = self._named.get(name, MISSING)
+            if isinstance(owner, torch.Tensor):
+                return shows(owner, *place, old, as_array=cls.endswith(":ndarray"))
+            self._differ(path, f"a view of what is attached ({name})", old)
             return old
         if kind == "large":
             mine = self._writer.describe("large", _Shown(old)) if old is not MISSING else ()

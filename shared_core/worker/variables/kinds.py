@@ -57,6 +57,7 @@ _OF_TORCH = (
     "torch.amp.",
     "torch.cuda.amp.",
     "torch.distributions",
+    "torch.utils.data.sampler",
 )
 _LIBRARIES = tuple(
     {os.path.realpath(sysconfig.get_paths()[each]) + os.sep for each in ("stdlib", "platstdlib", "purelib", "platlib")}

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,7 +22,7 @@ from shared_core.events import console_once
 from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
-from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of
+from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of, root_of
 from shared_core.worker.variables.scopes import Kind, Scope, Scopes, Told, import_again
 from shared_core.worker.variables.writer import (
     LIMIT,
@@ -39,6 +40,8 @@ from shared_core.worker.variables.writer import (
 OFF = "SWIFT_TEST_NO_VARIABLES"
 #: The user is told what captures cost when so many have taken longer than this, in seconds.
 _DEAR_S, _DEAR_TIMES = 2e-3, 5
+#: Attributes of every optimizer, which are put back by others.
+_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 _ATOMS = (bool, int, float, str, bytes, type(None))
 #: So many iterators of C that a framework draws from are remembered.
 _SOURCES = 16
@@ -99,6 +102,15 @@ def _fill(graft: Graft, todo: Iterable[_Change]) -> None:
             changes.setdefault(scope.name, (scope, {}))[1][name] = value
     for scope, values in changes.values():
         scope.put(values)
+
+
+def _elsewhere(rank: int | None, name: str, where: str) -> str:
+    function = name.rpartition(":")[2].partition(" ")[0]
+    return (
+        f"rank {rank}: the failed worker asked for its batch in {function}() ({where}), and its replacement asks "
+        "elsewhere: ask for all batches of a pass at one place, and put what reads ahead inside, as in "
+        "job.steps(Prefetcher(loader))"
+    )
 
 
 class Variables:
@@ -212,8 +224,13 @@ class Variables:
         for number, optimizer in enumerate(optimizers):
             self._restored[id(optimizer)] = optimizer
             self._parts[f"optimizer {number}"] = optimizer
+            if root_of(type(optimizer)) not in FRAMEWORKS | {"torch"}:
+                self._attached.append(f"optimizer {number}")
+                self.tell(f"optimizer {number}", optimizer, _OF_OPTIMIZERS)
         for name, each in self._parts.items():
             self._writer.parts[id(each)] = name
+        bare = [each.module if isinstance(each, nn.parallel.DistributedDataParallel) else each for each in modules]
+        self._writer.memory.attach({str(number): each for number, each in enumerate(bare)}, optimizers)
 
     # -- at step boundaries -------------------------------------------------------------------------------------------
 
@@ -227,6 +244,7 @@ class Variables:
             return self._held[0]
         begun = time.thread_time()
         scopes = self._find(sys._getframe(1))
+        self._writer.memory.refresh()
         now = self._write(scopes)
         if (took := time.thread_time() - begun) > _DEAR_S:
             self._dear += 1
@@ -435,9 +453,11 @@ class Variables:
         if missing and origin != "other" and import_again(missing):
             here = {scope.name: scope for scope in self._find(sys._getframe(1))}
         assert self._named is not None
-        graft = Graft(rows, self._writer, self._named | self._parts)
+        graft = Graft(rows, self._writer, self._named | self._parts | self._writer.memory.named())
         todo: list[_Change] = []
-        self._untold = _Untold(graft, origin)
+        untold = _Untold(graft, origin)
+        if boundary:
+            self._untold = untold
         for scope_name, kind, where, names, theirs in values:
             scope = here.get(scope_name)
             left = self._writer.ignored
@@ -452,7 +472,9 @@ class Variables:
                 todo += _match(graft, scope, where, wanted)
             elif kind == "told" and boundary:
                 # A framework tells of it again where it begins; if it does not, what has changed is refused.
-                self._untold.scopes[scope_name] = wanted, begun is None or scope_name in begun
+                untold.scopes[scope_name] = wanted, begun is None or scope_name in begun
+            elif kind == "frame" and boundary and origin != "other" and wanted:
+                return _elsewhere(self._rank, scope_name, where)
             elif kind != "told" and wanted:
                 graft.differences.append(Difference(scope_name, "there", "not there", where))
         if graft.differences and boundary and origin != "other":

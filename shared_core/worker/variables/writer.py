@@ -34,6 +34,7 @@ from shared_core.encoding.unpacking import Numbered, array_kind, dtype_named
 from shared_core.loaders.randomness import generator_state
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.generators import python_memory
+from shared_core.worker.variables.attached_memory import AttachedMemory
 from shared_core.worker.variables.kinds import OURS, VALUES, is_bound, kind_of, name_of, of_libraries, root_of, slots_of
 
 #: Limit of all values together, in bytes; if they are more, the largest are only compared.
@@ -168,6 +169,8 @@ class Writer:
         self.aliases: dict[int, str] = {}
         #: Names of what is attached and its parts, by identity.
         self.parts: dict[int, str] = {}
+        #: Of what is attached, which other tensors may show.
+        self.memory = AttachedMemory()
         #: Types of written objects that do not show what they hold.
         self.dark: set[str] = set()
         #: Whether a replacement also makes what is seen for the first time now.
@@ -227,6 +230,13 @@ class Writer:
             return False
         return bool(of_parts.setdefault(part, found) == found)
 
+    def shown_by(self, thing: Any) -> tuple[Any, ...] | None:
+        """What of the memory of what is attached a tensor shows, or an array that was made of one."""
+        if self.restored(id(thing)):
+            return None
+        shown = thing if isinstance(thing, torch.Tensor) else thing.base
+        return self.memory.shown_by(shown) if isinstance(shown, torch.Tensor) else None
+
     def random(self, thing: Any) -> Any:
         """The state of a generator. Python's is copied only if its memory has changed."""
         if not isinstance(thing, random.Random):
@@ -278,6 +288,8 @@ class _Values(_Pickler):
             kind = "named"
         elif kind == "iterator" and self._writer.inner:
             kind = "opaque"
+        elif kind in ("tensor", "ndarray") and self._writer.shown_by(obj) is not None:
+            kind = "view"
         elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
             kind = "fixed"
         self._count += 1
@@ -518,6 +530,7 @@ _WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
     "named": lambda _, thing: (name_of(thing),),
     "bound": lambda _, thing: (thing.__name__, thing.__self__),
     "partial": lambda _, thing: (thing.func, thing.args, thing.keywords, thing.__dict__),
+    "view": lambda writer, thing: writer.shown_by(thing) or (),
     "fixed": lambda writer, thing: (writer.aliases.get(id(thing)), writer.parts.get(id(thing))),
     "ignored": lambda _, thing: (),
     "unbound": lambda _, thing: (),
