@@ -1,7 +1,7 @@
 """``python tests/accelerate_suite.py``: all scripts of ``accelerate.test_utils.scripts``, stock and with the plugin.
 
 Prints a table, and ends with status 1 if one fails with the plugin that passes stock. Names choose some of them.
-Scripts that load models or data from the hub are listed and not run. The data loop of Accelerate needs ``torchdata``.
+Scripts that load models or data from the hub are listed and not run.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGE = "accelerate.test_utils.scripts"
-#: Functions that need GPUs, of scripts of which the others do not: on a CPU ranks with uneven inputs wait for ever.
+#: Functions of scripts of which the others run. On a CPU ranks with uneven inputs wait for ever; ``StatefulDataLoader``
+#: is refused by name (tests/loaders/test_kinds.py).
 LEFT_OUT = {
     "test_distributed_data_loop": (
         "test_can_join_uneven_inputs",
         "test_join_can_override_even_batches",
         "test_join_can_override_for_mixed_type_dataloaders",
         "test_join_raises_warning_for_iterable_when_overriding_even_batches",
+        "test_stateful_dataloader",
+        "test_stateful_dataloader_save_state",
     ),
 }
 _RUN = Path(__file__).parent / "scripts" / "acc_suite.py"
@@ -129,7 +132,7 @@ def main(names: list[str], timeout_s: float = 600.0) -> int:
         else:
             why = stock.why or (ours.why if ours is not None else "")
             if left_out := LEFT_OUT.get(name):
-                why = why or f"without {', '.join(left_out)}, which need GPUs"
+                why = why or f"without {', '.join(left_out)}, which need GPUs or are refused"
             how = f"{'passes' if stock.passed else 'fails'} ({stock.seconds:.0f} s)"
         print(f"| {name} | {how} | {told} | {why[:220]} |", flush=True)
         worst |= ours is not None and not ours.passed

@@ -14,6 +14,7 @@ from kinds import KINDS, LOG, ROWS, SIZE, Counter, Life, Stateful
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from shared_core import waiting
+from shared_core.errors import Unsupported
 from shared_core.loaders import read_random, wrap_loader
 from shared_core.loaders.engine import LoaderKind, kind_of
 from shared_core.loaders.indices import Drawing, Follow
@@ -216,3 +217,11 @@ def test_a_checksum_of_items_sees_values_that_change_places(size: int) -> None:
         moved[[one, other]] = data[[other, one]]
         sums.add(summed(moved, 0))
     assert len(sums) == 6
+
+
+def test_a_stateful_loader_that_has_begun_before_its_first_pass_is_refused() -> None:
+    """Accelerate asks each for its state when it makes it."""
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(list(range(8)), batch_size=2)
+    loader.state_dict()
+    with pytest.raises(Unsupported, match="a StatefulDataLoader over a map-style data set was asked for its state"):
+        list(wrap_loader(loader))

@@ -274,12 +274,13 @@ def log_as_gloo() -> None:
     """Patch: have DDP's logging data name the backend that ``get_backend`` names. C++ takes the name of the group,
     which cannot be "gloo" there: DDP would look for torch's own backend behind it.
     """
-    stock = DistributedDataParallel._get_ddp_logging_data
+    module: Any = DistributedDataParallel
+    stock = module._get_ddp_logging_data
 
     def data(ddp: DistributedDataParallel) -> dict[str, Any]:
         return {**stock(ddp), "backend_name": dist.get_backend(ddp.process_group)}
 
-    DistributedDataParallel._get_ddp_logging_data = data
+    module._get_ddp_logging_data = data
 
 
 def group_name(group: Any) -> str:

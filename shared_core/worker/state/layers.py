@@ -117,7 +117,7 @@ class Layers:
         are none. Buffers that are new are none of them: :class:`.Attached` adds them. And whether there are parameters
         that were not attached, whose values nobody publishes.
         """
-        now = chain.from_iterable(map(dict.values, self._tables))
+        now = chain.from_iterable(table.values() for table in self._tables)
         if sum(map(len, self._counts)) == self._counted_first and _same(now, self._parts):
             return "", False
         found = list(chain.from_iterable(self._changes_of(path, each) for path, each in self._layers.items()))
@@ -162,5 +162,5 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and _is_plain(other) and bool(one == other))
 
 
-def _holds_tensors(module: nn.Module | None) -> bool:
+def _holds_tensors(module: Any) -> bool:
     return module is not None and any(True for _ in chain(module.parameters(), module.buffers()))

@@ -169,7 +169,8 @@ class Graft:
             name, *place = parts
             owner = self._named.get(name, MISSING)
             if isinstance(owner, torch.Tensor):
-                return shows(owner, *place, old, as_array=cls.endswith(":ndarray"))
+                offset, size, stride = place
+                return shows(owner, offset, size, stride, old, as_array=cls.endswith(":ndarray"))
             self._differ(path, f"a view of what is attached ({name})", old)
             return old
         if kind == "large":

@@ -134,13 +134,11 @@ VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     itertools.count: (lambda v: v.__reduce__()[1], lambda parts: itertools.count(*parts)),
 }
 
+_MEMORIES: tuple[Any, ...] = ([], (), range(0), range(1 << 70), "", "\u20ac", b"")
 #: Iterators over plain containers, and what makes one of its container. They can be moved on in place.
 ITERATORS: dict[type, tuple[Callable[[Any], Any], Any]] = {
-    type(make(each)): (make, each)
-    for make, each in (
-        *((iter, each) for each in ([], (), range(0), range(1 << 70), "", "\u20ac", b"")),
-        (reversed, []),
-    )
+    type(reversed([])): (reversed, []),
+    **{type(iter(each)): (iter, each) for each in _MEMORIES},
 }
 
 
