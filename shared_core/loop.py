@@ -213,7 +213,8 @@ class TrainingLoop:
         self._name, self.total_steps = name, 0
         self.epoch: int | None = None
         #: Odd inside epochs(), even before, between and after its calls.
-        self._phase, self._round = (after._phase, after._round) if after is not None else (0, 0)
+        self._phase: int = after._phase if after is not None else 0
+        self._round: int = after._round if after is not None else 0
         self._looked = self._replays = False
         self._warnings = _Warnings(UNMARKED[name])
         self._active: Callable[[], Any] = lambda: None
