@@ -14,6 +14,7 @@ CASES: dict[str, list[Fault]] = {
     "attributes": [Fault(1, 9, "bucket", "SIGKILL"), Fault(0, 15, "forward", "SIGKILL")],
     "buffers": [Fault(0, 9, "bucket", "SIGKILL")],
     "views": [Fault(0, 9, "bucket", "SIGKILL"), Fault(1, 15, "forward", "SIGKILL")],
+    "own": [Fault(1, 9, "update.after", "SIGKILL"), Fault(0, 14, "update.after", "SIGKILL")],
     "weights": [Fault(0, 15, "bucket", "SIGKILL")],
     "folds": [Fault(1, 9, "bucket", "SIGKILL"), Fault(0, 32, "forward", "SIGKILL")],
 }
@@ -36,12 +37,13 @@ def test_without_it_a_replacement_ends_otherwise(jobs: Jobs) -> None:
     ("part", "reason"),
     [
         ("pruned", "the model was changed after attach(): in the failed worker parameter 0.weight was removed"),
+        ("head", "layer 3 was replaced"),
         ("list", "Odd keeps 'norms' as list"),
     ],
 )
 def test_what_cannot_be_put_back_is_refused_by_name(part: str, reason: str, jobs: Jobs) -> None:
     """All workers start again, and end as without a failure."""
-    result = jobs.run("layers.py", args=[part], faults=[Fault(0, 9, "bucket", "SIGKILL")])
+    result = jobs.run("layers.py", args=[part], faults=[Fault(0, 15, "bucket", "SIGKILL")])
     compare(result, jobs.reference("layers.py", args=[part]))
     [restart] = result.kinds("restart")
     assert reason in restart.fields["reason"], restart

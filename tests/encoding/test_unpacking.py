@@ -141,3 +141,13 @@ def test_a_datetime_that_cannot_be() -> None:
 def test_an_array_whose_type_would_be_lost_is_refused_when_it_is_written(value: Any) -> None:
     with pytest.raises(SwiftError):
         dumps(value)
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_a_sparse_tensor_comes_back(coalesced: bool) -> None:
+    indices, values = torch.tensor([[3, 1, 3]]), torch.arange(6.0).view(3, 2)
+    sparse = torch.sparse_coo_tensor(indices, values, (9, 2), check_invariants=True)
+    sparse = sparse.coalesce() if coalesced else sparse
+    found = loads(dumps([sparse]))[0]
+    assert found.is_coalesced() == coalesced and found.shape == sparse.shape
+    assert torch.equal(found._indices(), sparse._indices()) and torch.equal(found._values(), sparse._values())

@@ -59,7 +59,9 @@ class Layers:
         self._buffers = {path: frozenset(each._buffers) for path, each in layers.items()}
         self._hooks = {path: self._hooks_of(each) for path, each in layers.items()}
         # What is compared at each step boundary, in one list each.
-        self._tables = [t for each in layers.values() for t in (each._modules, each._parameters) if t]
+        self._tables: list[Mapping[str, Any]] = [
+            t for each in layers.values() for t in (each._modules, each._parameters) if t
+        ]
         self._parts = [part for table in self._tables for part in table.values()]
         counted = [table for each in layers.values() for table in self._counted(each)]
         self._counts, self._counted_first = counted, sum(map(len, counted))
@@ -128,10 +130,11 @@ class Layers:
 
     def _changes_of(self, path: str, layer: nn.Module) -> Iterator[str]:
         name_of = path.partition(".")[2]
-        for what, before, now in (
+        tables: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
             ("parameter", self._parameters[path], layer._parameters),
             ("layer", self._children[path], layer._modules),
-        ):
+        )
+        for what, before, now in tables:
             for name in [*before, *(name for name in now if name not in before)]:
                 old, new = before.get(name), now.get(name)
                 if old is not new and (what == "parameter" or _holds_tensors(old) or _holds_tensors(new)):

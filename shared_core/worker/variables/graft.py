@@ -166,10 +166,9 @@ class Graft:
                 self._differ(path, f"a {short(cls)}", old)
             return old
         if kind == "view":
-            name, *place = parts
+            name, offset, size, stride = parts
             owner = self._named.get(name, MISSING)
             if isinstance(owner, torch.Tensor):
-                offset, size, stride = place
                 return shows(owner, offset, size, stride, old, as_array=cls.endswith(":ndarray"))
             self._differ(path, f"a view of what is attached ({name})", old)
             return old
