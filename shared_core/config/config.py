@@ -309,8 +309,8 @@ def _refuse_unknown(names: Mapping[str, Any] | list[str]) -> None:
 
 
 def _meant(name: str) -> str:
-    """The known option that is most like an unknown one; empty if none is. A name that goes on after a known one, or
-    ends early, is like that before all others: ``checkpoint.directory`` is ``checkpoint.dir``.
+    """The known option that is most like an unknown one; empty if none is. First come those that begin with the unknown
+    name, or with which it begins: ``checkpoint.directory`` is ``checkpoint.dir``.
     """
     known = [*_FIELDS, *_FORMER]
     alike = [each for each in known if name.startswith(each) or (len(name) > 2 and each.startswith(name))]
