@@ -129,7 +129,7 @@ class Layers:
         return text, others
 
     def _changes_of(self, path: str, layer: nn.Module) -> Iterator[str]:
-        name_of = path.partition(".")[2]
+        name_of = path.partition(".")[2].lstrip(".")
         tables: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
             ("parameter", self._parameters[path], layer._parameters),
             ("layer", self._children[path], layer._modules),
