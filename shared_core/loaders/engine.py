@@ -178,8 +178,8 @@ class Engine:
         if self.kind is LoaderKind.STATE and getattr(loader, "_iterator", None) is not None:
             raise Unsupported(
                 f"a {type(loader).__name__} over a map-style data set was asked for its state before its first pass, "
-                "as Accelerate does with use_stateful_dataloader=True, and cannot be read again in a replacement: leave "
-                "that out, a replacement continues the pass without it"
+                "as Accelerate does with use_stateful_dataloader=True, and cannot be read again in a replacement: "
+                "leave that out, a replacement continues the pass without it"
             )
         self.iterated = copy.copy(loader)
         name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
