@@ -23,10 +23,10 @@ def gate(watch: Watch, prepared: Any, key: str | None = None) -> Any:
     """Have a prepared loader mark the step boundaries, perhaps in place. ``key``: the same in a replacement."""
     if type(prepared) is DataLoaderDispatcher:
         return SwiftDispatcher.adopt(watch, prepared, key or watch.next_key())
-    if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not Gate:
+    if issubclass(type(prepared), DataLoaderShard) and type(prepared.base_dataloader) is not BatchGate:
         # Skipped below, where a replacement's place is known.
         skip, prepared.skip_batches = prepared.skip_batches, 0
-        prepared.base_dataloader = below = Gate(
+        prepared.base_dataloader = below = BatchGate(
             watch, prepared.base_dataloader, key or watch.next_key(), ahead=1, skip=skip
         )
         if prepared.rng_types is not None:
@@ -45,10 +45,10 @@ def unwrapped(prepared: Any) -> Any:
     if isinstance(prepared, DataLoaderDispatcher):
         raise Unsupported("shared_steps() needs workers that read their own data: set dispatch_batches=False")
     loader = getattr(prepared, "base_dataloader", prepared)
-    return loader._tracked.loader.wrapped if type(loader) is Gate else loader
+    return loader._tracked.loader.wrapped if type(loader) is BatchGate else loader
 
 
-class Gate:
+class BatchGate:
     """Stands between a prepared loader and the ``DataLoader`` below it, and looks like the latter.
 
     ``ahead`` batches are fetched before they are used; nobody uses ``skip`` batches at the start of each pass.
@@ -94,7 +94,7 @@ class Gate:
         return boundaries
 
 
-class _Bare(Gate):
+class _Bare(BatchGate):
     """A training loader that nobody has prepared: it is asked for its iterator before anything is fetched."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -104,7 +104,7 @@ class _Bare(Gate):
 class _Synchronized(list[Any]):
     """The generators that Accelerate makes equal in all ranks; none in a pass that a failed worker has begun."""
 
-    def __init__(self, rng_types: Iterable[Any], below: Gate) -> None:
+    def __init__(self, rng_types: Iterable[Any], below: BatchGate) -> None:
         super().__init__(rng_types)
         self._below = below
 

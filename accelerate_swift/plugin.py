@@ -16,7 +16,7 @@ from torch import nn
 from accelerate_swift import compat
 from accelerate_swift.data import gate, unwrapped
 from accelerate_swift.launch import hand_over_if_needed
-from accelerate_swift.state import RunState
+from accelerate_swift.state import AccelerateRunState
 from accelerate_swift.steps import Steps
 from accelerate_swift.watch import Watch
 from shared_core import SharedStep, SwiftConfig, install, pipeline
@@ -221,7 +221,7 @@ class SwiftPlugin(KwargsHandler):  # type: ignore[misc]  # Accelerate has no typ
         job = install()
         assert job is not None
         self.watch.begin(accelerator, job, self.config)
-        self.state = RunState(accelerator, self.loop, self._steps, replays=self.watch.replays)
+        self.state = AccelerateRunState(accelerator, self.loop, self._steps, replays=self.watch.replays)
         accelerator._swift_plugin = self
         compat.become(accelerator, _Watched)
 

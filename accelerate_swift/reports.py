@@ -13,7 +13,7 @@ from shared_core import Job
 from shared_core.trackers import Mlflow, Rows, Service, note_runs, of_wandb, take_up
 
 
-class Reports:
+class AccelerateReports:
     """The callbacks of a ``Trainer`` that report to services, in rank 0."""
 
     def __init__(self, trainer: transformers.Trainer, job: Job) -> None:

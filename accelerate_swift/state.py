@@ -15,7 +15,7 @@ from shared_core.adapters import AdapterLoop
 from shared_core.encoding import decode, encode_state
 
 
-class RunState:
+class AccelerateRunState:
     """Rank-local state of an ``Accelerator`` that the core does not publish by itself."""
 
     def __init__(self, accelerator: Accelerator, loop: AdapterLoop, steps: Steps, *, replays: bool = False) -> None:

@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from accelerate_swift import compat
 from accelerate_swift.data import gate_any
 from accelerate_swift.plugin import SwiftPlugin, enabled
-from accelerate_swift.reports import Reports
+from accelerate_swift.reports import AccelerateReports
 from shared_core import Job, install
 from shared_core.adapters import launched_by_swiftrun
 from shared_core.encoding import Holders, assign, decode, encode_state
@@ -62,12 +62,12 @@ class SwiftTrainer(transformers.Trainer):
         self._swift_target: Mapping[str, Any] | None = None
         #: Start of this call of train(), by the wall clock; that of the failed worker in a replacement.
         self._swift_began: float | None = None
-        self._swift_reports: Reports | None = None
+        self._swift_reports: AccelerateReports | None = None
         self._swift_holders: Holders | None = None
         self._swift_names: frozenset[str] = frozenset()
         super().__init__(*args, **kwargs)
         if self._swift.loop.job is not None:
-            self._swift_reports = Reports(self, self._swift.loop.job)
+            self._swift_reports = AccelerateReports(self, self._swift.loop.job)
             self._swift.loop.job.register(_NAME, self._swift_capture, self._swift_restore)
             self._swift_names = frozenset(vars(self))
 

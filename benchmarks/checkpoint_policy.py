@@ -37,7 +37,7 @@ from shared_core.checkpoint.policy import (
     Value,
     Young,
 )
-from shared_core.checkpoint.run_ends import Ending, from_history
+from shared_core.checkpoint.run_ends import RunEnding, from_history
 from shared_core.report.text import columns
 
 CURVES = Path(__file__).parent / "curves"
@@ -84,13 +84,13 @@ MODELS = (
 )
 
 #: Laws of early ends for a job of a second: hazards from given times on, and the share of abrupt ends.
-ENDS: dict[str, Ending] = {
-    "none": Ending.constant(0.0, 0.0),
-    "stopped at a quarter": Ending((0.0, 0.2), (0.0, 20.0), 0.0),
-    "55 % killed at 40-60 %": Ending((0.0, 0.4, 0.6), (0.0, 4.0, 0.0), 1.0),
-    "any time, half killed": Ending.constant(3.0, 0.5),
-    "any time, all killed": Ending.constant(3.0, 1.0),
-    "any time, half killed, priced": Ending.constant(3.0, 0.5),
+ENDS: dict[str, RunEnding] = {
+    "none": RunEnding.constant(0.0, 0.0),
+    "stopped at a quarter": RunEnding((0.0, 0.2), (0.0, 20.0), 0.0),
+    "55 % killed at 40-60 %": RunEnding((0.0, 0.4, 0.6), (0.0, 4.0, 0.0), 1.0),
+    "any time, half killed": RunEnding.constant(3.0, 0.5),
+    "any time, all killed": RunEnding.constant(3.0, 1.0),
+    "any time, half killed, priced": RunEnding.constant(3.0, 0.5),
 }
 #: Price of a checkpoint in that case, as a share of what the whole job gains.
 PRICE = 1e-4
@@ -123,9 +123,9 @@ class Cell:
         return "overhead" if self.ends == "none" else "utility lost"
 
 
-def stretched(ending: Ending, seconds: float) -> Ending:
+def stretched(ending: RunEnding, seconds: float) -> RunEnding:
     """The law of a job that is so many seconds long."""
-    return Ending(
+    return RunEnding(
         tuple(since * seconds for since in ending.since_s),
         tuple(rate / seconds for rate in ending.rates),
         ending.abrupt,
@@ -160,7 +160,7 @@ def research_cells() -> Iterator[Cell]:
         shift = shift_min * 60.0
         curve = Curve(0.0, shift**power, power, shift - 1)
         for ends, abrupt in (("graceful", 0.0), ("half abrupt", 0.5), ("abrupt", 1.0)):
-            ending = Ending.constant(1 / (60 * end_min), abrupt)
+            ending = RunEnding.constant(1 / (60 * end_min), abrupt)
             job = SimulatedJob(curve, 6.0, Cost(60 * cost_min), mtbf_min / 60, ending)
             yield Cell("research", ends, f"power {power:g}", job)
 
@@ -207,7 +207,7 @@ def outcomes(job: SimulatedJob, lives: SimulatedRuns, memory: Remembered) -> dic
     """Every policy, told the truth."""
     known = Knowledge(job.ending, exponential=exponential_of(job))
     by_worker = replace(known, exponential=exponential_of(job, by_worker=True), by_worker=True)
-    same_job = replace(job, price=0.0, ending=Ending.constant(0.0, 0.0))
+    same_job = replace(job, price=0.0, ending=RunEnding.constant(0.0, 0.0))
     same_ends = replace(job, price=0.0, ending=replace(job.ending, abrupt=0.0))
     found = {}
     for name, (policy, one_hazard) in policies(job).items():

@@ -24,7 +24,7 @@ from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import replan
 from shared_core.schedule.routing import Route, deal
-from shared_core.schedule.schedule import Kind, Topology, Worker, held_without_failure
+from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, held_without_failure
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
 Failures = tuple[tuple[int, int], ...]
@@ -53,7 +53,7 @@ SIZES = ((4, 8, 32), (8, 16, 64), (16, 32, 128), (32, 64, 256))
 GREEDY_OVER_BEST, LARGEST_S, LOOK_UP_MS, REPLAN_MS = 1.05, 60.0, 10.0, 300.0
 
 
-def loads(topology: Topology, failed: Collection[Worker], route: Route) -> dict[Worker, int]:
+def loads(topology: Topology, failed: Collection[PlannedWorker], route: Route) -> dict[PlannedWorker, int]:
     """Micro-batches that each surviving worker computes in an iteration."""
     gone = set(failed)
     count = {worker: topology.micro_batches for worker in topology.workers() if worker not in gone}
@@ -62,7 +62,7 @@ def loads(topology: Topology, failed: Collection[Worker], route: Route) -> dict[
     return count
 
 
-def closed_form(topology: Topology, failed: Sequence[Worker], variant: Variant) -> int:
+def closed_form(topology: Topology, failed: Sequence[PlannedWorker], variant: Variant) -> int:
     """Slots (staggered: the period) of the best plan: 1F1B's, or those of the stage that failed most."""
     load = loads(topology, failed, deal(topology, failed))
     optimizer = 3 if variant is Variant.STAGGERED else 0
@@ -74,7 +74,7 @@ def closed_form(topology: Topology, failed: Sequence[Worker], variant: Variant) 
     return best
 
 
-def name(topology: Topology, failed: Sequence[Worker], variant: Variant) -> str:
+def name(topology: Topology, failed: Sequence[PlannedWorker], variant: Variant) -> str:
     """The instance in a few letters."""
     shape = f"{topology.pipelines}x{topology.stages}x{topology.micro_batches}"
     return f"{shape} failed {' '.join(f'{d}:{s}' for d, s in failed)} {variant.value}"
@@ -90,7 +90,7 @@ def quality(limit: float) -> list[Row]:
     rows, worst = [], 0.0
     for shape in INSTANCES:
         for variant in Variant:
-            topology, failed = Topology(*shape[:3]), [Worker(*one) for one in shape[3]]
+            topology, failed = Topology(*shape[:3]), [PlannedWorker(*one) for one in shape[3]]
             case = name(topology, failed, variant)
             first, best = (
                 plan(topology, failed, variant=variant),
@@ -107,7 +107,7 @@ def quality(limit: float) -> list[Row]:
             say(f"{case}: greedy {cost(first):g}, best {cost(best):g} ({proof}), closed form {wanted}")
     rows.append(at_most(f"all {3 * len(INSTANCES)} instances", "greedy / best, worst", worst, "", GREEDY_OVER_BEST))
     for variant in Variant:
-        topology, failed = Topology(3, 4, 6), [Worker(1, 2)]
+        topology, failed = Topology(3, 4, 6), [PlannedWorker(1, 2)]
         case = name(topology, failed, variant) + ", measured times, room for 5"
         first = plan(topology, failed, times=MEASURED, memory=Memory(5), variant=variant)
         best = plan(topology, failed, times=MEASURED, memory=Memory(5), variant=variant, time_limit=limit)
@@ -121,7 +121,7 @@ def memory_rows(shapes: Sequence[tuple[int, int, int]]) -> list[Row]:
     """
     rows = []
     for shape in shapes:
-        topology, failed = Topology(*shape), [Worker(1, shape[1] // 2)]
+        topology, failed = Topology(*shape), [PlannedWorker(1, shape[1] // 2)]
         normal = [held_without_failure(topology, s) for s in range(topology.stages)]
         first = [normal[0]] * topology.stages
         limits = (("no limit", []), ("all may hold what 1F1B's first stage does", first), ("what 1F1B holds", normal))
@@ -148,7 +148,7 @@ def most_held(found: IterationPlan) -> list[int]:
 
 def limit_rows(seconds: float) -> list[Row]:
     """What a limit at the peers of one failure in 3 x 4 x 6 costs, where others hold what 1F1B does."""
-    rows, topology, failed = [], Topology(3, 4, 6), [Worker(1, 2)]
+    rows, topology, failed = [], Topology(3, 4, 6), [PlannedWorker(1, 2)]
     for peers, targets in LIMITS.items():
         room = [held_without_failure(topology, s) for s in range(4)]
         room[2] = peers
@@ -163,7 +163,7 @@ def speed(sizes: Sequence[tuple[int, int, int]]) -> list[Row]:
     """Planning time of the greedy, and how far its plan is from the bound."""
     rows = []
     for shape in sizes:
-        topology, failed = Topology(*shape), [Worker(1, shape[1] // 2)]
+        topology, failed = Topology(*shape), [PlannedWorker(1, shape[1] // 2)]
         for variant in (Variant.COUPLED, Variant.STAGGERED):
             case = name(topology, failed, variant)
             start = time.process_time()
@@ -202,7 +202,7 @@ def at_a_failure() -> list[Row]:
             until = part * timeline.slots
             progress = {worker: sum(slot.end <= until for slot in row[:-1]) for worker, row in timeline.rows.items()}
             start = time.process_time()
-            replan(healthy, progress, [Worker(1, shape[1] // 2)])
+            replan(healthy, progress, [PlannedWorker(1, shape[1] // 2)])
             longest = max(longest, 1000 * (time.process_time() - start))
         case = f"{shape[0]}x{shape[1]}x{shape[2]}, a failure within an iteration"
         rows.append(at_most(case, "planning the rest, longest", longest, "ms", REPLAN_MS))

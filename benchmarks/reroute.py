@@ -39,7 +39,7 @@ from shared_core.reroute.times import second_updates
 from shared_core.schedule.normalise import Move
 from shared_core.schedule.planner import plan
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
 SCRIPT = Path(__file__).with_name("reroute_worker.py")
@@ -69,11 +69,11 @@ class Case:
 
     topology: Topology
     variant: Variant
-    failures: tuple[Worker, ...]
+    failures: tuple[PlannedWorker, ...]
     compute: str = "halves"
     rejoins: bool = False
     spreads: bool | None = None
-    straggler: Worker | None = None
+    straggler: PlannedWorker | None = None
 
     @property
     def name(self) -> str:
@@ -85,11 +85,11 @@ class Case:
             rejoins = ", two of a stage, " + ("normalised" if self.spreads else "not normalised")
         return f"pipe {t.stages} x data {t.pipelines} x {t.micro_batches}, {compute}, {self.variant.value}{rejoins}"
 
-    def rank(self, worker: Worker) -> int:
+    def rank(self, worker: PlannedWorker) -> int:
         """Rank of a place."""
         return worker.stage * self.topology.pipelines + worker.pipeline
 
-    def slots(self, failed: Sequence[Worker], moves: Sequence[Move] = ()) -> float:
+    def slots(self, failed: Sequence[PlannedWorker], moves: Sequence[Move] = ()) -> float:
         """Planned seconds from one step to the next, by slots alone; a worker that has moved makes two updates."""
         times = Times((StageTimes(optimizer=OPTIMIZER),), data_apart=True)
         found = plan(self.topology, failed, times=times, variant=self.variant)
@@ -112,7 +112,7 @@ class Phase:
         load: of the machine, at the end.
     """
 
-    failed: tuple[Worker, ...]
+    failed: tuple[PlannedWorker, ...]
     period_s: float
     expected_s: float | None
     load: float
@@ -199,7 +199,7 @@ class Run:
         ranks = list(self.traces.ranks)
         normal = self.period(WARM, ranks)
         outcome.phases.append(Phase((), normal, self.expected(()), os.getloadavg()[0]))
-        failed: tuple[Worker, ...] = ()
+        failed: tuple[PlannedWorker, ...] = ()
         for worker in case.failures:
             failed, rank = (*failed, worker), case.rank(worker)
             ranks.remove(rank)
@@ -222,13 +222,13 @@ class Run:
             raise RuntimeError(f"{case.name} ended with status {status}\n{self.workers.tail()}")
         return outcome
 
-    def expected(self, failed: Sequence[Worker]) -> float | None:
+    def expected(self, failed: Sequence[PlannedWorker]) -> float | None:
         """What the job itself expects of its plan."""
         wanted = [list(worker) for worker in sorted(failed)]
         found = [e for e in self.events("planned") if e.fields["failed"] == wanted and e.fields["times"] is not None]
         return float(found[-1].fields["period_s"]) if found else None
 
-    def strike(self, failed: tuple[Worker, ...], rank: int, others: list[int], before_s: float) -> Phase:
+    def strike(self, failed: tuple[PlannedWorker, ...], rank: int, others: list[int], before_s: float) -> Phase:
         """Kill a worker in the middle of a step, and measure that step and those that follow."""
         self.traces.refresh()
         now = max(self.ends(rank))
@@ -252,14 +252,14 @@ class Run:
         predicted = planned + rest[max(rest)] - due if rest else None
         return Phase(failed, period, self.expected(failed), os.getloadavg()[0], first, extra, predicted)
 
-    def spread(self, failed: tuple[Worker, ...], others: list[int]) -> Phase:
+    def spread(self, failed: tuple[PlannedWorker, ...], others: list[int]) -> Phase:
         """Wait until somebody has moved, and measure the steps after that."""
         self.when(lambda: len(self.events("moved")) > 0)
         moved = self.events("moved")[0]
         if "why_not" in moved.fields:
             raise RuntimeError(f"{self.case.name}: nobody moved: {moved.fields['why_not']}")
         self.traces.refresh()
-        moves = tuple(Move(Worker(*source), Worker(*target)) for source, target in moved.fields["moves"])
+        moves = tuple(Move(PlannedWorker(*source), PlannedWorker(*target)) for source, target in moved.fields["moves"])
         places = set(failed) - {move.target for move in moves} | {move.source for move in moves}
         vacant, took_s = tuple(sorted(places)), float(moved.fields["took_s"])
         period = self.period(int(moved.fields["step"]) + 2, others)
@@ -363,16 +363,16 @@ def rows_of(outcome: Outcome) -> list[Row]:
 
 def cases(quick: bool) -> list[Case]:
     """What is run."""
-    two, big = (Worker(1, 1), Worker(0, 0)), (Worker(1, 2), Worker(0, 1))
+    two, big = (PlannedWorker(1, 1), PlannedWorker(0, 0)), (PlannedWorker(1, 2), PlannedWorker(0, 1))
     small, large = Topology(2, 2, 4), Topology(3, 4, 6)
     if quick:
         return [Case(small, Variant.STAGGERED, two[:1]), Case(large, Variant.STAGGERED, big[:1], "long halves")]
     shapes = [(small, two), (Topology(3, 2, 4), two), (Topology(2, 4, 6), big), (large, big)]
     found = [Case(topology, variant, failed, _slots(topology)) for topology, failed in shapes for variant in Variant]
     found += [Case(small, Variant.STAGGERED, two, "real")]
-    one_stage = (Worker(0, 1), Worker(1, 1))
+    one_stage = (PlannedWorker(0, 1), PlannedWorker(1, 1))
     found += [Case(Topology(3, 2, 4), Variant.STAGGERED, one_stage, spreads=spreads) for spreads in (False, True)]
-    found += [Case(Topology(3, 2, 4), Variant.STAGGERED, two[:1], straggler=Worker(0, 1))]
+    found += [Case(Topology(3, 2, 4), Variant.STAGGERED, two[:1], straggler=PlannedWorker(0, 1))]
     found += [Case(small, variant, two[:1], rejoins=True) for variant in (Variant.STAGGERED, Variant.DECOUPLED)]
     return found
 

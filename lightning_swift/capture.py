@@ -18,7 +18,7 @@ from lightning_swift.averages import Averages
 from lightning_swift.compat import BatchProgress, Counter, Loop, Progress
 from lightning_swift.data import Data
 from lightning_swift.loggers import Loggers, Missed
-from lightning_swift.results import Results
+from lightning_swift.results import LightningResults
 from shared_core import Job
 from shared_core.encoding import Holder, Holders, decode, dumps, encode, encode_state, loads
 
@@ -37,7 +37,7 @@ class RunState:
         self.data = Data(trainer)
         self.loggers = Loggers(trainer)
         self.averages = Averages(trainer, held=held)
-        self._results = Results(trainer)
+        self._results = LightningResults(trainer)
         self._built: dict[str, Any] = {}
 
     def register(self, job: Job) -> None:

@@ -26,7 +26,7 @@ _META = (
 )
 
 
-class Results:
+class LightningResults:
     """Captures and restores the collections of the training and evaluation loops.
 
     Entries that a replacement has not logged yet are made again from their metadata, bound to its own strategy, groups

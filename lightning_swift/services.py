@@ -16,7 +16,7 @@ _ROWS = "_swift_rows"
 _numbers: Iterator[int] = itertools.count()
 
 
-class _Lazy:
+class _LazyService:
     """Rows of a logger whose run is opened when it is first used. Replaces the logger's ``log_metrics``."""
 
     def __init__(self, job: Job, logger: Logger) -> None:
@@ -51,7 +51,7 @@ class Services:
         self._job, self._loggers, self._opened = job, loggers, False
         for logger in loggers:
             if _ROWS not in vars(logger):
-                vars(logger)[_ROWS] = _Lazy(job, logger)
+                vars(logger)[_ROWS] = _LazyService(job, logger)
 
     def take_up(self, logger: Logger, run: str | None) -> None:
         """Before a logger opens its run: have it take up the failed worker's."""

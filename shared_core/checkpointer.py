@@ -53,7 +53,7 @@ from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.recovery_line import DESCRIPTION, NAMES
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.change_detection import ChangeWatch
-from shared_core.worker.state.local_state import Capture, Parts, Restore
+from shared_core.worker.state.local_state import Capture, Restore, StateParts
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.unoptimized import UnoptimizedParameters
 
@@ -114,7 +114,7 @@ class Checkpointer(TrainingLoop):
                 "torch.optim.Optimizer itself, not a wrapper"
             )
         self._modules = models
-        self._alone = Alone(config, models, optimizers)
+        self._alone = OneProcess(config, models, optimizers)
         # It has all of a job that a loop asks for.
         self._begin(cast(Job, self._alone), config)
         for each in objects:
@@ -191,7 +191,7 @@ class _NoReplacements:
         return self
 
 
-class Alone(_NoReplacements):
+class OneProcess(_NoReplacements):
     """What a training loop needs of a job where nobody replaces failed workers: step boundaries with checkpoints.
 
     Args:
@@ -217,7 +217,7 @@ class Alone(_NoReplacements):
         self.boundaries = self.version = 0
         self._boundary_version = -1
         self._owed = False
-        self._parts = Parts()
+        self._parts = StateParts()
         self.variables = self._parts.variables
         self._found: dict[str, Any] | None = None
         self._replicated = Replicated(models, optimizers)
@@ -253,7 +253,7 @@ class Alone(_NoReplacements):
         self.loss = loss
 
     @property
-    def checkpoints(self) -> Alone:
+    def checkpoints(self) -> OneProcess:
         return self
 
     def keep_boundaries(self) -> None:
@@ -352,7 +352,7 @@ class Alone(_NoReplacements):
         names = json.loads(metadata[NAMES])
         self._replicated.load(json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names])
         if self.rank == 0:
-            whose = f", of '{lineage.Saved(saved).command.short}'" if adopts else ""
+            whose = f", of '{lineage.SavedCheckpoint(saved).command.short}'" if adopts else ""
             console(f"continuing from the checkpoint at step boundary {step} in {saved.path.parent}{whose}")
 
     def _restore(self) -> None:

@@ -25,8 +25,8 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm import Runtime, prepare
 from shared_core.worker.comm import install as install_backend
 from shared_core.worker.state.local_state import Capture, Restore
-from shared_core.worker.state.orders import Orders
-from shared_core.worker.wiring import Worker
+from shared_core.worker.state.orders import StateOrders
+from shared_core.worker.wiring import WorkerRuntime
 
 
 class Job:
@@ -55,7 +55,7 @@ class Job:
             job.register("words", capture=lambda: dict(words), restore=words.update)
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerRuntime) -> None:
         self.rank, self.world_size = worker.env.rank, worker.env.world_size
         self._worker = worker
         self.position, self.entries, self.notes = worker.position, worker.entries, worker.notes
@@ -96,7 +96,7 @@ class Job:
         return self.variables.data_sets.reading
 
     @property
-    def orders(self) -> Orders | None:
+    def orders(self) -> StateOrders | None:
         """The passes over the data whose rest may be dealt out to another number of workers; None where it is not."""
         return self._worker.start.orders
 
@@ -205,7 +205,7 @@ def current_job() -> Job | None:
     """
     global _job
     if _job is None and worker_env.launched():
-        _job = Job(Worker(worker_env.env()))
+        _job = Job(WorkerRuntime(worker_env.env()))
         atexit.register(_job.reporter.memory)
     return _job
 

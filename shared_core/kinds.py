@@ -124,7 +124,7 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Place:
+class NamedPlace:
     """The name of a file or folder, or None for none; ``what`` it must be, for errors."""
 
     what: str
@@ -138,7 +138,7 @@ class Place:
         return str(name)
 
 
-Kind = Whole | WholeOrAuto | Number | Truth | Choice | Port | Place
+Kind = Whole | WholeOrAuto | Number | Truth | Choice | Port | NamedPlace
 
 
 def whole_of_environment(name: str, default: int) -> int:

@@ -180,7 +180,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def saved(folder: Path) -> list[lineage.Saved]:
+def saved(folder: Path) -> list[lineage.SavedCheckpoint]:
     """Committed checkpoints in a folder, the oldest run first."""
     found = lineage.contents(folder).saved
     return sorted(found, key=lambda each: (lineage.age_key(each.run), each.step))

@@ -203,3 +203,14 @@ class Kind:
     two.imports = [Import("two", "one", (), "typing", 1)]
     assert circles({"one": one, "two": two}, lambda name: True) == [["one", "two"]]
     assert not circles({"one": one, "two": two}, lambda name: True, ["module", "function"])
+
+
+def test_each_class_has_a_name_of_its_own(graph: Graph) -> None:
+    """A reader who looks for a class finds one."""
+    places: dict[str, list[str]] = {}
+    for module in graph.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{module.name}:{node.lineno}")
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+    assert len(places) > 500

@@ -30,7 +30,7 @@ from benchmarks import (
 )
 from benchmarks.common import WORKERS, Line, Row, at_least, at_most, finish, table
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from tests.support.namespaces import unavailable
 
 FORM = {"case", "metric", "value", "unit", "target", "holds"}
@@ -366,7 +366,7 @@ def test_the_end_of_a_job_is_told_with_its_log(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_short_real_run_of_reroute(tmp_path: Path) -> None:
-    case = reroute.Case(Topology(2, 2, 4), Variant.STAGGERED, (Worker(1, 1),))
+    case = reroute.Case(Topology(2, 2, 4), Variant.STAGGERED, (PlannedWorker(1, 1),))
     run = reroute.Run(case, tmp_path, 2)
     with run.workers:
         outcome = run.measure()

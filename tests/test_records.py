@@ -35,9 +35,9 @@ from shared_core.system.wire import connect
 from shared_core.transport.store import MemoryStore
 from shared_core.worker.checkpoints import recovery_line
 from shared_core.worker.checkpoints.due import Decisions, StoreEntries
-from shared_core.worker.recovery.replicas import Sums
+from shared_core.worker.recovery.replicas import ReplicaSums
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
-from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.local_state import BoundaryPosition
 from tests.support.runner import compare
 
 BOUNDARY = StepBoundary(
@@ -136,7 +136,7 @@ READERS: dict[str, tuple[Any, Callable[[bytes], Any], set[str]]] = {
         {"waited_s", "limit_s", "call", "group", "called", "members", "number", "channel", "source"}
         | {"issued", "pending", "sent", "idle"},
     ),
-    "sums": (asdict(Sums(3, [2**64 - 1, 7])), lambda raw: Sums.read(raw, "sums/1/3/1", 2), set()),
+    "sums": (asdict(ReplicaSums(3, [2**64 - 1, 7])), lambda raw: ReplicaSums.read(raw, "sums/1/3/1", 2), set()),
     "line/has": (["7/memory/s"], has, set()),
     "document": (
         {"phase": "running", "round": 0, "attempt": 0, "run": "r", "members": [MEMBER]}
@@ -317,7 +317,7 @@ def test_a_damaged_join_request_admits_nobody(capsys: pytest.CaptureFixture[str]
     job_store, lifecycle = SimpleNamespace(below=lambda: store), SimpleNamespace(entry=ENTRY)
     recovery: Any = SimpleNamespace(runtime=runtime, env=env, lifecycle=lifecycle, store=job_store)
     unused: Any = None
-    survivor_groups = SurvivorGroups(recovery, unused, Position())
+    survivor_groups = SurvivorGroups(recovery, unused, BoundaryPosition())
     store.set(join_request_key(1, 1), "x")
     assert survivor_groups.joining_ranks() == survivor_groups.joining_ranks() == ()
     assert capsys.readouterr().err.count(f"the entry {join_request_key(1, 1)} in the job's store is damaged") == 1

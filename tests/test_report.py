@@ -23,7 +23,7 @@ from shared_core.errors import ConfigError
 from shared_core.events import Event, read_events
 from shared_core.faults import Fault
 from shared_core.report.history import History, goodput, history_of
-from shared_core.report.lives import Doing, Span
+from shared_core.report.lives import Doing, LifeSpan
 from shared_core.report.metrics import read_curve, thinned
 from shared_core.report.page import to_page
 from shared_core.report.parts import PartKind, parts
@@ -61,7 +61,7 @@ def one_failure(when: float, generation: int = 1, cause: str = "killed by SIGKIL
     ]
 
 
-def told(spans: tuple[Span, ...], rank: int) -> list[tuple[str, float, float]]:
+def told(spans: tuple[LifeSpan, ...], rank: int) -> list[tuple[str, float, float]]:
     return [(span.doing.value, round(span.begin, 6), round(span.end, 6)) for span in spans if span.rank == rank]
 
 

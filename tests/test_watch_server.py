@@ -10,18 +10,18 @@ from contextlib import ExitStack, closing
 import pytest
 
 from shared_core.watch import server
-from shared_core.watch.server import Page, Server, is_ours
+from shared_core.watch.server import DashboardServer, Page, is_ours
 
 HERE = socket.gethostname()
 
 
 @pytest.fixture
-def serving() -> Iterator[Callable[[str], Server]]:
+def serving() -> Iterator[Callable[[str], DashboardServer]]:
     """Makes a server at an address: a small page, and one that no buffer of the system takes."""
     with ExitStack() as stack:
 
-        def make(address: str) -> Server:
-            made = Server("--metrics-port", address, 0)
+        def make(address: str) -> DashboardServer:
+            made = DashboardServer("--metrics-port", address, 0)
             stack.callback(made.close)
             made.serve({"/": Page("text/plain", lambda: b"here"), "/large": Page("text/plain", lambda: bytes(1 << 26))})
             return made
@@ -50,7 +50,7 @@ def _status(address: str, port: int, host: str) -> int:
     ],
 )
 def test_a_name_of_another_site_is_refused_at_every_address(
-    bound: str, reached: str, serving: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+    bound: str, reached: str, serving: Callable[[str], DashboardServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if bound == "0.0.0.0":  # tests open nothing to others: what is bound is loopback, what is checked is the rest
         monkeypatch.setattr(server, "_names", lambda _: frozenset({HERE.lower()}))
@@ -78,7 +78,7 @@ def test_where_others_reach_it_addresses_and_the_machine_s_names_are_asked_for()
 
 
 @pytest.mark.parametrize("begin", [b"", b"GET / HTTP/1.1\r\n", b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n"])
-def test_slow_clients_keep_nobody_out(begin: bytes, serving: Callable[[str], Server]) -> None:
+def test_slow_clients_keep_nobody_out(begin: bytes, serving: Callable[[str], DashboardServer]) -> None:
     """Silent ones, some that send a line from time to time, and some that do not read the answer."""
     port = serving("127.0.0.1").port
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def test_slow_clients_keep_nobody_out(begin: bytes, serving: Callable[[str], Ser
 
 
 def test_a_client_that_sends_now_and_then_is_sent_away(
-    serving: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+    serving: Callable[[str], DashboardServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No byte of it comes later than the patience allows, and still it does not stay."""
     monkeypatch.setattr(server, "_MAX_WAIT_S", 2.0)

@@ -13,7 +13,7 @@ from shared_core.launcher.logs import last_words
 from shared_core.protocol.progress_file import Pace, ProgressFile, read_pace
 from shared_core.system.card import Card, is_held, jobs_here
 from shared_core.system.jobdir import JobDir
-from shared_core.watch.follower import Follower, Tail
+from shared_core.watch.follower import FileTail, Follower
 from shared_core.watch.text import format_view
 from shared_core.watch.view import JobView, Live, kind_of, view_of
 
@@ -214,7 +214,7 @@ def test_the_pace_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_file_of_events_is_followed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    tail = Tail(path)
+    tail = FileTail(path)
     assert tail.read() == []
     first = EventLog(path, "aaaa").emit("start")
     with path.open("a") as file:
@@ -222,7 +222,7 @@ def test_a_file_of_events_is_followed(tmp_path: Path) -> None:
     assert tail.read() == [first] and tail.read() == []
     second = EventLog(path, "aaaa").emit("end")  # in the torn line
     assert tail.read() == [second]
-    assert Tail(path, path.stat().st_size).read() == []
+    assert FileTail(path, path.stat().st_size).read() == []
 
 
 def test_jobs_that_run_here(tmp_path: Path) -> None:

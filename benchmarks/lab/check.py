@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shared_core.errors import InvalidSchedule
 from shared_core.schedule.memory import NO_LIMIT, Memory, held_after
-from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule, Topology
 from shared_core.schedule.timing import Times, simulate
 
 #: Two numbers closer than this are the same.
@@ -18,7 +18,7 @@ def check(
     topology: Topology,
     *,
     memory: Memory = NO_LIMIT,
-    done: Mapping[Worker, Collection[Action]] | None = None,
+    done: Mapping[PlannedWorker, Collection[Action]] | None = None,
     ordered: bool = False,
 ) -> None:
     """Raise InvalidSchedule, naming the first wrong action, for a schedule that cannot be executed.
@@ -28,7 +28,7 @@ def check(
     be at one worker, with W (or B) ascending, for sums that are equal bit for bit.
     """
     before = {} if done is None else done
-    hosts: dict[tuple[int, int, int], Worker] = {}
+    hosts: dict[tuple[int, int, int], PlannedWorker] = {}
     for worker, row in schedule.rows.items():
         _check_row(worker, row, topology, before.get(worker, ()), memory, hosts)
     _check_complete(topology, hosts, before, schedule)
@@ -38,12 +38,12 @@ def check(
 
 
 def _check_row(
-    worker: Worker,
+    worker: PlannedWorker,
     row: Sequence[Action],
     topology: Topology,
     done: Collection[Action],
     memory: Memory,
-    hosts: dict[tuple[int, int, int], Worker],
+    hosts: dict[tuple[int, int, int], PlannedWorker],
 ) -> None:
     ran: set[tuple[Kind, int, int]] = {(one.kind, one.pipeline, one.micro_batch) for one in done}
     held = held_after(done)
@@ -81,8 +81,8 @@ def _check_row(
 
 def _check_complete(
     topology: Topology,
-    hosts: Mapping[tuple[int, int, int], Worker],
-    before: Mapping[Worker, Collection[Action]],
+    hosts: Mapping[tuple[int, int, int], PlannedWorker],
+    before: Mapping[PlannedWorker, Collection[Action]],
     schedule: Schedule,
 ) -> None:
     counts = {Kind.F: 1, Kind.I: 4, Kind.W: 16, Kind.B: 20, Kind.OPT: 0}
@@ -105,7 +105,7 @@ def _check_complete(
 
 def check_order(schedule: Schedule) -> None:
     """Raise InvalidSchedule unless each pipeline's micro-batches of a stage are at one worker, W (or B) ascending."""
-    last: dict[tuple[int, int], tuple[Worker, int]] = {}
+    last: dict[tuple[int, int], tuple[PlannedWorker, int]] = {}
     for worker, row in schedule.rows.items():
         for action in row:
             if action.kind not in (Kind.W, Kind.B):

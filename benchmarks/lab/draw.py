@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shared_core.errors import ConfigError, MissingExtra
-from shared_core.schedule.schedule import Action, Kind, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker
 from shared_core.schedule.timing import Slot, Timeline
 
 #: Fill color of each kind; what a worker computes for another pipeline is hatched.
@@ -82,7 +82,7 @@ def draw_file(timeline: Timeline, path: Path, title: str = "") -> None:
     figure.savefig(path, bbox_inches="tight")
 
 
-def _draw_row(axes: Any, at: int, worker: Worker, row: Sequence[Slot], small: bool) -> None:
+def _draw_row(axes: Any, at: int, worker: PlannedWorker, row: Sequence[Slot], small: bool) -> None:
     for action, start, end in row:
         foreign = action.kind is not Kind.OPT and action.pipeline != worker.pipeline
         axes.broken_barh(
@@ -103,5 +103,5 @@ def _typical(timeline: Timeline) -> float:
     return lengths[len(lengths) // 4] if lengths else 1.0
 
 
-def _label(action: Action, worker: Worker) -> str:
+def _label(action: Action, worker: PlannedWorker) -> str:
     return action.text(worker).removeprefix(str(action.stage))

@@ -13,7 +13,7 @@ from shared_core.checkpoint import history
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import Curve
 from shared_core.checkpoint.policy import POLICIES
-from shared_core.checkpoint.run_ends import Ending, from_history
+from shared_core.checkpoint.run_ends import RunEnding, from_history
 from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError, MissingExtra
 from shared_core.kinds import LONGEST_S, MOST
@@ -104,9 +104,9 @@ def _compare(options: argparse.Namespace) -> list[PolicyResult]:
     return compare(job, options.policies, options.lives if options.simulate else 0, options.seed)
 
 
-def _ending(options: argparse.Namespace) -> Ending:
+def _ending(options: argparse.Namespace) -> RunEnding:
     if options.history is None:
-        return Ending.constant(1 / (options.end_h * 3600) if options.end_h is not None else 0.0, options.abrupt)
+        return RunEnding.constant(1 / (options.end_h * 3600) if options.end_h is not None else 0.0, options.abrupt)
     if not options.history.exists():
         raise FileNotFoundError(f"--history {options.history}: there is no such file")
     found = from_history(history.read(options.history).runs)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.curve import fit_exponential
 from shared_core.checkpoint.policy import Decision, Exponential, LossCurve, Policy, Situation
-from shared_core.checkpoint.run_ends import Ending
+from shared_core.checkpoint.run_ends import RunEnding
 from shared_core.errors import ConfigError
 from shared_core.kinds import open_regular
 
@@ -113,7 +113,7 @@ class SimulatedJob:
     hours: float
     cost: Cost
     mtbf_h: float
-    ending: Ending
+    ending: RunEnding
     restart_s: float = 60.0
     step_s: float = 1.0
     epoch_s: float = 600.0
@@ -226,7 +226,7 @@ class Knowledge:
         by_worker: whether it is told how many workers there are, and the fit at their speed, as COCI's theorem 4.2 is.
     """
 
-    ending: Ending | None
+    ending: RunEnding | None
     fitted: Callable[[float], LossCurve | None] | None = None
     exponential: Exponential | None = None
     one_hazard: bool = False

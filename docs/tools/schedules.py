@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from docs.tools.drawing import Drawing
 from shared_core.schedule.planner import plan
-from shared_core.schedule.schedule import Kind, Topology, Worker
+from shared_core.schedule.schedule import Kind, PlannedWorker, Topology
 from shared_core.schedule.timing import EQUAL_SLOTS, Timeline, simulate
 
 #: The example of docs/planner.md: ``swiftctl lab plan --dp 3 --pp 4 --micro-batches 6 --failed 1:2``.
 TOPOLOGY = Topology(pipelines=3, stages=4, micro_batches=6)
-FAILED = Worker(1, 2)
+FAILED = PlannedWorker(1, 2)
 _FILL = {Kind.F: "blue", Kind.I: "green", Kind.W: "sand", Kind.B: "teal", Kind.OPT: "pink"}
 _WORDS = {
     Kind.F: "forward (F)",
@@ -40,7 +40,7 @@ def reroute() -> str:
     return draw.svg()
 
 
-def _panel(draw: Drawing, top: float, title: str, timeline: Timeline, failed: set[Worker]) -> None:
+def _panel(draw: Drawing, top: float, title: str, timeline: Timeline, failed: set[PlannedWorker]) -> None:
     draw.text(_LEFT, top - 10, title, bold=True)
     for at, worker in enumerate(TOPOLOGY.workers()):
         y = top + _ROW * at + 10 * worker.pipeline

@@ -10,7 +10,7 @@ from shared_core.events import console
 
 def choose(
     where: str, command: Command, world_size: int, *, continues: bool, told: str
-) -> tuple[lineage.Saved, bool] | None:
+) -> tuple[lineage.SavedCheckpoint, bool] | None:
     """The newest whole checkpoint that serves, and whether it is of another command.
 
     None if there is none; then the user is told what is left behind.
@@ -44,7 +44,7 @@ def choose(
     return None
 
 
-def _fits(found: lineage.Saved, world_size: int) -> bool:
+def _fits(found: lineage.SavedCheckpoint, world_size: int) -> bool:
     theirs = found.checkpoint.meta.get("world_size")
     if theirs != world_size:
         where = found.checkpoint.path

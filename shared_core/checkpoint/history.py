@@ -54,7 +54,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class History:
+class LossHistory:
     """The runs of a file, in the order in which they were first named; ``skipped`` lines could not be read."""
 
     runs: tuple[Run, ...] = ()
@@ -82,7 +82,7 @@ def append(path: str | os.PathLike[str], run: Run) -> None:
         os.close(fd)
 
 
-def read(path: str | os.PathLike[str], *, group: str | None = None, now: float | None = None) -> History:
+def read(path: str | os.PathLike[str], *, group: str | None = None, now: float | None = None) -> LossHistory:
     """The runs of a file (of one group); none if there is no file. Lines that cannot be read are skipped, and the user
     is told. ``now`` is in seconds since the epoch. Raises OSError.
     """
@@ -93,7 +93,7 @@ def read(path: str | os.PathLike[str], *, group: str | None = None, now: float |
         with open_regular(path) as file:
             lines = file.read().split(b"\n")
     except FileNotFoundError:
-        return History()
+        return LossHistory()
     for line in filter(None, lines):
         try:
             run = _parse(parse(line))
@@ -109,7 +109,7 @@ def read(path: str | os.PathLike[str], *, group: str | None = None, now: float |
             continue
         silent = run.end == "running" and now - run.time > SILENT_S
         runs.append(Run(**(asdict(run) | {"end": "killed"})) if silent else run)
-    return History(tuple(runs), skipped)
+    return LossHistory(tuple(runs), skipped)
 
 
 def _parse(raw: Any) -> Run:

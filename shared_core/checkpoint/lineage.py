@@ -116,17 +116,17 @@ class Folder:
         """Runs in it that have ended well. Raises OSError."""
         return frozenset({self.run} if self.run and ENDED in self.storage.names() else ())
 
-    def saved(self) -> list[Saved]:
+    def saved(self) -> list[SavedCheckpoint]:
         return self.read()[0]
 
-    def read(self) -> tuple[list[Saved], list[PassedOver]]:
+    def read(self) -> tuple[list[SavedCheckpoint], list[PassedOver]]:
         """The same, and those that are there and cannot be used."""
         found, passed = store.read_all(self.storage)
-        return [Saved(each) for each in found], [replace(each, run=self.run) for each in passed]
+        return [SavedCheckpoint(each) for each in found], [replace(each, run=self.run) for each in passed]
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A committed checkpoint of a run; its parts were not read."""
 
     checkpoint: store.Checkpoint
@@ -163,7 +163,7 @@ class Contents:
         passed: checkpoints and folders of runs that are there and cannot be used; those without a run may be anybody's.
     """
 
-    saved: tuple[Saved, ...] = ()
+    saved: tuple[SavedCheckpoint, ...] = ()
     ended: Mapping[str, frozenset[str]] = field(default_factory=dict)
     passed: tuple[PassedOver, ...] = ()
 
@@ -205,7 +205,7 @@ def contents(where: store.Where, key: str | None = None) -> Contents:
     """What a folder holds (of one command, or of all); only manifests are read. A run's folder that this user may not
     read is passed over. Raises OSError, or SwiftError for storage of an unknown kind.
     """
-    saved: list[Saved] = []
+    saved: list[SavedCheckpoint] = []
     ended: dict[str, frozenset[str]] = {}
     passed: list[PassedOver] = []
     for each in folders(where, key):
@@ -242,13 +242,13 @@ def continues(run: str, ended: Iterable[str]) -> bool:
     return run not in ends and all(age_key(run) >= age_key(other) for other in ends)
 
 
-def candidates(found: Contents, key: str) -> list[Saved]:
+def candidates(found: Contents, key: str) -> list[SavedCheckpoint]:
     """What the next start of a command may continue with: of its newest run first, and of that the newest first."""
     mine = [each for each in found.saved if each.command.key == key and found.continues(each.run, key)]
     return sorted(mine, key=lambda each: (age_key(each.run), each.step), reverse=True)
 
 
-def to_adopt(where: str) -> tuple[list[Saved], list[PassedOver]]:
+def to_adopt(where: str) -> tuple[list[SavedCheckpoint], list[PassedOver]]:
     """What ``--resume-from`` may mean, the newest first: the checkpoint whose folder is named, or all in a folder; and
     what is there and cannot be used. Raises OSError, or SwiftError for storage of an unknown kind.
     """
@@ -256,7 +256,7 @@ def to_adopt(where: str) -> tuple[list[Saved], list[PassedOver]]:
     step = store.step_of(name)
     if step is not None:
         try:
-            return [Saved(store.load_manifest(parent or "/", step))], []
+            return [SavedCheckpoint(store.load_manifest(parent or "/", step))], []
         except store.NeverCompleted:
             return [], []
         except CorruptFile as error:
@@ -265,7 +265,7 @@ def to_adopt(where: str) -> tuple[list[Saved], list[PassedOver]]:
     return sorted(found.saved, key=lambda each: (each.time, each.step), reverse=True), list(found.passed)
 
 
-def first_whole(found: Iterable[Saved], say: Callable[[str], None] = console) -> Saved | None:
+def first_whole(found: Iterable[SavedCheckpoint], say: Callable[[str], None] = console) -> SavedCheckpoint | None:
     """The first one all of whose checksums hold; others are passed over, and the user is told."""
     for each in found:
         try:
@@ -280,7 +280,9 @@ def first_whole(found: Iterable[Saved], say: Callable[[str], None] = console) ->
 # -- what is said ---------------------------------------------------------------------------------
 
 
-def tell_passed(passed: Iterable[PassedOver], taken: Saved | None = None, say: Callable[[str], None] = console) -> None:
+def tell_passed(
+    passed: Iterable[PassedOver], taken: SavedCheckpoint | None = None, say: Callable[[str], None] = console
+) -> None:
     """Print which checkpoints cannot be used: those that a start would have taken before ``taken``, or all for None."""
     last = ("", -1) if taken is None else (age_key(taken.run), taken.step)
     for each in passed:
@@ -326,7 +328,7 @@ def left_behind(where: str, key: str, how: str, *, continues: bool, again: str) 
     return ""
 
 
-def _newest(where: str) -> Saved | None:
+def _newest(where: str) -> SavedCheckpoint | None:
     """The newest checkpoint of the newest run that has any, of whatever command."""
     for each in sorted(folders(where), key=lambda each: age_key(each.run), reverse=True):
         with suppress(PermissionError):  # another user's
@@ -335,7 +337,7 @@ def _newest(where: str) -> Saved | None:
     return None
 
 
-def next_start(found: Contents, command: Command, whole: Callable[[Saved], bool] = lambda each: True) -> Next:
+def next_start(found: Contents, command: Command, whole: Callable[[SavedCheckpoint], bool] = lambda each: True) -> Next:
     """What the next start of a command does. ``whole`` tells whether a checkpoint can be read."""
     rest = candidates(found, command.key)
     picked = next((each for each in rest if whole(each)), None)
@@ -362,7 +364,7 @@ class Next:
     """
 
     command: Command
-    saved: Saved | None
+    saved: SavedCheckpoint | None
     reason: str = ""
     fails: bool = False
 

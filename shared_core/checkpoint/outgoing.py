@@ -140,7 +140,7 @@ class Outgoing:
             path = self.spool.path_of(part, name)
             size = path.stat().st_size
             written[name] = (store.copy_part(storage, self.step, name, _pieces(path), size), size)
-        store.write_mark(storage, self.step, rank, store.Mark(written, part.meta))
+        store.write_mark(storage, self.step, rank, store.StoreMark(written, part.meta))
 
 
 def _pieces(path: Path) -> Iterator[memoryview]:

@@ -18,7 +18,7 @@ PRIOR_ENDS, PRIOR_GRACEFUL = 0.5, 2.0
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunEnding:
     """Hazard of ending early, constant between given times, and the share of abrupt ends among those.
 
     Attributes:
@@ -48,7 +48,7 @@ class Ending:
         object.__setattr__(self, "_sums", tuple(sums))
 
     @classmethod
-    def constant(cls, rate: float, abrupt: float) -> Ending:
+    def constant(cls, rate: float, abrupt: float) -> RunEnding:
         return cls((0.0,), (rate,), abrupt)
 
     def rate(self, useful_s: float) -> float:
@@ -61,7 +61,7 @@ class Ending:
         return self._sums[piece] + self.rates[piece] * (useful_s - self.since_s[piece])
 
 
-def from_history(runs: Sequence[Run]) -> Ending | None:
+def from_history(runs: Sequence[Run]) -> RunEnding | None:
     """The estimate from how earlier runs ended; None without any.
 
     Hazard: Gamma posterior, in up to 8 bins between quantiles of the early ends, at least 10 ends each; prior half an
@@ -82,4 +82,4 @@ def from_history(runs: Sequence[Run]) -> Ending | None:
         at_risk = sum(min(length, high) - low for length in lengths if length > low)
         rates.append((PRIOR_ENDS + ends) / (PRIOR_ENDS / overall + at_risk))
     killed = sum(run.end == "killed" and run.useful_s > 0 for run in runs)
-    return Ending(since, tuple(rates), killed / (len(early) + PRIOR_GRACEFUL))
+    return RunEnding(since, tuple(rates), killed / (len(early) + PRIOR_GRACEFUL))

@@ -74,7 +74,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Mark:
+class StoreMark:
     """What one rank has made durable: SHA-256 and size in bytes of each part, by name; metadata of their checkpoint."""
 
     parts: Mapping[str, tuple[str, int]]
@@ -305,20 +305,20 @@ def made_here(dir: Where, step: int) -> bool:
     return False
 
 
-def write_mark(dir: Where, step: int, rank: int, mark: Mark) -> None:
+def write_mark(dir: Where, step: int, rank: int, mark: StoreMark) -> None:
     """Note that a rank's parts are durable. Raises StorageFull if there is no room."""
     body = {"format": FORMAT, "step": step, "parts": {name: list(each) for name, each in mark.parts.items()}}
     _write(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}", _seal(body | {"meta": dict(mark.meta)}))
 
 
-def read_mark(dir: Where, step: int, rank: int) -> Mark | None:
+def read_mark(dir: Where, step: int, rank: int) -> StoreMark | None:
     """A rank's mark for a step; None if there is none that can be read."""
     with contextlib.suppress(OSError, CorruptFile, ValueError, LookupError, TypeError, AttributeError, OverflowError):
         body = _unseal(read_file(_open(dir), f"{folder_name(step)}/rank{rank}{DONE}"))
         if body["format"] == FORMAT and body["step"] == step:
             parts = {name: (str(each[0]), int(each[1])) for name, each in body["parts"].items()}
             if _is_parts({name: digest for name, (digest, _) in parts.items()}) and isinstance(body["meta"], dict):
-                return Mark(parts, body["meta"])
+                return StoreMark(parts, body["meta"])
     return None
 
 

@@ -43,7 +43,7 @@ MAX_WAIT_S = 60.0
 RETRY_S, RETRY_MOST_S = 1.0, 60.0
 
 
-class Writer:
+class CheckpointWriter:
     """The work of the process, without its waiting. Used by one thread, and by its own look-out thread."""
 
     def __init__(self, spool: Spool, events: EventLog) -> None:
@@ -397,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # the job's folder has been removed: nobody would remove another
     ends = threading.Event()
     threading.Thread(target=_watch, args=(options.grace, ends, bell), name="swift-lifeline", daemon=True).start()
-    writer = Writer(spool, EventLog(options.events, os.environ.get(RUN, ""), spool.folder.parent))
+    writer = CheckpointWriter(spool, EventLog(options.events, os.environ.get(RUN, ""), spool.folder.parent))
     with selectors.DefaultSelector() as selector:
         selector.register(bell, selectors.EVENT_READ)
         while True:

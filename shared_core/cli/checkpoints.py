@@ -13,7 +13,7 @@ from typing import Any
 
 from shared_core.checkpoint import lineage, store
 from shared_core.checkpoint.command import Command
-from shared_core.checkpoint.lineage import Contents, Next, Saved
+from shared_core.checkpoint.lineage import Contents, Next, SavedCheckpoint
 from shared_core.checkpoint.storage import check_place, open_storage
 from shared_core.cli import arguments
 from shared_core.errors import ConfigError, SwiftError
@@ -56,7 +56,7 @@ class _Row:
     """
 
     found: store.Found
-    saved: Saved | None
+    saved: SavedCheckpoint | None
     run: str
     ended: bool
 
@@ -91,7 +91,7 @@ def _rows(where: str, *, check: bool, contents: Contents) -> list[_Row]:
     rows = []
     for folder in lineage.folders(open_storage(where)):
         for found in store.survey(folder.storage, check=check):
-            saved = Saved(found.checkpoint) if found.checkpoint is not None else None
+            saved = SavedCheckpoint(found.checkpoint) if found.checkpoint is not None else None
             run = saved.run if saved is not None else folder.run
             ended = run in contents.ended_of(saved.command.key if saved is not None else folder.command)
             rows.append(_Row(found, saved, run, ended))
@@ -102,7 +102,7 @@ def _following(options: argparse.Namespace, contents: Contents, rows: Sequence[_
     """What the next start of each command does, or of the one that was named."""
     whole = [row.saved for row in rows if row.whole]
 
-    def fits(each: Saved) -> bool:
+    def fits(each: SavedCheckpoint) -> bool:
         return each in whole and options.world_size in (None, each.checkpoint.meta.get("world_size"))
 
     commands = contents.commands()

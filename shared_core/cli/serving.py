@@ -13,7 +13,7 @@ from shared_core.errors import ConfigError
 from shared_core.events import console
 from shared_core.watch import dashboard, metrics
 from shared_core.watch.follower import Follower
-from shared_core.watch.server import LOOPBACK, Server
+from shared_core.watch.server import LOOPBACK, DashboardServer
 
 #: The dashboard's curves have a point after so many seconds, also while nobody looks.
 _EVERY_S = 5.0
@@ -43,18 +43,18 @@ class Servers:
 
     def __init__(self, config: SwiftConfig, events: str | None) -> None:
         wanted = config.watch
-        self._dashboard: Server | None = None
-        self._metrics: Server | None = None
+        self._dashboard: DashboardServer | None = None
+        self._metrics: DashboardServer | None = None
         if wanted.dashboard is None and wanted.metrics_port is None:
             return
         if events is None:
             raise ConfigError("--dashboard and --metrics-port show the job's events: leave --events '' out")
         if wanted.metrics_port is not None:
             metrics.need_prometheus()
-            self._metrics = Server("--metrics-port", wanted.metrics_address, wanted.metrics_port)
+            self._metrics = DashboardServer("--metrics-port", wanted.metrics_address, wanted.metrics_port)
         if wanted.dashboard is not None:
             try:
-                self._dashboard = Server("--dashboard", LOOPBACK, wanted.dashboard)
+                self._dashboard = DashboardServer("--dashboard", LOOPBACK, wanted.dashboard)
             except ConfigError:
                 self.close()
                 raise

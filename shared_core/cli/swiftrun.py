@@ -291,9 +291,9 @@ def _events_path(args: argparse.Namespace) -> str | None:
 def _rendezvous(args: argparse.Namespace, torchrun: Any) -> Any:
     """How the machines of the job meet, if there are several."""
     if not args.several:
-        from shared_core.launcher.local_rendezvous import Alone
+        from shared_core.launcher.local_rendezvous import LocalRendezvous
 
-        return Alone(torchrun.run_id)
+        return LocalRendezvous(torchrun.run_id)
     from shared_core.launcher.gathering import RendezvousOptions
     from shared_core.launcher.rendezvous import SwiftRendezvousHandler
     from shared_core.launcher.rendezvous_store import Register, parse_endpoints

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from shared_core.config.option import Section, option
 from shared_core.errors import ConfigError
-from shared_core.kinds import Choice, Number, Place, Port, Truth, Whole, WholeOrAuto
+from shared_core.kinds import Choice, NamedPlace, Number, Port, Truth, Whole, WholeOrAuto
 
 _SECONDS, _ABOVE, _COUNT = Number(), Number(above=True), Whole()
 _USE = Choice(("auto", "always", "never"))
@@ -25,7 +25,7 @@ class CheckpointOptions(Section):
 
     dir: str | None = option(
         None,
-        Place("a folder or a URL"),
+        NamedPlace("a folder or a URL"),
         "where checkpoints for a restart are written: a folder, or an fsspec URL. Unset: none is written",
         late=True,
     )
@@ -42,7 +42,10 @@ class CheckpointOptions(Section):
         0.0, Number(most=1e300), "what a checkpoint costs beyond time, in units of the loss, for `value`", late=True
     )
     history: str | None = option(
-        None, Place("a file"), "file that tells how earlier runs ended, for `value`; this run adds itself", late=True
+        None,
+        NamedPlace("a file"),
+        "file that tells how earlier runs ended, for `value`; this run adds itself",
+        late=True,
     )
     background: bool = option(
         True,
@@ -63,7 +66,7 @@ class CheckpointOptions(Section):
     )
     resume_from: str | None = option(
         None,
-        Place("a folder or a URL"),
+        NamedPlace("a folder or a URL"),
         "begin with this checkpoint, whatever command has made it: the folder of one, or a folder of checkpoints, of "
         "which the newest whole one is taken ([checkpoints.md](checkpoints.md#adopting-another-commands-checkpoint))",
         formerly="resume_from",
@@ -213,7 +216,7 @@ class LogOptions(Section):
     )
     groups: str = option(
         "auto",
-        Place("worker, machine, auto, plan or ranges of ranks such as 0-3,4-7"),
+        NamedPlace("worker, machine, auto, plan or ranges of ranks such as 0-3,4-7"),
         "pipelines: ranks that start again together, so that messages between them need no log. `worker`: each alone; "
         "`machine`: those of a machine; `auto`: by machine where there are several; ranges of ranks, as `0-3,4-7`; or "
         "`plan`: the grouping with the shortest replay within the budget, planned from measured times and again when "
@@ -228,7 +231,7 @@ class LogOptions(Section):
     )
     dir: str | None = option(
         None,
-        Place("a folder"),
+        NamedPlace("a folder"),
         "pipelines: parent of the folder for these logs. Unset: the folder of temporary files",
     )
     ring_bytes: int = option(
@@ -350,7 +353,7 @@ class WatchOptions(Section):
     )
     metrics_address: str = option(
         "127.0.0.1",
-        Place("an address of this machine"),
+        NamedPlace("an address of this machine"),
         "where metrics are served: an address of this machine, or `0.0.0.0` for all of them",
     )
 

@@ -23,7 +23,7 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.control_channel import ControlChannel
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
-from shared_core.launcher.ending import Ending
+from shared_core.launcher.ending import JobEnding
 from shared_core.launcher.failures import WorkerFailures
 from shared_core.launcher.fencing import Fenced
 from shared_core.launcher.gathering import JobOver
@@ -35,7 +35,7 @@ from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.other_machines import OtherMachines
 from shared_core.launcher.persisting import Persisting
-from shared_core.launcher.places import Places
+from shared_core.launcher.places import WorkerPlaces
 from shared_core.launcher.rendezvous import SwiftRendezvousHandler
 from shared_core.launcher.resizes import Resizes
 from shared_core.launcher.spares import Spares
@@ -99,7 +99,7 @@ class Agent:
         self.job_dir, self.folders = job.path, job.folders
         if job.note:
             console(job.note)
-        self.records = Records(Places(spec))
+        self.records = Records(WorkerPlaces(spec))
         wakeup = self._wakeup = Wakeup()
         control = self._control = ControlSocket(job.path, wakeup.tell)
         book = FailureBook(spec.max_restarts, options.loop_limit)
@@ -162,7 +162,7 @@ class Agent:
         )  # fmt: skip
         self._shutdown_barrier = ShutdownBarrier(console)
         self._persisting = Persisting(job.path, options.events, options.grace_s, console)
-        self._ending = Ending(
+        self._ending = JobEnding(
             program, job, wakeup, worker_pool, starter, attempts, self._machines, self._last_checkpoint,
             self._persisting, job_reporter,
         )  # fmt: skip

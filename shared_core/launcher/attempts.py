@@ -16,7 +16,7 @@ from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records, failure_of
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.machine import MachineMembership
-from shared_core.launcher.places import Places
+from shared_core.launcher.places import WorkerPlaces
 from shared_core.launcher.roster import Roster
 from shared_core.launcher.spares import Spares
 from shared_core.launcher.starting import AttemptStart, Starter
@@ -78,7 +78,7 @@ class Attempts:
         self._worker_pool, self._starter, self._job_reporter = worker_pool, starter, job_reporter
         self._records, self._book, self._resizing, self._membership = records, book, resizing, membership
         self.phase = AgentPhase.RENDEZVOUS
-        self.places = Places(spec)
+        self.places = WorkerPlaces(spec)
         self.number = 0
         self.roster = Roster()
         self.spares = spares
@@ -134,7 +134,7 @@ class Attempts:
             self._actions[action](happened or Happened())
 
     def place(self, machine: int, machines: int) -> None:
-        self._take(Places.of(self._spec, machine, machines, self._spec.local_world_size))
+        self._take(WorkerPlaces.of(self._spec, machine, machines, self._spec.local_world_size))
         self.step(AgentEvent.PLACED)
 
     def restart_all(self, reason: str, delay_s: float, *, line: Resized | None) -> None:
@@ -169,7 +169,7 @@ class Attempts:
 
     def succeed(self, event: AgentEvent) -> None:
         if event is AgentEvent.ENDED_ELSEWHERE:
-            self._take(Places(self._spec))  # so that none of its workers is recorded
+            self._take(WorkerPlaces(self._spec))  # so that none of its workers is recorded
         self.result = RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.places.ranks))
         self.step(event)
 
@@ -216,7 +216,7 @@ class Attempts:
         store = self._membership.keeper if self._membership is not None else str(self._control.path)
         return AttemptStart(self.places, self.now, store, address, self._resizing.line, self._job_reporter.run_id)
 
-    def _take(self, places: Places) -> None:
+    def _take(self, places: WorkerPlaces) -> None:
         self.places = places
         self._records.placed(places)
 
@@ -299,10 +299,10 @@ class Attempts:
         entry, before, membership = happened.entry, self.places.world_size, self._membership
         self.number += 1
         if membership is None:
-            places = Places.of(self._spec, 0, 1, entry.workers)
+            places = WorkerPlaces.of(self._spec, 0, 1, entry.workers)
         else:
             slot = membership.regroup(entry.machines, self.number)
-            places = Places.of(self._spec, slot, len(entry.machines), self._spec.local_world_size)
+            places = WorkerPlaces.of(self._spec, slot, len(entry.machines), self._spec.local_world_size)
             if entry.line is not None:
                 membership.gather(entry.machines, entry.line)
         self._take(places)

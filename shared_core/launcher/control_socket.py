@@ -15,7 +15,7 @@ from shared_core.protocol.worker_messages import WISH, WISH_BYTES
 from shared_core.system.jobdir import AGENT
 from shared_core.system.wire import Link
 from shared_core.transport import local, remote_store
-from shared_core.transport.server import Server
+from shared_core.transport.server import PeerServer
 from shared_core.transport.store import MemoryStore
 
 _TAKEN = b"."
@@ -32,7 +32,7 @@ class ControlSocket:
         self._store: MemoryStore | None = None
         self._lock = threading.Lock()
         self._wishes: list[tuple[int, dict[str, Any]]] = []
-        self._server = Server(local.listen(self.path), local.accept, self._serve)
+        self._server = PeerServer(local.listen(self.path), local.accept, self._serve)
 
     def new_store(self) -> MemoryStore:
         """An empty store in place of the one before, whose waits end with an error."""

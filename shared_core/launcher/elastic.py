@@ -18,7 +18,7 @@ from torch.distributed.elastic.metrics.api import put_metric
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, get_error_handler
 
 from shared_core.events import visible
-from shared_core.launcher.places import Places
+from shared_core.launcher.places import WorkerPlaces
 from shared_core.protocol.failure_policy import AS_ANY
 
 
@@ -62,11 +62,11 @@ def _shown(message: object) -> str:
 class Records:
     """Sends events to the user's handler (``--event-log-handler``), metrics to torchelastic's."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: WorkerPlaces) -> None:
         self._places = places
         self._begun = time.monotonic()
 
-    def placed(self, places: Places) -> None:
+    def placed(self, places: WorkerPlaces) -> None:
         self._places = places
 
     @contextmanager

@@ -17,7 +17,7 @@ from shared_core.launcher.workers import WorkerPool
 from shared_core.system.jobdir import JobDir
 
 
-class Ending:
+class JobEnding:
     """Ends the workers, lets the last checkpoint be written, and removes what the job has made on this machine."""
 
     def __init__(

@@ -10,13 +10,13 @@ from pathlib import Path
 from shared_core.checkpoint.command import Command
 from shared_core.events import RUN
 from shared_core.launcher.attempt import Attempt
-from shared_core.launcher.places import Places
+from shared_core.launcher.places import WorkerPlaces
 from shared_core.launcher.standby import clean_env
 from shared_core.protocol import worker_env
 
 
 def environment_of(
-    places: Places,
+    places: WorkerPlaces,
     local_rank: int,
     attempt: Attempt,
     store: str,

@@ -79,7 +79,7 @@ class RendezvousOptions:
         return max(self.lease_s, HOLD_S)
 
 
-class Listener(Protocol):
+class GatheringListener(Protocol):
     """The agent of this machine, as the rendezvous sees it."""
 
     @property
@@ -117,7 +117,9 @@ class Gathering:
         met: whether this machine has had, or waited for, a place.
     """
 
-    def __init__(self, register: Register, options: RendezvousOptions, ports: Ports, listener: Listener) -> None:
+    def __init__(
+        self, register: Register, options: RendezvousOptions, ports: Ports, listener: GatheringListener
+    ) -> None:
         self._register, self._options, self._ports, self._listener = register, options, ports, listener
         self.address = options.address or ""
         self.name = ""

@@ -15,7 +15,7 @@ from shared_core.launcher.attempt import Attempt
 from shared_core.launcher.console import Change, ConsoleReporter, count, host_of
 from shared_core.launcher.logs import last_words
 from shared_core.launcher.options import AgentOptions, Program
-from shared_core.launcher.places import Places
+from shared_core.launcher.places import WorkerPlaces
 from shared_core.launcher.workers import LiveWorker
 from shared_core.protocol.failure_policy import Death, FailureBook
 from shared_core.protocol.generation import Entry
@@ -35,7 +35,7 @@ class JobReporter:
         self.run_id = run_id
         self._events = EventLog(options.events, run_id, job_dir)
         self._attempt: Attempt | None = None
-        self._places: Places | None = None
+        self._places: WorkerPlaces | None = None
         self._start_told = False
         self._begun = time.time()
         self._events_from = _size(options.events)
@@ -45,7 +45,7 @@ class JobReporter:
         self.run_id = run_id
         self._events = EventLog(self._options.events, run_id, self._job_dir)
 
-    def begins(self, attempt: Attempt | None, places: Places | None) -> None:
+    def begins(self, attempt: Attempt | None, places: WorkerPlaces | None) -> None:
         """Reports belong to this attempt from now on; None between two. Writes the job's card."""
         self._attempt, self._places, self._start_told = attempt, places, False
         if attempt is not None and places is not None:
@@ -138,7 +138,7 @@ class JobReporter:
 
     # -- the attempt --------------------------------------------------------------------------------------------------
 
-    def restarts(self, entry: Entry, places: Places, config: SwiftConfig, reached: int) -> None:
+    def restarts(self, entry: Entry, places: WorkerPlaces, config: SwiftConfig, reached: int) -> None:
         """All workers start again; ``reached``: step boundaries that had been passed."""
         line = entry.line
         whence = "from the start" if config.checkpoint.dir else "from the start, as no checkpoint.dir is set"
@@ -149,7 +149,7 @@ class JobReporter:
         why = "" if config.restarts else entry.reason
         self._change(what, why, whence, reached, line, 0, tell=places.speaks)
 
-    def resizes(self, before: int, places: Places, line: Resized | None, reached: int) -> None:
+    def resizes(self, before: int, places: WorkerPlaces, line: Resized | None, reached: int) -> None:
         """Another number of workers continues, from ``line``; ``before``: their number so far."""
         workers = places.world_size
         what = f"{count(workers, 'worker')} {'continues' if workers == 1 else 'continue'}"
@@ -176,7 +176,7 @@ class JobReporter:
             host=socket.gethostname(),
         )
 
-    def succeeds(self, places: Places) -> None:
+    def succeeds(self, places: WorkerPlaces) -> None:
         self.ends("succeeded")
         if places.speaks:
             self.console_reporter.succeeds(places.world_size)

@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 from shared_core.launcher.attempt import LOOPBACK
 
 
-class Alone(RendezvousHandler):
+class LocalRendezvous(RendezvousHandler):
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
 

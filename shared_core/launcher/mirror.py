@@ -20,7 +20,7 @@ from pathlib import Path
 from shared_core.protocol.mirroring import APPEND, BEGIN, END, GET, REMOVE, REPLICATED, SYNC, WRITE
 from shared_core.system import secret
 from shared_core.system.wire import WAIT_S, Link, accept, connect
-from shared_core.transport.server import Server
+from shared_core.transport.server import PeerServer
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OK = b"."
@@ -58,7 +58,7 @@ class MirrorServer:
         self._folder, self._more = folder, more
         listener = listener or socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = int(listener.getsockname()[1])
-        self._server = Server(listener, lambda sock: accept(sock, key), self._serve)
+        self._server = PeerServer(listener, lambda sock: accept(sock, key), self._serve)
 
     def close(self) -> None:
         self._server.close()

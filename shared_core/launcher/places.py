@@ -8,7 +8,7 @@ from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
 
 
 @dataclass(frozen=True)
-class Places:
+class WorkerPlaces:
     """The workers of this machine in one attempt. All machines have the same number.
 
     Attributes:
@@ -23,7 +23,7 @@ class Places:
     workers: tuple[Worker, ...] = ()
 
     @classmethod
-    def of(cls, spec: WorkerSpec, machine: int, machines: int, local: int) -> Places:
+    def of(cls, spec: WorkerSpec, machine: int, machines: int, local: int) -> WorkerPlaces:
         first, world = machine * local, machines * local
         workers = tuple(Worker(i, first + i, first + i, world, world) for i in range(local))
         return cls(spec, machine, machines, workers)

@@ -26,7 +26,7 @@ from shared_core.errors import ConfigError, DamagedRecord, SwiftError, WaitTimeo
 from shared_core.events import console
 from shared_core.launcher.attempt import Team, first_of, prefix_of
 from shared_core.launcher.console import host_of, ranks
-from shared_core.launcher.gathering import RETRY_S, Again, Gathering, JobOver, Listener, RendezvousOptions
+from shared_core.launcher.gathering import RETRY_S, Again, Gathering, GatheringListener, JobOver, RendezvousOptions
 from shared_core.launcher.lease import Lease
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.ports import Ports
@@ -60,12 +60,12 @@ class SwiftRendezvousHandler(RendezvousHandler):
         self.ports = Ports(options.port)
         self.run_id = self.keeper = self.line = ""
         self._register, self._options = register, options
-        self._listener: Listener
+        self._listener: GatheringListener
         self._gathering: Gathering
         self._admitted = False
         self._round = self._beats = 0
 
-    def attend(self, listener: Listener) -> None:
+    def attend(self, listener: GatheringListener) -> None:
         """Meet the others on behalf of an agent; called once, first of all."""
         self._listener = listener
         self._gathering = Gathering(self._register, self._options, self.ports, listener)

@@ -14,7 +14,7 @@ from shared_core.launcher.attempt import Attempt
 from shared_core.launcher.environment import environment_of
 from shared_core.launcher.logs import ERROR_FILE, WorkerLogs
 from shared_core.launcher.options import AgentOptions, Program
-from shared_core.launcher.places import Places
+from shared_core.launcher.places import WorkerPlaces
 from shared_core.launcher.workers import LiveWorker, WorkerPool
 from shared_core.protocol import worker_env
 from shared_core.protocol.request import StartRequest
@@ -32,7 +32,7 @@ class AttemptStart:
         run_id: of this start of the job.
     """
 
-    places: Places
+    places: WorkerPlaces
     attempt: Attempt
     store: str
     address: str

@@ -18,9 +18,9 @@ from shared_core.loaders.contents import contents_of
 from shared_core.loaders.indices import Drawing, Follow, Indices, all_known, may_list
 from shared_core.loaders.opaque import OpaqueWatch
 from shared_core.loaders.owned import OwnedState
-from shared_core.loaders.place import Record
+from shared_core.loaders.place import ReadingRecord
 from shared_core.loaders.randomness import RawRandom, changed, restore_raw
-from shared_core.loaders.reader import MANY, MapReader, Note, Reader, StreamReader, Told, has_state, watch_of
+from shared_core.loaders.reader import MANY, MapReader, Note, Reader, StreamReader, ToldReads, has_state, watch_of
 from shared_core.loaders.seeded import SeededDataset
 
 #: The orders of so many passes are kept: a publication may name the one before the last.
@@ -52,7 +52,7 @@ class Orders(Protocol):
 class _Notary:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
-        self.record: Record | None = None
+        self.record: ReadingRecord | None = None
         self._names: deque[str] = deque()
 
     def __call__(self, indices: list[Any]) -> None:
@@ -140,7 +140,7 @@ class Engine:
         if self.kind in (LoaderKind.STATE, LoaderKind.RESTORE):
             each = (loader, getattr(loader, "dataset", None))
             self.says_where = next((one for one in each if has_state(one)), None)
-        self.pool: list[Record] = []
+        self.pool: list[ReadingRecord] = []
         self.times = [0]  # by loader worker, batches whose reading changed what cannot be put back
         self._roots = {"loader": loader, **beside}
         self._last: Callable[[], Any] = lambda: None
@@ -192,7 +192,7 @@ class Engine:
 
     # -- iterating ----------------------------------------------------------------------------------------------------
 
-    def start(self, record: Record, follow: Follow | None = None) -> Iterator[Any]:
+    def start(self, record: ReadingRecord, follow: Follow | None = None) -> Iterator[Any]:
         """``iter()`` of the loader; notes in ``record`` what it draws from. ``follow``: what the sampler is to do."""
         continues = self.continues()
         self.look_around()
@@ -224,7 +224,7 @@ class Engine:
             return StreamReader(loader.dataset, loader.collate_fn, loader.worker_init_fn, size, follow.starts)
         return MapReader(loader.dataset, loader.collate_fn, loader.worker_init_fn)
 
-    def _enter(self, record: Record, inner: Iterator[Any], continues: bool) -> None:
+    def _enter(self, record: ReadingRecord, inner: Iterator[Any], continues: bool) -> None:
         if continues and inner is self._last():
             self.pool = [*self.pool, record]
         else:  # earlier passes only matter for what they changed in the data set
@@ -264,7 +264,7 @@ class Engine:
             finally:
                 restore_raw(outside)
         item = next(inner)
-        if type(item) is Told:
+        if type(item) is ToldReads:
             return item[0], item[1]
         return item, None
 
@@ -284,7 +284,7 @@ class Engine:
         if self.kind is LoaderKind.RESTORE and self.in_process:
             self._watch = watch_of(self.loader.dataset, self.loader.collate_fn, self.owned)
 
-    def count_changes(self, told: Note, record: Record) -> None:
+    def count_changes(self, told: Note, record: ReadingRecord) -> None:
         """A loader worker has told how many batches have changed what cannot be put back."""
         if told.times > self.times[told.worker] + bool(told.changed) and len(self.pool) > 1:
             before = self.pool[-2]  # among the batches that were on their way when it was left
@@ -321,14 +321,14 @@ class Engine:
         """What this process has begun does not count."""
         self.pool, self._last = [], lambda: None
 
-    def replace(self, record: Record) -> None:
+    def replace(self, record: ReadingRecord) -> None:
         """What is known of the newest pass comes from a failed worker."""
         if self.notary is not None and self.notary.record is not None:
             record.order = self.notary.record.order or record.order
             self.notary.record = record
         self.pool[-1] = record
 
-    def deal_out(self, record: Record | None, state: Mapping[str, Any]) -> None:
+    def deal_out(self, record: ReadingRecord | None, state: Mapping[str, Any]) -> None:
         """Iterate this rank's share of a divided pass; None for the sampler's indices."""
         if self.indices is None:
             return
@@ -344,7 +344,7 @@ class Engine:
         if self.iterated is not self.loader and not replaced:
             vars(self.iterated)[name] = value
 
-    def give_up(self, record: Record, what: str) -> None:
+    def give_up(self, record: ReadingRecord, what: str) -> None:
         """All batches of this pass are to be read again: reading them changes too much that cannot be put back."""
         record.rereads = None
         self._watch = None
@@ -352,7 +352,7 @@ class Engine:
             self.indices.watch = None
         self.say_in_proportion(f"reading batches changes {what}, which cannot be put back")
 
-    def tell_cost(self, record: Record) -> None:
+    def tell_cost(self, record: ReadingRecord) -> None:
         """Tell the user, once, if a failure takes time in proportion to the place in the pass."""
         again = record.delivered and record.rereads is None and record.stream is None
         if again and self.kind in (LoaderKind.REREAD, LoaderKind.STATE) and not self.cheap:

@@ -14,7 +14,7 @@ Draws = dict[int, RandomParts]
 
 
 @dataclass
-class Record:
+class ReadingRecord:
     """What is needed to run one ``iter()`` of a loader again.
 
     Attributes:
@@ -80,7 +80,7 @@ class Way:
 
 
 def way_to(
-    record: Record, *, ahead: int, workers: int, seeded: bool = False, taken: int = 0, told: bool = False
+    record: ReadingRecord, *, ahead: int, workers: int, seeded: bool = False, taken: int = 0, told: bool = False
 ) -> Way:
     """How a replacement reaches the place of the failed worker.
 
@@ -112,7 +112,7 @@ def _by_turns(numbers: Collection[int], begin: int, workers: int) -> list[int | 
     return lead
 
 
-def needed(records: Sequence[Record], *, workers: int) -> list[tuple[Record, bool]]:
+def needed(records: Sequence[ReadingRecord], *, workers: int) -> list[tuple[ReadingRecord, bool]]:
     """The passes that shape a loader's next one, where they do: its workers persist, or it is its own iterator.
 
     A pass is needed if it changed what cannot be put back, or if the next that is needed begins with loader workers
@@ -121,7 +121,7 @@ def needed(records: Sequence[Record], *, workers: int) -> list[tuple[Record, boo
     """
     if records and records[-1].stream is not None:
         return [(records[-1], True)]
-    found: list[tuple[Record, bool]] = []
+    found: list[tuple[ReadingRecord, bool]] = []
     wanted = True
     for number in reversed(range(len(records))):
         each = records[number]

@@ -10,7 +10,7 @@ from typing import Any
 from shared_core.loaders.engine import Engine, LoaderKind
 from shared_core.loaders.indices import Drawing
 from shared_core.loaders.items_sum import summed
-from shared_core.loaders.place import Record
+from shared_core.loaders.place import ReadingRecord
 from shared_core.loaders.randomness import DrawLog, RawRandom
 from shared_core.loaders.reader import MANY, Note
 
@@ -41,7 +41,7 @@ class Position(Iterator[Any]):
         inner: the iterator of the loader; None before it is made.
     """
 
-    def __init__(self, engine: Engine, record: Record, ahead: int, keep: int, lazy: bool) -> None:
+    def __init__(self, engine: Engine, record: ReadingRecord, ahead: int, keep: int, lazy: bool) -> None:
         self._engine, self.record = engine, record
         self._keep, self._ahead = keep, ahead
         self.inner: Iterator[Any] | None = None
@@ -106,7 +106,7 @@ class Position(Iterator[Any]):
         """State of this process before each of the items that may not have been used, as plain data."""
         return [mark.pack() for mark in self._recent] if self._ahead else []
 
-    def up_to_date(self) -> Record:
+    def up_to_date(self) -> ReadingRecord:
         """The record, with what is not noted at each fetch."""
         engine, record = self._engine, self.record
         if engine.kind is LoaderKind.STATE:
@@ -121,7 +121,7 @@ class Position(Iterator[Any]):
 
     def take_up(
         self,
-        record: Record,
+        record: ReadingRecord,
         inner: Iterator[Any],
         drawing: Drawing | None,
         told: list[Note],
@@ -137,7 +137,7 @@ class Position(Iterator[Any]):
             record.draws = drawing.draws
 
     def end(self) -> None:
-        self.inner, self.record, self._drawing, self._keep = iter(()), Record(exhausted=True), None, 0
+        self.inner, self.record, self._drawing, self._keep = iter(()), ReadingRecord(exhausted=True), None, 0
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class Note:
         self.state, self.changed, self.times, self.worker = state, changed, times, worker
 
 
-class Told(list[Any]):
+class ToldReads(list[Any]):
     """A batch and its :class:`Note`: a list, so that the batch in it is pinned."""
 
 
@@ -83,14 +83,14 @@ class Reader:
         self._number, self._random, self._started = worker, RawRandom(), self._own_state()
         self._latest = self._random
 
-    def collate(self, items: Any) -> Told:
+    def collate(self, items: Any) -> ToldReads:
         """The batch, with a note of what reading it changed."""
         batch = self._collate_fn(items)
         what = self._watch.changed() if self._watch is not None else ""
         if what:
             self._times += 1
             self._look_around()
-        return Told([batch, Note(self._state(), what, self._times, self._number)])
+        return ToldReads([batch, Note(self._state(), what, self._times, self._number)])
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -141,8 +141,8 @@ class MapReader(Reader):
         fetch_many = getattr(self._dataset, "__getitems__", None)
         return fetch_many(indices) if fetch_many else [self._dataset[index] for index in indices]
 
-    def collate(self, items: Any) -> Told:
-        return Told([None, None]) if items is _PASSED_OVER else super().collate(items)
+    def collate(self, items: Any) -> ToldReads:
+        return ToldReads([None, None]) if items is _PASSED_OVER else super().collate(items)
 
     def _obey(self, asked: Any) -> Any:
         index = asked
@@ -186,9 +186,9 @@ class StreamReader(Reader):
             yield from self._dataset
             self._ended = True
 
-    def collate(self, items: Any) -> Told:
+    def collate(self, items: Any) -> ToldReads:
         if items is _PASSED_OVER or type(items) is list and items[0] is _PASSED_OVER:
-            return Told([None, None])
+            return ToldReads([None, None])
         # It cannot be seen whether the data set draws once, when it is iterated, or with each item. What the collate_fn
         # draws belongs to its batch.
         drew = changed(self._latest, RawRandom(self._latest))

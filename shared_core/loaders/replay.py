@@ -11,14 +11,14 @@ from shared_core.errors import Unsupported
 from shared_core.loaders.engine import Engine, LoaderKind
 from shared_core.loaders.indices import Drawing, Follow
 from shared_core.loaders.items_sum import summed
-from shared_core.loaders.place import Record, needed, way_to
+from shared_core.loaders.place import ReadingRecord, needed, way_to
 from shared_core.loaders.randomness import write_random
 from shared_core.loaders.reader import Note, ReaderStart
 from shared_core.waiting import Wait
 
 #: A record, the loader's iterator at its place, what draws its indices, and the notes of loader workers that came with
 #: the batches fetched ahead.
-Reached = tuple[Record, Iterator[Any], Drawing | None, list[Note]]
+Reached = tuple[ReadingRecord, Iterator[Any], Drawing | None, list[Note]]
 
 
 def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[Any]) -> Reached | None:
@@ -32,7 +32,7 @@ def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[An
     Raises:
         Unsupported: if the items are not the same when they are read again.
     """
-    records = [Record(**values) for values in state["iterations"]]
+    records = [ReadingRecord(**values) for values in state["iterations"]]
     if engine.kind is LoaderKind.SEEDED:
         records = records[-1:]
     engine.forget_passes()
@@ -50,7 +50,7 @@ def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[An
     return reached
 
 
-def start_of(record: Record, read: bool) -> ReaderStart:
+def start_of(record: ReadingRecord, read: bool) -> ReaderStart:
     """Where loader workers of a stream begin a pass; ``read``: it is to be read, not only begun."""
     if record.rereads is None:
         return ReaderStart(ends=not read)
@@ -68,7 +68,7 @@ class _Replay:
     def __init__(
         self,
         engine: Engine,
-        record: Record,
+        record: ReadingRecord,
         state: Mapping[str, Any],
         already: int,
         items: deque[Any],
@@ -153,7 +153,7 @@ class _Replay:
         write_random(record.before)
         if record.contents not in (None, here := engine.contents):
             raise Unsupported(_OTHER_CONTENTS.format(engine.place[1], here, record.contents))
-        inner = engine.start(Record(epoch=record.epoch), follow)
+        inner = engine.start(ReadingRecord(epoch=record.epoch), follow)
         return record, inner, engine.drawing, []
 
     def _follow(self) -> Follow:

@@ -12,7 +12,7 @@ from typing import Any
 from shared_core.errors import Unsupported
 from shared_core.loaders.engine import Engine, LoaderKind, Orders
 from shared_core.loaders.owned import changes
-from shared_core.loaders.place import Record, as_copy
+from shared_core.loaders.place import ReadingRecord, as_copy
 from shared_core.loaders.position import Position
 from shared_core.loaders.replay import replay
 from shared_core.loaders.reshard import MARK
@@ -114,7 +114,7 @@ class ResumableLoader:
         return copy.copy(self._swift_loader)
 
     def __iter__(self) -> Iterator[Any]:
-        record = Record(epoch=self._swift_count)
+        record = ReadingRecord(epoch=self._swift_count)
         self._swift_count += 1
         record.loaded, self._swift_loaded = self._swift_loaded, None
         position = Position(self._swift_engine, record, self._swift_ahead, self._swift_keep, self._swift_lazy)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from shared_core.errors import Unsupported
 
 
-class Piece(NamedTuple):
+class StagePiece(NamedTuple):
     """A rank's piece of what was divided.
 
     Attributes:
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     size: int
 
 
-Row = Sequence[Piece]
+Row = Sequence[StagePiece]
 
 
 def piece_of(whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def repartitioned(
     Raises Unsupported if DeepSpeed groups parameters in another way with this number of ranks.
     """
     first, layout = old[0], old[0]["layout"]
-    before = [[Piece(*piece) for piece in row] for row in layout["masters"]]
+    before = [[StagePiece(*piece) for piece in row] for row in layout["masters"]]
     if [[piece.of for piece in row] for row in before] != [[piece.of for piece in row] for row in rows]:
         raise Unsupported(
             "DeepSpeed groups parameters in another way with this number of workers; a larger sub_group_size in "

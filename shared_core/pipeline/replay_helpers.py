@@ -152,7 +152,7 @@ def _sum_up(done: Sequence[Computed]) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class ReplayPart:
     """What a replacement says of its stage.
 
     Attributes:
@@ -261,12 +261,12 @@ class Helpers:
             self.replays.drop_side(self.inner)
 
 
-def agree(replays: Replays, replaying: Replaying, line: Line, mine: Part, wish: Wish) -> Helpers:
+def agree(replays: Replays, replaying: Replaying, line: Line, mine: ReplayPart, wish: Wish) -> Helpers:
     """In each replacement of a line at the same step: settle with the survivors how many of them compute."""
     inner = meet(replays, replaying, line)
     try:
         if inner.rank == line[0]:
-            parts = [mine, *(Part(**receive(inner, place)[0]) for place in range(1, len(line)))]
+            parts = [mine, *(ReplayPart(**receive(inner, place)[0]) for place in range(1, len(line)))]
             told = _settle(inner, parts, wish)
             for place in range(1, len(line)):
                 send(inner, place, told, [])
@@ -280,7 +280,7 @@ def agree(replays: Replays, replaying: Replaying, line: Line, mine: Part, wish: 
     return Helpers(replays, inner, len(line), tuple(told["sizes"]), wish.ordered, (alone, shared))
 
 
-def _settle(inner: InnerGroup, parts: Sequence[Part], wish: Wish) -> dict[str, Any]:
+def _settle(inner: InnerGroup, parts: Sequence[ReplayPart], wish: Wish) -> dict[str, Any]:
     """In the first replacement of a line, for all of it."""
     if not all(part.able for part in parts):
         return {"sizes": [wish.micro_batches], "expected": [0.0, 0.0]}

@@ -30,13 +30,13 @@ from shared_core.reroute.executor import Executor
 from shared_core.reroute.gloo_order import order
 from shared_core.reroute.keeping import DataAway
 from shared_core.reroute.messages import Tensors
-from shared_core.reroute.places import Places
+from shared_core.reroute.places import StagePlaces
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.step import Options, Reader, StageModel, StepResult, Tied
+from shared_core.reroute.step import Reader, StageModel, StepOptions, StepResult, Tied
 from shared_core.reroute.summing import GROUPS, SumRule
 from shared_core.reroute.times import drift_line
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.worker.recovery.survivor_groups import WaitFor
 from shared_core.worker.state.undo import Undo
 
@@ -58,7 +58,7 @@ class Rerouting:
         self._engine, self._job, options = engine, job, job.config
         grid = engine.grid
         self._topology = Topology(grid.data_parallel_size, grid.pipe_parallel_size, int(engine.micro_batches))
-        self._me = Worker(grid.get_data_parallel_rank(), grid.get_stage_id())
+        self._me = PlannedWorker(grid.get_data_parallel_rank(), grid.get_stage_id())
         variant, ordered = Variant(options.reroute.plan), options.reroute.reduction == "ordered"
         if whole is not None and variant is Variant.STAGGERED:
             variant = Variant.DECOUPLED  # no update can be made before all norms are known, nor taken back
@@ -67,9 +67,9 @@ class Rerouting:
         self._plans = Plans(self._topology, variant, ordered, folder, ahead, held)
         #: Number of the step boundary before the last step; -1 before the first.
         self._stepped_at = -1
-        self._prepared: tuple[frozenset[Worker], int] = (frozenset(), -1)
+        self._prepared: tuple[frozenset[PlannedWorker], int] = (frozenset(), -1)
         self._layers = _Layers(engine, job, whole)
-        self._places = Places(self._topology, self._rank)
+        self._places = StagePlaces(self._topology, self._rank)
         self._executor = Executor(
             self._me,
             self._places,
@@ -77,7 +77,7 @@ class Rerouting:
             job.survivor_groups.survivor_group,
             lambda: bool(job.survivor_groups.joining_ranks()),
             self._plans,
-            Options(
+            StepOptions(
                 ordered=ordered,
                 synchronous=variant is not Variant.STAGGERED,
                 rule=self._layers.rule,
@@ -94,7 +94,7 @@ class Rerouting:
             before()
         job.survivor_groups.before_collectives(self.wait_for_all)
 
-    def _rank(self, worker: Worker) -> int:
+    def _rank(self, worker: PlannedWorker) -> int:
         return int(self._engine.grid.stage_to_global(worker.stage, data=worker.pipeline))
 
     def _prepare(self) -> None:

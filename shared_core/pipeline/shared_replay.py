@@ -22,7 +22,7 @@ from shared_core.job import Job
 from shared_core.loaders.randomness import RawRandom, restore_raw
 from shared_core.pipeline import compat, replay_helpers, stage
 from shared_core.pipeline.instrumented_engine import InstrumentedEngine
-from shared_core.pipeline.replay_helpers import Helpers, Line, Part, Wish
+from shared_core.pipeline.replay_helpers import Helpers, Line, ReplayPart, Wish
 from shared_core.pipeline.stage import Computed, Passed, Stage, Work, as_tuple, has_running_statistics
 from shared_core.system import threads
 from shared_core.worker.recovery.exchange import Replaying
@@ -136,7 +136,7 @@ class SharedReplay:
 
         threads.start(dismiss, name="swift-dismiss")
 
-    def _part(self, micro_s: float) -> Part:
+    def _part(self, micro_s: float) -> ReplayPart:
         engine = self._engine
         stage_bytes = sum(p.numel() * p.element_size() for p in engine.module.parameters())
         before, after = (
@@ -147,7 +147,7 @@ class SharedReplay:
         # No layer may depend on the order of micro-batches, and one tensor has to pass to the next stage.
         one = engine.is_last_stage() or isinstance(engine.grad_layer, torch.Tensor)
         able = one and not has_running_statistics(engine.module)
-        return Part(micro_s, stage_bytes, handed + before + after, able)
+        return ReplayPart(micro_s, stage_bytes, handed + before + after, able)
 
     def _joined(self, way: int) -> bool:
         """Whether the previous (-1) or the next (+1) stage is in the line."""

@@ -20,7 +20,7 @@ from torch import nn
 from shared_core.errors import Unsupported
 from shared_core.job import current_job
 from shared_core.pipeline import compat
-from shared_core.pipeline.repartition import Piece, repartitioned
+from shared_core.pipeline.repartition import StagePiece, repartitioned
 from shared_core.pipeline.sharded import captured, evaluates, put_back
 from shared_core.worker.sharded.own import Owner
 from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS
@@ -114,13 +114,13 @@ class ZeroState:
             return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return list(getattr(self._optimizer, _MASTERS[type(self._optimizer).__name__]))
 
-    def _pieces(self) -> list[list[Piece]]:
+    def _pieces(self) -> list[list[StagePiece]]:
         if not self._divides_parameters:
             ranks = dist.get_world_size()
-            return [[Piece(i, ranks * each.numel(), each.numel())] for i, each in enumerate(self._masters)]
+            return [[StagePiece(i, ranks * each.numel(), each.numel())] for i, each in enumerate(self._masters)]
         places = {id(each): place for place, each in enumerate(self._engine.module.parameters())}
         return [
-            [Piece(places[id(each)], each.ds_numel, each.partition_numel()) for each in group]
+            [StagePiece(places[id(each)], each.ds_numel, each.partition_numel()) for each in group]
             for group in self._optimizer.fp16_groups
         ]
 

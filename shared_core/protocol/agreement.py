@@ -48,7 +48,7 @@ class Agreed:
     @classmethod
     def from_json(cls, raw: bytes | str, key: str, world_size: int) -> Agreed:
         """Inverse of :meth:`to_json`; raises DamagedRecord. ``key``: where it was in the store, for the message."""
-        stored: _Stored = decode(raw, _Stored, key)
+        stored: _StoredAgreement = decode(raw, _StoredAgreement, key)
         found = stored["plan"]
         if (found is None) != bool(stored["failed"]):
             raise damaged(key, "it is not either a plan or why there is none")
@@ -84,7 +84,7 @@ class _StoredPlan(TypedDict):
     logged: bool
 
 
-class _Stored(TypedDict):
+class _StoredAgreement(TypedDict):
     failed: str
     plan: _StoredPlan | None
 

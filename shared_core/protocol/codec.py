@@ -99,7 +99,7 @@ def decode(raw: bytes | str, shape: Any, key: str, advice: str = "") -> Any:
 
 
 @dataclass(frozen=True)
-class Record:
+class FramedRecord:
     """A record whose JSON has its fields."""
 
     def to_json(self) -> str:

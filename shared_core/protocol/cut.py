@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shared_core.errors import RecoveryFailed
-from shared_core.protocol.codec import Count, Record
+from shared_core.protocol.codec import Count, FramedRecord
 
 
 @dataclass(frozen=True)
-class Offer(Record):
+class Offer(FramedRecord):
     """What one worker that stays has.
 
     Attributes:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from shared_core.protocol.codec import Count, Form, Record, damaged
+from shared_core.protocol.codec import Count, Form, FramedRecord, damaged
 from shared_core.protocol.members import Members, members_of, wrong_members
 
 #: A larger difference between ranks, in collectives of a group or in messages, is refused as damage.
@@ -121,7 +121,7 @@ class GroupFrontier:
 
 
 @dataclass(frozen=True)
-class Frontier(Record):
+class Frontier(FramedRecord):
     """What one rank publishes when a generation is formed.
 
     Attributes:

@@ -194,7 +194,7 @@ class Entry:
         it could start workers in an endless loop.
         """
         key = generation_key(generation)
-        stored: _Stored = decode(raw, _Stored, key)
+        stored: _StoredGeneration = decode(raw, _StoredGeneration, key)
         size, replaced = stored["size"], stored["replaced"]
         if size != world_size:
             raise damaged(key, f"it is for {size} workers, not {world_size}")
@@ -223,7 +223,7 @@ class Entry:
         return entry
 
 
-class _Stored(TypedDict):
+class _StoredGeneration(TypedDict):
     version: Count
     generation: Count
     kind: Literal["form", "continue", "drain", "release", "restart", "resize", "fail"]

@@ -13,7 +13,7 @@ AFTER = -1
 _NO_EPOCH = -1
 
 
-class Place(NamedTuple):
+class CollectivePlace(NamedTuple):
     """A place of the program.
 
     Attributes:
@@ -36,7 +36,7 @@ class Place(NamedTuple):
         return _PACKED.pack(self.entry, self.phase + 1, self.epoch + 1, self.pass_, self.batch)
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Place | None:
+    def unpacked(cls, data: bytes) -> CollectivePlace | None:
         """Inverse of :meth:`packed`; None for zeros."""
         entry, phase, epoch, pass_, batch = _PACKED.unpack(data)
         return cls(entry, phase - 1, epoch - 1, pass_, batch) if phase else None
@@ -61,7 +61,12 @@ class Place(NamedTuple):
         return ", ".join(words) or "before the first batch"
 
 
-def apart(before: tuple[Place | None, Place | None], now: tuple[Place, Place], *, recovered: bool) -> bool:
+def apart(
+    before: tuple[CollectivePlace | None, CollectivePlace | None],
+    now: tuple[CollectivePlace, CollectivePlace],
+    *,
+    recovered: bool,
+) -> bool:
     """Whether two members of a group must not call the same collective from these places.
 
     A program may have its ranks at different places, as where each makes as many local batches as it likes before all
@@ -83,5 +88,5 @@ def apart(before: tuple[Place | None, Place | None], now: tuple[Place, Place], *
     return begins[0] != begins[1]
 
 
-def _epoch(place: Place | None) -> tuple[int, int, int] | None:
+def _epoch(place: CollectivePlace | None) -> tuple[int, int, int] | None:
     return place and place[:3]

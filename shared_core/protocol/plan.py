@@ -61,7 +61,7 @@ class Totals(TypedDict):
     logged: bool
 
 
-class _Group:
+class _PlannedGroup:
     """One group as the survivors see it.
 
     Attributes:
@@ -170,7 +170,7 @@ def totals(survivors: Mapping[int, Frontier]) -> Totals:
     return {"newest": max(versions), "oldest": min(versions), "logged": logged}
 
 
-def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]) -> list[_Group]:
+def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]) -> list[_PlannedGroup]:
     members: dict[str, Members] = {}
     for frontier in frontiers.values():
         for boundary in frontier.boundaries:  # a group without survivors is known from its failed members' boundaries
@@ -182,7 +182,7 @@ def _groups(frontiers: Mapping[int, Frontier], survivors: Mapping[int, Frontier]
         here = {
             rank: survivors[rank].groups[name] for rank in ranks if rank in survivors and name in survivors[rank].groups
         }
-        groups.append(_Group(name, ranks, here))
+        groups.append(_PlannedGroup(name, ranks, here))
     return groups
 
 
@@ -242,7 +242,7 @@ def _passes(survivor: Frontier, boundary: StepBoundary) -> bool:
     )
 
 
-def _too_late(group: _Group, boundaries: Mapping[int, StepBoundary | None]) -> int | None:
+def _too_late(group: _PlannedGroup, boundaries: Mapping[int, StepBoundary | None]) -> int | None:
     """A replacement that starts after something that others need from it, or None."""
     for seq, bases in group.run(boundaries):
         for rank, base in bases.items():
@@ -258,7 +258,7 @@ def _too_late(group: _Group, boundaries: Mapping[int, StepBoundary | None]) -> i
 
 
 def _without_messages(
-    group: _Group, boundaries: Mapping[int, StepBoundary | None], survivors: Mapping[int, Frontier]
+    group: _PlannedGroup, boundaries: Mapping[int, StepBoundary | None], survivors: Mapping[int, Frontier]
 ) -> Iterator[int]:
     """Survivors that start again together with a replacement, because they do not keep messages that it needs. Raises
     RecoveryFailed if they cannot: they do not belong together.
@@ -275,7 +275,7 @@ def _without_messages(
             )
 
 
-def _redo(group: _Group, boundaries: Mapping[int, StepBoundary | None]) -> set[int]:
+def _redo(group: _PlannedGroup, boundaries: Mapping[int, StepBoundary | None]) -> set[int]:
     """Finished rank-specific collectives to run again. Raises RecoveryFailed if an input was dropped."""
     redo = set()
     for seq, _ in group.run(boundaries):
@@ -291,7 +291,7 @@ def _redo(group: _Group, boundaries: Mapping[int, StepBoundary | None]) -> set[i
     return redo
 
 
-def _who(group: _Group, seq: int, boundaries: Mapping[int, StepBoundary | None]) -> str:
+def _who(group: _PlannedGroup, seq: int, boundaries: Mapping[int, StepBoundary | None]) -> str:
     ranks = [
         rank
         for rank in group.ranks
@@ -301,7 +301,7 @@ def _who(group: _Group, seq: int, boundaries: Mapping[int, StepBoundary | None])
     return "rank " + ", ".join(map(str, ranks))
 
 
-def _transfers(groups: list[_Group], boundaries: Mapping[int, StepBoundary | None]) -> tuple[Transfer, ...]:
+def _transfers(groups: list[_PlannedGroup], boundaries: Mapping[int, StepBoundary | None]) -> tuple[Transfer, ...]:
     moves: dict[tuple[int, int], dict[str, list[int]]] = {}
     for group in groups:
         holders = {rank: set(here.log) for rank, here in group.here.items()}

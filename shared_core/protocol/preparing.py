@@ -69,15 +69,19 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Decision:
+class PreparingDecision:
     number: int
     text: str
 
 
-def decide(wanted: int | str, ranks: Sequence[int], measured: Measured, on_failure: str, prepared: int = 0) -> Decision:
+def decide(
+    wanted: int | str, ranks: Sequence[int], measured: Measured, on_failure: str, prepared: int = 0
+) -> PreparingDecision:
     """How many of a machine's ranks have a hot standby. The memory of those ``prepared`` is not free any more."""
     if on_failure in ("restart", "shrink"):
-        return Decision(0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a failed rank's place")
+        return PreparingDecision(
+            0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a failed rank's place"
+        )
     takes = f"the script takes {measured.startup_s:.1f} s to its first batch"
     memory = (
         f"a worker has {measured.worker_bytes / _GIB:.2f} GiB, {measured.free_bytes / _GIB:.2f} GiB are free, and "
@@ -85,16 +89,20 @@ def decide(wanted: int | str, ranks: Sequence[int], measured: Measured, on_failu
     )
     if wanted != "auto":
         number = min(int(wanted), len(ranks))
-        return Decision(number, f"{_standbys(number)} prepared, as asked for: {takes}; {memory}")
+        return PreparingDecision(number, f"{_standbys(number)} prepared, as asked for: {takes}; {memory}")
     if on_failure == "reroute":
-        return Decision(0, "no standby is prepared: with on_failure='reroute' the others do not wait for a replacement")
+        return PreparingDecision(
+            0, "no standby is prepared: with on_failure='reroute' the others do not wait for a replacement"
+        )
     if measured.startup_s < LEAST_STARTUP_S:
-        return Decision(0, f"no standby is prepared: {takes}, less than {LEAST_STARTUP_S:g} s")
+        return PreparingDecision(0, f"no standby is prepared: {takes}, less than {LEAST_STARTUP_S:g} s")
     others = len([rank for rank in ranks if rank != 0])
     number = min(others, prepared + measured.fits)
     if not others:
-        return Decision(0, f"no standby is prepared: {takes}, but only rank 0 is here, whose start may write files")
-    return Decision(number, f"{_standbys(number)} prepared: {takes}; {memory}")
+        return PreparingDecision(
+            0, f"no standby is prepared: {takes}, but only rank 0 is here, whose start may write files"
+        )
+    return PreparingDecision(number, f"{_standbys(number)} prepared: {takes}; {memory}")
 
 
 def _standbys(number: int) -> str:

@@ -63,7 +63,7 @@ class Round:
     def from_json(cls, raw: bytes | str, generation: int, rank: int, world_size: int) -> Round:
         """Inverse of :meth:`to_json`, for the replacement of ``rank``; raises DamagedRecord."""
         key = admitting_key(generation, rank)
-        stored: _Stored = decode(raw, _Stored, key)
+        stored: _StoredRound = decode(raw, _StoredRound, key)
         absent, ranks = frozenset(stored["absent"]), frozenset(stored["ranks"])
         if not absent < frozenset(range(world_size)):
             raise damaged(key, f"it has the absent ranks {sorted(absent)}, and there are {world_size}")
@@ -72,7 +72,7 @@ class Round:
         return cls(generation, absent, ranks)
 
 
-class _Stored(TypedDict):
+class _StoredRound(TypedDict):
     absent: list[Count]
     ranks: list[Count]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shared_core.protocol.codec import Count, Record
+from shared_core.protocol.codec import Count, FramedRecord
 from shared_core.waiting import ranks_text
 
 #: Ranks that do nothing but wait for each other are ended after so many seconds.
@@ -17,7 +17,7 @@ _ALIKE = ("all_reduce", "broadcast", "barrier")
 
 
 @dataclass(frozen=True)
-class WaitStatus(Record):
+class WaitStatus(FramedRecord):
     """Where a rank is that waits, or has finished.
 
     Attributes:

@@ -14,7 +14,7 @@ from shared_core.errors import ConfigError, CorruptFile
 from shared_core.events import JOB_DIR as JOB_DIR
 from shared_core.events import RUN
 from shared_core.plain_json import parse
-from shared_core.protocol.codec import Count, Record
+from shared_core.protocol.codec import Count, FramedRecord
 
 STORE = "SWIFT_RECOVERY_STORE"
 GENERATION = "SWIFT_RECOVERY_GENERATION"
@@ -37,7 +37,7 @@ _LEFT = "environment.json"
 
 
 @dataclass(frozen=True)
-class Resized(Record):
+class Resized(FramedRecord):
     """The attempt before, with another number of workers, that wrote its state. ``stay``: its ranks that continue."""
 
     attempt: Count

@@ -30,7 +30,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSaved:
     """``saved``: the last checkpoint is committed, or cannot be. ``boundary`` is 0 if there is none."""
 
     done: bool = False
@@ -80,7 +80,7 @@ WISH_BYTES = 1 << 16
 SHAPES: dict[str, Any] = {
     "fail": Failed,
     "restart": Restart,
-    "saved": Saved,
+    "saved": CheckpointSaved,
     "handed": Handed,
     "declined": Declined,
     "reports": Trains,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from shared_core.report.history import Answer, History, Mark
+from shared_core.report.history import Answer, EventMark, History
 from shared_core.report.lives import Doing
 from shared_core.report.markup import Element, add, new
 from shared_core.report.parts import PartKind
@@ -119,7 +119,7 @@ def title_of(one: Answer) -> str:
     return f"rank{'s' if len(failed) > 1 else ''} {shown}"
 
 
-def curve(name: str, points: Sequence[tuple[float, float]], failures: Iterable[Mark]) -> Element:
+def curve(name: str, points: Sequence[tuple[float, float]], failures: Iterable[EventMark]) -> Element:
     """A metric over steps, with the steps at which workers failed.
 
     Args:

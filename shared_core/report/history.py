@@ -8,8 +8,8 @@ from typing import Any
 
 from shared_core.events import Event
 from shared_core.plain_json import is_count
-from shared_core.report.lives import Span, spans
-from shared_core.report.parts import Part, parts
+from shared_core.report.lives import LifeSpan, spans
+from shared_core.report.parts import RecoveryPart, parts
 from shared_core.report.timeline import Recovery, recoveries
 
 #: Fields of the ``start`` event that say in what a job runs, in the order of reports.
@@ -17,7 +17,7 @@ FACTS = ("script", "on_failure", "host", "cpus", "python", "torch", "swift-recov
 
 
 @dataclass(frozen=True)
-class Mark:
+class EventMark:
     """Something that happened at one time.
 
     Attributes:
@@ -45,7 +45,7 @@ class Answer:
 
     recovery: Recovery
     at: float
-    parts: tuple[Part, ...]
+    parts: tuple[RecoveryPart, ...]
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class History:
     result: str
     workers: tuple[tuple[float, int], ...]
     machines: tuple[str, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[LifeSpan, ...]
     answers: tuple[Answer, ...]
-    failures: tuple[Mark, ...]
-    turns: tuple[Mark, ...]
-    checkpoints: tuple[Mark, ...]
-    begins: tuple[Mark, ...]
-    warnings: tuple[Mark, ...]
+    failures: tuple[EventMark, ...]
+    turns: tuple[EventMark, ...]
+    checkpoints: tuple[EventMark, ...]
+    begins: tuple[EventMark, ...]
+    warnings: tuple[EventMark, ...]
     facts: tuple[tuple[str, str], ...]
     startup_s: float | None
     step_s: float | None
@@ -118,10 +118,10 @@ def history_of(events: Sequence[Event]) -> History:
     startup_s = begun.time - starts[0].time if starts and begun is not None and begun.time >= starts[0].time else None
     seconds, steps = pace(events, found)
 
-    def marks(kind: str, what: str) -> tuple[Mark, ...]:
+    def marks(kind: str, what: str) -> tuple[EventMark, ...]:
         chosen = [each for each in events if each.kind == kind]
         return tuple(
-            Mark(e.time - began, str(e.fields.get(what, "")), e.rank, whole(e.fields, "boundary")) for e in chosen
+            EventMark(e.time - began, str(e.fields.get(what, "")), e.rank, whole(e.fields, "boundary")) for e in chosen
         )
 
     return History(
@@ -134,7 +134,7 @@ def history_of(events: Sequence[Event]) -> History:
         spans=tuple(spans(events, found)),
         answers=tuple(_answers(found, began)),
         failures=tuple(
-            Mark(
+            EventMark(
                 float(each.fields.get("detected", each.time)) - began,
                 str(each.fields.get("cause") or "failed"),
                 each.rank,
@@ -143,7 +143,7 @@ def history_of(events: Sequence[Event]) -> History:
             for each in failed
         ),
         turns=tuple(
-            Mark(each.time - began, _turn(each), boundary=whole(each.fields, "boundary"))
+            EventMark(each.time - began, _turn(each), boundary=whole(each.fields, "boundary"))
             for each in events
             if each.kind in ("restart", "resize")
         ),

@@ -25,7 +25,7 @@ class Doing(Enum):
 
 
 @dataclass(frozen=True)
-class Span:
+class LifeSpan:
     """What a rank does for some time.
 
     Attributes:
@@ -60,7 +60,7 @@ _AFTER_IT = frozenset({"preparing", "checkpoint", "survivor_ready"})
 _HELD_UP = (Doing.STARTING, Doing.WAITING, Doing.CATCHING_UP)
 
 
-def spans(events: Sequence[Event], found: Iterable[Recovery]) -> list[Span]:
+def spans(events: Sequence[Event], found: Iterable[Recovery]) -> list[LifeSpan]:
     """What each rank does, in order of ranks and times.
 
     Args:
@@ -76,7 +76,7 @@ def spans(events: Sequence[Event], found: Iterable[Recovery]) -> list[Span]:
         if change.doing is not now and (change.instead_of is None or now in change.instead_of):
             lives.setdefault(change.rank, []).append(change)
     return [
-        Span(rank, one.doing, one.time - began, end - began, one.note)
+        LifeSpan(rank, one.doing, one.time - began, end - began, one.note)
         for rank, life in sorted(lives.items())
         for one, end in zip(life, [*(other.time for other in life[1:]), last], strict=True)
         if one.doing is not None and end > one.time

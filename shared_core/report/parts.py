@@ -22,7 +22,7 @@ class PartKind(Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class RecoveryPart:
     """One part.
 
     Attributes:
@@ -41,7 +41,7 @@ class Part:
         return self.begin + self.seconds
 
 
-def parts(one: Recovery, limit_s: float | None = None) -> list[Part]:
+def parts(one: Recovery, limit_s: float | None = None) -> list[RecoveryPart]:
     """The parts of a recovery in order, as far as events say where they end. Each begins where the one before ends, but
     for the admitting of replacements, for which those that continued stand still once more.
 
@@ -49,18 +49,18 @@ def parts(one: Recovery, limit_s: float | None = None) -> list[Part]:
         one: the recovery.
         limit_s: no part continues for longer, in seconds from the detection; for one that another failure has ended.
     """
-    found: list[Part] = []
+    found: list[RecoveryPart] = []
     struck = [failure.struck for failure in one.failures if failure.struck is not None]
     at = min(0.0, min(struck) - one.detected) if struck else 0.0
     most = float("inf") if limit_s is None else limit_s
     for kind, end in _ends(one):
         if end is not None and min(end, most) > at:
-            found.append(Part(kind, at, min(end, most) - at))
+            found.append(RecoveryPart(kind, at, min(end, most) - at))
             at = min(end, most)
     for rank, admitted in sorted(one.admitted_s.items(), key=lambda entry: entry[1]):
         begin = max(at, admitted - one.admitted_stall_s.get(rank, 0.0))
         if min(admitted, most) > begin:
-            found.append(Part(PartKind.ADMITTING, begin, min(admitted, most) - begin))
+            found.append(RecoveryPart(PartKind.ADMITTING, begin, min(admitted, most) - begin))
             at = min(admitted, most)
     return found
 

@@ -61,7 +61,7 @@ class BranchEdge(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tail:
+class GraphTail:
     """A branch that waits as a whole: where it leaves the trunk, and all its nodes down to the parameters."""
 
     cuts: tuple[BranchEdge, ...]
@@ -81,7 +81,7 @@ class Survey:
 
     whole: str = ""
     layers: tuple[SplitLayer, ...] = ()
-    tails: tuple[Tail, ...] = ()
+    tails: tuple[GraphTail, ...] = ()
     early: tuple[torch.Tensor, ...] = ()
     first: tuple[Node, ...] = ()
 
@@ -118,7 +118,7 @@ def survey(outputs: Iterable[Node], inputs: Iterable[Node]) -> Survey:
         return Survey(whole="what was saved is checkpointed or off-loaded, and no input needs a gradient")
     compiled = any(node.name() == COMPILED for node in edges)
     layers: dict[Node, SplitLayer] = {}
-    tails: list[Tail] = []
+    tails: list[GraphTail] = []
     early: list[torch.Tensor] = []
     first = [node for node in edges if node in trunk]
     for branch in _branches(edges, roots, trunk, weighty):
@@ -127,7 +127,7 @@ def survey(outputs: Iterable[Node], inputs: Iterable[Node]) -> Survey:
         if layer is not None:
             layers[layer.node] = layer
         elif _can_wait(branch, edges):
-            tails.append(Tail(tuple(branch.cuts), tuple(branch.nodes)))
+            tails.append(GraphTail(tuple(branch.cuts), tuple(branch.nodes)))
         elif any(parameter._backward_hooks for parameter in parameters):
             return Survey(whole="a parameter that cannot wait has a tensor hook, which would run twice")
         else:

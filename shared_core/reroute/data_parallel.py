@@ -27,7 +27,7 @@ from shared_core.reroute.summing import (
     set_mean_gradients,
 )
 from shared_core.reroute.through_failures import through_failures
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.worker.messages.group_log import BufferPool
 from shared_core.worker.recovery.survivor_group import SurvivorGroup
 from shared_core.worker.recovery.survivor_groups import WaitFor
@@ -269,12 +269,12 @@ class DataParallelSteps:
             if rank != self._me:
                 channel.send(MessageKey(step, MessageKind.LOSSES, 0, self._me), [table], rank)
                 channel.post_like(MessageKey(step, MessageKind.LOSSES, 0, rank), [table], rank)
-        mine = {Worker(rank, 0): shares[rank] for rank in homes}
-        peers, me = {Worker(rank, 0): rank for rank in survivor_group.ranks}, Worker(self._me, 0)
-        holders = {Worker(rank, 0): Worker(host, 0) for rank, host in hosted.items()}
+        mine = {PlannedWorker(rank, 0): shares[rank] for rank in homes}
+        peers, me = {PlannedWorker(rank, 0): rank for rank in survivor_group.ranks}, PlannedWorker(self._me, 0)
+        holders = {PlannedWorker(rank, 0): PlannedWorker(host, 0) for rank, host in hosted.items()}
         if not self._ordered:
             mine = {me: _added(mine.values())} if mine else {}
-            holders = {Worker(rank, 0): Worker(rank, 0) for rank in computing}
+            holders = {PlannedWorker(rank, 0): PlannedWorker(rank, 0) for rank in computing}
         like = None if mine else like_flat(self._parameters)
         flat = reduce_in_order(channel, step, 0, me, holders, mine, peers, SumRule(), like, self._pool)
         self._idle = []

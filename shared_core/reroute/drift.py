@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from shared_core.reroute.times import Medians, agree, drifts
-from shared_core.schedule.schedule import Worker
+from shared_core.schedule.schedule import PlannedWorker
 from shared_core.schedule.timing import Times
 
 #: Steps from one report to the next, and steps of which medians are taken.
@@ -53,7 +53,7 @@ class Deliberation:
 
 
 def decide(
-    before: Deliberation, step: int, reports: Mapping[Worker, Reported], used: Times, stages: int
+    before: Deliberation, step: int, reports: Mapping[PlannedWorker, Reported], used: Times, stages: int
 ) -> tuple[Deliberation, Word]:
     """What to say after the reports of ``step``, and the new state. ``reports`` are of all workers that are there."""
     if before.proposed is not None and all(one.ready == before.number for one in reports.values()):

@@ -14,11 +14,11 @@ import torch
 
 from shared_core.errors import SurvivorGroupBroken
 from shared_core.faults import inject
-from shared_core.reroute.keeping import NOTHING, DataAway, Part, keepers, parts_of
+from shared_core.reroute.keeping import NOTHING, DataAway, KeptPart, keepers, parts_of
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.step import Item, Reader, StageModel
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 
 #: Losses by pipeline, then micro-batch.
 Losses = list[list[float]]
@@ -35,9 +35,9 @@ class When(NamedTuple):
     number: int
 
 
-def host_of(topology: Topology, failed: Collection[Worker], pipeline: int, stage: int) -> Worker:
+def host_of(topology: Topology, failed: Collection[PlannedWorker], pipeline: int, stage: int) -> PlannedWorker:
     """Who computes the micro-batches of a pipeline at a stage: its own worker, else the next peer that is there."""
-    peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(topology.pipelines)]
+    peers = [PlannedWorker((pipeline + number) % topology.pipelines, stage) for number in range(topology.pipelines)]
     return next(peer for peer in peers if peer not in failed)
 
 
@@ -96,7 +96,7 @@ class Evaluating:
             kept = [item[part.number] if self._has_all(d, part) else None for part in self._parts]
             self._items[d, j] = kept[0], kept[1]
 
-    def run(self, channel: MessageChannel, failed: Collection[Worker]) -> Losses:
+    def run(self, channel: MessageChannel, failed: Collection[PlannedWorker]) -> Losses:
         """Make the evaluation that was begun, unless others have made it.
 
         After SurvivorGroupBroken another call makes it again. DataAway: its data went with both ends of a pipeline.
@@ -136,8 +136,8 @@ class Evaluating:
     def _forward(
         self,
         channel: MessageChannel,
-        failed: Collection[Worker],
-        sources: Mapping[tuple[int, Part], int | None],
+        failed: Collection[PlannedWorker],
+        sources: Mapping[tuple[int, KeptPart], int | None],
         d: int,
         j: int,
         losses: dict[int, list[float]],
@@ -159,14 +159,14 @@ class Evaluating:
             behind = self._rank(host_of(topology, failed, d, stage + 1))
             channel.send_described(self._key(MessageKind.EVALUATION, stage + 1, d, j), outputs, behind)
 
-    def _give(self, channel: MessageChannel, failed: Collection[Worker], d: int, part: Part) -> None:
+    def _give(self, channel: MessageChannel, failed: Collection[PlannedWorker], d: int, part: KeptPart) -> None:
         having = {self._rank(self._me)} | self._held.get((d, part.kind), set())
         for rank in sorted({self._rank(taker) for taker in self._takers(failed, d, part)} - having):
             for j in range(self._count):
                 tensors = self._items[d, j][part.number]
                 channel.send_described(self._key(part.kind, part.stage, d, j), tensors or (), rank)
 
-    def _get(self, channel: MessageChannel, source: int | None, d: int, j: int, part: Part) -> Tensors:
+    def _get(self, channel: MessageChannel, source: int | None, d: int, j: int, part: KeptPart) -> Tensors:
         item = self._items.get((d, j), NOTHING)
         known = item[part.number]
         if known is None:
@@ -175,16 +175,16 @@ class Evaluating:
             self._items[d, j] = (item[0], known) if part.number else (known, item[1])
         return known
 
-    def _takers(self, failed: Collection[Worker], d: int, part: Part) -> list[Worker]:
+    def _takers(self, failed: Collection[PlannedWorker], d: int, part: KeptPart) -> list[PlannedWorker]:
         return keepers(self._topology, failed, d, part.stage)
 
-    def _source(self, failed: Collection[Worker], d: int, part: Part) -> int | None:
+    def _source(self, failed: Collection[PlannedWorker], d: int, part: KeptPart) -> int | None:
         for end in (part.stage, self._topology.stages - 1 - part.stage):
-            if Worker(d, end) not in failed:
-                return self._rank(Worker(d, end))
+            if PlannedWorker(d, end) not in failed:
+                return self._rank(PlannedWorker(d, end))
         return min(self._held.get((d, part.kind), ()), default=None)
 
-    def _has_all(self, d: int, part: Part) -> bool:
+    def _has_all(self, d: int, part: KeptPart) -> bool:
         there = [self._items.get((d, j), NOTHING)[part.number] for j in range(self._count)]
         return bool(there) and all(tensors is not None for tensors in there)
 

@@ -23,16 +23,16 @@ from shared_core.reroute.keeping import DataAway, Keeping, data_until
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKind
 from shared_core.reroute.moving import Role, Roles
-from shared_core.reroute.places import Places, WorkerPlace
+from shared_core.reroute.places import StagePlaces, WorkerPlace
 from shared_core.reroute.planning import Plans
-from shared_core.reroute.reports import Reports
+from shared_core.reroute.reports import RerouteReports
 from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.spreading import Due, as_plain, from_plain, next_change, tell
-from shared_core.reroute.step import HomeModel, Item, Options, StageModel, Step, StepResult
+from shared_core.reroute.step import HomeModel, Item, StageModel, Step, StepOptions, StepResult
 from shared_core.reroute.step_progress import StepProgress, change_entry, progresses, summed_stages, text_of
 from shared_core.reroute.through_failures import through_failures
 from shared_core.schedule.routing import survivors
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.worker.recovery.survivor_group import SurvivorGroup
 
 
@@ -51,13 +51,13 @@ class Executor:
 
     def __init__(
         self,
-        home: Worker,
-        places: Places,
+        home: PlannedWorker,
+        places: StagePlaces,
         model: HomeModel,
         connect: Callable[[], SurvivorGroup],
         joining_ranks: Callable[[], bool],
         planner: Plans,
-        options: Options,
+        options: StepOptions,
         noted: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None,
     ) -> None:
         self._places, self._topology, self._model = places, places.topology, model
@@ -66,7 +66,7 @@ class Executor:
         self._steps: dict[int, Step] = {}
         self._channel: MessageChannel | None = None
         self._roles = Roles(home, model, places, self._role)
-        at_home = Places(places.topology, places.home_rank)  # who has moved evaluates at its own place
+        at_home = StagePlaces(places.topology, places.home_rank)  # who has moved evaluates at its own place
         self._evaluating = Evaluating(WorkerPlace(home, at_home), model)
         self._me = home
         self._due: Due | None = None
@@ -77,7 +77,7 @@ class Executor:
 
     def _role(self, place: WorkerPlace, model: StageModel) -> Role:
         measuring = Measuring(place, self._planner)  # durations are of the place at which they are taken
-        reports = Reports(place, self._planner, measuring, self._history)
+        reports = RerouteReports(place, self._planner, measuring, self._history)
         former, keeping = FormerParameters(model), Keeping(place)
         finishing = Finishing(
             place, model, former, self._history, self._steps, self._joining_ranks, self._options, measuring, reports
@@ -88,7 +88,7 @@ class Executor:
     # -- what the engine calls ---------------------------------------------------------------------
 
     @property
-    def failed(self) -> frozenset[Worker]:
+    def failed(self) -> frozenset[PlannedWorker]:
         """Places at which nobody computes, as of the present plan."""
         return self._history.failed
 
@@ -320,7 +320,7 @@ def _bytes_in(told: Mapping[int, Any]) -> int:
     return sum(view["state"]["bytes"] for view in told.values() if view["state"] is not None)
 
 
-def _refuse(topology: Topology, gone: frozenset[Worker]) -> None:
+def _refuse(topology: Topology, gone: frozenset[PlannedWorker]) -> None:
     """Raise RecoveryFailed where all workers of a stage have failed."""
     try:
         survivors(topology, gone)  # replacements get no state from who has moved there

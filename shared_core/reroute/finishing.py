@@ -16,10 +16,10 @@ from shared_core.reroute.history import PlanHistory, StepPlan
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import DTYPES, MessageChannel, MessageKey, MessageKind
 from shared_core.reroute.places import WorkerPlace
-from shared_core.reroute.reports import Reports
-from shared_core.reroute.step import Options, StageModel, Step, StepResult, Tied, merge, table_of
+from shared_core.reroute.reports import RerouteReports
+from shared_core.reroute.step import StageModel, Step, StepOptions, StepResult, Tied, merge, table_of
 from shared_core.reroute.summing import flatten, hand_over, reduce_in_order
-from shared_core.schedule.schedule import Action, Kind, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker
 
 #: Values before the losses in their message: the survivor group that admits, the losses' dtype, a word about times.
 _FLAGS = 3
@@ -38,9 +38,9 @@ class Finishing:
         history: PlanHistory,
         steps: Mapping[int, Step],
         joining_ranks: Callable[[], bool],
-        options: Options,
+        options: StepOptions,
         measuring: Measuring,
-        reports: Reports,
+        reports: RerouteReports,
     ) -> None:
         self._place, self._model, self._former = place, model, former
         self._topology, self._me, self._rank = place.topology, place.me, place.rank_of
@@ -48,7 +48,7 @@ class Finishing:
         self._options, self._measuring, self._reports = options, measuring, reports
         self._last = place.last
         self._told: set[tuple[int, str]] = set()
-        self._heard: set[tuple[int, Worker]] = set()
+        self._heard: set[tuple[int, PlannedWorker]] = set()
 
     def connect(self, channel: MessageChannel) -> None:
         """Use a new survivor group: what was told over the one before may not have come."""
@@ -62,7 +62,7 @@ class Finishing:
         """All have the norm of this stage and step: it need not be told."""
         self._told.add((number, f"norm {stage}"))
 
-    def _peers(self, stages: Collection[int]) -> dict[Worker, int]:
+    def _peers(self, stages: Collection[int]) -> dict[PlannedWorker, int]:
         workers = [worker for worker in self._topology.workers() if worker.stage in stages]
         return {worker: self._rank(worker) for worker in workers if worker not in self._history.failed}
 
@@ -115,7 +115,7 @@ class Finishing:
         """Sum of the gradients of these parameters over the pipelines, and over the stages that have them; flat."""
         peers, pipelines = self._peers(stages), self._topology.pipelines
         if self._options.ordered:
-            holders = {Worker(d, s): plan.plan.host(d, s, 0) for s in stages for d in range(pipelines)}
+            holders = {PlannedWorker(d, s): plan.plan.host(d, s, 0) for s in stages for d in range(pipelines)}
         else:
             holders = {peer: peer for peer in peers}
         parameters = [self._model.parameters[index] for index in indices]
@@ -126,7 +126,7 @@ class Finishing:
             mine[home] = flatten([gradients[index] for index in indices], parameters, self._model.accumulates)
         return reduce_in_order(self.channel, step.number, group, self._me, holders, mine, peers, self._options.rule)
 
-    def feed(self, step: Step, moved: Sequence[Worker]) -> None:
+    def feed(self, step: Step, moved: Sequence[PlannedWorker]) -> None:
         """Send the sum to workers of this stage that compute elsewhere; ``moved`` are the places they belong to."""
         assert step.reduced is not None
         for source in moved:
@@ -259,10 +259,10 @@ class Finishing:
                 self.channel.send(key, [table], self._rank(worker))
         self._reports.tell(step.number, word)
 
-    def _tails(self) -> list[Worker]:
+    def _tails(self) -> list[PlannedWorker]:
         return sorted(self._peers((self._topology.stages - 1,)))
 
-    def _hear(self, step: Step, worker: Worker) -> None:
+    def _hear(self, step: Step, worker: PlannedWorker) -> None:
         if worker == self._me or step.result is not None or (step.number, worker) in self._heard:
             return
         like = torch.empty(_FLAGS + self._topology.pipelines * self._topology.micro_batches, dtype=torch.float64)

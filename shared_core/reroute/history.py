@@ -15,7 +15,7 @@ from shared_core.reroute.step_progress import StepProgress, worker_of
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import Remainder, replan
-from shared_core.schedule.schedule import Action, Kind, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker
 
 #: Records of changes that are kept for workers that missed them.
 _KEPT = 8
@@ -26,9 +26,9 @@ class StepPlan:
     """The plan of one step, the same at all survivors: rows from the last change on, and what was done before it."""
 
     plan: IterationPlan
-    done: dict[Worker, tuple[Action, ...]] = field(default_factory=dict)
+    done: dict[PlannedWorker, tuple[Action, ...]] = field(default_factory=dict)
 
-    def awaits(self, action: Action) -> Worker | None:
+    def awaits(self, action: Action) -> PlannedWorker | None:
         """Who has ``action`` in its row, a whole backward counting as its input gradients; None if nobody has."""
         if action.kind is Kind.OPT:
             return None
@@ -63,7 +63,7 @@ class PlanHistory:
         self.extra: dict[int, float] = {}
         self.rest: dict[int, float] = {}
         self.number = -1
-        self.failed: frozenset[Worker] = frozenset()
+        self.failed: frozenset[PlannedWorker] = frozenset()
         self.entries: list[dict[str, Any]] = []
         self._changed: dict[int, frozenset[int]] = {}
         self.steps: dict[int, StepPlan] = {}
@@ -95,7 +95,7 @@ class PlanHistory:
         """
         self.number = entry["number"]
         self.entries = [*self.entries, dict(entry)][-_KEPT:]
-        failed = frozenset(Worker(*each) for each in entry["failed"])
+        failed = frozenset(PlannedWorker(*each) for each in entry["failed"])
         self._planner.choose(failed, entry["ready"])
         at = {worker_of(text): StepProgress.from_plain(data) for text, data in entry["at"].items()}
         summed: dict[int, set[int]] = {}
@@ -124,8 +124,8 @@ class PlanHistory:
         self,
         step: StepPlan,
         number: int,
-        failed: frozenset[Worker],
-        at: Mapping[Worker, StepProgress],
+        failed: frozenset[PlannedWorker],
+        at: Mapping[PlannedWorker, StepProgress],
         summed: set[int],
     ) -> StepPlan:
         rows = step.plan.schedule.rows

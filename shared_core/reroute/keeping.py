@@ -20,7 +20,7 @@ from shared_core.reroute.history import StepPlan
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Tensors
 from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.step import Item, Step
-from shared_core.schedule.schedule import Action, Kind, Topology, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Topology
 
 #: What is known of a micro-batch before anything has come.
 NOTHING: Item = (None, None)
@@ -30,7 +30,7 @@ class DataAway(Exception):
     """Both ends of a pipeline failed before anybody else had the data of a step: a replacement has to draw them."""
 
 
-class Part(NamedTuple):
+class KeptPart(NamedTuple):
     """Half of a micro-batch's data: what carries it, the stage that computes with it, its index in an :data:`Item`."""
 
     kind: MessageKind
@@ -38,29 +38,29 @@ class Part(NamedTuple):
     number: int
 
 
-def parts_of(topology: Topology) -> tuple[Part, Part]:
-    return Part(MessageKind.INPUTS, 0, 0), Part(MessageKind.LABELS, topology.stages - 1, 1)
+def parts_of(topology: Topology) -> tuple[KeptPart, KeptPart]:
+    return KeptPart(MessageKind.INPUTS, 0, 0), KeptPart(MessageKind.LABELS, topology.stages - 1, 1)
 
 
-def keepers(topology: Topology, failed: Collection[Worker], pipeline: int, stage: int) -> list[Worker]:
+def keepers(topology: Topology, failed: Collection[PlannedWorker], pipeline: int, stage: int) -> list[PlannedWorker]:
     """Who gets the data of a pipeline for one of its ends besides the worker at that end: all peers that are there.
 
     Fewer would do for one failure. But workers of a machine fail together, and then nobody could make a step again
     whose sum a stage has already.
     """
-    peers = [Worker((pipeline + number) % topology.pipelines, stage) for number in range(1, topology.pipelines)]
+    peers = [PlannedWorker((pipeline + number) % topology.pipelines, stage) for number in range(1, topology.pipelines)]
     return [peer for peer in peers if peer not in failed]
 
 
 def first_without_data(
-    topology: Topology, failed: Collection[Worker], held: Mapping[int, Collection[tuple[int, int]]], first: int
+    topology: Topology, failed: Collection[PlannedWorker], held: Mapping[int, Collection[tuple[int, int]]], first: int
 ) -> int | None:
     """The first step from ``first`` on that lacks data of a pipeline whose ends failed; None if there is none.
 
     ``held`` has, by step, (pipeline, kind of message) of all data that somebody has.
     """
     parts, last = parts_of(topology), topology.stages - 1
-    dark = [d for d in range(topology.pipelines) if {Worker(d, 0), Worker(d, last)} <= set(failed)]
+    dark = [d for d in range(topology.pipelines) if {PlannedWorker(d, 0), PlannedWorker(d, last)} <= set(failed)]
     if not dark:
         return None
     needed = {(d, int(part.kind)) for d in dark for part in parts}
@@ -72,7 +72,7 @@ def readers_of(views: Mapping[int, Any]) -> list[int]:
     return sorted(rank for rank, view in views.items() if view["reads"])
 
 
-def data_until(topology: Topology, gone: frozenset[Worker], views: Mapping[int, Any]) -> int | None:
+def data_until(topology: Topology, gone: frozenset[PlannedWorker], views: Mapping[int, Any]) -> int | None:
     """The first step whose data are missing, from what all have told; None if there is none.
 
     Raises RecoveryFailed if a worker has already summed gradients of that step.
@@ -162,7 +162,7 @@ class Keeping:
         """Wait for the data that the last stage computes with. Raises SurvivorGroupBroken after a failure."""
         return self._get(step, plan, (action.pipeline, action.micro_batch), self._parts[1])
 
-    def _get(self, step: Step, plan: StepPlan, place: tuple[int, int], part: Part) -> Tensors:
+    def _get(self, step: Step, plan: StepPlan, place: tuple[int, int], part: KeptPart) -> Tensors:
         known = step.items.get(place, NOTHING)[part.number]
         if known is not None:
             return known
@@ -172,12 +172,12 @@ class Keeping:
         self._put(step, place, part, known)
         return known
 
-    def _source(self, step: Step, plan: StepPlan, d: int, part: Part) -> int | None:
+    def _source(self, step: Step, plan: StepPlan, d: int, part: KeptPart) -> int | None:
         """Rank that sends a part of the data: an end of the pipeline, else the lowest one that has or can read it."""
         last, gone = self._topology.stages - 1, self._places.gone(plan.plan.failed)
         for end in (part.stage, last - part.stage):
-            if Worker(d, end) not in gone:  # it has drawn them, wherever it computes
-                return self._places.home_rank(Worker(d, end))
+            if PlannedWorker(d, end) not in gone:  # it has drawn them, wherever it computes
+                return self._places.home_rank(PlannedWorker(d, end))
         return min(self._held.get((step.number, d, part.kind)) or self._readers, default=None)
 
     def _read(self, step: Step, d: int) -> None:
@@ -190,23 +190,23 @@ class Keeping:
         for j, item in enumerate(step.reader(d)):
             step.items[d, j] = item
 
-    def _takers(self, plan: StepPlan, d: int, part: Part) -> list[Worker]:
+    def _takers(self, plan: StepPlan, d: int, part: KeptPart) -> list[PlannedWorker]:
         """Who still needs a part in the step: all keepers, or with readers only those that compute with it."""
         hosts = {plan.plan.host(d, part.stage, j) for j in range(self._topology.micro_batches)}
         peers = keepers(self._topology, plan.plan.failed, d, part.stage)
         found = [peer for peer in peers if not self._readers or peer in hosts]
-        own = Worker(d, part.stage)
+        own = PlannedWorker(d, part.stage)
         if any(move.target == own for move in self._places.moves):
             found.append(own)  # who computes there has drawn the data of another pipeline
         return [worker for worker in found if plan.plan.schedule.rows.get(worker)]
 
-    def _key(self, step: Step, d: int, j: int, part: Part) -> MessageKey:
+    def _key(self, step: Step, d: int, j: int, part: KeptPart) -> MessageKey:
         return MessageKey(step.number, part.kind, part.stage, d, j)
 
-    def _has_all(self, step: Step, d: int, part: Part) -> bool:
+    def _has_all(self, step: Step, d: int, part: KeptPart) -> bool:
         there = [step.items.get((d, j), NOTHING)[part.number] for j in range(self._topology.micro_batches)]
         return all(tensors is not None for tensors in there)
 
-    def _put(self, step: Step, place: tuple[int, int], part: Part, tensors: Tensors | None) -> None:
+    def _put(self, step: Step, place: tuple[int, int], part: KeptPart, tensors: Tensors | None) -> None:
         inputs, labels = step.items.get(place, NOTHING)
         step.items[place] = (inputs, tensors) if part.number else (tensors, labels)

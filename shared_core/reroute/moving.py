@@ -21,12 +21,12 @@ from shared_core.reroute.finishing import Finishing
 from shared_core.reroute.keeping import Keeping
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind, Shapes
-from shared_core.reroute.places import Places, WorkerPlace
-from shared_core.reroute.reports import Reports
+from shared_core.reroute.places import StagePlaces, WorkerPlace
+from shared_core.reroute.reports import RerouteReports
 from shared_core.reroute.row_runner import RowRunner
 from shared_core.reroute.step import HomeModel, StageModel, Step
 from shared_core.schedule.normalise import Move
-from shared_core.schedule.schedule import Worker
+from shared_core.schedule.schedule import PlannedWorker
 from shared_core.worker.recovery.survivor_group import SurvivorGroup
 
 
@@ -37,7 +37,7 @@ class Role:
     place: WorkerPlace
     model: StageModel
     measuring: Measuring
-    reports: Reports
+    reports: RerouteReports
     finishing: Finishing
     keeping: Keeping
     runner: RowRunner
@@ -60,12 +60,16 @@ class Roles:
     """At which place one worker computes, ``now`` or at ``home``; moves it, and helps others to move."""
 
     def __init__(
-        self, home: Worker, model: HomeModel, places: Places, make: Callable[[WorkerPlace, StageModel], Role]
+        self,
+        home: PlannedWorker,
+        model: HomeModel,
+        places: StagePlaces,
+        make: Callable[[WorkerPlace, StageModel], Role],
     ) -> None:
         self._home, self._model, self._places, self._make = home, model, places, make
         self.home = self.now = make(WorkerPlace(home, places), model)
         self.following = StateFollower(home, model, places)
-        self._hosted: dict[Worker, Role] = {}  # by place: the one that is run, and one that is made ready
+        self._hosted: dict[PlannedWorker, Role] = {}  # by place: the one that is run, and one that is made ready
         self._state: Tensor | None = None
 
     @property
@@ -95,7 +99,12 @@ class Roles:
         """A channel over a new survivor group, which all parts of the present role then use."""
         at = self._places.workers()
         knows = {
-            rank: {MessageKind(kind) for place, kinds in view["shapes"] if Worker(*place) == at[rank] for kind in kinds}
+            rank: {
+                MessageKind(kind)
+                for place, kinds in view["shapes"]
+                if PlannedWorker(*place) == at[rank]
+                for kind in kinds
+            }
             for rank, view in views.items()
         }
         channel = MessageChannel(survivor_group, self._places.topology, self.now.shapes, knows)
@@ -106,7 +115,7 @@ class Roles:
         return channel
 
     def feed_again(
-        self, steps: Mapping[int, Step], views: Mapping[int, Any], vacant: frozenset[Worker]
+        self, steps: Mapping[int, Step], views: Mapping[int, Any], vacant: frozenset[PlannedWorker]
     ) -> dict[int, set[int]]:
         """On a new survivor group, give sums to workers that compute elsewhere; returns who has sums, by step."""
         having = {
@@ -178,7 +187,7 @@ class Roles:
 class StateFollower:
     """Has a worker that computes elsewhere make the updates of its own stage."""
 
-    def __init__(self, home: Worker, model: StageModel, places: Places) -> None:
+    def __init__(self, home: PlannedWorker, model: StageModel, places: StagePlaces) -> None:
         self._home, self._model, self._places = home, model, places
         self._givers: dict[int, int] = {}
 
@@ -186,11 +195,11 @@ class StateFollower:
         """On a new survivor group: by step, the ranks that have the sum of this worker's stage. The lowest gives it."""
         self._givers = {step: min(ranks) for step, ranks in having.items() if ranks}
 
-    def follow(self, channel: MessageChannel, step: Step, vacant: frozenset[Worker]) -> None:
+    def follow(self, channel: MessageChannel, step: Step, vacant: frozenset[PlannedWorker]) -> None:
         """Make the update of a step that has ended; after SurvivorGroupBroken another call continues."""
         parameters = self._model.parameters
         if step.home is None:
-            peers = [Worker(d, self._home.stage) for d in range(self._places.topology.pipelines)]
+            peers = [PlannedWorker(d, self._home.stage) for d in range(self._places.topology.pipelines)]
             first = self._places.rank(min(worker for worker in peers if worker not in vacant))
             key = MessageKey(step.number, MessageKind.FOLLOW, self._home.stage, self._home.pipeline)
             size = sum(parameter.numel() for parameter in parameters)

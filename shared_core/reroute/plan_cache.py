@@ -20,7 +20,7 @@ from shared_core.schedule.memory import Memory
 from shared_core.schedule.optimal import has_solver
 from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times
 from shared_core.system.process import PACKAGE_ROOT, die_with_parent, run_module
@@ -43,15 +43,15 @@ class Settings:
     def memory(self) -> Memory:
         return Memory.of_stages(self.topology, self.room)
 
-    def plan(self, failed: Collection[Worker] = ()) -> IterationPlan:
+    def plan(self, failed: Collection[PlannedWorker] = ()) -> IterationPlan:
         """The plan for these failures; raises what ``planner.plan`` does."""
         return self.plan_within(failed, EFFORT)
 
-    def plan_exactly(self, failed: Collection[Worker]) -> IterationPlan:
+    def plan_exactly(self, failed: Collection[PlannedWorker]) -> IterationPlan:
         """The same by the exact solver, as far as it gets; without OR-tools it raises MissingExtra."""
         return self.plan_within(failed, EFFORT, EXACT_S)
 
-    def plan_within(self, failed: Collection[Worker], effort: int, time_limit: float = 0.0) -> IterationPlan:
+    def plan_within(self, failed: Collection[PlannedWorker], effort: int, time_limit: float = 0.0) -> IterationPlan:
         return plan(
             self.topology,
             failed,
@@ -73,7 +73,7 @@ class Settings:
         try:
             times = data["times"]
             stages = tuple(StageTimes(**one) for one in times["stages"])
-            own = tuple((Worker(*place), StageTimes(**one)) for place, one in times["own"])
+            own = tuple((PlannedWorker(*place), StageTimes(**one)) for place, one in times["own"])
             return cls(
                 Topology(**data["topology"]),
                 Times(stages, times["communication"], times["data_apart"], own),
@@ -101,13 +101,13 @@ class PlanStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._read: dict[Path, IterationPlan] = {}
 
-    def look_up(self, failed: Collection[Worker], *, exact: bool = False) -> IterationPlan | None:
+    def look_up(self, failed: Collection[PlannedWorker], *, exact: bool = False) -> IterationPlan | None:
         """The plan for these failures, or with ``exact`` a better one of the exact solver; None if there is none."""
         pattern, names = canonical(self.settings.topology, failed, self.settings.times)
         found = self._load(pattern, self._path(pattern, exact))
         return None if found is None else rename(found, {new: old for old, new in names.items()})
 
-    def make(self, failed: Collection[Worker]) -> IterationPlan:
+    def make(self, failed: Collection[PlannedWorker]) -> IterationPlan:
         """The plan for these failures, made and stored if it is not there; raises what ``planner.plan`` does."""
         pattern, names = canonical(self.settings.topology, failed, self.settings.times)
         path = self._path(pattern)
@@ -156,7 +156,7 @@ class PlanStore:
         env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))}
         return Filling(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
 
-    def _path(self, pattern: tuple[Worker, ...], exact: bool = False) -> Path:
+    def _path(self, pattern: tuple[PlannedWorker, ...], exact: bool = False) -> Path:
         return self.folder / f"{'exact' if exact else 'failed'}-{'_'.join(f'{d}.{s}' for d, s in pattern)}.json"
 
     def _write(self, path: Path, made: IterationPlan) -> None:
@@ -165,7 +165,7 @@ class PlanStore:
         partial.replace(path)
         self._read[path] = made
 
-    def _load(self, pattern: tuple[Worker, ...], path: Path) -> IterationPlan | None:
+    def _load(self, pattern: tuple[PlannedWorker, ...], path: Path) -> IterationPlan | None:
         found = self._read.get(path)
         if found is None:
             try:

@@ -24,7 +24,7 @@ from shared_core.schedule.normalise import Move
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import EFFORT
-from shared_core.schedule.schedule import Action, Schedule, Topology, Worker
+from shared_core.schedule.schedule import Action, PlannedWorker, Schedule, Topology
 from shared_core.schedule.timing import Times, simulate
 
 #: Times that are kept: the step under way may use those before the newest.
@@ -37,7 +37,7 @@ class TimesInUse:
 
     since: int
     times: Times
-    ready: frozenset[Worker] | None = None
+    ready: frozenset[PlannedWorker] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         ready = None if self.ready is None else [list(worker) for worker in sorted(self.ready)]
@@ -45,7 +45,7 @@ class TimesInUse:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TimesInUse:
-        ready = None if data["ready"] is None else frozenset(Worker(*each) for each in data["ready"])
+        ready = None if data["ready"] is None else frozenset(PlannedWorker(*each) for each in data["ready"])
         return cls(data["since"], from_dict(data["times"]), ready)
 
 
@@ -79,7 +79,7 @@ class Plans:
         self.room = room_of(topology, held)
         self.proposal: Proposal | None = None
         self._in_use: tuple[TimesInUse, ...] = ()
-        self._known: dict[tuple[str, frozenset[Worker]], IterationPlan] = {}
+        self._known: dict[tuple[str, frozenset[PlannedWorker]], IterationPlan] = {}
         self._looked_up: tuple[bool, float] = False, 0.0
         self._by_times: dict[Times | None, Settings] = {}
         self._stores: dict[str, PlanStore] = {}
@@ -151,14 +151,16 @@ class Plans:
             self._stores[name] = PlanStore(self._folder, settings)
         return self._stores[name]
 
-    def _look_up(self, settings: Settings, failed: frozenset[Worker], *, exact: bool = False) -> IterationPlan | None:
+    def _look_up(
+        self, settings: Settings, failed: frozenset[PlannedWorker], *, exact: bool = False
+    ) -> IterationPlan | None:
         """A plan that this worker has, None if it has none; reads one file, the first time."""
         try:
             return self._store(settings).look_up(failed, exact=exact)
         except ConfigError:  # half a file, say, on a full disk
             return None
 
-    def lies_ready(self, failed: frozenset[Worker]) -> list[str]:
+    def lies_ready(self, failed: frozenset[PlannedWorker]) -> list[str]:
         """Names of the plans for these failures that this worker has, for the times in use and proposed."""
         if not self._failures:
             return []
@@ -170,14 +172,14 @@ class Plans:
             ready += _names(settings, self._look_up(settings, failed, exact=True))
         return ready
 
-    def ready_for(self, failed: frozenset[Worker]) -> int:
+    def ready_for(self, failed: frozenset[PlannedWorker]) -> int:
         """Number of the proposal, if this worker has the plan for these failures that goes with it, else -1."""
         if self.proposal is None:
             return -1
         ready = not self._failures or self._look_up(self._settings(self.proposal.times), failed) is not None
         return self.proposal.number if ready else -1
 
-    def choose(self, failed: frozenset[Worker], ready: Collection[str]) -> None:
+    def choose(self, failed: frozenset[PlannedWorker], ready: Collection[str]) -> None:
         """Use the plan for ``failed`` that is ready, if all have it, else make one quickly; with the newest times.
 
         ``ready``: what :meth:`lies_ready` has told at all workers. Raises ConfigError if all others use a plan of the
@@ -187,7 +189,9 @@ class Plans:
         exact = next((name for name in ready if name.startswith(f"{settings.key}:")), "")
         self._make(settings, failed, settings.key in ready, exact)
 
-    def _make(self, settings: Settings, failed: frozenset[Worker], ready: bool, exact: str = "") -> IterationPlan:
+    def _make(
+        self, settings: Settings, failed: frozenset[PlannedWorker], ready: bool, exact: str = ""
+    ) -> IterationPlan:
         began, found = time.perf_counter(), None
         if exact:
             found = self._look_up(settings, failed, exact=True)
@@ -204,7 +208,7 @@ class Plans:
         self._looked_up = ready, time.perf_counter() - began
         return found
 
-    def plan(self, failed: frozenset[Worker], step: int) -> IterationPlan:
+    def plan(self, failed: frozenset[PlannedWorker], step: int) -> IterationPlan:
         used, settings = self._of_step(step), self._settings_of(step)
         found = self._known.get((settings.key, failed))
         if found is None:
@@ -222,7 +226,7 @@ class Plans:
         timeline = simulate(schedule, self.times or EQUAL, staggered=staggered, done=done, rounds=0)
         return max((slot.end for row in timeline.rows.values() for slot in row), default=0.0)
 
-    def facts(self, failed: frozenset[Worker], moves: Sequence[Move] = (), *, switched: bool) -> dict[str, Any]:
+    def facts(self, failed: frozenset[PlannedWorker], moves: Sequence[Move] = (), *, switched: bool) -> dict[str, Any]:
         """What is planned for the present failures. Slow: not to be called while others wait after a failure.
 
         ``failed`` are places at which nobody computes; ``switched`` says that the newest times are new.
@@ -251,7 +255,7 @@ class Plans:
             facts["period_before_s"] = self.seconds(before.schedule, staggered, moves)
         return facts
 
-    def fill(self, failed: frozenset[Worker]) -> None:
+    def fill(self, failed: frozenset[PlannedWorker]) -> None:
         """Begin to make plans for these and further failures, with the proposed times, or else those in use."""
         times = self.times if self.proposal is None else self.proposal.times
         if times is None or not self._failures:

@@ -23,13 +23,13 @@ from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.planning import Plans, Proposal, TimesInUse
 from shared_core.reroute.times import Medians, agree
 from shared_core.schedule.profile import COMMUNICATION
-from shared_core.schedule.schedule import Kind, Worker
+from shared_core.schedule.schedule import Kind, PlannedWorker
 
 #: Order of the medians in a report.
 _NAMES = (*(kind.value for kind in Kind), COMMUNICATION)
 
 
-class Reports:
+class RerouteReports:
     _channel: MessageChannel
 
     def __init__(self, place: WorkerPlace, planner: Plans, measuring: Measuring, history: PlanHistory) -> None:
@@ -37,17 +37,17 @@ class Reports:
         self._planner, self._measuring, self._history = planner, measuring, history
         self._deliberation = Deliberation()
         self._reported = -1
-        self._rows: Mapping[Worker, Reported] = {}
+        self._rows: Mapping[PlannedWorker, Reported] = {}
 
     def connect(self, channel: MessageChannel) -> None:
         """A new survivor group makes reports and proposals void."""
         self._channel, self._deliberation, self._reported = channel, Deliberation(), -1
         self._planner.proposal = None
 
-    def _there(self) -> dict[Worker, int]:
+    def _there(self) -> dict[PlannedWorker, int]:
         return {w: self._rank(w) for w in self._topology.workers() if w not in self._history.failed}
 
-    def _decider(self) -> Worker:
+    def _decider(self) -> PlannedWorker:
         return min(worker for worker in self._there() if worker.stage == self._topology.stages - 1)
 
     def _due(self, step: int) -> bool:
@@ -118,7 +118,7 @@ class Reports:
         self._planner.adopt(used, self._planner.room)
         inject.point("reroute.switched")
 
-    def _key(self, step: int, kind: MessageKind, worker: Worker) -> MessageKey:
+    def _key(self, step: int, kind: MessageKind, worker: PlannedWorker) -> MessageKey:
         return MessageKey(step, kind, worker.stage, worker.pipeline)
 
 

@@ -19,14 +19,14 @@ from shared_core.reroute.places import WorkerPlace
 from shared_core.reroute.split import StageBackward
 from shared_core.reroute.step import (
     Accumulating,
-    Options,
     StageModel,
     Step,
+    StepOptions,
     detached,
     differentiable,
     leaves_of,
 )
-from shared_core.schedule.schedule import Action, Kind, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker
 
 #: Messages that a worker begins to receive before it needs them.
 _PREFETCHED = 3
@@ -49,7 +49,7 @@ class RowRunner:
         place: WorkerPlace,
         model: StageModel,
         former: FormerParameters,
-        options: Options,
+        options: StepOptions,
         finishing: Finishing,
         keeping: Keeping,
         measuring: Measuring,
@@ -148,7 +148,7 @@ class RowRunner:
     def _key(self, step: Step, what: MessageKind, stage: int, action: Action) -> MessageKey:
         return MessageKey(step.number, what, stage, action.pipeline, action.micro_batch)
 
-    def _source(self, plan: StepPlan, action: Action, stage: int) -> Worker:
+    def _source(self, plan: StepPlan, action: Action, stage: int) -> PlannedWorker:
         return plan.plan.host(action.pipeline, stage, action.micro_batch)
 
     def _post(self, step: Step, plan: StepPlan, action: Action) -> None:

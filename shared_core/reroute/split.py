@@ -23,9 +23,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from shared_core.errors import SwiftError
 from shared_core.reroute.autograd_graph import (
     BranchEdge,
+    GraphTail,
     SplitLayer,
     Survey,
-    Tail,
     is_python,
     saved_names,
     survey,
@@ -231,7 +231,7 @@ class _LateLayer:
 class _LateTail:
     """A branch between I and W, and the gradients that the trunk has sent to it."""
 
-    def __init__(self, tail: Tail) -> None:
+    def __init__(self, tail: GraphTail) -> None:
         self.tail = tail
         self._received: list[tuple[GradientEdge, Tensor]] = []
         cuts: dict[Node, list[BranchEdge]] = {}

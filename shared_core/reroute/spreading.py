@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared_core.reroute.places import Places
+from shared_core.reroute.places import StagePlaces
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.room import spare_bytes
 from shared_core.reroute.step import HomeModel
 from shared_core.reroute.times import second_updates
 from shared_core.schedule.normalise import Move, iteration_cost, normalise, steps_to_wait
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.schedule.timing import Times
 
 #: Multiple of the bytes of the other stage's state that a mover needs: for its gradients, and while they come.
@@ -33,9 +33,9 @@ def due(
     variant: Variant,
     ordered: bool,
     times: Times | None,
-    gone: frozenset[Worker],
+    gone: frozenset[PlannedWorker],
     moved: Sequence[Move],
-    facts: Mapping[Worker, Mapping[str, int | None]],
+    facts: Mapping[PlannedWorker, Mapping[str, int | None]],
     newest: int,
 ) -> Due | None:
     """Which change of who computes where is to be made, and when; None for no change.
@@ -73,7 +73,7 @@ def due(
 
 
 def next_change(
-    places: Places, planner: Plans, vacant: frozenset[Worker], views: Mapping[int, Any], newest: int
+    places: StagePlaces, planner: Plans, vacant: frozenset[PlannedWorker], views: Mapping[int, Any], newest: int
 ) -> Due | None:
     """:func:`due` for what all have told, by rank, with what :func:`tell` says as ``moving``."""
     homes = {places.home_rank(worker): worker for worker in places.topology.workers()}
@@ -101,4 +101,4 @@ def as_plain(moves: Sequence[Move]) -> list[list[list[int]]]:
 
 
 def from_plain(data: Any) -> tuple[Move, ...]:
-    return tuple(Move(Worker(*source), Worker(*target)) for source, target in data)
+    return tuple(Move(PlannedWorker(*source), PlannedWorker(*target)) for source, target in data)

@@ -197,7 +197,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Options:
+class StepOptions:
     """How steps are run.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shared_core.schedule.schedule import Action, Worker
+from shared_core.schedule.schedule import Action, PlannedWorker
 
 
 class StepProgress(NamedTuple):
@@ -41,7 +41,7 @@ class StepProgress(NamedTuple):
 
 
 def progresses(
-    workers: Mapping[int, Worker], views: Mapping[int, Any], changed: Mapping[int, Collection[int]]
+    workers: Mapping[int, PlannedWorker], views: Mapping[int, Any], changed: Mapping[int, Collection[int]]
 ) -> dict[str, list[Any]]:
     """How far all are, by worker as text. ``changed``: by rank, steps with rows of which it learns only now."""
     return {
@@ -50,7 +50,7 @@ def progresses(
     }
 
 
-def summed_stages(workers: Mapping[int, Worker], views: Mapping[int, Any]) -> list[list[int]]:
+def summed_stages(workers: Mapping[int, PlannedWorker], views: Mapping[int, Any]) -> list[list[int]]:
     """Pairs of a step and a stage whose sum of gradients somebody has, from where each rank computes and has told."""
     found = {
         (int(number), workers[rank].stage)
@@ -63,7 +63,7 @@ def summed_stages(workers: Mapping[int, Worker], views: Mapping[int, Any]) -> li
 
 def change_entry(
     number: int,
-    vacant: Collection[Worker],
+    vacant: Collection[PlannedWorker],
     views: Mapping[int, Any],
     at: Mapping[str, list[Any]],
     summed: Sequence[list[int]] = (),
@@ -75,9 +75,9 @@ def change_entry(
     return {"number": number, "failed": failed, "ready": ready, "at": at, "summed": summed, "until": until}
 
 
-def text_of(worker: Worker) -> str:
+def text_of(worker: PlannedWorker) -> str:
     return f"{worker.pipeline}:{worker.stage}"
 
 
-def worker_of(text: str) -> Worker:
-    return Worker(*map(int, text.split(":")))
+def worker_of(text: str) -> PlannedWorker:
+    return PlannedWorker(*map(int, text.split(":")))

@@ -12,7 +12,7 @@ from torch import Tensor
 from shared_core.errors import Unsupported
 from shared_core.reroute import gloo_order
 from shared_core.reroute.messages import MessageChannel, MessageKey, MessageKind
-from shared_core.schedule.schedule import Worker
+from shared_core.schedule.schedule import PlannedWorker
 from shared_core.worker.messages.group_log import BufferPool
 
 #: Sums that can be under way together: tags of messages have room for as many.
@@ -55,10 +55,10 @@ def reduce_in_order(
     channel: MessageChannel,
     step: int,
     group: int,
-    me: Worker,
-    holders: Mapping[Worker, Worker],
-    mine: Mapping[Worker, Tensor],
-    ranks: Mapping[Worker, int],
+    me: PlannedWorker,
+    holders: Mapping[PlannedWorker, PlannedWorker],
+    mine: Mapping[PlannedWorker, Tensor],
+    ranks: Mapping[PlannedWorker, int],
     rule: SumRule,
     like: Tensor | None = None,
     pool: BufferPool | None = None,
@@ -115,7 +115,7 @@ def reduce_in_order(
     return result
 
 
-def _key(step: int, what: MessageKind, place: Worker, group: int) -> MessageKey:
+def _key(step: int, what: MessageKind, place: PlannedWorker, group: int) -> MessageKey:
     return MessageKey(step, what, place.stage, place.pipeline, group)
 
 

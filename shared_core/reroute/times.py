@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from shared_core.schedule.normalise import Move
 from shared_core.schedule.profile import COMMUNICATION
-from shared_core.schedule.schedule import Kind, Worker
+from shared_core.schedule.schedule import Kind, PlannedWorker
 from shared_core.schedule.timing import StageTimes, Times
 
 #: Parts of the longest F, I or W of the stages; plans use whole parts. Noise of some percent would make orders that
@@ -30,13 +30,13 @@ Medians = Mapping[str, float]
 class Drift(NamedTuple):
     """A duration that has changed, in seconds. ``kind`` is F, I, W or OPT."""
 
-    worker: Worker
+    worker: PlannedWorker
     kind: Kind
     before: float
     now: float
 
 
-def agree(found: Iterable[tuple[Worker, Medians]], stages: int, used: Times | None = None) -> Times | None:
+def agree(found: Iterable[tuple[PlannedWorker, Medians]], stages: int, used: Times | None = None) -> Times | None:
     """Times of a job from the medians of its workers; None if a stage has not been measured.
 
     A worker that comes early to the sum of gradients waits there for its peers, so the least of a stage's optimizer
@@ -46,7 +46,7 @@ def agree(found: Iterable[tuple[Worker, Medians]], stages: int, used: Times | No
     """
     rows = sorted(found)
     made: list[StageTimes] = []
-    own: list[tuple[Worker, StageTimes]] = []
+    own: list[tuple[PlannedWorker, StageTimes]] = []
     for stage in range(stages):
         here = [(worker, medians) for worker, medians in rows if worker.stage == stage]
         there: dict[str, list[float]] = {}
@@ -97,7 +97,7 @@ def completed(medians: Medians, used: StageTimes) -> dict[str, float]:
     return full
 
 
-def drifts(now: Times, before: Times, workers: Iterable[Worker]) -> list[Drift]:
+def drifts(now: Times, before: Times, workers: Iterable[PlannedWorker]) -> list[Drift]:
     """Durations off by more than :data:`DRIFT`, as a share of the longest F, I, W (OPT: of its own if longer)."""
     found = []
     for worker in workers:
@@ -150,7 +150,7 @@ def rounded(times: Times) -> Times:
     return replace(times, stages=made, own=own, communication=max(1.0, whole(times.communication)))
 
 
-def second_updates(times: Times, moves: Iterable[Move]) -> dict[Worker, float]:
+def second_updates(times: Times, moves: Iterable[Move]) -> dict[PlannedWorker, float]:
     """Seconds of the update that a worker which has moved makes for its own stage, by the place where it computes."""
     return {move.target: times.of_stage(move.source.stage).optimizer for move in moves}
 
@@ -162,7 +162,7 @@ def to_dict(times: Times) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> Times:
-    own = tuple((Worker(d, s), StageTimes(*row)) for d, s, *row in data["own"])
+    own = tuple((PlannedWorker(d, s), StageTimes(*row)) for d, s, *row in data["own"])
     stages = tuple(StageTimes(*row) for row in data["stages"])
     return Times(stages, data["communication"], data_apart=True, own=own)
 

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from shared_core.schedule.problem import Problem, Variant
-from shared_core.schedule.schedule import Kind, Worker
+from shared_core.schedule.schedule import Kind, PlannedWorker
 from shared_core.schedule.timing import StageTimes
 
 
@@ -78,7 +78,7 @@ def _fastest(some: Iterable[_Stage]) -> _Stage:
     return _Stage(*map(min, zip(*some, strict=True)))
 
 
-def _counts(problem: Problem) -> dict[Worker, int]:
+def _counts(problem: Problem) -> dict[PlannedWorker, int]:
     topology = problem.topology
     counts = {worker: topology.micro_batches for worker in topology.workers() if worker not in problem.failed}
     for worker in problem.route.values():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shared_core.schedule.greedy import FoundSchedule, objective
-from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule
 from shared_core.schedule.timing import simulate
 
 #: Actions that all simulations together may run.
 EFFORT = 200_000
 
-Spot = tuple[Worker, Action]
+Spot = tuple[PlannedWorker, Action]
 
 
 def fuse(found: FoundSchedule) -> FoundSchedule:
@@ -39,7 +39,7 @@ def fuse(found: FoundSchedule) -> FoundSchedule:
 
 
 def _fused(schedule: Schedule, spots: set[Spot]) -> Schedule:
-    rows: dict[Worker, tuple[Action, ...]] = {}
+    rows: dict[PlannedWorker, tuple[Action, ...]] = {}
     for worker, row in schedule.rows.items():
         new: list[Action] = []
         for action in row:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared_core.errors import ConfigError
-from shared_core.schedule.schedule import Action, Kind, Topology, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Topology
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Memory:
     """
 
     micro_batches: float | None = None
-    workers: Mapping[Worker, float] = field(default_factory=dict)
+    workers: Mapping[PlannedWorker, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for limit in (self.micro_batches, *self.workers.values()):
             if limit is not None and not limit >= 1:
                 raise ConfigError(f"a worker must be able to hold at least 1 micro-batch, got {limit!r}")
 
-    def at(self, worker: Worker) -> float:
+    def at(self, worker: PlannedWorker) -> float:
         """The limit of a worker."""
         limit = self.workers.get(worker, self.micro_batches)
         return math.inf if limit is None else limit

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from shared_core.errors import ConfigError
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.routing import survivors
-from shared_core.schedule.schedule import Kind, Topology, Worker
+from shared_core.schedule.schedule import Kind, PlannedWorker, Topology
 from shared_core.schedule.timing import Times
 
 #: Least share by which a move must shorten an iteration: no measured time is better known.
@@ -30,8 +30,8 @@ LEAST_GAIN = 0.02
 class Move:
     """A survivor that takes a failed place of another stage; nobody is at ``source`` then."""
 
-    source: Worker
-    target: Worker
+    source: PlannedWorker
+    target: PlannedWorker
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Normalised:
         moving: time that the moves take, one after the other.
     """
 
-    failed: tuple[Worker, ...]
+    failed: tuple[PlannedWorker, ...]
     moves: tuple[Move, ...]
     cost: float
     before: float
@@ -54,14 +54,14 @@ class Normalised:
 
 def normalise(
     topology: Topology,
-    failed: Collection[Worker],
+    failed: Collection[PlannedWorker],
     *,
     times: Times | None = None,
     variant: Variant = Variant.STAGGERED,
     moving: Sequence[float] = (0.0,),
     iterations: float = math.inf,
     ordered: bool = False,
-    able: Collection[Worker] | None = None,
+    able: Collection[PlannedWorker] | None = None,
     moved: Sequence[Move] = (),
 ) -> Normalised:
     """The moves with the least total time.
@@ -114,7 +114,7 @@ def normalise(
 
 
 def iteration_cost(
-    topology: Topology, failed: Collection[Worker], times: Times, variant: Variant, ordered: bool = False
+    topology: Topology, failed: Collection[PlannedWorker], times: Times, variant: Variant, ordered: bool = False
 ) -> float:
     """Expected slots or period of an iteration without some places, by the closed forms."""
     have = [sum(worker.stage == s for worker in failed) for s in range(topology.stages)]
@@ -173,8 +173,8 @@ def _undominated(
 
 
 def _places(
-    gone: set[Worker], movable: set[Worker], want: Sequence[int], moved: Sequence[Move]
-) -> tuple[tuple[Worker, ...], tuple[Move, ...]]:
+    gone: set[PlannedWorker], movable: set[PlannedWorker], want: Sequence[int], moved: Sequence[Move]
+) -> tuple[tuple[PlannedWorker, ...], tuple[Move, ...]]:
     """Who moves where. Sources are taken from pipelines with the fewest failures, so that traffic is spread."""
     after, moves = set(gone), list[Move]()
 

@@ -10,7 +10,7 @@ from typing import Any
 from shared_core.errors import MissingExtra
 from shared_core.schedule.greedy import FoundSchedule, objective
 from shared_core.schedule.problem import Problem, Variant
-from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule
 from shared_core.schedule.timing import StageTimes, simulate
 
 #: Ticks of the shortest duration that are tried, so that all durations are whole numbers of ticks.
@@ -86,8 +86,8 @@ class _Model:
         self.horizon = 2 * self._ticks(max(span, found.cost)) + 1
         self.starts: dict[Action, Any] = {}
         self.ends: dict[Action, Any] = {}
-        self.at: dict[Action, Worker] = {}
-        self.intervals: dict[Worker, list[Any]] = {}
+        self.at: dict[Action, PlannedWorker] = {}
+        self.intervals: dict[PlannedWorker, list[Any]] = {}
         self.whole: dict[Action, Any] = {}  # of an I: whether it and its W are run as B, which then is shorter
         stages = range(problem.topology.stages)
         self.begins = [self.model.new_int_var(0, self.horizon, f"begin {s}") for s in stages]
@@ -108,10 +108,10 @@ class _Model:
     def _ticks(self, value: float) -> int:
         return round(value / self.tick)
 
-    def _times(self, worker: Worker) -> StageTimes:
+    def _times(self, worker: PlannedWorker) -> StageTimes:
         return self.problem.times.at(worker)
 
-    def _add(self, action: Action, worker: Worker) -> None:
+    def _add(self, action: Action, worker: PlannedWorker) -> None:
         length = self._length(action, worker)
         start = self.model.new_int_var(0, self.horizon, str(action))
         if isinstance(length, int):
@@ -122,7 +122,7 @@ class _Model:
         interval = self.model.new_interval_var(start, length, end, f"{action}")
         self.intervals.setdefault(worker, []).append(interval)
 
-    def _length(self, action: Action, worker: Worker) -> Any:
+    def _length(self, action: Action, worker: PlannedWorker) -> Any:
         """Ticks of an action. A backward that is shorter in one piece is run as B (in the place of I) or as I and W."""
         times = self._times(worker)
         length, whole = self._ticks(times.of(action.kind)), self._ticks(times.of(Kind.B))
@@ -186,7 +186,7 @@ class _Model:
 
     def _memory(self) -> None:
         memory, topology = self.problem.memory, self.problem.topology
-        held: dict[Worker, list[Any]] = {}
+        held: dict[PlannedWorker, list[Any]] = {}
         for d in range(topology.pipelines):
             for s in range(topology.stages):
                 for j in range(topology.micro_batches):
@@ -213,7 +213,7 @@ class _Model:
                     self.model.add(self.begins[s] <= self.starts[Action(s, Kind.F, j, d)])
         for s in range(topology.stages):
             if problem.staggered:
-                steps = [self._times(Worker(d, s)).optimizer for d in range(topology.pipelines)]
+                steps = [self._times(PlannedWorker(d, s)).optimizer for d in range(topology.pipelines)]
                 self.model.add(self.cost >= ends[s] - self.begins[s] + self._ticks(max(steps)))
             else:
                 self.model.add(self.cost >= ends[s])
@@ -232,7 +232,7 @@ class _Model:
         self.model.add_hint(self.cost, self._ticks(found.cost))
 
     def schedule(self, solver: Any) -> Schedule:
-        rows: dict[Worker, list[tuple[int, Action]]] = {}
+        rows: dict[PlannedWorker, list[tuple[int, Action]]] = {}
         for action, worker in self.at.items():
             named = action
             if action.kind in (Kind.I, Kind.W) and self._is_whole(solver, action):

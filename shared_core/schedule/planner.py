@@ -17,7 +17,7 @@ from shared_core.schedule.memory import NO_LIMIT, Memory
 from shared_core.schedule.optimal import improve
 from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.routing import Route, deal
-from shared_core.schedule.schedule import Schedule, Topology, Worker, held_without_failure, one_f_one_b
+from shared_core.schedule.schedule import PlannedWorker, Schedule, Topology, held_without_failure, one_f_one_b
 from shared_core.schedule.timing import Times, simulate
 
 _WORKER = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
@@ -42,7 +42,7 @@ class IterationPlan:
 
     topology: Topology
     variant: Variant
-    failed: tuple[Worker, ...]
+    failed: tuple[PlannedWorker, ...]
     ordered: bool
     schedule: Schedule
     route: Route
@@ -52,8 +52,8 @@ class IterationPlan:
     solver: str
     optimal: bool
 
-    def host(self, pipeline: int, stage: int, micro_batch: int) -> Worker:
-        return self.route.get((pipeline, stage, micro_batch)) or Worker(pipeline, stage)
+    def host(self, pipeline: int, stage: int, micro_batch: int) -> PlannedWorker:
+        return self.route.get((pipeline, stage, micro_batch)) or PlannedWorker(pipeline, stage)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. A route is, for every failed worker, the pipeline that computes each micro-batch."""
@@ -84,7 +84,7 @@ class IterationPlan:
             topology = Topology(data["pipelines"], data["stages"], data["micro_batches"])
             failed = tuple(parse_worker(text) for text in data["failed"])
             route = {
-                (*parse_worker(text), j): Worker(pipeline, parse_worker(text).stage)
+                (*parse_worker(text), j): PlannedWorker(pipeline, parse_worker(text).stage)
                 for text, pipelines in data["route"].items()
                 for j, pipeline in enumerate(pipelines)
             }
@@ -94,7 +94,7 @@ class IterationPlan:
                 raise ValueError("its route does not lead the micro-batches of failed workers to others")
             schedule = Schedule.from_text(data["workers"])
             named = {*failed, *route.values(), *schedule.rows}
-            named |= {Worker(each.pipeline, each.stage) for row in schedule.rows.values() for each in row}
+            named |= {PlannedWorker(each.pipeline, each.stage) for row in schedule.rows.values() for each in row}
             if not all(d < topology.pipelines and s < topology.stages for d, s in named):
                 raise ValueError("it names workers that the job has not")
             return cls(
@@ -132,17 +132,17 @@ def _is(kind: type, value: Any) -> Any:
     return value
 
 
-def parse_worker(text: str) -> Worker:
+def parse_worker(text: str) -> PlannedWorker:
     """A worker from ``pipeline:stage``, counted from zero. Raises ConfigError for any other text."""
     match = _WORKER.fullmatch(text)
     if match is None:
         raise ConfigError(f"a worker is given as PIPELINE:STAGE, for example 1:2, got {text!r}")
-    return Worker(int(match[1]), int(match[2]))
+    return PlannedWorker(int(match[1]), int(match[2]))
 
 
 def plan(
     topology: Topology,
-    failed: Collection[Worker] = (),
+    failed: Collection[PlannedWorker] = (),
     *,
     times: Times | None = None,
     variant: Variant = Variant.STAGGERED,

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from shared_core.schedule.memory import NO_LIMIT, Memory
 from shared_core.schedule.routing import Route
-from shared_core.schedule.schedule import Action, Topology, Worker
+from shared_core.schedule.schedule import Action, PlannedWorker, Topology
 from shared_core.schedule.timing import Times
 
 
@@ -36,12 +36,12 @@ class Problem:
     topology: Topology
     times: Times
     variant: Variant
-    failed: frozenset[Worker]
+    failed: frozenset[PlannedWorker]
     route: Route
     memory: Memory = NO_LIMIT
     ordered: bool = False
     split_last: int = 0
-    done: Mapping[Worker, Collection[Action]] = field(default_factory=dict)
+    done: Mapping[PlannedWorker, Collection[Action]] = field(default_factory=dict)
 
     @cached_property
     def failed_stages(self) -> frozenset[int]:
@@ -52,8 +52,8 @@ class Problem:
         """Whether the period is minimized; of an iteration under way it is always the time until its end."""
         return self.variant is Variant.STAGGERED and not self.done
 
-    def host(self, pipeline: int, stage: int, micro_batch: int) -> Worker:
-        return self.route.get((pipeline, stage, micro_batch)) or Worker(pipeline, stage)
+    def host(self, pipeline: int, stage: int, micro_batch: int) -> PlannedWorker:
+        return self.route.get((pipeline, stage, micro_batch)) or PlannedWorker(pipeline, stage)
 
     def splits(self, pipeline: int, stage: int, micro_batch: int) -> bool:
         if self.variant is Variant.COUPLED:

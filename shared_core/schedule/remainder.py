@@ -10,13 +10,13 @@ from shared_core.schedule.memory import NO_LIMIT, Memory
 from shared_core.schedule.planner import IterationPlan
 from shared_core.schedule.problem import Problem
 from shared_core.schedule.routing import Route, survivors
-from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule
 from shared_core.schedule.timing import Times, simulate
 
 #: Actions that the greedy may place: this planning is on the way of a recovery.
 EFFORT = 4_000
 
-Executed = Mapping[Worker, tuple[Action, ...]]
+Executed = Mapping[PlannedWorker, tuple[Action, ...]]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Remainder:
 
 def replan(
     plan: IterationPlan,
-    progress: Mapping[Worker, int],
-    failed: Collection[Worker],
+    progress: Mapping[PlannedWorker, int],
+    failed: Collection[PlannedWorker],
     *,
     times: Times | None = None,
     measured: Times | None = None,
@@ -109,7 +109,7 @@ def replan(
     return Remainder(new, {**done, **kept}, slots - without.slots)
 
 
-def _moved(plan: IterationPlan, failed: Collection[Worker], stepped: set[int]) -> list[tuple[int, int, int]]:
+def _moved(plan: IterationPlan, failed: Collection[PlannedWorker], stepped: set[int]) -> list[tuple[int, int, int]]:
     """(pipeline, stage, micro-batch) of everything that failed workers computed or were to compute."""
     topology = plan.topology
     return [
@@ -126,7 +126,7 @@ def _for_neighbors(
     again: list[tuple[int, int, int]],
     left: Iterable[Action],
     summed: Collection[int],
-    gone: Collection[Worker],
+    gone: Collection[PlannedWorker],
 ) -> list[tuple[int, int, int]]:
     """What passes ``summed`` stages again, because ``again`` and ``left`` need a result of failed workers."""
     found = set[tuple[int, int, int]]()
@@ -143,16 +143,20 @@ def _for_neighbors(
 
 
 def _deal_again(
-    plan: IterationPlan, again: list[tuple[int, int, int]], done: Executed, gone: tuple[Worker, ...], times: Times
+    plan: IterationPlan,
+    again: list[tuple[int, int, int]],
+    done: Executed,
+    gone: tuple[PlannedWorker, ...],
+    times: Times,
 ) -> Route:
     """Each to the peer that has least left to do; ``ordered``, all of a pipeline to one."""
-    left: dict[Worker, float] = {}
+    left: dict[PlannedWorker, float] = {}
     for worker, row in plan.schedule.rows.items():
         if worker not in gone:
             at, ran = times.at(worker), set(done[worker])
             left[worker] = sum(at.of(action.kind) for action in row if action not in ran)
     route: Route = {}
-    hosts: dict[tuple[int, int], Worker] = {}
+    hosts: dict[tuple[int, int], PlannedWorker] = {}
     for d, s, j in again:
         peers = [worker for worker in left if worker.stage == s]
         host = hosts.get((d, s)) if plan.ordered else None

@@ -30,7 +30,7 @@ class Kind(StrEnum):
     OPT = "OPT"
 
 
-class Worker(NamedTuple):
+class PlannedWorker(NamedTuple):
     """A place in the job: data-parallel index and pipeline stage. Its text form is ``W1_2``."""
 
     pipeline: int
@@ -53,7 +53,7 @@ class Action(NamedTuple):
     micro_batch: int
     pipeline: int
 
-    def text(self, worker: Worker | None = None) -> str:
+    def text(self, worker: PlannedWorker | None = None) -> str:
         """As text; ``@`` and the home pipeline are left out where it is ``worker``'s own."""
         if self.kind is Kind.OPT:
             return f"{self.stage}OPT"
@@ -64,7 +64,7 @@ class Action(NamedTuple):
         return self.text()
 
 
-def parse_action(text: str, worker: Worker) -> Action:
+def parse_action(text: str, worker: PlannedWorker) -> Action:
     """Reverse of ``Action.text(worker)``. Raises InvalidSchedule where it is not an action."""
     match = _ACTION.fullmatch(text.strip())
     if match is None:
@@ -89,16 +89,16 @@ class Topology:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[PlannedWorker]:
         """All places, pipeline by pipeline."""
-        return [Worker(d, s) for d in range(self.pipelines) for s in range(self.stages)]
+        return [PlannedWorker(d, s) for d in range(self.pipelines) for s in range(self.stages)]
 
 
 @dataclass(frozen=True)
 class Schedule:
     """One row of actions, in order, for every worker that takes part."""
 
-    rows: Mapping[Worker, tuple[Action, ...]]
+    rows: Mapping[PlannedWorker, tuple[Action, ...]]
 
     def to_text(self) -> dict[str, list[str]]:
         """Plain data for JSON: ``{"W0_0": ["0F0", ...], ...}``."""
@@ -112,7 +112,7 @@ class Schedule:
             match = _WORKER.fullmatch(name)
             if match is None:
                 raise InvalidSchedule(f"{name!r} is not a worker; it must look like W1_2 (pipeline, stage)")
-            worker = Worker(int(match[1]), int(match[2]))
+            worker = PlannedWorker(int(match[1]), int(match[2]))
             found[worker] = tuple(parse_action(text, worker) for text in row if text.strip())
         return cls(found)
 

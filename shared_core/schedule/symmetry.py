@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from shared_core.schedule.planner import IterationPlan
-from shared_core.schedule.schedule import Schedule, Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Schedule, Topology
 from shared_core.schedule.timing import EQUAL_SLOTS, StageTimes, Times
 
 
 def canonical(
-    topology: Topology, failed: Collection[Worker], times: Times = EQUAL_SLOTS
-) -> tuple[tuple[Worker, ...], dict[int, int]]:
+    topology: Topology, failed: Collection[PlannedWorker], times: Times = EQUAL_SLOTS
+) -> tuple[tuple[PlannedWorker, ...], dict[int, int]]:
     """The failures after renaming pipelines, and the new name of every pipeline.
 
     Pipelines are sorted by the stages that have failed in them; those without a failure come last, in their order. Only
@@ -23,12 +23,12 @@ def canonical(
         stages[d] = tuple(sorted({worker.stage for worker in failed if worker.pipeline == d}))
     alike: dict[tuple[StageTimes, ...], list[int]] = {}
     for d in range(topology.pipelines):
-        alike.setdefault(tuple(times.at(Worker(d, s)) for s in range(topology.stages)), []).append(d)
+        alike.setdefault(tuple(times.at(PlannedWorker(d, s)) for s in range(topology.stages)), []).append(d)
     names: dict[int, int] = {}
     for pipelines in alike.values():
         order = sorted(pipelines, key=lambda d: (not stages[d], stages[d], d))
         names.update(zip(order, pipelines, strict=True))
-    return tuple(sorted(Worker(names[worker.pipeline], worker.stage) for worker in set(failed))), names
+    return tuple(sorted(PlannedWorker(names[worker.pipeline], worker.stage) for worker in set(failed))), names
 
 
 def rename(plan: IterationPlan, names: Mapping[int, int]) -> IterationPlan:
@@ -36,19 +36,22 @@ def rename(plan: IterationPlan, names: Mapping[int, int]) -> IterationPlan:
     if all(old == new for old, new in names.items()):
         return plan
     rows = {
-        Worker(names[worker.pipeline], worker.stage): tuple(
+        PlannedWorker(names[worker.pipeline], worker.stage): tuple(
             [action._replace(pipeline=names[action.pipeline]) for action in row]
         )
         for worker, row in plan.schedule.rows.items()
     }
-    route = {(names[d], s, j): Worker(names[worker.pipeline], worker.stage) for (d, s, j), worker in plan.route.items()}
-    failed = tuple(sorted(Worker(names[worker.pipeline], worker.stage) for worker in plan.failed))
+    route = {
+        (names[d], s, j): PlannedWorker(names[worker.pipeline], worker.stage)
+        for (d, s, j), worker in plan.route.items()
+    }
+    failed = tuple(sorted(PlannedWorker(names[worker.pipeline], worker.stage) for worker in plan.failed))
     return replace(plan, failed=failed, route=route, schedule=Schedule(dict(sorted(rows.items()))))
 
 
-def patterns(topology: Topology, failures: int, times: Times = EQUAL_SLOTS) -> list[tuple[Worker, ...]]:
+def patterns(topology: Topology, failures: int, times: Times = EQUAL_SLOTS) -> list[tuple[PlannedWorker, ...]]:
     """All failures of so many workers that can be survived, one of each sort, in order."""
-    found: set[tuple[Worker, ...]] = {()}
+    found: set[tuple[PlannedWorker, ...]] = {()}
     for _ in range(failures):
         found = {
             canonical(topology, {*pattern, worker}, times)[0]
@@ -60,7 +63,7 @@ def patterns(topology: Topology, failures: int, times: Times = EQUAL_SLOTS) -> l
     return sorted(found)
 
 
-def _survivable(topology: Topology, pattern: Collection[Worker]) -> bool:
+def _survivable(topology: Topology, pattern: Collection[PlannedWorker]) -> bool:
     return all(
         sum(worker.stage == stage for worker in pattern) < topology.pipelines for stage in range(topology.stages)
     )

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple, NoReturn
 
 from shared_core.errors import ConfigError, InvalidSchedule
-from shared_core.schedule.schedule import Action, Kind, Schedule, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule
 
 #: Rounds after which the period of a staggered schedule counts as found; before, the value is an upper bound.
 ROUNDS = 32
@@ -65,7 +65,7 @@ class Times:
     stages: tuple[StageTimes, ...] = (StageTimes(),)
     communication: float = 0.0
     data_apart: bool = False
-    own: tuple[tuple[Worker, StageTimes], ...] = ()
+    own: tuple[tuple[PlannedWorker, StageTimes], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -73,7 +73,7 @@ class Times:
         if not 0 <= self.communication < float("inf"):
             raise ConfigError(f"communication must be a finite number of at least 0, got {self.communication!r}")
 
-    def at(self, worker: Worker) -> StageTimes:
+    def at(self, worker: PlannedWorker) -> StageTimes:
         """Durations at a worker. Raises ConfigError where there are none of its stage."""
         return self._by_worker.get(worker) or self.of_stage(worker.stage)
 
@@ -86,7 +86,7 @@ class Times:
         return self.stages[stage]
 
     @cached_property
-    def _by_worker(self) -> dict[Worker, StageTimes]:
+    def _by_worker(self) -> dict[PlannedWorker, StageTimes]:
         return dict(self.own)
 
 
@@ -109,7 +109,7 @@ class Timeline:
         period: from one iteration to the next, with the optimizer, in a steady state.
     """
 
-    rows: Mapping[Worker, tuple[Slot, ...]]
+    rows: Mapping[PlannedWorker, tuple[Slot, ...]]
     slots: float
     period: float
 
@@ -121,7 +121,7 @@ def simulate(
     staggered: bool = False,
     done: Collection[Action] = (),
     rounds: int = ROUNDS,
-    late: Mapping[Worker, float] | None = None,
+    late: Mapping[PlannedWorker, float] | None = None,
 ) -> Timeline:
     """Run every action as early as the order of its row and its inputs allow.
 
@@ -185,12 +185,12 @@ class Simulation:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[PlannedWorker],
         rows: Sequence[list[int]],
         shape: tuple[int, int, int],
         times: Times,
         done: Sequence[int] = (),
-        late: Mapping[Worker, float] | None = None,
+        late: Mapping[PlannedWorker, float] | None = None,
     ) -> None:
         self.workers, self.rows, self.times, self.done = workers, rows, times, done
         self.late = [0.0 if late is None else late.get(worker, 0.0) for worker in workers]
@@ -305,7 +305,7 @@ class Simulation:
     def timeline(self, measured: SimulatedTimes, schedule: Schedule) -> Timeline:
         """The rows with times, shifted so that the first action starts at 0."""
         origin = min((row[0] for row in measured.starts if row), default=0.0)
-        rows: dict[Worker, tuple[Slot, ...]] = {}
+        rows: dict[PlannedWorker, tuple[Slot, ...]] = {}
         for worker, began, lengths in zip(self.workers, measured.starts, self.durations, strict=True):
             by_kind = dict(zip(_KINDS, lengths, strict=True))
             row, at = [], iter(began)

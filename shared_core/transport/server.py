@@ -16,7 +16,7 @@ _MOST_NEW = 64
 _NO_ROOM_S = 0.1
 
 
-class Server:
+class PeerServer:
     """Accepts connections and serves each on a thread.
 
     Of those that have not proved who they are, the one that has been silent for longest gives way to a new one.

@@ -27,7 +27,7 @@ _POINTS = 240
 _MOST_BYTES = 1 << 24
 
 
-class Tail:
+class FileTail:
     """What is appended to a file of events.
 
     Args:
@@ -73,7 +73,7 @@ class Follower:
     def __init__(self, job_dir: Path | None, events: Path | None = None, run: str | None = None) -> None:
         self._job_dir, self._path, self._run = job_dir, events, run
         self._card: Card | None = None
-        self._tail = Tail(events) if events is not None else None
+        self._tail = FileTail(events) if events is not None else None
         self._events: list[Event] = []
         self._lock = threading.Lock()
         self._view: JobView | None = None
@@ -101,7 +101,7 @@ class Follower:
         card = Card.read(self._job_dir) if self._job_dir is not None else None
         if card is not None and card != self._card:
             if self._path is None and (self._card is None or card.run != self._card.run):
-                self._tail, self._events = Tail(Path(card.events), card.events_from) if card.events else None, []
+                self._tail, self._events = FileTail(Path(card.events), card.events_from) if card.events else None, []
             self._card = card
         if self._tail is not None:
             self._events += self._tail.read()

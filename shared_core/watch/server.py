@@ -51,7 +51,7 @@ class Page:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class Server:
+class DashboardServer:
     """Listens from the beginning, so that a port that is taken is noticed before a job is started; answers later.
 
     Args:

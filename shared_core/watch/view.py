@@ -116,7 +116,7 @@ class FailureView:
 
 
 @dataclass(frozen=True)
-class Span:
+class ViewSpan:
     """A bar in the lane of a rank.
 
     Attributes:
@@ -223,7 +223,7 @@ class JobView:
     disk_bytes: int
     workers: tuple[WorkerView, ...]
     failures: tuple[FailureView, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[ViewSpan, ...]
     warnings: tuple[tuple[float, str], ...]
 
     @property
@@ -408,16 +408,16 @@ def _stalled(found: Sequence[Recovery], state: str, now: float) -> float:
 
 def _spans(
     failures: SeenFailures, found: Sequence[Recovery], made: Sequence[Event], ranks: set[int], end: Event | None
-) -> tuple[Span, ...]:
+) -> tuple[ViewSpan, ...]:
     ended = None if end is None else end.time
     marks = ((event.time, f"checkpoint at step {_whole(event.fields.get('boundary'))}") for event in made)
-    spans = [Span(-1, "checkpoint", when, when, text) for when, text in marks]
+    spans = [ViewSpan(-1, "checkpoint", when, when, text) for when, text in marks]
     for one in failures.all[-MOST_FAILURES:]:
         over = next((when for when in (one.joined, one.closed, ended) if when is not None), None)
         started = over if one.started is None else one.started
-        spans.append(Span(one.rank, "failed", one.detected, started, f"failed: {one.cause}"))
+        spans.append(ViewSpan(one.rank, "failed", one.detected, started, f"failed: {one.cause}"))
         if one.started is not None:
-            spans.append(Span(one.rank, "joining", one.started, over, f"pid {one.replacement} takes the place"))
+            spans.append(ViewSpan(one.rank, "joining", one.started, over, f"pid {one.replacement} takes the place"))
     for each in reversed(found):
         if len(spans) > MOST_SPANS:
             break
@@ -425,7 +425,7 @@ def _spans(
         stalls = each.stall_s if what == "stalled" else dict.fromkeys(ranks, each.longest_stall_s or 0.0)
         if each.complete:
             spans += [
-                Span(rank, what, each.detected, each.detected + stall, f"{what} for {stall:.2f} s")
+                ViewSpan(rank, what, each.detected, each.detected + stall, f"{what} for {stall:.2f} s")
                 for rank, stall in stalls.items()
                 if rank not in each.failed
             ]

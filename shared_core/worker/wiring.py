@@ -20,7 +20,7 @@ from shared_core.system import secret
 from shared_core.transport.store import Store
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.boundary_marks import BoundaryMarks
-from shared_core.worker.comm.listener import BucketInput, RecordKey
+from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
 from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.comm.op import Op
 from shared_core.worker.fatal_actions import FatalActions
@@ -32,7 +32,7 @@ from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.notes import Notes
-from shared_core.worker.program.options import Options
+from shared_core.worker.program.options import ProgramOptions
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
@@ -43,7 +43,7 @@ from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.first_group import on_first_group
 from shared_core.worker.recovery.place_reports import PlaceReports
-from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.reporting import RecoveryReporter
@@ -54,7 +54,7 @@ from shared_core.worker.recovery.wait_watchdog import WaitWatchdog
 from shared_core.worker.state.compiled import Compiled
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import ForwardRecorder
-from shared_core.worker.state.local_state import Parts, Position
+from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.overflow import overflow
 from shared_core.worker.state.overlapped import Overlapped
 from shared_core.worker.state.publications import SharedMemoryPublisher
@@ -62,13 +62,13 @@ from shared_core.worker.state.updates import Updates
 from shared_core.worker.variables.variables import Origin, Variables
 
 
-class Worker:
+class WorkerRuntime:
     def __init__(self, env: WorkerEnv) -> None:
         config = env.config
         groups_relay, recovery_relay, state_relay = _GroupsRelay(self), _RecoveryRelay(self), _StateRelay(self)
         joining = state_relay.joining
-        self.env, self.position = env, Position()
-        self.parts = Parts(Variables(env.rank, state_relay.origin, state_relay.cannot_put_back))
+        self.env, self.position = env, BoundaryPosition()
+        self.parts = StateParts(Variables(env.rank, state_relay.origin, state_relay.cannot_put_back))
         position, parts = self.position, self.parts
         events = EventLog(env.events, env.run)
         publisher = self.publisher = SharedMemoryPublisher(
@@ -85,7 +85,7 @@ class Worker:
         compiled = Compiled(state_relay.origin, fatal_actions.fall_back)
         parts.register("swift.compiled", compiled.capture, compiled.restore)
         copies = self.copies = StateCopies(env, runtime, store, updates, events, state_relay.replicas)
-        recovery = self.recovery = Recovery(
+        recovery = self.recovery = WorkerRecovery(
             env, runtime, store, publisher, events, donor, copies, fatal_actions, recovery_relay
         )
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
@@ -117,7 +117,7 @@ class Worker:
             state_relay.presses,
             spare,
         )
-        self.options = Options(env, runtime, start)
+        self.options = ProgramOptions(env, runtime, start)
         checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
         self.notes = Notes(publisher, position, start)
         trained = self.trained = Trained(
@@ -182,12 +182,12 @@ class Worker:
 class _Relay:
     """Passes calls of a part on to parts that are made after it."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerRuntime) -> None:
         self._worker = worker
 
 
 class _GroupsRelay(_Relay):
-    """The :class:`~shared_core.worker.comm.listener.Listener` of the groups."""
+    """The :class:`~shared_core.worker.comm.listener.OperationListener` of the groups."""
 
     def new_store(self, prefix: str) -> Store:
         return self._worker.store.below(prefix)
@@ -224,7 +224,7 @@ class _GroupsRelay(_Relay):
         if self._worker.buckets.modules:
             self._worker.forward_recorder.before_bucket()
 
-    def bucket_input(self, bucket: torch.Tensor) -> BucketInput | None:
+    def bucket_input(self, bucket: torch.Tensor) -> KeptBucketInput | None:
         return self._worker.buckets.input_of(bucket)
 
     def bucket_handed_over(self, op: Op) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from shared_core.checkpoint.hazard import Hazard
 from shared_core.checkpoint.history import SILENT_S, Run, append, read
-from shared_core.checkpoint.run_ends import Ending, from_history
+from shared_core.checkpoint.run_ends import RunEnding, from_history
 from shared_core.errors import ConfigError
 
 
@@ -125,12 +125,12 @@ def test_priors() -> None:
 
 
 def test_a_law_of_ends() -> None:
-    law = Ending((0.0, 100.0, 200.0), (0.0, 0.01, 0.0), 0.5)
+    law = RunEnding((0.0, 100.0, 200.0), (0.0, 0.01, 0.0), 0.5)
     assert [law.rate(at) for at in (0.0, 99.0, 100.0, 250.0)] == [0.0, 0.0, 0.01, 0.0]
     assert (law.cumulative(50.0), law.cumulative(150.0), law.cumulative(1e9)) == (0.0, 0.5, 1.0)
     for wrong in (((1.0,), (0.1,), 0.5), ((0.0,), (-0.1,), 0.5), ((0.0,), (0.1,), 1.5), ((0.0,), (), 0.5)):
         with pytest.raises(ValueError):
-            Ending(*wrong)
+            RunEnding(*wrong)
 
 
 def test_the_hazard_is_learned_over_scales() -> None:

@@ -33,7 +33,7 @@ from shared_core.checkpoint.policy import (
 )
 from shared_core.checkpoint.policy.intervals import daly, exact, young
 from shared_core.checkpoint.policy.progress import corrected_step, literal_step
-from shared_core.checkpoint.run_ends import Ending
+from shared_core.checkpoint.run_ends import RunEnding
 from shared_core.errors import ConfigError
 
 FREE = Guards(max_overhead=1e9)
@@ -111,12 +111,12 @@ def test_without_a_history_and_a_price_value_is_young_s_rule_and_says_so() -> No
             assert wanted == pytest.approx(young(cost, hazard), abs=0.011)
             known = {"cost": Cost(cost), "hazard": hazard, "curve": curve}
             assert interval_of(Value(guards=FREE), **known) == pytest.approx(wanted, abs=0.011)
-            graceful = Ending.constant(1e-3, 0.0)
+            graceful = RunEnding.constant(1e-3, 0.0)
             assert interval_of(Value(guards=FREE), ending=graceful, **known) == pytest.approx(wanted, abs=0.011)
     now = Situation(100, 100.0, 0, 0.0, 1.0, 1e-4, Cost(1.0))
     assert "no job history and no price, Young's rule" in Value().due(now).reason
-    assert "no known run was killed" in Value().due(replace(now, ending=Ending.constant(1e-3, 0.0))).reason
-    missing = replace(now, ending=Ending.constant(1e-3, 1.0), fit_note="fitting the loss needs NumPy: pip install x")
+    assert "no known run was killed" in Value().due(replace(now, ending=RunEnding.constant(1e-3, 0.0))).reason
+    missing = replace(now, ending=RunEnding.constant(1e-3, 1.0), fit_note="fitting the loss needs NumPy: pip install x")
     assert "needs NumPy: pip install x), Young's rule" in Value().due(missing).reason
     assert all(each.rule.startswith("Young's rule (") for each in map(Value().due, (now, missing)))
     falls = replace(missing, fit_note="", curve=Curve(0.1, 2.0, 0.5))
@@ -135,13 +135,13 @@ def test_a_falling_exponential_with_abrupt_ends_is_spaced_evenly(abrupt: float) 
             cost=Cost(cost),
             hazard=hazard,
             curve=Falling(fall),
-            ending=Ending.constant(ends, abrupt),
+            ending=RunEnding.constant(ends, abrupt),
         )
         assert found == pytest.approx(wanted, rel=0.01)
 
 
 def test_a_power_law_with_abrupt_ends_is_dense_early() -> None:
-    known = {"curve": Curve(0.0, 1.0, 0.7, 1000.0), "ending": Ending.constant(1e-4, 1.0)}
+    known = {"curve": Curve(0.0, 1.0, 0.7, 1000.0), "ending": RunEnding.constant(1e-4, 1.0)}
     found = [interval_of(Value(), saved_s, **known) for saved_s in (0.0, 100.0, 1000.0, 10_000.0)]
     assert found == sorted(found) and found[0] < 0.5 * found[-1] < 0.5 * young(0.5, 1e-4)
 
@@ -151,11 +151,11 @@ def test_the_price_of_delay_is_the_expected_slope_at_the_end() -> None:
     rate, ends = 3e-3, 1e-3
     now = Situation(50_000, 500.0, 0, 0.0, 0.01, 1e-4, Cost(1.0))
     wanted = rate * ends / (rate + ends) * math.exp(-rate * 500)
-    assert price_of_delay(Falling(rate), Ending.constant(ends, 1.0), now) == pytest.approx(wanted, rel=0.01)
+    assert price_of_delay(Falling(rate), RunEnding.constant(ends, 1.0), now) == pytest.approx(wanted, rel=0.01)
     late = replace(now, horizon_s=900.0)
     wanted = rate * math.exp(-rate * 900)
-    assert price_of_delay(Falling(rate), Ending.constant(0.0, 1.0), late) == pytest.approx(wanted, rel=1e-6)
-    assert price_of_delay(Falling(rate), Ending.constant(ends, 1.0), replace(now, horizon_s=400.0)) == pytest.approx(
+    assert price_of_delay(Falling(rate), RunEnding.constant(0.0, 1.0), late) == pytest.approx(wanted, rel=1e-6)
+    assert price_of_delay(Falling(rate), RunEnding.constant(ends, 1.0), replace(now, horizon_s=400.0)) == pytest.approx(
         rate * math.exp(-rate * 500), rel=1e-6
     )
 
@@ -163,7 +163,7 @@ def test_the_price_of_delay_is_the_expected_slope_at_the_end() -> None:
 def test_at_a_price_intervals_grow_as_progress_gets_slower() -> None:
     """Research 3.2: with the price well above the stall, ``n ~ sqrt(lambda w)``."""
     rate, price = 1e-3, 1.0
-    known = {"curve": Falling(rate), "ending": Ending.constant(1e-5, 0.0), "hazard": 1e-3, "cost": Cost(1e-6)}
+    known = {"curve": Falling(rate), "ending": RunEnding.constant(1e-5, 0.0), "hazard": 1e-3, "cost": Cost(1e-6)}
     policy = Value(price, Guards(max_overhead=1e9, longest=1e9))
     early, late = (interval_of(policy, saved_s, **known) for saved_s in (0.0, 2000.0))
     assert late / early == pytest.approx(math.sqrt(math.exp(rate * (2000 + late - early))), rel=0.02)
@@ -301,7 +301,7 @@ def test_no_situation_breaks_a_policy() -> None:
             draw.choice([None, Cost(10 ** draw.uniform(-4, 3), persist_s=draw.choice([0.0, 100.0]))]),
             curve=draw.choice([None, Curve(0.0, 1.0, 0.5), Curve(1.0, 0.0, 0.5), Falling(0.1)]),
             exponential=draw.choice([None, Exponential(-1e-3, 0.1), Exponential(0.1, 0.1)]),
-            ending=draw.choice([None, Ending.constant(0.0, 0.0), Ending((0.0, 50.0), (0.0, 1e-3), 0.7)]),
+            ending=draw.choice([None, RunEnding.constant(0.0, 0.0), RunEnding((0.0, 50.0), (0.0, 1e-3), 0.7)]),
             horizon_s=draw.choice([None, 10.0, 1e7]),
         )
         for name in POLICIES:

@@ -417,7 +417,7 @@ def test_two_ranks_with_a_part_of_one_name(spool: Spool, where: Path) -> None:
     meta = {"world_size": 2}
     for rank in range(2):
         digest = write_part(where, 5, "same", b"x")
-        store.write_mark(where, 5, rank, store.Mark({"same": (digest, 1)}, meta))
+        store.write_mark(where, 5, rank, store.StoreMark({"same": (digest, 1)}, meta))
     with pytest.raises(CorruptFile, match="rank 1 and another have written same"):
         store.commit_marked(where, 5, 2, meta)
 

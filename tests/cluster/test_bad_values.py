@@ -16,7 +16,7 @@ from shared_core.cli.swiftrun import parse_args
 from shared_core.config import SwiftConfig
 from shared_core.errors import ConfigError
 from shared_core.handover import srun_tasks
-from shared_core.watch.server import Server
+from shared_core.watch.server import DashboardServer
 
 LONG = "x" * 300
 
@@ -59,7 +59,7 @@ def test_a_name_that_no_machine_can_have(host: str) -> None:
         with pytest.raises(ConfigError, match="no name or address of a machine"):
             parse_args([*words, "x.py"])
     with pytest.raises(ConfigError, match="no name or address of a machine"):
-        Server("--metrics-port", host, 0)
+        DashboardServer("--metrics-port", host, 0)
 
 
 @pytest.mark.parametrize("option", ["--checkpoint-dir", "--resume-from"])

@@ -18,7 +18,7 @@ import pytest
 
 from shared_core.checkpoint import Sealed, Spool
 from shared_core.checkpoint.image import write_file
-from shared_core.checkpoint.writer import Writer
+from shared_core.checkpoint.writer import CheckpointWriter
 from shared_core.errors import CorruptFile, StorageFull
 from shared_core.events import EventLog
 from shared_core.launcher.mirror import MirrorServer
@@ -83,7 +83,7 @@ def steps(machine: OneMachine, rank: int) -> list[int]:
 
 def let_go(machine: OneMachine) -> None:
     """The writer lets old snapshots go."""
-    Writer(machine.spool, EventLog(None)).work()
+    CheckpointWriter(machine.spool, EventLog(None)).work()
 
 
 def test_each_has_the_other_s_newest(pair: list[OneMachine]) -> None:

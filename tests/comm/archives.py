@@ -61,7 +61,7 @@ def same(archive: Archive, channel: str, index: int, boundary: int = 0, size: in
     return [bits(t) for t in tensors] == [bits(t) for t in content(channel, index, size)]
 
 
-def _place(archive: Archive, channel: str, index: int) -> segments.Place:
+def _place(archive: Archive, channel: str, index: int) -> segments.SegmentPlace:
     place = archive._index.place(channel, index)
     assert place is not None
     return place

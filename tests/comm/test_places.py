@@ -10,7 +10,7 @@ import pytest
 from harness import Jobs, few
 
 from shared_core.faults import Fault
-from shared_core.protocol.place import AFTER, Place, apart
+from shared_core.protocol.place import AFTER, CollectivePlace, apart
 from shared_core.worker.comm.places import GroupPlaces, ProgramPlace
 from tests.support.cluster import Cluster
 from tests.support.namespaces import machines, unavailable
@@ -107,7 +107,7 @@ def test_ranks_on_two_machines_are_compared_too(blind: bool, jobs: Jobs) -> None
     assert bool(found) != blind and (result.status == 0) == blind, result.tail()
 
 
-E0, E1 = Place(epoch=0, phase=1, pass_=1, batch=4), Place(epoch=1, phase=1, pass_=1, batch=1)
+E0, E1 = CollectivePlace(epoch=0, phase=1, pass_=1, batch=4), CollectivePlace(epoch=1, phase=1, pass_=1, batch=1)
 
 
 def test_only_what_no_program_means_is_refused_without_a_failure() -> None:
@@ -125,22 +125,22 @@ def test_only_what_no_program_means_is_refused_without_a_failure() -> None:
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (Place(), "before the first batch"),
-        (Place(batch=3), "batch 2"),
+        (CollectivePlace(), "before the first batch"),
+        (CollectivePlace(batch=3), "batch 2"),
         (E0, "epoch 0, pass 1, batch 3"),
         (E0._replace(batch=AFTER), "epoch 0, pass 1, after its batches"),
-        (Place(phase=2), "after loop 1 over epochs"),
-        (Place(entry=1, phase=1, epoch=2, pass_=1, batch=1), "entry call 1, epoch 2, pass 1, batch 0"),
-        (Place(entry=-3), "after entry call 1"),
+        (CollectivePlace(phase=2), "after loop 1 over epochs"),
+        (CollectivePlace(entry=1, phase=1, epoch=2, pass_=1, batch=1), "entry call 1, epoch 2, pass 1, batch 0"),
+        (CollectivePlace(entry=-3), "after entry call 1"),
     ],
 )
-def test_a_place_in_words_and_in_bytes(place: Place, words: str) -> None:
+def test_a_place_in_words_and_in_bytes(place: CollectivePlace, words: str) -> None:
     assert str(place) == words
-    assert Place.unpacked(place.packed()) == place
+    assert CollectivePlace.unpacked(place.packed()) == place
 
 
 def test_no_place_is_none() -> None:
-    assert Place.unpacked(bytes(len(E0.packed()))) is None
+    assert CollectivePlace.unpacked(bytes(len(E0.packed()))) is None
 
 
 def _members(path: Path) -> list[GroupPlaces]:
@@ -181,7 +181,9 @@ def test_a_thread_of_the_script_is_nowhere(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: found.append(program.packed()))
     thread.start()
     thread.join()
-    assert Place.unpacked(found[0]) is None and Place.unpacked(program.packed()) == Place()
+    assert (
+        CollectivePlace.unpacked(found[0]) is None and CollectivePlace.unpacked(program.packed()) == CollectivePlace()
+    )
     one, two = _members(tmp_path / "places")
     one.called(0, found[0])
     two.called(0, E0.packed())

@@ -29,7 +29,7 @@ import lightning_swift.loggers
 from lightning_swift import SwiftDDPStrategy
 from shared_core.encoding.plain import dumps, loads
 from shared_core.loaders import read_random, write_random
-from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.variables.variables import Variables
 
 
@@ -41,7 +41,7 @@ class LocalJob:
         self.parts: dict[str, Any] = {}
         self.publish_at, self.published = publish_at, published
         self.joining = published is not None
-        self.position = Position()
+        self.position = BoundaryPosition()
         self.runtime = SimpleNamespace(unchecked=nullcontext, operates=True)
         #: None are asked for.
         self.options = SimpleNamespace(use_checkpoints=lambda options: None)

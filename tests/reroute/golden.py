@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule, Topology
 from shared_core.schedule.timing import Slot
 
 TOPOLOGY = Topology(3, 4, 6)
-FAILED = Worker(1, 2)
+FAILED = PlannedWorker(1, 2)
 _FILE = Path(__file__).with_name("golden_3x4x6.json")
 
 DRAWN = {
@@ -37,7 +37,7 @@ def drawn() -> Schedule:
     return Schedule({_worker(name): tuple(_action(name, one) for one in row.split()) for name, row in DRAWN.items()})
 
 
-def optimum(variant: str) -> dict[Worker, tuple[Slot, ...]]:
+def optimum(variant: str) -> dict[PlannedWorker, tuple[Slot, ...]]:
     """The proven optimum with its times, ``decoupled`` or ``staggered``."""
     rows = {}
     for name, row in json.loads(_FILE.read_text())[variant].items():
@@ -51,14 +51,14 @@ def optimum(variant: str) -> dict[Worker, tuple[Slot, ...]]:
     return rows
 
 
-def untimed(rows: dict[Worker, tuple[Slot, ...]]) -> Schedule:
+def untimed(rows: dict[PlannedWorker, tuple[Slot, ...]]) -> Schedule:
     """The orders alone."""
     return Schedule({worker: tuple(slot.action for slot in row) for worker, row in rows.items()})
 
 
-def _worker(name: str) -> Worker:
+def _worker(name: str) -> PlannedWorker:
     pipeline, stage = name.removeprefix("W").split("_")
-    return Worker(int(pipeline), int(stage))
+    return PlannedWorker(int(pipeline), int(stage))
 
 
 def _action(name: str, operation: str) -> Action:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.schedule.timing import StageTimes, Times
 
 
-def some_failed(topology: Topology, rng: random.Random, number: int) -> list[Worker]:
+def some_failed(topology: Topology, rng: random.Random, number: int) -> list[PlannedWorker]:
     """At most so many failures that can be survived."""
-    failed: list[Worker] = []
+    failed: list[PlannedWorker] = []
     for worker in rng.sample(topology.workers(), min(number, len(topology.workers()))):
         if sum(one.stage == worker.stage for one in failed) < topology.pipelines - 1:
             failed.append(worker)

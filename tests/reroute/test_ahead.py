@@ -10,14 +10,14 @@ from shared_core.errors import ConfigError
 from shared_core.reroute.planning import Plans, Proposal, TimesInUse
 from shared_core.reroute.times import agree, from_dict, rounded, to_dict
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.schedule.timing import StageTimes, Times
 
 TOPOLOGY = Topology(3, 2, 4)
 STAGES = StageTimes(0.101, 0.098, 0.103, 0.31, 0.2), StageTimes(0.05, 0.04, 0.06, 0.1, 0.16)
 MEASURED = Times(STAGES, 0.001, data_apart=True)
 ROOM = (3, 3)
-FAILED = frozenset({Worker(1, 1)})
+FAILED = frozenset({PlannedWorker(1, 1)})
 
 #: Plans are filled in by a process of their own, which imports everything first.
 pytestmark = pytest.mark.timeout(400)
@@ -29,11 +29,15 @@ def plans(folder: Path, failures: int = 1) -> Plans:
 
 def test_all_agree_on_medians_and_the_least_optimizer() -> None:
     one = {"F": 1.7, "I": 2.0, "W": 3.0, "B": 5.0, "OPT": 9.0, "communication": 0.5}
-    first = [(Worker(0, 0), one), (Worker(1, 0), one | {"F": 2.3, "OPT": 4.0}), (Worker(2, 0), one | {"F": 2.0})]
-    times = agree([*first, (Worker(0, 1), one | {"F": 1.0}), (Worker(1, 1), {})], 2)
+    first = [
+        (PlannedWorker(0, 0), one),
+        (PlannedWorker(1, 0), one | {"F": 2.3, "OPT": 4.0}),
+        (PlannedWorker(2, 0), one | {"F": 2.0}),
+    ]
+    times = agree([*first, (PlannedWorker(0, 1), one | {"F": 1.0}), (PlannedWorker(1, 1), {})], 2)
     stages = StageTimes(2.0, 2.0, 3.0, 4.0, 5.0), StageTimes(1.0, 2.0, 3.0, 9.0, 5.0)
     assert times == Times(stages, 0.5, data_apart=True)
-    assert agree([(Worker(0, 0), one), (Worker(0, 1), {"F": 1.0})], 2) is None
+    assert agree([(PlannedWorker(0, 0), one), (PlannedWorker(0, 1), {"F": 1.0})], 2) is None
 
 
 def test_times_survive_being_told() -> None:
@@ -77,7 +81,7 @@ def test_a_plan_that_is_not_there_everywhere_is_made_by_each(tmp_path: Path) -> 
 def test_a_plan_that_misses_the_bound_is_improved(tmp_path: Path) -> None:
     """And used by all that have the same one."""
     pytest.importorskip("ortools.sat.python.cp_model")
-    shape, failed = Topology(3, 4, 6), frozenset({Worker(1, 1)})
+    shape, failed = Topology(3, 4, 6), frozenset({PlannedWorker(1, 1)})
     first, second, elsewhere = (Plans(shape, Variant.COUPLED, False, tmp_path / name, 1) for name in "aab")
     for each in (first, second, elsewhere):
         each.adopt(TimesInUse(3, Times()), (4, 6, 6, 6))
@@ -97,7 +101,7 @@ def test_a_plan_that_misses_the_bound_is_improved(tmp_path: Path) -> None:
 
 
 def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path) -> None:
-    own = ((Worker(0, 1), StageTimes(0.3, 0.3, 0.3, 0.1)),)
+    own = ((PlannedWorker(0, 1), StageTimes(0.3, 0.3, 0.3, 0.1)),)
     slow = Times(STAGES, 0.001, data_apart=True, own=own)
     made = plans(tmp_path)
     made.adopt(TimesInUse(3, MEASURED), ROOM)
@@ -115,7 +119,7 @@ def test_proposed_times_are_planned_for_while_the_old_plans_hold(tmp_path: Path)
     assert made.ready_for(FAILED) == 8 and made.plan(FAILED, 9) is before and made.lies_ready(FAILED)
     made.adopt(TimesInUse(13, slow, FAILED), ROOM)
     assert made.proposal is None and made.plan(FAILED, 12) is before
-    assert Worker(0, 1) not in made.plan(FAILED, 13).route.values()
+    assert PlannedWorker(0, 1) not in made.plan(FAILED, 13).route.values()
     facts = made.facts(FAILED, switched=True)
     assert facts["ready"] and facts["period_s"] < facts["period_before_s"]
     assert {tuple(each[:3]) for each in facts["drifted"]} == {(0, 1, kind) for kind in "FIW"}

@@ -12,7 +12,7 @@ from rerouted import ORDERED, SCRIPT, carry_on, go, kill
 
 from shared_core.faults import ANY_STEP, Fault
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from tests.support.runner import JobResult, compare
 
 pytest.importorskip("deepspeed")
@@ -166,7 +166,7 @@ def test_any_failures_that_leave_each_stage_a_replica(jobs: Jobs, seed: int) -> 
     failed = some_failed(topology, draw, draw.choice((2, 3, 4)))
     if draw.random() < 0.7:  # both ends of a pipeline among them
         d = draw.randrange(topology.pipelines)
-        failed = [Worker(d, 0), Worker(d, topology.stages - 1)]
+        failed = [PlannedWorker(d, 0), PlannedWorker(d, topology.stages - 1)]
     faults = []
     for worker in failed:
         step = 2 + draw.choice((0, 0, 1))

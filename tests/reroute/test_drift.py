@@ -12,7 +12,7 @@ from shared_core.reroute.drift import EVERY, STEADY, Deliberation, Reported, Wor
 from shared_core.reroute.planning import Plans, Proposal, TimesInUse
 from shared_core.reroute.times import agree, completed, drift_line, drifts, rounded
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.schedule.timing import StageTimes, Times
 
 TOPOLOGY = Topology(3, 2, 4)
@@ -23,19 +23,21 @@ USED = agree([(worker, USUAL) for worker in WORKERS], 2)
 ROOM = (8, 8)
 
 
-def reports(ready: int = -1, **slow: dict[str, float]) -> dict[Worker, Reported]:
+def reports(ready: int = -1, **slow: dict[str, float]) -> dict[PlannedWorker, Reported]:
     return {worker: Reported(slow.get(str(worker), USUAL), ready) for worker in WORKERS}
 
 
 def test_a_straggler_has_times_of_its_own_and_a_little_noise_has_none() -> None:
-    found = agree([(w, SLOW if w == Worker(1, 0) else USUAL | {"F": 1.2}) for w in WORKERS], 2)
+    found = agree([(w, SLOW if w == PlannedWorker(1, 0) else USUAL | {"F": 1.2}) for w in WORKERS], 2)
     assert found is not None and found.stages[0] == StageTimes(1.2, 1.0, 1.0, 3.0, 2.0)
-    assert found.own == ((Worker(1, 0), StageTimes(3.0, 1.0, 1.0, 3.0, 2.0)),)
-    assert rounded(found).own == ((Worker(1, 0), StageTimes(20, 7, 7, 20)),)
+    assert found.own == ((PlannedWorker(1, 0), StageTimes(3.0, 1.0, 1.0, 3.0, 2.0)),)
+    assert rounded(found).own == ((PlannedWorker(1, 0), StageTimes(20, 7, 7, 20)),)
     noisy = agree([(w, USUAL | {"F": 1 + 0.05 * i}) for i, w in enumerate(WORKERS)], 2)
     assert noisy is not None and noisy.own == ()
-    two = agree([(w, SLOW if w == Worker(1, 0) else USUAL) for w in WORKERS if w.pipeline < 2], 2)
-    assert two is not None and [worker for worker, _ in two.own] == [Worker(1, 0)], "the slow one of two, not the other"
+    two = agree([(w, SLOW if w == PlannedWorker(1, 0) else USUAL) for w in WORKERS if w.pipeline < 2], 2)
+    assert two is not None and [worker for worker, _ in two.own] == [PlannedWorker(1, 0)], (
+        "the slow one of two, not the other"
+    )
 
 
 def test_what_was_not_measured_lately_is_in_proportion() -> None:
@@ -58,7 +60,7 @@ def test_only_a_drift_that_stays_is_proposed_and_only_what_all_can_plan_holds() 
     for step in (12, 16):
         at, word = decide(at, step, reports(W1_0=SLOW), USED, 2)
     assert word is Word.PROPOSAL and at.number == 16 and at.proposed is not None and at.proposed.own
-    some = reports(16, W1_0=SLOW) | {Worker(2, 1): Reported(USUAL, -1)}
+    some = reports(16, W1_0=SLOW) | {PlannedWorker(2, 1): Reported(USUAL, -1)}
     at, word = decide(at, 20, some, USED, 2)
     assert word is Word.NOTHING, "one has no plan yet"
     at, word = decide(at, 24, reports(16, W1_0=SLOW), USED, 2)
@@ -81,7 +83,7 @@ def test_a_worker_that_has_just_come_says_nothing_of_itself() -> None:
     assert USED is not None
     at = Deliberation()
     for step in (4, 8, 12):
-        at, word = decide(at, step, reports() | {Worker(0, 0): Reported({})}, USED, 2)
+        at, word = decide(at, step, reports() | {PlannedWorker(0, 0): Reported({})}, USED, 2)
         assert word is Word.NOTHING
     nobody = {worker: Reported({} if worker.stage == 0 else SLOW) for worker in WORKERS}
     assert decide(Deliberation(seen=STEADY), 4, nobody, USED, 2)[1] is Word.NOTHING, "a stage is not known"
@@ -89,10 +91,10 @@ def test_a_worker_that_has_just_come_says_nothing_of_itself() -> None:
 
 def test_what_drifted_is_said() -> None:
     assert USED is not None
-    slow = agree([(w, SLOW if w == Worker(1, 0) else USUAL) for w in WORKERS], 2)
+    slow = agree([(w, SLOW if w == PlannedWorker(1, 0) else USUAL) for w in WORKERS], 2)
     assert slow is not None
     found = drifts(slow, USED, WORKERS)
-    assert found == [(Worker(1, 0), "F", 1.0, 3.0)] and drifts(USED, slow, [Worker(0, 0)]) == []
+    assert found == [(PlannedWorker(1, 0), "F", 1.0, 3.0)] and drifts(USED, slow, [PlannedWorker(0, 0)]) == []
     facts = {"drifted": [[1, 0, "F", 0.01, 0.03]] * 5, "period_s": 0.5, "period_before_s": 0.6}
     line = drift_line(facts)
     assert "forward of worker 1:0 took 10.0 ms, takes 30.0 ms" in line and "; 1 more)" in line
@@ -101,14 +103,14 @@ def test_what_drifted_is_said() -> None:
 
 def test_the_times_of_a_step_are_those_agreed_for_it(tmp_path: Path) -> None:
     assert USED is not None
-    slow = Times(USED.stages, 0.1, data_apart=True, own=((Worker(1, 0), StageTimes(3, 3, 3, 3)),))
+    slow = Times(USED.stages, 0.1, data_apart=True, own=((PlannedWorker(1, 0), StageTimes(3, 3, 3, 3)),))
     one, other = (Plans(TOPOLOGY, Variant.STAGGERED, False, tmp_path, 0) for _ in range(2))
     for each in (one, other):
         each.adopt(TimesInUse(3, USED), ROOM)
     one.adopt(TimesInUse(9, slow, frozenset()), ROOM)
-    failed = frozenset({Worker(0, 0)})
+    failed = frozenset({PlannedWorker(0, 0)})
     assert one.plan(failed, 8) == other.plan(failed, 8) != one.plan(failed, 9)
-    assert Worker(1, 0) not in one.plan(failed, 9).route.values()
+    assert PlannedWorker(1, 0) not in one.plan(failed, 9).route.values()
     other.learn([other.view(), one.view()])
     one.learn([other.view(), one.view()])
     assert (one.since, one.times) == (other.since, other.times) == (9, slow)
@@ -171,7 +173,7 @@ class SimulatedJob:
     def decide(self, step: int) -> None:
         """What the worker that decides tells with the losses of a step."""
         self.told, self.word = step, Word.NOTHING
-        used = self.members[Worker(0, 1)].plans.times
+        used = self.members[PlannedWorker(0, 1)].plans.times
         if step % EVERY or used is None:
             return
         rows = {
@@ -191,7 +193,7 @@ class SimulatedJob:
             assert member.plans.proposal is not None
             member.plans.adopt(TimesInUse(self.told + 1, member.plans.proposal.times, frozenset()), ROOM)
 
-    def lose(self, worker: Worker) -> None:
+    def lose(self, worker: PlannedWorker) -> None:
         """The others tell each other how far they are. Those that have finished the step give the rest its losses."""
         del self.members[worker]
         newest = max(member.step for member in self.members.values())

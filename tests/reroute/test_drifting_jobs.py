@@ -10,12 +10,12 @@ from harness import Jobs, most
 from rerouted import ORDERED, SCRIPT, alike, kill
 
 from shared_core.faults import ANY_STEP, Fault
-from shared_core.schedule.schedule import Worker
+from shared_core.schedule.schedule import PlannedWorker
 from tests.support.runner import JobResult
 
 pytest.importorskip("deepspeed")
 #: Rank 1 is the first stage of pipeline 1. Ranks 2 and 3 are last stages; rank 2 decides.
-SLOW = Worker(1, 0)
+SLOW = PlannedWorker(1, 0)
 STEPS = ("--steps", "32", "--dropout", "0")
 STRAGGLER = ("--work-ms", "5", "--straggler", "1", "5", "15")
 #: Nothing is planned in the background, whose processes may starve on a busy machine: workers plan when they switch.

@@ -14,7 +14,7 @@ from shared_core.reroute.history import PlanHistory
 from shared_core.reroute.planning import Plans
 from shared_core.reroute.step_progress import StepProgress, text_of
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Action, Kind, Topology, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Topology
 
 TOPOLOGY = Topology(3, 2, 3)
 
@@ -26,10 +26,10 @@ def history(folder: Path) -> PlanHistory:
 def change(
     past: PlanHistory,
     number: int,
-    failed: Collection[Worker],
-    at: Mapping[Worker, tuple[int, int]],
-    sums: Collection[tuple[int, Worker]] = (),
-    behind: Mapping[Worker, int] | None = None,
+    failed: Collection[PlannedWorker],
+    at: Mapping[PlannedWorker, tuple[int, int]],
+    sums: Collection[tuple[int, PlannedWorker]] = (),
+    behind: Mapping[PlannedWorker, int] | None = None,
 ) -> None:
     """As the executor.
 
@@ -58,7 +58,7 @@ def test_who_had_the_sum_fails_after_the_one_whose_gradients_are_in_it(tmp_path:
     past, workers = history(tmp_path), TOPOLOGY.workers()
     change(past, 0, (), dict.fromkeys(workers, (0, 0)))
     rows = past.begin(0).plan.schedule.rows
-    summed, first, waits = Worker(0, 1), Worker(1, 1), Worker(2, 1)
+    summed, first, waits = PlannedWorker(0, 1), PlannedWorker(1, 1), PlannedWorker(2, 1)
     at = {worker: (0, len(rows[worker]) - 1) for worker in workers if worker != first}
     at[summed] = 0, len(rows[summed])
     change(past, 1, [first], at, {(0, summed)})
@@ -81,14 +81,14 @@ class Walk:
     def __init__(self, past: PlanHistory, topology: Topology) -> None:
         self.past, self.topology = past, topology
         self.at = dict.fromkeys(topology.workers(), (0, 0))
-        self.behind: dict[Worker, int] = {}
-        self.sums: set[tuple[int, Worker]] = set()
+        self.behind: dict[PlannedWorker, int] = {}
+        self.sums: set[tuple[int, PlannedWorker]] = set()
         self.again = 0
 
-    def row(self, worker: Worker, number: int) -> tuple[Action, ...]:
+    def row(self, worker: PlannedWorker, number: int) -> tuple[Action, ...]:
         return self.past.begin(number).plan.schedule.rows[worker]
 
-    def place(self, worker: Worker, number: int) -> int:
+    def place(self, worker: PlannedWorker, number: int) -> int:
         """How much of its row of a step a worker has run."""
         step, place = self.at[worker]
         return self.behind.get(worker, len(self.row(worker, number))) if number < step else place * (number == step)
@@ -98,24 +98,24 @@ class Walk:
         there = [worker for worker in self.at if worker.stage == stage]
         return any(one.kind in kinds for w in there for one in self.row(w, number)[self.place(w, number) :])
 
-    def done(self, number: int) -> dict[Worker, frozenset[Action]]:
+    def done(self, number: int) -> dict[PlannedWorker, frozenset[Action]]:
         """What was executed of a step and counts."""
         step = self.past.steps[number]
         workers = {*step.done, *self.at}
         rows = {each: self.row(each, number)[: self.place(each, number)] for each in self.at}
         return {each: frozenset((*step.done.get(each, ()), *rows.get(each, ()))) for each in workers}
 
-    def next(self, worker: Worker) -> tuple[int, int]:
+    def next(self, worker: PlannedWorker) -> tuple[int, int]:
         """Step and place of what a worker runs next: first what others need of the step before."""
         if self.at[worker][0] == 1 and self.place(worker, 0) < len(self.row(worker, 0)):
             return 0, self.place(worker, 0)
         return self.at[worker]
 
-    def able(self) -> list[Worker]:
+    def able(self) -> list[PlannedWorker]:
         """Whose next action can run, as the executor has it."""
         return [worker for worker in self.at if self._is_able(worker)]
 
-    def _is_able(self, worker: Worker) -> bool:
+    def _is_able(self, worker: PlannedWorker) -> bool:
         (number, place), stage, last = self.next(worker), worker.stage, self.topology.stages - 1
         row = self.row(worker, number)
         if place == len(row):  # the losses of all come before the next step
@@ -135,7 +135,7 @@ class Walk:
         """Whether a worker that is there has made what another needs: of the failed, it is gone."""
         return any(action in done for worker, done in self.done(number).items() if worker in self.at)
 
-    def advance(self, worker: Worker) -> None:
+    def advance(self, worker: PlannedWorker) -> None:
         """Run a worker's next action. Who sums first at its stage has all gradients, each of them once."""
         (number, place), stage = self.next(worker), worker.stage
         row, done = self.row(worker, number), self.done(number)
@@ -162,7 +162,7 @@ class Walk:
                 counts[one.pipeline, one.micro_batch] += weight
         assert counts == {(d, j): 7 for d in range(self.topology.pipelines) for j in range(self.topology.micro_batches)}
 
-    def lose(self, number: int, *workers: Worker) -> None:
+    def lose(self, number: int, *workers: PlannedWorker) -> None:
         """Workers fail at once; the others continue. Who has the sum gives it to its peers."""
         for worker in workers:
             del self.at[worker]
@@ -219,7 +219,7 @@ def test_neighbors_fail_while_only_one_stage_has_its_sum(variant: Variant, topol
         for _ in range(choice.randrange(8)):
             if able := [worker for worker in walk.able() if not _sums(walk, worker, other)]:
                 walk.advance(choice.choice(able))
-        walk.lose(1, Worker(d, first), Worker(d, first + 1))
+        walk.lose(1, PlannedWorker(d, first), PlannedWorker(d, first + 1))
         for number in (2, 3):
             continues_and_loses(walk, choice, 12, number)
         ends(walk, choice)
@@ -227,13 +227,13 @@ def test_neighbors_fail_while_only_one_stage_has_its_sum(variant: Variant, topol
     assert again
 
 
-def survivable(walk: Walk) -> list[Worker]:
+def survivable(walk: Walk) -> list[PlannedWorker]:
     """Who can fail: each stage keeps a worker."""
     peers = Counter(worker.stage for worker in walk.at)
     return [worker for worker in walk.at if peers[worker.stage] > 1]
 
 
-def _sums(walk: Walk, worker: Worker, stage: int) -> bool:
+def _sums(walk: Walk, worker: PlannedWorker, stage: int) -> bool:
     number, place = walk.next(worker)
     row = walk.row(worker, number)
     return number == 0 and worker.stage == stage and place < len(row) and row[place].kind is Kind.OPT

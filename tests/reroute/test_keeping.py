@@ -8,16 +8,16 @@ import pytest
 
 from shared_core.reroute.keeping import first_without_data, keepers
 from shared_core.reroute.messages import MessageKind
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 
 BOTH = {(1, int(MessageKind.INPUTS)), (1, int(MessageKind.LABELS))}
-ENDS = [Worker(1, 0), Worker(1, 2)]
+ENDS = [PlannedWorker(1, 0), PlannedWorker(1, 2)]
 
 
 @pytest.mark.parametrize("pipelines", [2, 3, 5])
 def test_all_peers_that_are_there_keep_the_data(pipelines: int) -> None:
     topology = Topology(pipelines, 3, 2)
-    places = [Worker(d, 0) for d in range(pipelines)]
+    places = [PlannedWorker(d, 0) for d in range(pipelines)]
     for number in range(pipelines):
         for failed in itertools.combinations(places, number):
             there = {place for place in places if place not in failed and place.pipeline != 1}
@@ -27,7 +27,7 @@ def test_all_peers_that_are_there_keep_the_data(pipelines: int) -> None:
 
 def test_a_pipeline_with_one_end_draws_its_data() -> None:
     topology = Topology(3, 3, 2)
-    for failed in ([], ENDS[:1], ENDS[1:], [Worker(0, 0), Worker(1, 2)]):
+    for failed in ([], ENDS[:1], ENDS[1:], [PlannedWorker(0, 0), PlannedWorker(1, 2)]):
         assert first_without_data(topology, failed, {}, 4) is None
 
 

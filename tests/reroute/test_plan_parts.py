@@ -17,15 +17,15 @@ from shared_core.schedule.normalise import Move, normalise, stage_cost
 from shared_core.schedule.planner import plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.profile import COMMUNICATION, Profile
-from shared_core.schedule.schedule import Kind, Topology, Worker, one_f_one_b
+from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, one_f_one_b
 from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
 TOPOLOGY = Topology(3, 4, 6)
 
 
-def places(*numbers: tuple[int, int]) -> list[Worker]:
-    return [Worker(*one) for one in numbers]
+def places(*numbers: tuple[int, int]) -> list[PlannedWorker]:
+    return [PlannedWorker(*one) for one in numbers]
 
 
 def test_failures_are_spread() -> None:
@@ -36,7 +36,7 @@ def test_failures_are_spread() -> None:
     assert plan(TOPOLOGY, found.failed).period == 30
     # Without staggering early stages are the cheap ones.
     late = normalise(TOPOLOGY, places((1, 3)), variant=Variant.COUPLED)
-    assert late.cost == 27 and late.moves == (Move(Worker(0, 0), Worker(1, 3)),)
+    assert late.cost == 27 and late.moves == (Move(PlannedWorker(0, 0), PlannedWorker(1, 3)),)
     assert normalise(TOPOLOGY, places((1, 3))).moves == (), "staggered, all stages cost the same"
 
 
@@ -84,36 +84,40 @@ def test_normalisation_is_the_best_choice(variant: Variant, failed: list[tuple[i
 
 def test_who_computes_elsewhere_makes_two_updates() -> None:
     times = Times((StageTimes(optimizer=3.0), StageTimes(optimizer=2.0)))
-    rows = plan(Topology(3, 2, 4), [Worker(0, 0), Worker(1, 1)], times=times, variant=Variant.STAGGERED).schedule
-    late = second_updates(times, [Move(Worker(0, 0), Worker(0, 1))])
-    assert late == {Worker(0, 1): 3.0}
+    rows = plan(
+        Topology(3, 2, 4), [PlannedWorker(0, 0), PlannedWorker(1, 1)], times=times, variant=Variant.STAGGERED
+    ).schedule
+    late = second_updates(times, [Move(PlannedWorker(0, 0), PlannedWorker(0, 1))])
+    assert late == {PlannedWorker(0, 1): 3.0}
     assert [simulate(rows, times, staggered=True, late=each).period for each in ({}, late)] == [21.0, 23.0]
 
 
 def test_pipelines_are_renamed() -> None:
     pattern, names = canonical(TOPOLOGY, places((2, 1)))
-    assert pattern == (Worker(0, 1),) and names == {2: 0, 0: 1, 1: 2}
+    assert pattern == (PlannedWorker(0, 1),) and names == {2: 0, 0: 1, 1: 2}
     assert len(patterns(TOPOLOGY, 1)) == 4 and len(patterns(TOPOLOGY, 2)) == 4 * 3 // 2 + 4 * 5 // 2
     assert patterns(Topology(2, 2, 1), 3) == [], "a stage would have nobody left"
     first = plan(TOPOLOGY, pattern)
     back = rename(first, {new: old for old, new in names.items()})
-    assert back.failed == (Worker(2, 1),) and set(back.schedule.rows) == set(TOPOLOGY.workers()) - {Worker(2, 1)}
+    assert back.failed == (PlannedWorker(2, 1),) and set(back.schedule.rows) == set(TOPOLOGY.workers()) - {
+        PlannedWorker(2, 1)
+    }
     assert simulate(back.schedule, Times(), staggered=True).period == first.period
     assert rename(back, names) == first
 
 
 def test_only_pipelines_that_are_alike_are_renamed() -> None:
-    slow = Times(own=((Worker(1, 2), StageTimes(2, 2, 2)),))
-    assert canonical(TOPOLOGY, places((2, 1)), slow) == ((Worker(0, 1),), {2: 0, 0: 2, 1: 1})
-    assert canonical(TOPOLOGY, places((1, 2)), slow)[0] == (Worker(1, 2),)
+    slow = Times(own=((PlannedWorker(1, 2), StageTimes(2, 2, 2)),))
+    assert canonical(TOPOLOGY, places((2, 1)), slow) == ((PlannedWorker(0, 1),), {2: 0, 0: 2, 1: 1})
+    assert canonical(TOPOLOGY, places((1, 2)), slow)[0] == (PlannedWorker(1, 2),)
     assert len(patterns(TOPOLOGY, 1, slow)) == 8, "of each stage the slow pipeline's worker, and one of the others"
-    everywhere = Times(own=tuple((Worker(d, 0), StageTimes(2, 2, 2)) for d in range(3)))
+    everywhere = Times(own=tuple((PlannedWorker(d, 0), StageTimes(2, 2, 2)) for d in range(3)))
     assert len(patterns(TOPOLOGY, 1, everywhere)) == 4
 
 
 def test_a_store_plans_by_the_times_of_each_worker(tmp_path: Path) -> None:
     slow = StageTimes(3, 3, 3)
-    settings = Settings(TOPOLOGY, Times(own=((Worker(0, 2), slow),)))
+    settings = Settings(TOPOLOGY, Times(own=((PlannedWorker(0, 2), slow),)))
     assert Settings.from_dict(json.loads(json.dumps(settings.to_dict()))) == settings
     store = PlanStore(tmp_path, settings)
     assert store.fill(1) == 9 and store.folder != PlanStore(tmp_path, Settings(TOPOLOGY)).folder
@@ -122,7 +126,7 @@ def test_a_store_plans_by_the_times_of_each_worker(tmp_path: Path) -> None:
         assert found is not None and found.failed == (worker,)
         assert simulate(found.schedule, settings.times, staggered=True).period == pytest.approx(found.period)
         if worker.stage == 2 and worker.pipeline:
-            assert Worker(0, 2) not in found.route.values(), "the slow one gets none of the failed worker's"
+            assert PlannedWorker(0, 2) not in found.route.values(), "the slow one gets none of the failed worker's"
     blind = plan(TOPOLOGY, places((1, 2)))
     found = store.look_up(places((1, 2)))
     assert found is not None and found.period < simulate(blind.schedule, settings.times, staggered=True).period
@@ -147,7 +151,7 @@ def test_plans_are_stored(tmp_path: Path) -> None:
     assert fresh.look_up([]) is not None and fresh.look_up(places((1, 2), (0, 2))) is None
     assert PlanStore(tmp_path, Settings(TOPOLOGY)).look_up([]) is None, "other settings, other plans"
     made = fresh.make(places((1, 2), (0, 2)))
-    assert made.failed == (Worker(0, 2), Worker(1, 2)) == fresh.make(places((0, 2), (1, 2))).failed
+    assert made.failed == (PlannedWorker(0, 2), PlannedWorker(1, 2)) == fresh.make(places((0, 2), (1, 2))).failed
     assert len(list(fresh.folder.glob("failed-*.json"))) == 6
     with pytest.raises(ConfigError, match="these are not a planner's settings: KeyError"):
         Settings.from_dict({})

@@ -18,7 +18,7 @@ from shared_core.schedule.optimal import improve
 from shared_core.schedule.planner import IterationPlan, parse_worker, plan
 from shared_core.schedule.problem import Problem, Variant
 from shared_core.schedule.routing import deal
-from shared_core.schedule.schedule import Kind, Topology, Worker, one_f_one_b
+from shared_core.schedule.schedule import Kind, PlannedWorker, Topology, one_f_one_b
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
 COUPLED, DECOUPLED, STAGGERED = Variant
@@ -32,8 +32,8 @@ DOUBLE = {
 }
 
 
-def workers(*places: tuple[int, int]) -> tuple[Worker, ...]:
-    return tuple(Worker(*place) for place in places)
+def workers(*places: tuple[int, int]) -> tuple[PlannedWorker, ...]:
+    return tuple(PlannedWorker(*place) for place in places)
 
 
 def verified(found: IterationPlan, times: Times | None = None, memory: Memory | None = None) -> float:
@@ -50,7 +50,7 @@ def verified(found: IterationPlan, times: Times | None = None, memory: Memory | 
     return found.period if found.variant is STAGGERED else found.slots
 
 
-def closed_forms() -> list[tuple[tuple[Worker, ...], Variant, int]]:
+def closed_forms() -> list[tuple[tuple[PlannedWorker, ...], Variant, int]]:
     failures = {((d, s),): forms for s, forms in SINGLE.items() for d in range(3)} | DOUBLE
     return [
         (workers(*failed), variant, forms[at])
@@ -69,7 +69,7 @@ def test_the_greedy_reaches_the_closed_forms() -> None:
 
 
 @pytest.mark.parametrize("failed", [*[workers((1, s)) for s in SINGLE], *[workers(*failed) for failed in DOUBLE]])
-def test_exact_plans_reach_the_closed_forms(failed: tuple[Worker, ...]) -> None:
+def test_exact_plans_reach_the_closed_forms(failed: tuple[PlannedWorker, ...]) -> None:
     for of, variant, slots in closed_forms():
         if of == failed:
             found = plan(golden.TOPOLOGY, failed, variant=variant, time_limit=30)
@@ -157,19 +157,23 @@ def test_who_computes_what() -> None:
     assert [route[1, 0, j].pipeline for j in range(5)] == [0, 2, 0, 2, 0]
     assert [route[3, 0, j].pipeline for j in range(5)] == [2, 0, 2, 0, 2], "the turn continues"
     one = deal(topology, workers((1, 0), (3, 0)), ordered=True)
-    assert {one[1, 0, j] for j in range(5)} == {Worker(2, 0)} and {one[3, 0, j] for j in range(5)} == {Worker(0, 0)}
-    slow = Times(own=((Worker(2, 0), StageTimes(2, 2, 2)),))
+    assert {one[1, 0, j] for j in range(5)} == {PlannedWorker(2, 0)} and {one[3, 0, j] for j in range(5)} == {
+        PlannedWorker(0, 0)
+    }
+    slow = Times(own=((PlannedWorker(2, 0), StageTimes(2, 2, 2)),))
     route = deal(topology, workers((1, 0)), times=slow)
-    assert {route[1, 0, j] for j in range(5)} == {Worker(0, 0), Worker(3, 0)}, "the slow one has enough to do"
+    assert {route[1, 0, j] for j in range(5)} == {PlannedWorker(0, 0), PlannedWorker(3, 0)}, (
+        "the slow one has enough to do"
+    )
     route = deal(Topology(2, 2, 4), workers((0, 1)), times=slow)
-    assert {route[0, 1, j] for j in range(4)} == {Worker(1, 1)}
+    assert {route[0, 1, j] for j in range(4)} == {PlannedWorker(1, 1)}
     one = deal(topology, workers((1, 0), (3, 0)), times=slow, ordered=True)
-    assert set(one.values()) == {Worker(0, 0)}, "15 micro-batches there take less than 10 at the slow one"
+    assert set(one.values()) == {PlannedWorker(0, 0)}, "15 micro-batches there take less than 10 at the slow one"
     with pytest.raises(ConfigError, match="all 2 workers of stage 1 failed: nobody holds its parameters"):
         plan(Topology(2, 2, 2), workers((0, 1), (1, 1)))
     with pytest.raises(ConfigError, match="failed worker 5:0 does not exist: there are 2 pipelines of 2 stages"):
         plan(Topology(2, 2, 2), workers((5, 0)))
-    assert parse_worker("1:2") == Worker(1, 2)
+    assert parse_worker("1:2") == PlannedWorker(1, 2)
     with pytest.raises(ConfigError, match="PIPELINE:STAGE, for example 1:2, got '1-2'"):
         parse_worker("1-2")
 
@@ -215,7 +219,7 @@ def test_exact_plans_with_other_times() -> None:
 def test_memory_that_does_not_suffice_is_said() -> None:
     problem = Problem(golden.TOPOLOGY, Times(), COUPLED, frozenset(), {}, Memory(1))
     assert greedy(problem).timeline.slots > 27
-    full = {Worker(0, 0): one_f_one_b(golden.TOPOLOGY).rows[Worker(0, 0)][1:2]}
+    full = {PlannedWorker(0, 0): one_f_one_b(golden.TOPOLOGY).rows[PlannedWorker(0, 0)][1:2]}
     with pytest.raises(InvalidSchedule, match="can never run: W0_0 has room for 1 micro-batches and holds 1"):
         greedy(replace(problem, done=full, ordered=True))
 

@@ -17,7 +17,7 @@ from shared_core.schedule.memory import Memory
 from shared_core.schedule.planner import IterationPlan, plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import replan
-from shared_core.schedule.schedule import Kind, Topology, Worker
+from shared_core.schedule.schedule import Kind, PlannedWorker, Topology
 from shared_core.schedule.timing import StageTimes, Times, simulate
 
 
@@ -68,7 +68,7 @@ def test_random_remainders(seed: int) -> None:
 
 def test_the_examiner_and_the_checker_see_what_is_wrong() -> None:
     topology = Topology(2, 2, 3)
-    right = plan(topology, [Worker(1, 1)], ordered=True)
+    right = plan(topology, [PlannedWorker(1, 1)], ordered=True)
     case = case_of(topology, Times((StageTimes(),) * 2), Memory(6))
     held = examine(json.loads(right.to_json()), case)
     host = right.schedule.to_text()["W0_1"]

@@ -14,13 +14,13 @@ from shared_core.errors import ConfigError
 from shared_core.schedule.planner import plan
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.remainder import Remainder, replan
-from shared_core.schedule.schedule import Kind, Topology, Worker
+from shared_core.schedule.schedule import Kind, PlannedWorker, Topology
 from shared_core.schedule.timing import Timeline, Times, simulate
 
 TOPOLOGY = Topology(3, 4, 6)
 
 
-def at_time(timeline: Timeline, time: float) -> dict[Worker, int]:
+def at_time(timeline: Timeline, time: float) -> dict[PlannedWorker, int]:
     """How many actions each worker has finished by then; nobody has stepped."""
     return {
         worker: sum(slot.end <= time and slot.action.kind is not Kind.OPT for slot in row)
@@ -30,7 +30,7 @@ def at_time(timeline: Timeline, time: float) -> dict[Worker, int]:
 
 def verified(rest: Remainder) -> None:
     check(rest.plan.schedule, rest.plan.topology, done=rest.done)
-    hosts: dict[tuple[int, int, int], Worker] = {}
+    hosts: dict[tuple[int, int, int], PlannedWorker] = {}
     for rows in (rest.done, rest.plan.schedule.rows):
         for worker, row in rows.items():
             assert worker not in rest.plan.failed or rows is rest.done
@@ -82,30 +82,35 @@ def test_the_extra_time() -> None:
     """At the very beginning a failure costs what it costs every iteration; at the end all of the lost work."""
     healthy = plan(TOPOLOGY, variant=Variant.DECOUPLED)
     timeline = simulate(healthy.schedule, Times())
-    start = replan(healthy, at_time(timeline, 0), [Worker(1, 2)], effort=100_000)
+    start = replan(healthy, at_time(timeline, 0), [PlannedWorker(1, 2)], effort=100_000)
     assert start.extra == 2
-    end = replan(healthy, at_time(timeline, 27), [Worker(1, 2)])
+    end = replan(healthy, at_time(timeline, 27), [PlannedWorker(1, 2)])
     assert end.plan.slots == end.extra == 9, "three micro-batches of three slots at each of two peers"
-    assert {worker for worker, row in end.plan.schedule.rows.items() if len(row) > 1} == {Worker(0, 2), Worker(2, 2)}
+    assert {worker for worker, row in end.plan.schedule.rows.items() if len(row) > 1} == {
+        PlannedWorker(0, 2),
+        PlannedWorker(2, 2),
+    }
 
 
-def stepped(timeline: Timeline, stage: int, time: float) -> Mapping[Worker, int]:
+def stepped(timeline: Timeline, stage: int, time: float) -> Mapping[PlannedWorker, int]:
     progress = at_time(timeline, time)
     return progress | {worker: len(timeline.rows[worker]) for worker in timeline.rows if worker.stage == stage}
 
 
 def test_a_failure_after_its_stage_has_stepped() -> None:
-    first = plan(TOPOLOGY, [Worker(0, 1)], variant=Variant.STAGGERED)
+    first = plan(TOPOLOGY, [PlannedWorker(0, 1)], variant=Variant.STAGGERED)
     timeline = simulate(first.schedule, Times(), staggered=True)
     end = max(row[-2].end for row in timeline.rows.values())
-    rest = replan(first, stepped(timeline, 3, end), [Worker(2, 3)])
+    rest = replan(first, stepped(timeline, 3, end), [PlannedWorker(2, 3)])
     verified(rest)
     assert rest.extra == 0 and not any(row for worker, row in rest.plan.schedule.rows.items() if worker.stage == 3)
     # Its last gradient has not been used by the stage before: a peer makes that micro-batch again, and only that.
     late = dict(stepped(timeline, 3, end))
-    row = first.schedule.rows[Worker(2, 2)]
-    late[Worker(2, 2)] = next(at for at, one in enumerate(row) if one.micro_batch == 5 and one.kind is not Kind.F)
-    rest = replan(first, late, [Worker(2, 3)])
+    row = first.schedule.rows[PlannedWorker(2, 2)]
+    late[PlannedWorker(2, 2)] = next(
+        at for at, one in enumerate(row) if one.micro_batch == 5 and one.kind is not Kind.F
+    )
+    rest = replan(first, late, [PlannedWorker(2, 3)])
     verified(rest)
     again = [one for worker, row in rest.plan.schedule.rows.items() if worker.stage == 3 for one in row]
     assert {(one.pipeline, one.micro_batch) for one in again} == {(2, 5)}
@@ -113,6 +118,6 @@ def test_a_failure_after_its_stage_has_stepped() -> None:
 
 
 def test_nobody_left() -> None:
-    first = plan(Topology(2, 2, 2), [Worker(0, 1)])
+    first = plan(Topology(2, 2, 2), [PlannedWorker(0, 1)])
     with pytest.raises(ConfigError, match="all 2 workers of stage 1 failed"):
-        replan(first, {}, [Worker(1, 1)])
+        replan(first, {}, [PlannedWorker(1, 1)])

@@ -12,7 +12,7 @@ from shared_core.reroute.planning import Plans
 from shared_core.reroute.room import MemoryUse, bytes_held, room_of
 from shared_core.reroute.step_progress import StepProgress, text_of
 from shared_core.schedule.problem import Variant
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 
 WIDE = Topology(3, 4, 12)
 EQUAL = [{"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0, "OPT": 3.0}] * 4
@@ -62,4 +62,4 @@ def test_a_job_plans_within_its_room(tmp_path: Path) -> None:
     examine(running.plan.to_dict(), Case(EQUAL, apart=True, room=room, done=done))
     case = Case(EQUAL, apart=True, room=room)
     held = examine(following.plan.to_dict(), case)
-    assert held[str(Worker(0, 2))] == 2 and following.plan.failed == (Worker(1, 2),)
+    assert held[str(PlannedWorker(0, 2))] == 2 and following.plan.failed == (PlannedWorker(1, 2),)

@@ -11,14 +11,14 @@ from timelines import check_times
 from benchmarks.lab.check import check, check_order
 from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.schedule.memory import Memory
-from shared_core.schedule.schedule import Action, Kind, Schedule, Topology, Worker, one_f_one_b, parse_action
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule, Topology, one_f_one_b, parse_action
 from shared_core.schedule.timing import Slot, StageTimes, Times, simulate
 
 Row = list[Action]
 
 
 def test_the_notation() -> None:
-    worker = Worker(0, 2)
+    worker = PlannedWorker(0, 2)
     for text in ("2F0", "2I11", "2W3@1", "2B0@2", "2OPT"):
         assert parse_action(text, worker).text(worker) == text
     assert parse_action("2F0", worker) == parse_action("2F0@0", worker) == Action(2, Kind.F, 0, 0)
@@ -35,7 +35,7 @@ def test_torch_reads_what_is_computed_at_home() -> None:
 
     for row in one_f_one_b(Topology(1, 4, 6)).rows.values():
         for action in row[:-1]:
-            theirs = _Action.from_str(action.text(Worker(0, action.stage)))
+            theirs = _Action.from_str(action.text(PlannedWorker(0, action.stage)))
             assert (theirs.stage_index, theirs.computation_type.value, theirs.microbatch_index) == action[:3]
 
 
@@ -49,7 +49,7 @@ def test_as_text() -> None:
 def test_one_f_one_b() -> None:
     rows = one_f_one_b(golden.TOPOLOGY).rows
     drawn = golden.drawn().rows
-    for worker in (Worker(0, 0), Worker(0, 1), Worker(1, 3), Worker(2, 1)):
+    for worker in (PlannedWorker(0, 0), PlannedWorker(0, 1), PlannedWorker(1, 3), PlannedWorker(2, 1)):
         assert rows[worker][:-1] == drawn[worker], "the orders of workers that host nothing are those of 1F1B"
     assert all(row[-1].kind is Kind.OPT for row in rows.values())
     for pipelines, stages, count in ((1, 1, 1), (2, 4, 2), (3, 4, 6), (2, 7, 20)):
@@ -83,7 +83,11 @@ def test_times_of_stages_workers_and_transfers() -> None:
     assert simulate(schedule, Times(stages)).slots == 1 + 10 + 40 + 5
     timeline = simulate(schedule, Times(stages, communication=0.5))
     assert timeline.slots == 57 and timeline.period == 57 + 7
-    assert [(slot.start, slot.end) for slot in timeline.rows[Worker(0, 1)]] == [(1.5, 11.5), (11.5, 51.5), (57, 64)]
+    assert [(slot.start, slot.end) for slot in timeline.rows[PlannedWorker(0, 1)]] == [
+        (1.5, 11.5),
+        (11.5, 51.5),
+        (57, 64),
+    ]
     with pytest.raises(ConfigError, match="times are given for 2 stages, but there is a worker of stage 2"):
         simulate(one_f_one_b(Topology(1, 3, 1)), Times(stages))
     with pytest.raises(ConfigError, match="forward must be a finite number of at least 0, got -1"):
@@ -98,17 +102,17 @@ def test_a_stage_that_steps_on_its_own() -> None:
     assert simulate(schedule, times, staggered=True).period == 8 * 12 + 10
 
 
-def swap(row: Row, one: str, other: str, worker: Worker) -> None:
+def swap(row: Row, one: str, other: str, worker: PlannedWorker) -> None:
     a, b = row.index(parse_action(one, worker)), row.index(parse_action(other, worker))
     row[a], row[b] = row[b], row[a]
 
 
-def change(row: Row, old: str, new: list[str], worker: Worker) -> None:
+def change(row: Row, old: str, new: list[str], worker: PlannedWorker) -> None:
     at = row.index(parse_action(old, worker))
     row[at : at + 1] = [parse_action(text, worker) for text in new]
 
 
-W0_2, W2_2, W0_3 = Worker(0, 2), Worker(2, 2), Worker(0, 3)
+W0_2, W2_2, W0_3 = PlannedWorker(0, 2), PlannedWorker(2, 2), PlannedWorker(0, 3)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ W0_2, W2_2, W0_3 = Worker(0, 2), Worker(2, 2), Worker(0, 3)
         (W0_3, lambda row: row.clear(), "3F0@0 is missing"),
     ],
 )
-def test_what_is_refused(worker: Worker, damage: Callable[[Row], None], message: str) -> None:
+def test_what_is_refused(worker: PlannedWorker, damage: Callable[[Row], None], message: str) -> None:
     rows = {name: list(row) for name, row in golden.drawn().rows.items()}
     damage(rows[worker])
     with pytest.raises(InvalidSchedule) as error:
@@ -163,7 +167,7 @@ def test_memory_is_counted_until_w() -> None:
 def test_times_are_checked() -> None:
     rows = golden.optimum("decoupled")
 
-    def moved(worker: Worker, text: str, by: float) -> dict[Worker, tuple[Slot, ...]]:
+    def moved(worker: PlannedWorker, text: str, by: float) -> dict[PlannedWorker, tuple[Slot, ...]]:
         action = parse_action(text, worker)
         row = [slot if slot.action != action else Slot(action, slot.start + by, slot.end + by) for slot in rows[worker]]
         return rows | {worker: tuple(row)}

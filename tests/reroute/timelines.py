@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shared_core.errors import InvalidSchedule
-from shared_core.schedule.schedule import Action, Kind, Worker
+from shared_core.schedule.schedule import Action, Kind, PlannedWorker
 from shared_core.schedule.timing import Slot
 
 #: Two times closer than this, relative to the larger, are the same.
 _SAME = 1e-9
 
 
-def check_times(rows: Mapping[Worker, Sequence[Slot]], communication: float = 0.0) -> None:
+def check_times(rows: Mapping[PlannedWorker, Sequence[Slot]], communication: float = 0.0) -> None:
     """Nothing runs before its inputs are there, and no worker does two things at once.
 
     Raises:

@@ -23,7 +23,7 @@ from best_placement import (
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.policy import Guards, Policy, Situation, Value, Young, grown
 from shared_core.checkpoint.policy.intervals import exact
-from shared_core.checkpoint.run_ends import Ending
+from shared_core.checkpoint.run_ends import RunEnding
 
 Array = npt.NDArray[np.float64]
 LENGTH = 240.0
@@ -83,7 +83,7 @@ class Case:
     def asked(self, policy: Policy, size: int) -> list[int]:
         """Places on the grid at which the policy makes checkpoints."""
         step = LENGTH / (size - 1)
-        curve, ending = Power(self.power, self.shift, step), Ending.constant(self.ends, self.abrupt)
+        curve, ending = Power(self.power, self.shift, step), RunEnding.constant(self.ends, self.abrupt)
         hazards = self.hazard(np.linspace(0, LENGTH, size))
         found, saved, rework = [], 0, 0.0
         for place in range(1, size - 1):

@@ -19,7 +19,7 @@ from shared_core.checkpoint.curve import Curve
 from shared_core.checkpoint.history import Run, append
 from shared_core.checkpoint.policy import Fixed, Policy, Value, Young
 from shared_core.checkpoint.policy.intervals import young
-from shared_core.checkpoint.run_ends import Ending
+from shared_core.checkpoint.run_ends import RunEnding
 from shared_core.cli.swiftctl import main
 
 CURVE = Curve(0.0, 600.0**0.7, 0.7, 599.0)
@@ -27,7 +27,7 @@ CURVE = Curve(0.0, 600.0**0.7, 0.7, 599.0)
 
 def job(abrupt: float = 0.0, **changes: object) -> SimulatedJob:
     """Case 1 of research 3.5: MTBF 240 min, ends after 120 min on average, a checkpoint takes 0.3 min."""
-    values = {"ending": Ending.constant(1 / 7200, abrupt), "mtbf_h": 4.0, "cost": Cost(18.0), "hours": 6.0} | changes
+    values = {"ending": RunEnding.constant(1 / 7200, abrupt), "mtbf_h": 4.0, "cost": Cost(18.0), "hours": 6.0} | changes
     return SimulatedJob(CURVE, **values)  # type: ignore[arg-type]
 
 
@@ -38,7 +38,7 @@ def played(made: SimulatedJob, policy: Policy, lives: int = 3000, **known: objec
 
 def test_time_agrees_with_the_closed_form() -> None:
     """Daly's expected time of equal segments, the last one without a checkpoint; restart is not counted as overhead."""
-    made = job(ending=Ending.constant(0.0, 0.0), restart_s=0.0, mtbf_h=1.0)
+    made = job(ending=RunEnding.constant(0.0, 0.0), restart_s=0.0, mtbf_h=1.0)
     interval = 600.0
     outcome = simulate_runs(made, [interval * i for i in range(1, 36)], SimulatedRuns.draw(made, 20_000, 1))
     one = interval * (1 + waste(interval, 18.0, 1 / 3600))
@@ -64,7 +64,7 @@ def test_all_policies_meet_the_same_faults_and_ends() -> None:
     lives = SimulatedRuns.draw(made, 2000, 9)
     assert np.array_equal(lives.ends_s, SimulatedRuns.draw(made, 2000, 9).ends_s)
     assert lives.ends_s.mean() == pytest.approx(7200, rel=0.1)
-    at = SimulatedRuns.draw(job(ending=Ending((0.0, 1000.0, 2000.0), (0.0, 5e-4, 0.0), 1.0)), 4000, 2).ends_s
+    at = SimulatedRuns.draw(job(ending=RunEnding((0.0, 1000.0, 2000.0), (0.0, 5e-4, 0.0), 1.0)), 4000, 2).ends_s
     assert np.isinf(at).mean() == pytest.approx(math.exp(-0.5), abs=0.03)
     assert at.min() >= 1000 and at[np.isfinite(at)].max() < 2000
 
@@ -89,7 +89,7 @@ def test_where_all_ends_are_graceful_young_is_best() -> None:
     best = played(made, Young()).lost
     assert best.mean() * gain == pytest.approx(67, abs=8)
     assert np.array_equal(played(made, Value()).lost, best), "value is Young's rule"
-    believes = Knowledge(Ending.constant(1 / 7200, 1.0))
+    believes = Knowledge(RunEnding.constant(1 / 7200, 1.0))
     rule = simulate_runs(made, places(made, Value(), believes), SimulatedRuns.draw(made, 3000, 3)).lost
     assert rule.mean() * gain == pytest.approx(116, abs=10) and rule.mean() > best.mean()
     for worse in (Fixed(2400), Fixed(200)):

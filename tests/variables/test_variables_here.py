@@ -27,7 +27,7 @@ from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.liveness import live
 from shared_core.worker.variables.scopes import import_again
 from shared_core.worker.variables.variables import Origin, Variables
-from shared_core.worker.variables.writer import Writer, read_own
+from shared_core.worker.variables.writer import ValueWriter, read_own
 
 #: At this step the second run begins, with what the first one held there.
 AT, END = 4, 8
@@ -80,7 +80,7 @@ class Hostile:
 def test_both_readers_see_the_same() -> None:
     values = [{"a": [np.float64(3), np.zeros(3), torch.float32, torch.Size([2]), 1j, {1, 2}, frozenset("a"), -0.0]}]
     values += [[bytearray(3), OrderedDict(a=float("nan")), deque([1]), Counter("abc"), Counts(), b"12", 2**70]]
-    now = Writer(lambda _: False).write([("here", "module", "", "held", [values])])
+    now = ValueWriter(lambda _: False).write([("here", "module", "", "held", [values])])
     assert digests(*loads(now)) == digests(*read_own(now))
 
 
@@ -225,7 +225,7 @@ def test_an_object_that_holds_too_much_is_compared_in_what_it_holds() -> None:
 
 @pytest.mark.parametrize("place", [0, 2_500, 4_500])
 def test_long_lists_are_looked_at_in_turn(place: int) -> None:
-    writer, items = Writer(lambda _: False), list(range(5_000))
+    writer, items = ValueWriter(lambda _: False), list(range(5_000))
     assert all(writer.same_list(items) for _ in range(10))
     items[place] = -1
     assert not all(writer.same_list(items) for _ in range(5))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from shared_core.checkpoint.cost import Cost
 from shared_core.checkpoint.policy.intervals import young
-from shared_core.checkpoint.run_ends import Ending
+from shared_core.checkpoint.run_ends import RunEnding
 
 #: A first checkpoint is made after so many steps, to measure its cost (COCI: after 10, CheckFreq: after 5).
 PROBE_STEPS = 10
@@ -75,7 +75,7 @@ class Situation:
     curve: LossCurve | None = None
     exponential: Exponential | None = None
     fit_note: str = ""
-    ending: Ending | None = None
+    ending: RunEnding | None = None
     horizon_s: float | None = None
     workers: int = 1
 

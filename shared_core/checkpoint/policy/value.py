@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from shared_core.checkpoint.policy.intervals import exact, young
 from shared_core.checkpoint.policy.situation import Decision, Guards, LossCurve, Situation
-from shared_core.checkpoint.run_ends import Ending
+from shared_core.checkpoint.run_ends import RunEnding
 
 #: The future is divided into so many cells, each longer than the one before by this factor.
 CELLS, GROWTH = 32, 1.35
@@ -88,12 +88,12 @@ def _cost(cost_s: float, hazard: float) -> float:
     return hazard * exact(cost_s, hazard) ** 2 / 2
 
 
-def unknown_end(now: Situation) -> Ending:
+def unknown_end(now: Situation) -> RunEnding:
     """Without a history: a run lasts as planned; without a plan, as long again as it has lasted."""
-    return Ending.constant(0.0 if now.horizon_s is not None else 1 / max(now.useful_s, now.step_s), 0.0)
+    return RunEnding.constant(0.0 if now.horizon_s is not None else 1 / max(now.useful_s, now.step_s), 0.0)
 
 
-def price_of_delay(curve: LossCurve, ending: Ending, now: Situation) -> float:
+def price_of_delay(curve: LossCurve, ending: RunEnding, now: Situation) -> float:
     """``w = E[u'(T) | T > t]``: utility that a second of delay costs, in loss a second.
 
     The future is cut into cells that grow with their distance. Within one the slope is taken as its mean, which is
@@ -116,7 +116,7 @@ def price_of_delay(curve: LossCurve, ending: Ending, now: Situation) -> float:
     return total - alive * curve.slope(now.step_at(horizon)) / now.step_s
 
 
-def expected_loss(curve: LossCurve, ending: Ending, worth: float, now: Situation) -> float:
+def expected_loss(curve: LossCurve, ending: RunEnding, worth: float, now: Situation) -> float:
     """Utility expected to be lost since the last checkpoint, by Simpson's rule on four intervals.
 
     A run that ended on the way counts too, as seen from now: its weight is ``g(s) G(s) / G(t)``. Hence a second of

@@ -27,7 +27,7 @@ _ENTRY = struct.Struct("<q")
 _NEVER = -1
 
 
-class Entries(Protocol):
+class EntriesDue(Protocol):
     """A list of numbers that grows, the same for all ranks."""
 
     def append(self, number: int) -> None:
@@ -82,7 +82,7 @@ class StoreEntries:
 class Decisions:
     """The list, seen from one rank. ``pending``: updates at which the newest known entry is due; -1 for none."""
 
-    def __init__(self, entries: Entries) -> None:
+    def __init__(self, entries: EntriesDue) -> None:
         self._entries = entries
         self._known: list[tuple[int, bool]] = []
         self._version = -1

@@ -16,7 +16,7 @@ from shared_core.checkpoint.hazard import Hazard
 from shared_core.checkpoint.history import Run
 from shared_core.checkpoint.pieces import Pieces
 from shared_core.checkpoint.policy import Situation, grown, make_policy
-from shared_core.checkpoint.run_ends import Ending, from_history
+from shared_core.checkpoint.run_ends import RunEnding, from_history
 from shared_core.config import SwiftConfig
 from shared_core.events import console
 from shared_core.resources import what_to_do
@@ -50,7 +50,7 @@ class Pricing:
         self._fitter, self._pieces = CurveFitter(), Pieces()
         self._losses: list[tuple[int, torch.Tensor | float]] = []
         self._fit, self._fitted = Fit(why="no failure is known"), 0.0
-        self._ending: Ending | None = None
+        self._ending: RunEnding | None = None
         self._before = Hazard()
         self._begun: dict[int, float] = {}
         self._last = self._waited = self._said = 0.0

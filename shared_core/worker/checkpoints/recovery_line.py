@@ -84,7 +84,7 @@ class Line:
     open: Callable[[str], bytes | Path]
     time: float = 0.0
     adopts: str = ""
-    saved: lineage.Saved | None = None
+    saved: lineage.SavedCheckpoint | None = None
 
     @property
     def run(self) -> str:
@@ -181,7 +181,7 @@ def to_adopt(where: str, *, needed: bool = True) -> list[Line]:
     return [_of_storage(each, adopts=str(each.checkpoint.path)) for each in found]
 
 
-def _of_storage(saved: lineage.Saved, adopts: str = "") -> Line:
+def _of_storage(saved: lineage.SavedCheckpoint, adopts: str = "") -> Line:
     found = saved.checkpoint
     session = str(found.meta.get("session"))
     return Line(found.step, session, STORAGE, found.meta, _reader(found), saved.time, adopts, saved)

@@ -26,7 +26,7 @@ from shared_core.worker.comm.compat import (
     methods_out_of_graphs,
 )
 from shared_core.worker.comm.group_identity import GroupIdentity
-from shared_core.worker.comm.listener import BucketInput
+from shared_core.worker.comm.listener import KeptBucketInput
 from shared_core.worker.comm.op import Op, SwiftWork, input_checksum, signature
 from shared_core.worker.comm.staged import StagedReceive, staged, staged_in_place
 
@@ -185,7 +185,7 @@ class SwiftProcessGroup(GroupIdentity):
         )
         return self._run(op, tensors, bucket=bucket)
 
-    def _in_place(self, tensors: Tensors, opts: Any, source: BucketInput) -> SwiftWork:
+    def _in_place(self, tensors: Tensors, opts: Any, source: KeptBucketInput) -> SwiftWork:
         """Reduce one bucket of DDP where it is. It is the log until DDP's next backward. A retry has ``source`` write
         the input again, which is compared with its checksum.
         """

@@ -37,7 +37,7 @@ class RecordKey(NamedTuple):
     part: Part = ()
 
 
-class BucketInput(Protocol):
+class KeptBucketInput(Protocol):
     """Recomputes the content of a gradient bucket while its reduction is under way."""
 
     def write(self, bucket: torch.Tensor, checksum: int) -> None:
@@ -48,7 +48,7 @@ class BucketInput(Protocol):
         """
 
 
-class Listener(Protocol):
+class OperationListener(Protocol):
     """Given to :class:`~shared_core.worker.comm.runtime.Runtime`. Called on any thread, some with the runtime's
     lock held.
     """
@@ -81,7 +81,7 @@ class Listener(Protocol):
     def before_bucket(self) -> None:
         """DDP hands over a gradient bucket, or a collective is called in a backward pass."""
 
-    def bucket_input(self, bucket: torch.Tensor) -> BucketInput | None:
+    def bucket_input(self, bucket: torch.Tensor) -> KeptBucketInput | None:
         """Recomputes the bucket that DDP hands over; None if that cannot be done."""
 
     def bucket_handed_over(self, op: Op) -> None:

@@ -23,7 +23,7 @@ from shared_core.worker.comm.groups import Groups, GroupState
 from shared_core.worker.comm.op import Op, describe
 from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.places import mismatch
-from shared_core.worker.comm.results import Results
+from shared_core.worker.comm.results import CollectiveResults
 from shared_core.worker.comm.startup import StartUp
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.comm.suspicion import Suspicion
@@ -34,7 +34,7 @@ class Operations:
     """Runs the collectives of all groups, or serves them. ``served`` counts those that were served from logs."""
 
     def __init__(
-        self, state: SharedState, groups: Groups, results: Results, suspicion: Suspicion, others: OtherThreads
+        self, state: SharedState, groups: Groups, results: CollectiveResults, suspicion: Suspicion, others: OtherThreads
     ) -> None:
         self._state, self._groups, self._results, self._suspicion = state, groups, results, suspicion
         self._others = others

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from shared_core.errors import PlaceMismatch
-from shared_core.protocol.place import AFTER, SIZE, Place, apart
+from shared_core.protocol.place import AFTER, SIZE, CollectivePlace, apart
 from shared_core.resources import map_file
 from shared_core.worker.comm.compat import in_backward
 
@@ -35,9 +35,9 @@ class ProgramPlace:
 
     def __init__(self) -> None:
         self._program = threading.get_ident()
-        self._go(Place())
+        self._go(CollectivePlace())
 
-    def _go(self, place: Place) -> None:
+    def _go(self, place: CollectivePlace) -> None:
         self.now, self._packed = place, place.packed()
         self._program = threading.get_ident()
 
@@ -48,7 +48,7 @@ class ProgramPlace:
         return _NOWHERE
 
     def enter_call(self, entry: int) -> None:
-        self._go(Place(entry))
+        self._go(CollectivePlace(entry))
 
     def begin(self, phase: int, epoch: int | None) -> None:
         """A phase of the script or an epoch begins, without passes so far."""
@@ -67,13 +67,13 @@ class ProgramPlace:
         entry, phase, now, pass_, batch = self.now
         if epoch is not None and epoch != now:
             phase, now, pass_, batch = 1, epoch, 1, 0
-        self._go(Place(entry, phase, now, pass_, max(batch, 0) + 1))
+        self._go(CollectivePlace(entry, phase, now, pass_, max(batch, 0) + 1))
 
     def capture(self) -> list[int]:
         return list(self.now)
 
     def restore(self, place: list[int]) -> None:
-        self._go(Place(*place))
+        self._go(CollectivePlace(*place))
 
 
 class GroupPlaces:
@@ -101,7 +101,7 @@ class GroupPlaces:
         at = _FLAGS + seq % _OPERATIONS * self._row + self._own * _ENTRY
         self._memory[at : at + _ENTRY] = _SEQ.pack(seq + 1 & _WRAP) + place
 
-    def elsewhere(self, seq: int, place: bytes, *, recovered: bool) -> tuple[int, Place] | None:
+    def elsewhere(self, seq: int, place: bytes, *, recovered: bool) -> tuple[int, CollectivePlace] | None:
         """A member that has called operation ``seq`` from a place where it must not be, and that place; None if all
         agree or nothing is known. ``place`` is this rank's, packed; ``recovered``: a worker has failed.
 
@@ -110,7 +110,7 @@ class GroupPlaces:
         at = _FLAGS + seq % _OPERATIONS * self._row
         if self._memory[at : at + self._row] == (_SEQ.pack(seq + 1 & _WRAP) + place) * self._size:
             return None  # nearly always
-        mine = Place.unpacked(place)
+        mine = CollectivePlace.unpacked(place)
         if mine is None:
             return None
         for member, rank in enumerate(self._ranks):
@@ -123,20 +123,20 @@ class GroupPlaces:
             self._memory[_COLLECTIVES] = 1
         return None
 
-    def _of(self, member: int, seq: int) -> Place | None:
+    def _of(self, member: int, seq: int) -> CollectivePlace | None:
         """From where a member (an index) has called an operation; None if that is not known."""
         if seq < 0:
             return None
         at = _FLAGS + seq % _OPERATIONS * self._row + member * _ENTRY
         entry = self._memory[at : at + _ENTRY]
-        return Place.unpacked(entry[_SEQ.size :]) if entry.startswith(_SEQ.pack(seq + 1 & _WRAP)) else None
+        return CollectivePlace.unpacked(entry[_SEQ.size :]) if entry.startswith(_SEQ.pack(seq + 1 & _WRAP)) else None
 
-    def own_before(self, seq: int) -> list[tuple[int, Place]]:
+    def own_before(self, seq: int) -> list[tuple[int, CollectivePlace]]:
         """Numbers and places of the last operations of this rank before ``seq``, as far as they are kept."""
         called = ((each, self._of(self._own, each)) for each in range(max(0, seq - _TOLD), seq))
         return [(each, place) for each, place in called if place is not None]
 
-    def told(self, member: int, seq: int, place: Place) -> None:
+    def told(self, member: int, seq: int, place: CollectivePlace) -> None:
         """A member (an index) on another machine has called operation ``seq`` from there."""
         at = _FLAGS + seq % _OPERATIONS * self._row + member * _ENTRY
         self._memory[at : at + _ENTRY] = _SEQ.pack(seq + 1 & _WRAP) + place.packed()
@@ -149,13 +149,13 @@ class GroupPlaces:
 
     def sent_elsewhere(
         self, channel: tuple[int, int, int], index: int, place: bytes, *, recovered: bool
-    ) -> tuple[int, Place] | None:
+    ) -> tuple[int, CollectivePlace] | None:
         """The sender of a message and its place, where that is one from which this rank must not get it."""
         at, key = self._message(channel, index)
-        entry, mine = self._memory[at : at + _MESSAGE], Place.unpacked(place)
+        entry, mine = self._memory[at : at + _MESSAGE], CollectivePlace.unpacked(place)
         if mine is None or not entry.startswith(key):
             return None
-        theirs = Place.unpacked(entry[_KEY.size :])
+        theirs = CollectivePlace.unpacked(entry[_KEY.size :])
         if theirs is None or theirs == mine:
             return None
         if recovered and not self._memory[_POINT_TO_POINT]:
@@ -170,13 +170,14 @@ class GroupPlaces:
         return self._messages + slot * _MESSAGE, _KEY.pack(index + 1 & _WRAP, lane)
 
 
-def mismatch(rank: int, call: str, place: bytes, other: tuple[int, Place]) -> PlaceMismatch:
+def mismatch(rank: int, call: str, place: bytes, other: tuple[int, CollectivePlace]) -> PlaceMismatch:
     """The error for an operation that rank ``rank`` calls from ``place``, packed, and another rank
     from another place.
     """
     return PlaceMismatch(
-        f"rank {rank} calls {call} from {Place.unpacked(place)}, and rank {other[0]} calls it from {other[1]}. What "
-        "they exchange does not belong together: one of them has run other batches, or made other calls, than the "
-        "other. If a worker was replaced before, register what the script counts (n = job.register(n=0)), because "
-        "plain variables begin again in a replacement; otherwise have each rank run as many batches in an epoch"
+        f"rank {rank} calls {call} from {CollectivePlace.unpacked(place)}, and rank {other[0]} calls it from "
+        f"{other[1]}. What they exchange does not belong together: one of them has run other batches, or made other "
+        "calls, than the other. If a worker was replaced before, register what the script counts "
+        "(n = job.register(n=0)), because plain variables begin again in a replacement; otherwise have each rank run "
+        "as many batches in an epoch"
     )

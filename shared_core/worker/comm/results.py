@@ -25,7 +25,7 @@ _MAX_WAIT_S, _COPIED_PER_S = 0.05, 2e9
 _POLL_S = 1e-4
 
 
-class Results:
+class CollectiveResults:
     """The logs of all groups, in memory and on disk.
 
     Attributes:

@@ -10,11 +10,11 @@ from shared_core.worker.comm.boundary_marks import BoundaryMarks
 from shared_core.worker.comm.connections import Connections
 from shared_core.worker.comm.generations import Generations
 from shared_core.worker.comm.groups import Groups, GroupState
-from shared_core.worker.comm.listener import Listener
+from shared_core.worker.comm.listener import OperationListener
 from shared_core.worker.comm.operations import Operations
 from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.places import GroupPlaces
-from shared_core.worker.comm.results import Results
+from shared_core.worker.comm.results import CollectiveResults
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.comm.suspicion import Suspicion
 from shared_core.worker.messages.disk_log import DiskLog
@@ -36,13 +36,13 @@ class Runtime(SharedState):
         generations: cuts groups and connects them again.
     """
 
-    def __init__(self, env: WorkerEnv, listener: Listener, disk: DiskLog, marks: BoundaryMarks | None) -> None:
+    def __init__(self, env: WorkerEnv, listener: OperationListener, disk: DiskLog, marks: BoundaryMarks | None) -> None:
         super().__init__(env, listener)
         groups = self.groups = Groups(self)
         self.disk = disk
         self._places = env.job_dir / f"places{env.restart}.{env.world_size}"
         limit = env.config.log.spill_bytes or _LIMIT
-        self.results = Results(self, groups, disk, BufferPool(), limit, marks)
+        self.results = CollectiveResults(self, groups, disk, BufferPool(), limit, marks)
         self.suspicion = Suspicion(self, groups)
         self.others = OtherThreads(self)
         self.operations = Operations(self, groups, self.results, self.suspicion, self.others)

@@ -13,7 +13,7 @@ import torch
 from shared_core.errors import SwiftError
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.comm.compute_lock import ComputeLock
-from shared_core.worker.comm.listener import Listener, Part, RecordKey
+from shared_core.worker.comm.listener import OperationListener, Part, RecordKey
 from shared_core.worker.comm.places import ProgramPlace
 
 
@@ -55,7 +55,7 @@ class SharedState:
             of whom (global ranks), what. None if nothing.
     """
 
-    def __init__(self, env: WorkerEnv, listener: Listener) -> None:
+    def __init__(self, env: WorkerEnv, listener: OperationListener) -> None:
         self.rank, self.world_size, self.listener = env.rank, env.world_size, listener
         detection = env.config.detection
         self.connect_timeout_s, self.wait_timeout_s = detection.connect_timeout_s, detection.wait_timeout_s

@@ -24,9 +24,9 @@ from shared_core.events import console
 from shared_core.resources import FULL
 from shared_core.waiting import Wait
 from shared_core.worker.messages import segments
-from shared_core.worker.messages.archive_index import Index, Record, files
-from shared_core.worker.messages.archive_writer import Stats, Write, Writer, make_folder
-from shared_core.worker.messages.segments import Key, Place
+from shared_core.worker.messages.archive_index import ArchiveRecord, Index, files
+from shared_core.worker.messages.archive_writer import ArchiveWriter, Stats, Write, make_folder
+from shared_core.worker.messages.segments import Key, SegmentPlace
 
 __all__ = ["Archive", "Key", "Stats"]
 
@@ -84,7 +84,7 @@ class Archive:
         self._index, self._stats = Index(), Stats()
         self._told: set[int | None] = set()
         append = write or segments.write_all
-        self._writer = Writer(
+        self._writer = ArchiveWriter(
             folder, self._seed, segment_bytes, append, self._changed, self._index, self._stats, self._stop
         )
         next_number = 0
@@ -118,7 +118,7 @@ class Archive:
                 return
         held = [segments.plain(tensor) for tensor in tensors]
         header = segments.encode(key, held)
-        record = Record(key, header, held, len(header) + sum(t.nbytes for t in held))
+        record = ArchiveRecord(key, header, held, len(header) + sum(t.nbytes for t in held))
         with self._changed:
             self._wait_for_room(record.size)
             if self._closed_or_failed() or self._index.holds(*name):
@@ -220,7 +220,7 @@ class Archive:
                     damaged.append((channel, index))
         return damaged
 
-    def _forget(self, channel: str, index: int, place: Place) -> bool:
+    def _forget(self, channel: str, index: int, place: SegmentPlace) -> bool:
         with self._changed:
             return self._index.forget(channel, index, place)
 

@@ -12,10 +12,10 @@ import torch
 from shared_core.errors import CorruptFile
 from shared_core.events import console
 from shared_core.worker.messages import segments
-from shared_core.worker.messages.segments import Key, Place, Segment
+from shared_core.worker.messages.segments import Key, Segment, SegmentPlace
 
 
-class Record(NamedTuple):
+class ArchiveRecord(NamedTuple):
     """One that waits for the disk. ``size`` is in bytes, of the header and the tensors."""
 
     key: Key
@@ -33,10 +33,10 @@ class Index:
     """
 
     def __init__(self) -> None:
-        self.waiting: dict[tuple[str, int], Record] = {}
+        self.waiting: dict[tuple[str, int], ArchiveRecord] = {}
         self.segments: list[Segment] = []
         self.doomed: deque[Segment] = deque()
-        self._places: dict[str, dict[int, Place]] = {}
+        self._places: dict[str, dict[int, SegmentPlace]] = {}
         self._newest: dict[str, int] = {}  # put, whether or not it can be read
 
     def load(self, folder: Path, seed: int) -> tuple[int, int]:
@@ -64,7 +64,7 @@ class Index:
             self.segments.append(segment)
             for channel, index, _, offset, header, payload in segment.entries:
                 self.note(channel, index)
-                self.add(channel, index, Place(segment, offset, header, payload))
+                self.add(channel, index, SegmentPlace(segment, offset, header, payload))
         if damaged:
             named = ", ".join(f"{index} of {channel}" for channel, index in damaged[:5])
             console(f"the log in {folder} has {len(damaged)} damaged message(s), left out: {named}")
@@ -76,10 +76,10 @@ class Index:
         """A record was put, whether or not it can be read."""
         self._newest[channel] = max(index, self._newest.get(channel, index))
 
-    def add(self, channel: str, index: int, place: Place) -> None:
+    def add(self, channel: str, index: int, place: SegmentPlace) -> None:
         self._places.setdefault(channel, {})[index] = place
 
-    def forget(self, channel: str, index: int, place: Place) -> bool:
+    def forget(self, channel: str, index: int, place: SegmentPlace) -> bool:
         """Leave a damaged record out. False if another has taken its place, or it was dropped."""
         held = self._places.get(channel, {})
         if held.get(index) is not place:
@@ -101,11 +101,11 @@ class Index:
     def holds(self, channel: str, index: int) -> bool:
         return index in self._places.get(channel, ()) or (channel, index) in self.waiting
 
-    def place(self, channel: str, index: int) -> Place | None:
+    def place(self, channel: str, index: int) -> SegmentPlace | None:
         """Where a record is in the files; None if it is not there."""
         return self._places.get(channel, {}).get(index)
 
-    def in_files(self) -> list[tuple[str, int, Place]]:
+    def in_files(self) -> list[tuple[str, int, SegmentPlace]]:
         return [(channel, index, place) for channel, held in self._places.items() for index, place in held.items()]
 
     def indices(self, channel: str) -> list[int]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from shared_core.system import threads
 from shared_core.worker.messages import log_budget, segments
-from shared_core.worker.messages.archive_index import Index, Record
-from shared_core.worker.messages.segments import Place, Segment
+from shared_core.worker.messages.archive_index import ArchiveRecord, Index
+from shared_core.worker.messages.segments import Segment, SegmentPlace
 
 #: Appends to a file.
 Write = Callable[[int, Sequence[bytes | memoryview]], Any]
@@ -44,7 +44,7 @@ class Stats:
     failed: str | None = None
 
 
-class Writer:
+class ArchiveWriter:
     """Writes what is put, and deletes what is dropped.
 
     Args:
@@ -68,7 +68,7 @@ class Writer:
     ) -> None:
         self._folder, self._seed, self._segment_bytes, self._write = folder, seed, segment_bytes, write
         self._changed, self._index, self._stats, self._failed = changed, index, stats, failed
-        self._ring: deque[Record] = deque()
+        self._ring: deque[ArchiveRecord] = deque()
         self._lease: int | None = None
         self._reserved = 0  # for the record that is written now
         self._closing = False
@@ -94,7 +94,7 @@ class Writer:
     def closing(self) -> bool:
         return self._closing
 
-    def add(self, record: Record) -> None:
+    def add(self, record: ArchiveRecord) -> None:
         self._ring.append(record)
         self._index.waiting[(record.key.channel, record.key.index)] = record
         self._stats.bytes_waiting += record.size
@@ -130,7 +130,7 @@ class Writer:
         """Whether what waits cannot be written within the lease, and nothing is being deleted."""
         return bool(self._ring) and not self._fits(self._ring[0]) and not self._index.doomed
 
-    def _fits(self, record: Record) -> bool:
+    def _fits(self, record: ArchiveRecord) -> bool:
         return self._room_for(_most(record))
 
     def _room_for(self, more: int) -> bool:
@@ -146,7 +146,7 @@ class Writer:
         self._closing = True
         self._changed.notify_all()
 
-    def _is_next(self, record: Record) -> bool:
+    def _is_next(self, record: ArchiveRecord) -> bool:
         """Whether the record is still wanted: it is not when logging was stopped meanwhile."""
         return bool(self._ring) and self._ring[0] is record
 
@@ -182,7 +182,7 @@ class Writer:
                         self._failed(error)
         return doomed is not None or record is not None
 
-    def _store(self, record: Record) -> None:
+    def _store(self, record: ArchiveRecord) -> None:
         parts = [segments.view_bytes(tensor) for tensor in record.tensors]
         segment, key, stats = self._room(record), record.key, self._stats
         head = segments.frame(self._seed, segment, record.header, parts)
@@ -199,7 +199,7 @@ class Writer:
                 return
             if not segment.gone:
                 segment.add(key, offset, len(record.header), payload)
-                self._index.add(key.channel, key.index, Place(segment, offset, len(record.header), payload))
+                self._index.add(key.channel, key.index, SegmentPlace(segment, offset, len(record.header), payload))
             stats.records += 1
             stats.bytes_written += len(head) + payload
             stats.bytes_waiting -= record.size
@@ -207,7 +207,7 @@ class Writer:
             del self._index.waiting[(key.channel, key.index)]
             self._changed.notify_all()
 
-    def _room(self, record: Record) -> Segment:
+    def _room(self, record: ArchiveRecord) -> Segment:
         segment = self._open
         if segment is not None and not segment.gone and segment.entries:
             if segment.size + record.size > self._segment_bytes:
@@ -259,7 +259,7 @@ class Writer:
             self._changed.notify_all()
 
 
-def _most(record: Record) -> int:
+def _most(record: ArchiveRecord) -> int:
     """Bytes on disk of a file that holds this record alone."""
     return segments.START + segments.FIXED + record.size
 

@@ -100,7 +100,7 @@ class Segment:
             os.close(fd)
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """Where a record is: its segment, offset, and the bytes of its header and payload."""
 
     segment: Segment
@@ -228,7 +228,7 @@ def index_bytes(seed: int, segment: Segment) -> bytes:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_record(seed: int, place: Place, channel: str, index: int) -> tuple[Key, list[torch.Tensor]]:
+def read_record(seed: int, place: SegmentPlace, channel: str, index: int) -> tuple[Key, list[torch.Tensor]]:
     """The record at ``place``, in new CPU tensors. Raises CorruptFile if it is not what was written; the message names
     the file and the offset.
     """

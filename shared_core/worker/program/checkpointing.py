@@ -8,12 +8,12 @@ import torch
 
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.recovery.start import WorkerStart
-from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
 class Checkpointing:
-    def __init__(self, start: WorkerStart, position: Position, publisher: SharedMemoryPublisher) -> None:
+    def __init__(self, start: WorkerStart, position: BoundaryPosition, publisher: SharedMemoryPublisher) -> None:
         self._start, self._position, self._publisher = start, position, publisher
         self._reachable = True
 

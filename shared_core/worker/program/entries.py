@@ -13,7 +13,7 @@ from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.start import WorkerStart
-from shared_core.worker.state.local_state import Parts, Position
+from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.publications import SharedMemoryPublisher
 
 #: Numbers in a part of the program that lies in an epoch.
@@ -38,10 +38,10 @@ class Entries:
     def __init__(
         self,
         start: WorkerStart,
-        position: Position,
+        position: BoundaryPosition,
         runtime: Runtime,
         publisher: SharedMemoryPublisher,
-        parts: Parts,
+        parts: StateParts,
         reporter: RecoveryReporter,
         boundaries: StepBoundaries,
         publishing: Publishing,

@@ -15,7 +15,7 @@ from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.state.ddp_buckets import Buckets
-from shared_core.worker.state.local_state import Parts, Position
+from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.updates import Updates
 
 
@@ -25,10 +25,10 @@ class Joining:
     def __init__(
         self,
         start: WorkerStart,
-        position: Position,
+        position: BoundaryPosition,
         place: ProgramPlace,
         made_groups: MadeGroups,
-        parts: Parts,
+        parts: StateParts,
         trained: Trained,
         buckets: Buckets,
         updates: Updates,

@@ -6,12 +6,12 @@ from typing import Any
 
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.recovery.start import WorkerStart
-from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.publications import SharedMemoryPublisher, Tally
 
 
 class Notes:
-    def __init__(self, publisher: SharedMemoryPublisher, position: Position, start: WorkerStart) -> None:
+    def __init__(self, publisher: SharedMemoryPublisher, position: BoundaryPosition, start: WorkerStart) -> None:
         self._publisher, self._position, self._start = publisher, position, start
 
     def keep(self, kind: str, name: str, value: Any) -> None:

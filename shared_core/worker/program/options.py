@@ -15,7 +15,7 @@ from shared_core.worker.link import wish
 from shared_core.worker.recovery.start import WorkerStart
 
 
-class Options:
+class ProgramOptions:
     """The options of one worker. ``env`` holds those that apply, also after :meth:`use_checkpoints`."""
 
     def __init__(self, env: WorkerEnv, runtime: Runtime, start: WorkerStart) -> None:

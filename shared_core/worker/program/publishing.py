@@ -14,7 +14,7 @@ from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import ForwardRecorder
-from shared_core.worker.state.local_state import Parts, Position
+from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
@@ -22,8 +22,8 @@ from shared_core.worker.state.updates import Updates
 class Publishing:
     def __init__(
         self,
-        position: Position,
-        parts: Parts,
+        position: BoundaryPosition,
+        parts: StateParts,
         made_groups: MadeGroups,
         trained: Trained,
         buckets: Buckets,

@@ -14,7 +14,7 @@ from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.state.ddp_buckets import Buckets
-from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.updates import Updates
 
 #: So many boundaries in a row are no recovery points for pending gradients; then these are published, too.
@@ -26,7 +26,7 @@ class StepBoundaries:
 
     def __init__(
         self,
-        position: Position,
+        position: BoundaryPosition,
         trained: Trained,
         buckets: Buckets,
         updates: Updates,

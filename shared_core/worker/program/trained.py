@@ -21,14 +21,14 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
 from shared_core.worker.comm.op import Op
 from shared_core.worker.sharded.own import Owner, OwnState
-from shared_core.worker.sharded.shard import SHARD, Shard
+from shared_core.worker.sharded.shard import SHARD, TrainedShard
 from shared_core.worker.sharded.support import refuse, sharded_modules
 from shared_core.worker.state.attached import Attached
 from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.forward_pass import ForwardRecorder
 from shared_core.worker.state.layers import LAYERS_OFF, Layers
 from shared_core.worker.state.leftover_gradients import LeftoverGradients
-from shared_core.worker.state.local_state import Parts
+from shared_core.worker.state.local_state import StateParts
 from shared_core.worker.state.overlapped import Overlapped, check
 from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
 from shared_core.worker.state.replicated import Replicated
@@ -66,7 +66,7 @@ class Trained:
         config: SwiftConfig,
         runtime: Runtime,
         updates: Updates,
-        parts: Parts,
+        parts: StateParts,
         buckets: Buckets,
         forward_recorder: ForwardRecorder,
         overlapped: Overlapped,
@@ -198,7 +198,7 @@ class Trained:
         results, self.shard = self._runtime.results, None
         if divided:
             engine = divided[0]
-            self.shard = engine.own_state() if isinstance(engine, Owner) else Shard(divided, replicated, results)
+            self.shard = engine.own_state() if isinstance(engine, Owner) else TrainedShard(divided, replicated, results)
         results.shard(self.shard is not None, padded=self.shard is not None and self.shard.padded)
         self._meets = False
         if self.shard is not None:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shared_core.errors import Unsupported
 from shared_core.events import console_once
 from shared_core.worker.comm import Runtime
-from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.local_state import BoundaryPosition
 
 #: Updates without a boundary after which the user is told: before the first boundary, and between two.
 _FIRST, _LATER = 3, 100
@@ -34,7 +34,7 @@ _TOO_MUCH = (
 class Unmarked:
     """Counts updates between step boundaries. ``irreplaceable``: why no worker can be replaced; else empty."""
 
-    def __init__(self, position: Position, runtime: Runtime, budget_bytes: int) -> None:
+    def __init__(self, position: BoundaryPosition, runtime: Runtime, budget_bytes: int) -> None:
         self._position, self._runtime = position, runtime
         self._limit = budget_bytes or _LOG_BYTES
         self._tell: Callable[[], None] = lambda: None

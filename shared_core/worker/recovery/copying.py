@@ -15,7 +15,7 @@ from shared_core.waiting import Wait
 from shared_core.worker.comm.gloo import InnerGroup
 from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.recovery.transfer import nbytes, receive, send
-from shared_core.worker.state.incremental_copy import IncrementalCopy, LoggedUpdate, Piece, Sums
+from shared_core.worker.state.incremental_copy import CopyPiece, CopySums, IncrementalCopy, LoggedUpdate
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.update_replay import compare, in_order, put, repeat
 from shared_core.worker.state.updates import Updates
@@ -44,12 +44,12 @@ def give(inner: InnerGroup, replacement: int, updates: Updates, incremental_copy
         sent.nbytes += nbytes(tensors)
 
     for item in incremental_copy.next_items(updates.gate.held, lambda: updates.state_version):
-        if isinstance(item, Piece):
+        if isinstance(item, CopyPiece):
             say({"what": "piece", "places": item.places, "states": item.description}, item.tensors)
         elif isinstance(item, LoggedUpdate):
             facts = {"version": item.version, "optimizer": item.optimizer, "groups": item.groups}
             say({"what": "update", "places": item.places} | facts, item.gradients)
-        elif isinstance(item, Sums):
+        elif isinstance(item, CopySums):
             say({"what": "sums", "places": item.places, "sums": item.sums})
         else:
             say({"what": "level"})
@@ -87,14 +87,14 @@ class Taking:
         inject.point("copy.take")
         what, replicated = head["what"], self._replicated
         if what == "piece":
-            put(replicated, Piece(head["places"], head["states"], tensors))
+            put(replicated, CopyPiece(head["places"], head["states"], tensors))
         elif what == "update":
             repeat(
                 replicated,
                 LoggedUpdate(head["version"], head["optimizer"], head["groups"], head["places"], tensors, []),
             )
         elif what == "sums":
-            compare(replicated, Sums(head["places"], head["sums"]))
+            compare(replicated, CopySums(head["places"], head["sums"]))
         elif what == "level":
             self.level = True
         else:

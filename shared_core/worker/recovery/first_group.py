@@ -5,7 +5,7 @@ from __future__ import annotations
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
 from shared_core.worker.recovery.place_reports import PlaceReports
-from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.start_point import StartPoint
@@ -15,7 +15,7 @@ from shared_core.worker.state.updates import Updates
 
 def on_first_group(
     runtime: Runtime,
-    recovery: Recovery,
+    recovery: WorkerRecovery,
     start_point: StartPoint,
     updates: Updates,
     replays: Replays,

@@ -228,5 +228,5 @@ class Forming:
         runtime.expected = {} if wrong or plan.copies else self._publisher.input_checksums.read()
 
     def made_again(self, group: str) -> tuple[StepBoundary | None, dict[int, Logged]]:
-        """See :meth:`Listener.made_again`."""
+        """See :meth:`OperationListener.made_again`."""
         return self._boundary, self._for_later.pop(group, {})

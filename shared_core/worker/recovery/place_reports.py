@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from shared_core.errors import DamagedRecord
 from shared_core.protocol.codec import Count, decode
-from shared_core.protocol.place import Place
+from shared_core.protocol.place import CollectivePlace
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.worker.comm.groups import GroupState
@@ -82,7 +82,7 @@ class PlaceReports:
 
     def _compare(self, group: GroupState, places: GroupPlaces, theirs: Sequence[_Run]) -> None:
         runtime = self._runtime
-        called = {seq: Place(*run[2:]) for run in theirs for seq in range(run[0], run[0] + run[1])}
+        called = {seq: CollectivePlace(*run[2:]) for run in theirs for seq in range(run[0], run[0] + run[1])}
         with runtime.lock:
             mine = places.own_before(group.next)
             for seq, place in called.items():
@@ -99,7 +99,7 @@ def _key(group: GroupState, member: int) -> str:
     return f"place/{group.id:08x}/{group.ranks[member]}"
 
 
-def _runs(called: Sequence[tuple[int, Place]]) -> list[list[int]]:
+def _runs(called: Sequence[tuple[int, CollectivePlace]]) -> list[list[int]]:
     runs: list[list[int]] = []
     for seq, place in called:
         if runs and runs[-1][2:] == [*place] and sum(runs[-1][:2]) == seq:

@@ -38,7 +38,7 @@ from shared_core.worker.recovery.survivor import Survivor
 from shared_core.worker.state.publications import SharedMemoryPublisher
 
 
-class Recovery:
+class WorkerRecovery:
     """The recovery of one worker. ``replacement``: this worker takes over from another."""
 
     def __init__(

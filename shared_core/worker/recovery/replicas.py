@@ -17,7 +17,7 @@ from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.waiting import wait_for
 from shared_core.worker.recovery.forming import Comparison
-from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.state.checksums import RunningSums, combined
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
@@ -33,7 +33,7 @@ _APART = (
 
 
 @dataclass(frozen=True)
-class Sums:
+class ReplicaSums:
     """Checksums of a rank's replicated state, by parameter, and how many optimizer steps it contained when its last
     part was summed.
     """
@@ -42,16 +42,16 @@ class Sums:
     sums: list[int]
 
     @classmethod
-    def read(cls, raw: bytes, key: str, parameters: int) -> Sums:
+    def read(cls, raw: bytes, key: str, parameters: int) -> ReplicaSums:
         """Parse ``raw``, read from ``key``. Raises DamagedRecord if it is none of so many parameters."""
-        found: Sums = decode(raw, cls, key)
+        found: ReplicaSums = decode(raw, cls, key)
         if len(found.sums) != parameters:
             raise damaged(key, f"it has {len(found.sums)} sums of {parameters} parameters")
         return found
 
 
 class Replicas:
-    def __init__(self, env: WorkerEnv, recovery: Recovery, updates: Updates) -> None:
+    def __init__(self, env: WorkerEnv, recovery: WorkerRecovery, updates: Updates) -> None:
         self._env, self._recovery, self._updates = env, recovery, updates
         #: Comparisons that are made, and of which sums are being made.
         self._compared: Comparison | None = None
@@ -83,7 +83,7 @@ class Replicas:
             return
         self._compared = due
         key = f"sums/{due.generation}/{due.version}"
-        report = Sums(self._updates.version, sums)
+        report = ReplicaSums(self._updates.version, sums)
         self._recovery.store.below().set(f"{key}/{self._env.rank}", json.dumps(asdict(report)))
         if self._env.rank == min(ranks):
             args = (key, due, ranks, list(state.names))
@@ -119,7 +119,7 @@ class Replicas:
             console(f"{error} Replicas are not compared after this recovery")
             return
         try:
-            reports = [Sums.read(store.get(each), each, len(names)) for each in keys.values()]
+            reports = [ReplicaSums.read(store.get(each), each, len(names)) for each in keys.values()]
         except DamagedRecord as error:
             console(f"{error}. Replicas are not compared after this recovery")
             return

@@ -10,12 +10,12 @@ from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.comm import Runtime
 from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.job_store import JobStore
-from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.start_point import StartPoint
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
-from shared_core.worker.state.local_state import Parts
-from shared_core.worker.state.orders import Orders
+from shared_core.worker.state.local_state import StateParts
+from shared_core.worker.state.orders import StateOrders
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
@@ -32,7 +32,7 @@ class WorkerStart:
 
     checkpoints: Checkpoints
     start_point: StartPoint
-    orders: Orders | None
+    orders: StateOrders | None
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class WorkerStart:
         fatal_actions: FatalActions,
         events: EventLog,
         updates: Updates,
-        parts: Parts,
+        parts: StateParts,
         publisher: SharedMemoryPublisher,
-        recovery: Recovery,
+        recovery: WorkerRecovery,
         survivor_groups: SurvivorGroups,
         presses: Callable[[], bool],
         spare: Spare,
@@ -68,5 +68,5 @@ class WorkerStart:
         keeps = config.checkpoint.dir is not None and not config.reroutes
         orders = None
         if config.resizes or keeps:
-            orders = Orders(self._publisher.orders, config.resize.data == "drop", config.resizes)
+            orders = StateOrders(self._publisher.orders, config.resize.data == "drop", config.resizes)
         self.checkpoints, self.start_point, self.orders = checkpoints, start_point, orders

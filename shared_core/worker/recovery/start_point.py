@@ -17,7 +17,7 @@ from shared_core.worker.checkpoints.restored import Restored, ends_before
 from shared_core.worker.fatal_actions import EXIT_STALE
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.recovery.rank_copy import unpack
-from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.resize import take_over
 from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
@@ -33,7 +33,7 @@ class StartPoint:
     def __init__(
         self,
         env: WorkerEnv,
-        recovery: Recovery,
+        recovery: WorkerRecovery,
         survivor_groups: SurvivorGroups,
         checkpoints: Checkpoints,
         updates: Updates,

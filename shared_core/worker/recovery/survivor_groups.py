@@ -27,9 +27,9 @@ from shared_core.worker import link
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.exchange import Received
-from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.survivor_group import LONGEST_WAIT, SurvivorGroup
-from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.local_state import BoundaryPosition
 
 
 class _Arrivals:
@@ -69,7 +69,7 @@ class WaitFor(Enum):
 class SurvivorGroups:
     """Forms survivor groups, and admits replacements. Used by the program's thread but for :meth:`await_absent`."""
 
-    def __init__(self, recovery: Recovery, copies: StateCopies, position: Position) -> None:
+    def __init__(self, recovery: WorkerRecovery, copies: StateCopies, position: BoundaryPosition) -> None:
         self._recovery, self._runtime, self._env = recovery, recovery.runtime, recovery.env
         self._copies, self._position = copies, position
         self._survivor_group: SurvivorGroup | None = None
@@ -232,7 +232,7 @@ class SurvivorGroups:
         return before
 
     def await_absent(self) -> bool:
-        """See :meth:`Listener.await_absent`."""
+        """See :meth:`OperationListener.await_absent`."""
         if self._admits is None:
             return False
         self._admits()

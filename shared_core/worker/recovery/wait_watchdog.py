@@ -27,7 +27,7 @@ from shared_core.waiting import ends_text, quiet_s, ranks_text
 from shared_core.worker.comm.wait_status import finished, wait_status
 from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.link import at_end
-from shared_core.worker.recovery.recovery import Recovery
+from shared_core.worker.recovery.recovery import WorkerRecovery
 
 #: A wait that lasts longer is reported, in seconds.
 _REPORT_S = 1.0
@@ -42,7 +42,7 @@ AGAIN_S = 600.0
 class WaitWatchdog:
     """Watches the waits of one worker's program, on a thread of its own."""
 
-    def __init__(self, env: WorkerEnv, recovery: Recovery, events: EventLog, fatal_actions: FatalActions) -> None:
+    def __init__(self, env: WorkerEnv, recovery: WorkerRecovery, events: EventLog, fatal_actions: FatalActions) -> None:
         self._env, self._recovery, self._runtime, self._events = env, recovery, recovery.runtime, events
         self._fatal_actions, self._limit_s = fatal_actions, env.config.detection.wait_timeout_s
         self._clocks = time.monotonic(), time.process_time()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shared_core.worker.comm.compat import reduce_scatter_single
-from shared_core.worker.comm.results import Results
+from shared_core.worker.comm.results import CollectiveResults
 
 
 class ReduceFromOwnMemory:
@@ -17,7 +17,7 @@ class ReduceFromOwnMemory:
     reduction, which adds to the gradients of the shard.
     """
 
-    def __init__(self, results: Results, before: Callable[[], None]) -> None:
+    def __init__(self, results: CollectiveResults, before: Callable[[], None]) -> None:
         self._results, self._before = results, before
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shared_core.errors import UnsupportedOptimizer
-from shared_core.worker.comm.results import Results
+from shared_core.worker.comm.results import CollectiveResults
 from shared_core.worker.sharded import compat
 from shared_core.worker.sharded.leftover import LeftoverShards
 from shared_core.worker.sharded.local import is_distributed, local_part
@@ -27,14 +27,14 @@ SHARD = "swift.shard"
 _REPLICATED = -1
 
 
-class Shard:
+class TrainedShard:
     """The shard of one rank of ``fully_shard`` modules; see :class:`~shared_core.worker.sharded.own.OwnState`. Making
     one has FSDP reduce gradients from memory of their own, which the log keeps without a copy.
     """
 
     padded = False
 
-    def __init__(self, modules: Sequence[Any], replicated: Replicated, results: Results) -> None:
+    def __init__(self, modules: Sequence[Any], replicated: Replicated, results: CollectiveResults) -> None:
         self._modules, self._replicated = list(modules), replicated
         self._leftover = LeftoverShards(replicated.parameters)
         compat.reduce_by(modules, ReduceFromOwnMemory(results, self._leftover.reducing))

@@ -19,7 +19,7 @@ from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.comm.op import Op
 from shared_core.worker.state.bucket_inputs import BucketInput, BucketInputs
 from shared_core.worker.state.ddp_graph import FirstIteration, repeat
-from shared_core.worker.state.local_state import Position
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import Records
 from shared_core.worker.state.support import refuse_ddp, refuse_hooks
@@ -45,7 +45,7 @@ class Buckets:
         self,
         runtime: Runtime,
         publisher: SharedMemoryPublisher,
-        position: Position,
+        position: BoundaryPosition,
         unattached: Callable[[], None] = lambda: None,
     ) -> None:
         self._runtime, self._publisher, self._position, self._unattached = runtime, publisher, position, unattached

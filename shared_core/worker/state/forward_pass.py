@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shared_core.faults import inject
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.compat import out_of_graphs
-from shared_core.worker.state.local_state import Parts, Position
+from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
@@ -32,9 +32,9 @@ class ForwardRecorder:
         runtime: Runtime,
         publisher: SharedMemoryPublisher,
         updates: Updates,
-        parts: Parts,
+        parts: StateParts,
         joining: Callable[[], bool],
-        position: Position,
+        position: BoundaryPosition,
     ) -> None:
         self._runtime, self._publisher, self._updates = runtime, publisher, updates
         self._parts, self._joining, self._position = parts, joining, position

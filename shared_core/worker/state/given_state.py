@@ -14,7 +14,7 @@ from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.undo import Parts, Undo
 from shared_core.worker.state.update_count import Count
-from shared_core.worker.state.update_gate import Gate
+from shared_core.worker.state.update_gate import UpdateGate
 from shared_core.worker.state.update_images import UpdateImages
 
 
@@ -24,7 +24,7 @@ class GivenState:
     """
 
     def __init__(
-        self, gate: Gate, count: Count, images: UpdateImages, outside: ExternalMutation, fence: Callable[[], None]
+        self, gate: UpdateGate, count: Count, images: UpdateImages, outside: ExternalMutation, fence: Callable[[], None]
     ) -> None:
         self._gate, self._count, self._images, self._outside, self._fence = gate, count, images, outside, fence
         self._replicated: Replicated | None = None

@@ -59,7 +59,7 @@ class LoggedUpdate:
 
 
 @dataclass(frozen=True)
-class Piece:
+class CopyPiece:
     """A copy of the parameters at ``places`` with their optimizer state; see :func:`described`."""
 
     places: list[int]
@@ -68,7 +68,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sums:
+class CopySums:
     """Checksums of some parameters together with their optimizer state; see :func:`sums`."""
 
     places: list[int]
@@ -92,7 +92,7 @@ class IncrementalCopy:
         self._left = deque(_pieces(replicated))
         self._unchecked: deque[list[int]] = deque()
         self._taken: dict[int, int] = {}
-        self._queue: deque[LoggedUpdate | Sums] = deque()
+        self._queue: deque[LoggedUpdate | CopySums] = deque()
         self._bytes = 0
         self._most = max(_GRADIENTS * replicated.nbytes, _LEAST)
         self._watch = ChangeWatch(replicated)
@@ -168,8 +168,8 @@ class IncrementalCopy:
     # -- the thread that sends -----------------------------------------------------------------------
 
     def next_items(self, frozen: Callable[[], Any], version: Callable[[], int]) -> Iterator[Any]:
-        """What is to be sent, in order: :class:`Piece`, :class:`LoggedUpdate`, :class:`Sums`; None once all but the
-        newest update is there. Blocks between items. Ends when the copy is closed, or has failed.
+        """What is to be sent, in order: :class:`CopyPiece`, :class:`LoggedUpdate`, :class:`CopySums`; None once all
+        but the newest update is there. Blocks between items. Ends when the copy is closed, or has failed.
 
         The newest update comes last, or when another one follows: until then it may be taken back.
 
@@ -196,7 +196,7 @@ class IncrementalCopy:
                 with self._changed:
                     self._changed.wait_for(lambda seen=seen: self._ticks != seen)  # type: ignore[misc]
 
-    def _settled(self) -> LoggedUpdate | Sums | None:
+    def _settled(self) -> LoggedUpdate | CopySums | None:
         with self._changed:
             if self.failed or not self._queue:
                 return None
@@ -213,23 +213,23 @@ class IncrementalCopy:
 
     def _waiting_sums(self) -> bool:
         with self._changed:
-            return any(isinstance(each, Sums) for each in self._queue)
+            return any(isinstance(each, CopySums) for each in self._queue)
 
     def _may_check(self, version: int) -> bool:
         """Whether the next piece has been through an update since it was copied."""
         return all(self._taken.get(place, version) < version for place in self._unchecked[0])
 
-    def _look(self, version: int) -> Piece | None:
+    def _look(self, version: int) -> CopyPiece | None:
         """Copy the next piece, or sum one. No update runs."""
         if self._left:
             places = self._left.popleft()
             self._taken.update(dict.fromkeys(places, version))
             self._unchecked.append(places)
             description, tensors = described(self._replicated, places)
-            return Piece(places, description, [tensor.clone() for tensor in tensors])
+            return CopyPiece(places, description, [tensor.clone() for tensor in tensors])
         if self._may_check(version):
             places = self._unchecked.popleft()
-            self._queue.append(Sums(places, sums(self._replicated, places)))
+            self._queue.append(CopySums(places, sums(self._replicated, places)))
         return None
 
     def _fail(self, why: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from shared_core.worker.state.replicated import Replicated
 
 
-class _Group:
+class _GradientGroup:
     """Parameters, by place, that the program zeroes together: those of one model that the same optimizers (by
     number) step.
     """
@@ -65,7 +65,7 @@ class LeftoverGradients:
     """Gradients at the end of a batch that the next may add to, of all that is attached."""
 
     def __init__(self) -> None:
-        self._groups: Sequence[_Group] = []
+        self._groups: Sequence[_GradientGroup] = []
 
     def attach(self, replicated: Replicated | None) -> None:
         """Look at these models and optimizers from now on; None: at none."""
@@ -84,7 +84,7 @@ class LeftoverGradients:
         return found
 
 
-def _grouped(replicated: Replicated) -> list[_Group]:
+def _grouped(replicated: Replicated) -> list[_GradientGroup]:
     modules: dict[int, list[int]] = {id(p): [] for p in replicated.parameters}
     optimizers: dict[int, list[int]] = {id(p): [] for p in replicated.parameters}
     for number, module in enumerate(replicated.modules):
@@ -98,4 +98,4 @@ def _grouped(replicated: Replicated) -> list[_Group]:
     for place, parameter in enumerate(replicated.parameters):
         key = tuple(modules[id(parameter)]), tuple(optimizers[id(parameter)])
         groups.setdefault(key, {})[place] = parameter
-    return [_Group(steps, members) for (_, steps), members in groups.items()]
+    return [_GradientGroup(steps, members) for (_, steps), members in groups.items()]

@@ -19,7 +19,7 @@ _ATTACHED = "swift."
 
 
 @dataclass
-class Position:
+class BoundaryPosition:
     """How far the program of this worker is.
 
     Attributes:
@@ -58,7 +58,7 @@ class _Part:
     main: bool
 
 
-class Parts:
+class StateParts:
     """What only this rank has, by name. Random generators and the variables of the script are always among it."""
 
     def __init__(self, variables: Variables | None = None) -> None:

@@ -79,9 +79,9 @@ class OrderFiles:
         self._named.clear()
 
 
-class Orders:
-    """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`. ``may_drop``: samples
-    may be left out when the number of workers changes; ``asked``: it may change while the job runs.
+class StateOrders:
+    """Where loaders publish the order of their passes; see :class:`shared_core.loaders.Orders`. ``may_drop``:
+    samples may be left out when the number of workers changes; ``asked``: it may change while the job runs.
     """
 
     def __init__(self, files: OrderFiles, may_drop: bool, asked: bool) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Gate:
+class UpdateGate:
     """No update runs while somebody holds the state, and nobody takes hold of it while an update runs. Several may hold
     it at once.
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from shared_core.errors import RecoveryFailed
-from shared_core.worker.state.incremental_copy import LoggedUpdate, Piece, Sums, sums
+from shared_core.worker.state.incremental_copy import CopyPiece, CopySums, LoggedUpdate, sums
 from shared_core.worker.state.replicated import VALUE, Replicated, beside
 
 
 @torch.no_grad()
-def put(replicated: Replicated, piece: Piece) -> None:
+def put(replicated: Replicated, piece: CopyPiece) -> None:
     """Copy a piece of another worker's state to the parameters; its other tensors become optimizer state. Raises
     RecoveryFailed if shape or dtype of a parameter differ.
     """
@@ -59,7 +59,7 @@ def repeat(replicated: Replicated, update: LoggedUpdate) -> None:
             parameter.grad = own
 
 
-def compare(replicated: Replicated, expected: Sums) -> None:
+def compare(replicated: Replicated, expected: CopySums) -> None:
     """Compare the sums of another worker. Raises RecoveryFailed if parameters or optimizer state are not what they
     are there.
     """

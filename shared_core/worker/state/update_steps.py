@@ -24,7 +24,7 @@ from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.support import not_attached
 from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, begin_after_closure
 from shared_core.worker.state.update_count import Count
-from shared_core.worker.state.update_gate import Gate
+from shared_core.worker.state.update_gate import UpdateGate
 from shared_core.worker.state.update_images import UpdateImages
 
 
@@ -42,7 +42,7 @@ class UpdateSteps:
 
     def __init__(
         self,
-        gate: Gate,
+        gate: UpdateGate,
         count: Count,
         images: UpdateImages,
         outside: ExternalMutation,

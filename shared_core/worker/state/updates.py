@@ -16,7 +16,7 @@ from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.undo import Parts, Undo
 from shared_core.worker.state.unoptimized import UnoptimizedParameters
 from shared_core.worker.state.update_count import Count
-from shared_core.worker.state.update_gate import Gate
+from shared_core.worker.state.update_gate import UpdateGate
 from shared_core.worker.state.update_images import UpdateImages
 from shared_core.worker.state.update_steps import UpdateSteps
 
@@ -47,7 +47,7 @@ class Updates:
         self.replicated: Replicated | None = None
         self.outside, self.followers = ExternalMutation(preimages), Followers()
         self._images = UpdateImages(preimages, self._count, stable, self.outside)
-        self.gate = Gate()
+        self.gate = UpdateGate()
         self.given = GivenState(self.gate, self._count, self._images, self.outside, fence)
         self.steps = UpdateSteps(self.gate, self._count, self._images, self.outside, self.followers, after, fence)
 

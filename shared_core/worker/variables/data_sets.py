@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.kinds import FRAMEWORKS, RANDOM, kind_of, root_of
-from shared_core.worker.variables.writer import Writer, attributes_of, read_own
+from shared_core.worker.variables.writer import ValueWriter, attributes_of, read_own
 
 _ATOMS = (bool, int, float, str, bytes, type(None))
 #: What takes longer than this, in seconds, is looked at again only after this many times as long.
@@ -37,7 +37,7 @@ class DataSets:
 
     def __init__(self, ignored: set[str], tell: Callable[[str, float], Any]) -> None:
         self._loaders: Callable[[], Mapping[str, Any]] = dict
-        self._writer = Writer(lambda _: False)
+        self._writer = ValueWriter(lambda _: False)
         self._writer.of_data = True
         self._ignored, self._tell = ignored, tell
         #: Checksums after the last read (None before the first); names that had changed when the next read began.

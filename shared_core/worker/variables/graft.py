@@ -30,7 +30,7 @@ from shared_core.worker.variables.writer import (
     MODULE_PARTS,
     OF_DATA,
     Unbound,
-    Writer,
+    ValueWriter,
     attributes_of,
     iterator_state,
     state_of,
@@ -77,7 +77,7 @@ class Graft:
         named: objects of this run by the names of variables that held them when its loop began.
     """
 
-    def __init__(self, rows: Iterable[Any], writer: Writer, named: Mapping[str, Any]) -> None:
+    def __init__(self, rows: Iterable[Any], writer: ValueWriter, named: Mapping[str, Any]) -> None:
         self._rows = {row[0]: row for row in rows if row is not None}
         self._writer, self._named = writer, named
         self._here: dict[Any, Any] = {}

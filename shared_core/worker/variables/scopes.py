@@ -79,7 +79,7 @@ class Scope:
             self.holder.update(changed)
 
 
-class Told:
+class ToldVariables:
     """Attributes of one object, listed again when their names change. ``leaves``: names that do not count."""
 
     def __init__(self, name: str, thing: Any, leaves: frozenset[str]) -> None:
@@ -136,7 +136,7 @@ class Scopes:
         self._plans: dict[tuple[str, Any], _Plan] = {}
         self._frames: dict[tuple[int, int], tuple[Names, str]] = {}
 
-    def find(self, frame: types.FrameType | None, told: Iterable[Told]) -> Iterator[Scope]:
+    def find(self, frame: types.FrameType | None, told: Iterable[ToldVariables]) -> Iterator[Scope]:
         """All scopes: told objects first, then frames from ``frame`` outward, then modules and their classes."""
         for each in told:
             yield each.scope()

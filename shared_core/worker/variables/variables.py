@@ -23,7 +23,7 @@ from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of, root_of
-from shared_core.worker.variables.scopes import Kind, Scope, Scopes, Told, import_again
+from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again
 from shared_core.worker.variables.writer import (
     LIMIT,
     MODULE_PARTS,
@@ -32,7 +32,7 @@ from shared_core.worker.variables.writer import (
     TooLarge,
     Unbound,
     Unwritten,
-    Writer,
+    ValueWriter,
     read_own,
 )
 
@@ -132,8 +132,8 @@ class Variables:
         self._origin, self._refuse = origin, refuse
         self._scopes = Scopes()
         self._restored: dict[int, Any] = {}
-        self._writer = Writer(self._restored.__contains__)
-        self._told: dict[str, tuple[Any, Told]] = {}
+        self._writer = ValueWriter(self._restored.__contains__)
+        self._told: dict[str, tuple[Any, ToldVariables]] = {}
         self._leaves: list[tuple[type, frozenset[str]]] = []
         self._named: dict[str, Any] | None = None
         #: Variables, by scope and name, that are written as a stand-in.
@@ -166,7 +166,10 @@ class Variables:
         that do not count, beside those of :meth:`leave`.
         """
         leaves = frozenset(leaves).union(*(names for cls, names in self._leaves if isinstance(thing, cls)))
-        self._told[name] = thing, Told(name, thing, leaves | MODULE_PARTS if isinstance(thing, nn.Module) else leaves)
+        self._told[name] = (
+            thing,
+            ToldVariables(name, thing, leaves | MODULE_PARTS if isinstance(thing, nn.Module) else leaves),
+        )
         self._restored[id(thing)] = thing
         self._untold.hears()
         if name in self._untold.scopes:
@@ -345,7 +348,7 @@ class Variables:
         for scope in scopes:
             *_, names, values = self._row(scope)
             for name, value in zip(names.split(), values, strict=True):
-                looking = Writer(self._writer.restored)
+                looking = ValueWriter(self._writer.restored)
                 looking.ignored, looking.data, looking.begins = self._writer.ignored, self._writer.data, False
                 with suppress(Exception):
                     looking.write(value)

@@ -132,7 +132,7 @@ class _Followed:
 
     Args:
         parts: checksums of its parts, empty to be filled; None if a replacement has another value.
-        version: see :meth:`Writer.unchanged`.
+        version: see :meth:`ValueWriter.unchanged`.
     """
 
     def __init__(self, thing: Any, parts: list[int] | None, version: Any = None) -> None:
@@ -153,7 +153,7 @@ class _Followed:
         return self.parts is not None
 
 
-class Writer:
+class ValueWriter:
     """Writes values, and remembers what has not changed since it was first written.
 
     Args:
@@ -225,7 +225,7 @@ class Writer:
         part = next(turn) % max(-(-len(items) // _ROWS), 1)
         rows = items[part * _ROWS : (part + 1) * _ROWS]
         try:
-            found = zlib.crc32(Writer(lambda _: False).write(rows))
+            found = zlib.crc32(ValueWriter(lambda _: False).write(rows))
         except Exception:
             return False
         return bool(of_parts.setdefault(part, found) == found)
@@ -266,7 +266,7 @@ class Writer:
 
 
 class _Values(_Pickler):
-    def __init__(self, file: io.BytesIO, writer: Writer) -> None:
+    def __init__(self, file: io.BytesIO, writer: ValueWriter) -> None:
         super().__init__(file, None)
         self._writer, self._todo, self._count = writer, deque[tuple[int, str, Any, bool]](), 0
         self._of_data = writer.of_data
@@ -336,7 +336,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if k not in MODULE_PARTS or k in _STATE_OF_MODULES}
 
 
-def _object(writer: Writer, thing: Any) -> tuple[Any, ...]:
+def _object(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     found = attributes_of(thing)
     return ({k: v for k, v in found.items() if k not in writer.ignored} if writer.ignored else found,)
 
@@ -347,11 +347,11 @@ def _items(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
     return list(dict.items(table))
 
 
-def _module(writer: Writer, thing: Any) -> tuple[Any, ...]:
+def _module(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     return ({k: v for k, v in state_of(thing).items() if k not in writer.ignored},)
 
 
-def _tensor(writer: Writer, thing: torch.Tensor) -> tuple[Any, ...]:
+def _tensor(writer: ValueWriter, thing: torch.Tensor) -> tuple[Any, ...]:
     head = (str(thing.dtype).removeprefix("torch."), tuple(thing.shape), str(thing.device))
     if thing.layout is not torch.strided or thing.is_meta or thing.is_quantized:
         return ("apart", *head, b"", 0)
@@ -371,7 +371,7 @@ def _tensor(writer: Writer, thing: torch.Tensor) -> tuple[Any, ...]:
     return ("value", *head, data.tobytes(), gradient)
 
 
-def _on_device(writer: Writer, thing: torch.Tensor, head: tuple[Any, ...], gradient: int) -> tuple[Any, ...]:
+def _on_device(writer: ValueWriter, thing: torch.Tensor, head: tuple[Any, ...], gradient: int) -> tuple[Any, ...]:
     # Summed on its device, as the host cannot look at its memory.
     if thing.nbytes > _LARGE and writer.unchanged(thing, thing.data_ptr(), memoryview(checksum(thing).to_bytes(8))):
         return ("same", *head, b"", gradient)
@@ -386,7 +386,7 @@ def iterator_state(thing: Any) -> tuple[Any, int]:
     return None if ended else parts[1][0], length_hint(thing)
 
 
-def _ndarray(writer: Writer, thing: Any) -> tuple[Any, ...]:
+def _ndarray(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     if thing.dtype == object:
         return ("objects", "O", thing.shape, thing.ravel().tolist())
     head = (array_kind(thing.dtype.str).str, thing.shape)
@@ -397,7 +397,7 @@ def _ndarray(writer: Writer, thing: Any) -> tuple[Any, ...]:
     return ("value", *head, thing.tobytes())
 
 
-def _function(_: Writer, thing: Any) -> tuple[Any, ...]:
+def _function(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
     cells: list[Any] = []
     own: Any = None
     if not of_libraries(thing.__code__.co_filename):
@@ -418,7 +418,7 @@ class _DarkError(Exception):
     """An object does not show what it holds."""
 
 
-def _opaque(writer: Writer, thing: Any) -> tuple[Any, ...]:
+def _opaque(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
     return (writer.digest(thing),)
 
 
@@ -465,12 +465,12 @@ def _progress(thing: Any, depth: int = 0) -> Any:
 def _shown(value: Any) -> int | str:
     """A checksum of what an iterator holds; for much data only its type, as its own variable is compared."""
     try:
-        return zlib.crc32(Writer(lambda _: False, inner=True).write(value, _LARGE))
+        return zlib.crc32(ValueWriter(lambda _: False, inner=True).write(value, _LARGE))
     except Exception:
         return type(value).__qualname__
 
 
-def _large(writer: Writer, thing: Large) -> tuple[Any, ...]:
+def _large(writer: ValueWriter, thing: Large) -> tuple[Any, ...]:
     """Type, number of parts, and a checksum of what is compared, which is None if that is known to have changed."""
     value = thing.value
     summary = _summary(writer, value, 0)
@@ -481,10 +481,10 @@ def _large(writer: Writer, thing: Large) -> tuple[Any, ...]:
 _SIZED = (list, tuple, deque, dict, set, frozenset, torch.Tensor, np.ndarray)
 
 
-def _summary(writer: Writer, value: Any, depth: int) -> Any:
+def _summary(writer: ValueWriter, value: Any, depth: int) -> Any:
     """A checksum of small values; of large containers the length and both ends; None for what has changed."""
     try:
-        return zlib.crc32(Writer(lambda _: False).write(value, _LARGE))
+        return zlib.crc32(ValueWriter(lambda _: False).write(value, _LARGE))
     except Exception:  # too large
         pass
     if isinstance(value, (torch.Tensor, np.ndarray)) or depth >= _DEEPEST:
@@ -508,7 +508,7 @@ def _last(table: dict[Any, Any]) -> list[Any]:
     return list(islice(reversed(dict.items(table)), 8))
 
 
-_WAYS: dict[str, Callable[[Writer, Any], tuple[Any, ...]]] = {
+_WAYS: dict[str, Callable[[ValueWriter, Any], tuple[Any, ...]]] = {
     "object": _object,
     "module": _module,
     "tensor": _tensor,

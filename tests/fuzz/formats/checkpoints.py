@@ -61,7 +61,7 @@ def _use(data: bytes, folder: Path) -> Any:
         str(lineage.next_start(contents, command))
     lineage.left_behind(str(folder / "checkpoints"), _COMMAND.key, "--adopt", continues=True, again="--resume")
     lineage.to_adopt(str(where))
-    store.prune(where, 2, lambda found: lineage.Saved(found).run == "x")
+    store.prune(where, 2, lambda found: lineage.SavedCheckpoint(found).run == "x")
     return lineage.first_whole(contents.saved)
 
 
@@ -79,7 +79,7 @@ def _inner(meta: Any, folder: Path) -> bytes:
 
 def _mark(meta: Any, folder: Path) -> bytes:
     where = _folder_of(folder)
-    store.write_mark(where, _STEP, 0, store.Mark({"rank0": ("a" * 64, 12)}, meta))
+    store.write_mark(where, _STEP, 0, store.StoreMark({"rank0": ("a" * 64, 12)}, meta))
     return (where / store.folder_name(_STEP) / f"rank0{store.DONE}").read_bytes()
 
 

@@ -12,13 +12,13 @@ from shared_core.errors import CorruptFile
 from shared_core.pipeline.grouping import Budget, ChainProfile, plan_groups, trade_off
 from shared_core.reroute.plan_cache import PlanStore, Settings, _sealed
 from shared_core.schedule.planner import IterationPlan, plan
-from shared_core.schedule.schedule import Topology, Worker
+from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.schedule.timing import StageTimes, Times
 
 from ..harness import Target, exact, only_errors, stable
 
 topologies = st.builds(Topology, st.integers(2, 3), st.integers(1, 3), st.integers(1, 4))
-failures = st.sampled_from([(), (Worker(1, 0),)])
+failures = st.sampled_from([(), (PlannedWorker(1, 0),)])
 settings = st.builds(
     lambda topology, forward, ordered: Settings(topology, Times((StageTimes(forward),)), ordered=ordered),
     topologies,
@@ -72,7 +72,7 @@ def _write_stored(_value: Any, folder: Path) -> bytes:
     store = _store(folder)
     for path in store.folder.glob("*"):
         path.unlink()
-    store.make([Worker(1, 0)])
+    store.make([PlannedWorker(1, 0)])
     (path,) = store.folder.glob("failed-*.json")
     return path.read_bytes()
 
@@ -81,7 +81,7 @@ def _read_stored(data: bytes, folder: Path) -> Any:
     store = _store(folder)
     (path,) = store.folder.glob("failed-*.json")
     path.write_bytes(data)
-    found = store.look_up([Worker(1, 0)])
+    found = store.look_up([PlannedWorker(1, 0)])
     if found is None:
         raise CorruptFile("it will be made again")
     return found

@@ -18,7 +18,7 @@ from shared_core.protocol.rendezvous_document import read_document
 from shared_core.protocol.standstill import WaitStatus, awaited, describe, stuck
 from shared_core.protocol.worker_env import Resized
 from shared_core.protocol.worker_messages import SHAPES, read
-from shared_core.worker.recovery.replicas import Sums
+from shared_core.worker.recovery.replicas import ReplicaSums
 
 from ..harness import Target, only_errors, stable
 
@@ -218,6 +218,10 @@ TARGETS = [
     ),
     Target("records.word", words, lambda value, _: f"{value[0]} {json.dumps(value[1])}".encode(), _said, only_errors),
     Target(
-        "records.sums", sums, lambda value, _: _plain(value), lambda data, _: Sums.read(data, "sums", 2), only_errors
+        "records.sums",
+        sums,
+        lambda value, _: _plain(value),
+        lambda data, _: ReplicaSums.read(data, "sums", 2),
+        only_errors,
     ),
 ]

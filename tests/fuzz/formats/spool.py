@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shared_core.checkpoint.spool import SEALED, Sealed, Spool, Status
 from shared_core.checkpoint.spool import Target as Where
-from shared_core.checkpoint.writer import Writer
+from shared_core.checkpoint.writer import CheckpointWriter
 from shared_core.errors import CorruptFile
 from shared_core.events import EventLog
 from shared_core.plain_json import parse
@@ -128,7 +128,7 @@ def _work(data: bytes, folder: Path) -> None:
     spool = Spool(where, 0)
     (spool.folder_of(_STEP) / f"rank0{SEALED}").write_bytes(data)
     (spool.folder_of(_STEP) / "rank0").write_bytes(b"part")
-    Writer(Spool(where), EventLog(None)).work(hurry=True)
+    CheckpointWriter(Spool(where), EventLog(None)).work(hurry=True)
 
 
 TARGETS = [
