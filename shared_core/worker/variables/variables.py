@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -40,8 +41,6 @@ from shared_core.worker.variables.writer import (
 OFF = "SWIFT_TEST_NO_VARIABLES"
 #: The user is told what captures cost when so many have taken longer than this, in seconds.
 _DEAR_S, _DEAR_TIMES = 2e-3, 5
-#: Attributes of every optimizer, which are put back by others.
-_OF_OPTIMIZERS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 _ATOMS = (bool, int, float, str, bytes, type(None))
 #: So many iterators of C that a framework draws from are remembered.
 _SOURCES = 16
@@ -102,6 +101,12 @@ def _fill(graft: Graft, todo: Iterable[_Change]) -> None:
             changes.setdefault(scope.name, (scope, {}))[1][name] = value
     for scope, values in changes.values():
         scope.put(values)
+
+
+@cache
+def _of_every_optimizer() -> frozenset[str]:
+    """Attributes that others put back."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 
 
 def _elsewhere(rank: int | None, name: str, where: str) -> str:
@@ -229,7 +234,7 @@ class Variables:
             self._parts[f"optimizer {number}"] = optimizer
             if root_of(type(optimizer)) not in FRAMEWORKS | {"torch"}:
                 self._attached.append(f"optimizer {number}")
-                self.tell(f"optimizer {number}", optimizer, _OF_OPTIMIZERS)
+                self.tell(f"optimizer {number}", optimizer, _of_every_optimizer())
         for name, each in self._parts.items():
             self._writer.parts[id(each)] = name
         bare = [each.module if isinstance(each, nn.parallel.DistributedDataParallel) else each for each in modules]
