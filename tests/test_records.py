@@ -275,7 +275,7 @@ def test_what_no_worker_says_is_passed_over_once(capsys: pytest.CaptureFixture[s
         server.set("p/restart", b"\xff")
         assert watcher.look() == [
             ("restart", said.Restart("\ufffd")),
-            ("saved", said.Saved(True, 3)),
+            ("saved", said.CheckpointSaved(True, 3)),
             ("handed", said.Handed(1, 3)),
             ("divergent", [1]),
         ]

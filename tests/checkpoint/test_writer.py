@@ -70,7 +70,7 @@ class Vanishing(Spool):
 
 def test_its_end_where_the_folder_vanishes_meanwhile(spool: Spool, where: Path) -> None:
     snapshot(spool, 10, where, ranks=[0])
-    writer = writer_module.Writer(Vanishing(spool.folder), EventLog(None))
+    writer = writer_module.CheckpointWriter(Vanishing(spool.folder), EventLog(None))
     writer.say_last()
     assert not spool.folder.exists() and not where.exists()
 

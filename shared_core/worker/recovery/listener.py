@@ -9,7 +9,7 @@ from shared_core.worker.recovery.exchange import Replaying
 
 
 class RecoveryListener(Protocol):
-    """Given to :class:`~shared_core.worker.recovery.recovery.Recovery`. Called on any thread."""
+    """Given to :class:`~shared_core.worker.recovery.recovery.WorkerRecovery`. Called on any thread."""
 
     def recovered(self, fields: dict[str, Any]) -> None:
         """Recovery thread of a survivor: a generation is formed. ``fields`` are those of its event."""

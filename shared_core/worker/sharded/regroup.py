@@ -1,6 +1,6 @@
 """Shards of another number of ranks: what each new rank has of them.
 
-Plain data: tensors and lists as :class:`~shared_core.worker.sharded.shard.Shard` captures them.
+Plain data: tensors and lists as :class:`~shared_core.worker.sharded.shard.TrainedShard` captures them.
 """
 
 from __future__ import annotations
