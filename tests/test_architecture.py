@@ -114,6 +114,8 @@ def test_what_a_package_offers_is_what_it_imports_on_first_use(graph: Graph) -> 
         typed = {(i.imported, name) for i in module.imports if i.kind == "typing" for name in i.names}
         assert homes == typed, module.name
         assert {name for _, name in homes} <= set(offered(module) or ()), module.name
+        hidden = [name for _, name in homes if f"{module.name}.{name}" in graph]
+        assert not hidden, f"{module.name}: a module of that name takes its place once it is imported"
     assert found > 3
 
 

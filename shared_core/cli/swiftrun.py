@@ -326,7 +326,7 @@ def _before_the_program(modules: Sequence[str], section: bool) -> tuple[str, ...
     if section:
         return ("shared_core.pipeline.autoload",)
     if _WARM in modules and preload.is_there("deepspeed"):
-        return ("shared_core.prepared", "shared_core.pipeline.engines")
+        return ("shared_core.prepared", "shared_core.pipeline.engine_choice")
     return ("shared_core.prepared",)
 
 

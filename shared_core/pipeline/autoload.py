@@ -4,7 +4,7 @@
 attaches the engine, and loops over ``job.steps``.
 """
 
-import shared_core.pipeline.engines  # noqa: F401
+import shared_core.pipeline.engine_choice  # noqa: F401
 from shared_core.job import install
 
 install()
