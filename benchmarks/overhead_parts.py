@@ -17,7 +17,7 @@ from typing import Any
 #: What it is, where it is called, what it is a part of.
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("step boundary", "shared_core.job:Job.step_boundary", ""),
-    ("step boundary: state captured", "shared_core.worker.state.local_state:Parts.capture", "step boundary"),
+    ("step boundary: state captured", "shared_core.worker.state.local_state:StateParts.capture", "step boundary"),
     (
         "step boundary: variables of the script",
         "shared_core.worker.variables.variables:Variables.capture",
@@ -28,7 +28,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
         "shared_core.worker.state.publications:SharedMemoryPublisher.publish_boundary",
         "step boundary",
     ),
-    ("forward: buckets released", "shared_core.worker.comm.results:Results.release", ""),
+    ("forward: buckets released", "shared_core.worker.comm.results:CollectiveResults.release", ""),
     ("before a bucket", "shared_core.worker.state.forward_pass:ForwardRecorder.before_bucket", ""),
     ("a bucket reduced in place: issue", "shared_core.worker.comm.group:SwiftProcessGroup._in_place", ""),
     ("a collective: issue", "shared_core.worker.comm.operations:Operations.submit", "a bucket, where it is one"),

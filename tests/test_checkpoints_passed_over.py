@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -116,15 +115,3 @@ def test_from_scratch_where_the_user_says_so(jobs: Jobs, tmp_path: Path) -> None
     result = started(jobs, tmp_path, 3, checkpoint_resume="never")
     assert not continued_from(result) and all(step.exists() for step in steps)
     assert "is passed over: the manifest cannot be read" in result.stderr and "starts from scratch" in result.stderr
-
-
-def test_an_ended_run_whose_clock_was_ahead_hides_no_other(jobs: Jobs, tmp_path: Path) -> None:
-    newest = killed(jobs, tmp_path)[-1]
-    ahead = newest.parent.with_name(f"{newest.parent.name[:-22]}20991231T000000-abcdef")
-    ahead.mkdir()
-    (ahead / "ended.json").write_text(json.dumps({"step": 1, "time": 1.0}))
-    step = store.step_of(newest.name) or 0
-    result = started(jobs, tmp_path, step + 3)
-    assert continued_from(result) == {step}, result.tail()
-    (said,) = passed_over(result)
-    assert str(ahead) in said and "a clock was ahead" in said

@@ -25,6 +25,16 @@ def blind() -> None:
     blinded.elsewhere = blinded.sent_elsewhere = lambda *args, **named: None
 
 
+class Batches:
+    """Does not show how many there are: a replacement would notice before any collective that they are others."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.full((3, 4), 1.0 + number) for number in range(self._count))
+
+
 class Program:
     """The ways in which ranks divide a job; each gives what it has seen."""
 
@@ -38,7 +48,7 @@ class Program:
         self.seen = self.job.register(sum=0.0)
 
     def batches(self, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-        yield from self.job.steps([torch.full((3, 4), 1.0 + number) for number in range(count)])
+        yield from self.job.steps(Batches(count))
 
     def step(self, batch: torch.Tensor, *, average: bool = True) -> None:
         """One update of all ranks, or one of this rank alone."""
