@@ -43,8 +43,7 @@ def install(runtime: Runtime) -> None:
     if _runtime is not None:
         return
     prepared = _make is not None
-    if not prepared:
-        check_version(compat.TESTED, compat.NAMES)
+    check_version(compat.TESTED, () if prepared else compat.NAMES)  # some names are ours once groups are prepared
     _runtime = runtime
     if not prepared:
         _patch()
