@@ -256,7 +256,9 @@ def console(message: str) -> None:
 
 
 def _is_colored() -> bool:
-    return sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    # A stream that a script has put there need not have all methods.
+    is_terminal = getattr(sys.stderr, "isatty", lambda: False)()
+    return bool(is_terminal) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def marked(message: str) -> str:
