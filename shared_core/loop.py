@@ -85,6 +85,10 @@ _GIVE = (
 )
 
 
+_EARLIER_LOOP = (
+    "rank {}: {} loop number {} of this script, and attach() began one for each: what the loops before it have made "
+    "cannot be had again without running them"
+)
 _INSIDE = (
     "attach() was called inside a loop over job.epochs(): a replacement enters that loop at another epoch, without it. "
     "Make all models and optimizers before the loop, and attach them together; those that are not used yet may wait. "
@@ -210,6 +214,7 @@ class TrainingLoop:
         self._name, self.total_steps = name, 0
         self.epoch: int | None = None
         #: Odd inside epochs(), even before, between and after its calls.
+        self._number: int = after._number + 1 if after is not None else 1
         self._phase: int = after._phase if after is not None else 0
         self._round: int = after._round if after is not None else 0
         self._looked = self._replays = False
@@ -251,6 +256,7 @@ class TrainingLoop:
         self._next_phase()
         self._refuse_own_steps()
         target = self._target()
+        self._refuse_later(target)
         if target is None or target["phase"] == self._phase:
             self._look_around(sys._getframe())
             self._walk(own[0](), "epochs", bare=bare)
@@ -474,6 +480,7 @@ class TrainingLoop:
         self.job.entries.continues()
         self.job.checkpoints.note_reachable(self.epoch is not None or self._round == 1)
         target = self._target()
+        self._refuse_later(target)
         if target is None:
             if self.epoch is None and self._round == 2:
                 self._warnings.second_pass(self.job, _SECOND_PASS.format(self._name))
@@ -525,6 +532,18 @@ class TrainingLoop:
         found: dict[str, Any] | None = self.job.peek(_PLACE)
         return found
 
+    def _refuse_later(self, target: Mapping[str, Any] | None) -> None:
+        """A replacement does not run a loop that the failed worker had finished: code after it would see a model that
+        nobody has trained.
+        """
+        if target is None or target["loop"] <= self._number:
+            return
+        assert self.job is not None
+        if self.job.env.incarnation:
+            self.job.fall_back(_EARLIER_LOOP.format(self.job.rank, "the failed worker was in", target["loop"]))
+        reason = _EARLIER_LOOP.format(self.job.rank, "the checkpoint was made in", target["loop"])
+        raise Unsupported(f"{reason}. Start from scratch with checkpoint.resume='never'")
+
     def _next_phase(self) -> None:
         self._phase, self._round, self._looked = self._phase + 1, 0, False
         self._begin_part()
@@ -552,6 +571,7 @@ class TrainingLoop:
 
     def _capture_place(self) -> dict[str, Any]:
         return {
+            "loop": self._number,
             "phase": self._phase,
             "epoch": self.epoch,
             "round": self._round,
