@@ -89,6 +89,11 @@ _EARLIER_LOOP = (
     "rank {}: {} loop number {} of this script, and attach() began one for each: what the loops before it have made "
     "cannot be had again without running them"
 )
+_SEVERAL = (
+    "this script has several loops over {0}.epochs(). If a worker fails in a later one, its replacement runs the code "
+    "between them again without the trained parameters: save and evaluate at the end of a loop's last epoch instead "
+    "(docs/loops.md)"
+)
 _INSIDE = (
     "attach() was called inside a loop over job.epochs(): a replacement enters that loop at another epoch, without it. "
     "Make all models and optimizers before the loop, and attach them together; those that are not used yet may wait. "
@@ -214,6 +219,7 @@ class TrainingLoop:
         self._name, self.total_steps = name, 0
         self.epoch: int | None = None
         #: Odd inside epochs(), even before, between and after its calls.
+        self._later = False  # epochs() was called before
         self._number: int = after._number + 1 if after is not None else 1
         self._phase: int = after._phase if after is not None else 0
         self._round: int = after._round if after is not None else 0
@@ -257,6 +263,9 @@ class TrainingLoop:
         self._refuse_own_steps()
         target = self._target()
         self._refuse_later(target)
+        if self.job is not None and target is None and self._later and self.job.rank == 0:
+            console_once("several loops", _SEVERAL.format(self._name))
+        self._later = True
         if target is None or target["phase"] == self._phase:
             self._look_around(sys._getframe())
             self._walk(own[0](), "epochs", bare=bare)
