@@ -42,7 +42,7 @@ scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 """
 #: Each in a process of its own, after the imports.
 EACH = """
-import os, sys, traceback
+import atexit, os, sys, traceback
 for name, code in EXAMPLES.items():
     print(name, flush=True)
     if (child := os.fork()) == 0:
@@ -51,6 +51,7 @@ for name, code in EXAMPLES.items():
         except BaseException:
             traceback.print_exc()
             os._exit(1)
+        atexit._run_exitfuncs()  # what the example has made in memory is removed
         os._exit(0)
     if os.waitpid(child, 0)[1]:
         sys.exit(1)
