@@ -45,7 +45,7 @@ class _LazyService:
 
 
 class Services:
-    """The loggers of a trainer that do not write files of their own, in rank 0."""
+    """Loggers that send to a service (Weights & Biases, MLflow) and write no files. Rank 0 only."""
 
     def __init__(self, job: Job, loggers: Sequence[Logger]) -> None:
         self._job, self._loggers, self._opened = job, loggers, False

@@ -45,6 +45,7 @@ class Servers:
         wanted = config.watch
         self._dashboard: DashboardServer | None = None
         self._metrics: DashboardServer | None = None
+        self._closed = threading.Event()
         if wanted.dashboard is None and wanted.metrics_port is None:
             return
         if events is None:
@@ -68,7 +69,10 @@ class Servers:
         follower = Follower(job_dir)
         if self._dashboard is not None:
             self._dashboard.serve(dashboard.pages_of(follower.view))
-            threading.Thread(target=_keep_looking, args=[follower], name="swift-looks", daemon=True).start()
+            looks = threading.Thread(
+                target=_keep_looking, args=[follower, self._closed], name="swift-looks", daemon=True
+            )
+            looks.start()
             console(f"dashboard: http://{LOOPBACK}:{self._dashboard.port}/")
         if self._metrics is not None:
             self._metrics.serve(metrics.pages_of(follower.view))
@@ -76,14 +80,14 @@ class Servers:
 
     def close(self) -> None:
         """Give the ports back."""
+        self._closed.set()
         for server in (self._dashboard, self._metrics):
             if server is not None:
                 server.close()
 
 
-def _keep_looking(follower: Follower) -> None:
-    """Curves begin with the job, and not with the first who opens the page."""
-    never = threading.Event()
-    while not never.wait(_EVERY_S):
+def _keep_looking(follower: Follower, closed: threading.Event) -> None:
+    """Thread: record the curves from the start of the job, also while nobody has opened the page."""
+    while not closed.wait(_EVERY_S):
         with suppress(OSError):
             follower.view()

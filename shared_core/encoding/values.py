@@ -75,7 +75,7 @@ def _matrix_in(value: Any) -> bool:
 
 
 def encode_state(state: Any) -> Any:
-    """A ``state_dict`` encoded without functions and the like, which the replacement has of its own."""
+    """Encode a ``state_dict``. Functions and similar values are left out: the replacement makes its own."""
     if isinstance(state, dict):
         kept = []
         for name, value in state.items():

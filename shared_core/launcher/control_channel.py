@@ -114,7 +114,7 @@ class ControlChannel:
         self._wakeup.tell()  # look at the signals again
 
     def _wish(self, pid: int, wish: dict[str, Any]) -> None:
-        """A script on this machine asks for checkpoints of which the launcher was not told."""
+        """A script on this machine asks for checkpoints, and the launcher's own options do not."""
         before = self._starter.config
         try:
             if pid not in self._worker_pool.live:

@@ -11,7 +11,9 @@ class Fenced(Exception):  # noqa: N818 (not an error of anybody's)
 
 
 def sever(port: int) -> int:
-    """Shut down this process' TCP connections to that port, so that who waits in one returns; returns how many."""
+    """Shut down this process's TCP connections to ``port``, which wakes every thread that waits in one.
+    Returns how many there were.
+    """
     cut = 0
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -46,7 +46,7 @@ class LastCheckpoint:
         self.deadline: float | None = None
 
     def want(self) -> None:
-        """The script has asked for checkpoints of which the launcher was not told."""
+        """The script has asked for checkpoints, and the launcher's own options do not."""
         self._wanted = True
 
     def signals(self, names: Sequence[str]) -> tuple[str, ...]:

@@ -221,7 +221,7 @@ class MachineMembership:
                 mirror.fetch_replicated(machines, line.stay, line.attempt, self._job_dir)
 
     def fetch(self, ledger: Ledger, ranks: Sequence[int], number: int) -> None:
-        """Get what the last holders of ``ranks`` had published on a machine that has failed, from who has copies."""
+        """Fetch what the workers of ``ranks`` had published on a failed machine from the machines that keep copies."""
         taken = [rank for rank in ranks if ledger.incarnations[rank] > 0]
         if taken:
             others = [machine for machine in ledger.machines if machine != self._rendezvous.name]
@@ -261,7 +261,7 @@ def _reason(change: Reassignment) -> str:
 
 
 def _from_others(ranks: Sequence[int]) -> AbstractContextManager[None]:
-    """Tell the user when it takes long. No limit of its own: each connection has a time-out."""
+    """Print a line if the fetch takes long. It has no limit, because each connection has a time-out."""
     whom = f"other machines to send what {ranks_text(ranks)} had published"
     ends = "what does not come is done without"
     return Wait("this machine", whom, math.inf, ends=ends).announced()

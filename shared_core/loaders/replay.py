@@ -59,8 +59,8 @@ def start_of(record: ReadingRecord, read: bool) -> ReaderStart:
 
 _OTHER_CONTENTS = (
     "rank {}: this pass reads a {} in the replacement, and a {} in the failed worker. The script makes it from what "
-    "training changes, such as the parameters or a counter, and a replacement has these later. Make each pass an epoch "
-    "of its own, or let what it reads depend on nothing that training changes (docs/loops.md)"
+    "training changes, such as the parameters or a counter, and a replacement has these later. Make each pass a "
+    "separate epoch, or make the data independent of what training changes (docs/loops.md)"
 )
 
 

@@ -142,7 +142,7 @@ def import_deepspeed() -> Any:
 
 @contextmanager
 def engines(kind: type) -> Iterator[None]:
-    """Patch: inside, ``deepspeed.initialize`` makes engines of class ``kind`` instead of its own; it offers no hook."""
+    """Patch ``deepspeed.initialize`` inside the block: it makes engines of class ``kind``. There is no hook for it."""
     import deepspeed
 
     name = "PipelineEngine" if issubclass(kind, deepspeed.PipelineEngine) else "DeepSpeedEngine"

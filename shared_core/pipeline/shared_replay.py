@@ -55,7 +55,7 @@ class SharedReplay:
         )
 
     def offer(self) -> None:
-        """Help replacements from now on, in threads of their own."""
+        """Start the threads that help replacements."""
         engine, job, threads = self._engine, self._job, torch.get_num_threads()
 
         def stage_of(rank: int) -> Stage:

@@ -117,7 +117,7 @@ class Roles:
     def feed_again(
         self, steps: Mapping[int, Step], views: Mapping[int, Any], vacant: frozenset[PlannedWorker]
     ) -> dict[int, set[int]]:
-        """On a new survivor group, give sums to workers that compute elsewhere; returns who has sums, by step."""
+        """On a new survivor group, send sums to the workers that moved. Returns the ranks that have sums, by step."""
         having = {
             number: {rank for rank, view in views.items() if view["steps"].get(str(number), {}).get("reduced")}
             for number in steps
@@ -185,7 +185,7 @@ class Roles:
 
 
 class StateFollower:
-    """Has a worker that computes elsewhere make the updates of its own stage."""
+    """Makes the updates of the home stage in a worker that has moved to another."""
 
     def __init__(self, home: PlannedWorker, model: StageModel, places: StagePlaces) -> None:
         self._home, self._model, self._places = home, model, places

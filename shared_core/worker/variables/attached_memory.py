@@ -34,7 +34,7 @@ class AttachedMemory:
         self._optimizers: Sequence[Optimizer] = ()
         self._at: dict[int, tuple[str, torch.Tensor]] = {}
         self._shape: list[tuple[int, int]] = []
-        self._turn = 0
+        self._turn, self._stale = 0, True
 
     def attach(self, modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """It is that of these from now on.
@@ -44,15 +44,13 @@ class AttachedMemory:
             optimizers: in the order that it has, too.
         """
         self._modules, self._optimizers, self._turn = dict(modules), list(optimizers), 0
+        self._stale = True
 
     def refresh(self) -> None:
-        """At a step boundary: look for it again if it may be another."""
+        """At a step boundary: it may be another. It is looked for when a tensor is described, if there is one."""
         shape = [(id(each.state), len(each.state)) for each in self._optimizers]
-        if self._turn == 0 or shape != self._shape:
-            self._shape = shape
-            self._at = {_address(tensor): (name, tensor) for name, tensor in self._all()}
-            self._at.pop(0, None)
-        self._turn = (self._turn + 1) % _EVERY
+        self._stale = self._stale or self._turn == 0 or shape != self._shape
+        self._shape, self._turn = shape, (self._turn + 1) % _EVERY
 
     def named(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
@@ -75,6 +73,9 @@ class AttachedMemory:
     def shown_by(self, tensor: torch.Tensor) -> tuple[str, int, tuple[int, ...], tuple[int, ...]] | None:
         """What a tensor shows: name, offset, sizes and strides; None if it is its own memory."""
         address = 0 if tensor.requires_grad else _address(tensor)
+        if address and self._stale:
+            self._at, self._stale = {_address(each): (name, each) for name, each in self._all()}, False
+            self._at.pop(0, None)
         name, owner = self._at.get(address, ("", tensor))
         if not name or owner.dtype != tensor.dtype or _address(owner) != address:
             return None
