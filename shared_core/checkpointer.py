@@ -201,6 +201,7 @@ class OneProcess(_NoReplacements):
         joining: this process begins with a checkpoint whose place it has not reached yet.
         loss: of the newest batch, if the script says it.
         complete: the script has made all its epochs.
+        replicated: the models and optimizers.
     """
 
     reroutes = added = False
@@ -220,19 +221,17 @@ class OneProcess(_NoReplacements):
         self._parts = StateParts()
         self.variables = self._parts.variables
         self._found: dict[str, Any] | None = None
-        self._replicated = Replicated(models, optimizers)
-        if any(hasattr(parameter, "device_mesh") for parameter in self._replicated.parameters):
+        self.replicated = Replicated(models, optimizers)
+        if any(hasattr(parameter, "device_mesh") for parameter in self.replicated.parameters):
             raise Unsupported("parameters are spread over ranks (DTensor); a Checkpointer saves those of rank 0 only")
-        attached = Attached(models, self._replicated)
+        attached = Attached(models, self.replicated)
         self.register("buffers", attached.buffers, attached.restore_buffers)
         self.register("modes", attached.modes, attached.restore_modes)
         self.register("hyperparameters", attached.groups, attached.restore_groups)
         wrapped = [each for each in models if isinstance(each, nn.parallel.DistributedDataParallel)]
-        self._unoptimized = UnoptimizedParameters(
-            self._replicated, {id(p) for ddp in wrapped for p in ddp.parameters()}
-        )
+        self._unoptimized = UnoptimizedParameters(self.replicated, {id(p) for ddp in wrapped for p in ddp.parameters()})
         #: The script changes state outside updates: a snapshot cannot be copied while it continues.
-        self._outside, self._watch = self._unoptimized.own, ChangeWatch(self._replicated)
+        self._outside, self._watch = self._unoptimized.own, ChangeWatch(self.replicated)
         self.register(
             "unoptimized", lambda: self._unoptimized.capture() if self._outside else {}, self._unoptimized.restore
         )
@@ -350,7 +349,7 @@ class OneProcess(_NoReplacements):
         self.joining = True
         by_name, metadata = image.load(store.read_part(saved, _REPLICATED))
         names = json.loads(metadata[NAMES])
-        self._replicated.load(json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names])
+        self.replicated.load(json.loads(metadata[DESCRIPTION]), [by_name[name] for name in names])
         if self.rank == 0:
             whose = f", of '{lineage.SavedCheckpoint(saved).command.short}'" if adopts else ""
             console(f"continuing from the checkpoint at step boundary {step} in {saved.path.parent}{whose}")
@@ -389,7 +388,7 @@ class OneProcess(_NoReplacements):
             if self.loss is not None:
                 self._pricing.loss(self.boundaries, self.loss)
                 self.loss = None
-            self._pricing.step(self.boundaries, self._snapshots.waited_s, self.version, self._replicated.optimizers)
+            self._pricing.step(self.boundaries, self._snapshots.waited_s, self.version, self.replicated.optimizers)
             if self._decisions.pending <= self.version and self._pricing.due(self.boundaries):
                 self._decisions.add(self.version)
 
@@ -403,7 +402,7 @@ class OneProcess(_NoReplacements):
         }
         images = {}
         if self.rank == 0:
-            images[_REPLICATED] = named(self._replicated, *self._replicated.export())
+            images[_REPLICATED] = named(self.replicated, *self.replicated.export())
         meta = lineage.meta_of(
             self.boundaries,
             self.version,

@@ -26,6 +26,7 @@ from shared_core.worker.comm import Runtime, prepare
 from shared_core.worker.comm import install as install_backend
 from shared_core.worker.state.local_state import Capture, Restore
 from shared_core.worker.state.orders import StateOrders
+from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.wiring import WorkerRuntime
 
 
@@ -89,6 +90,11 @@ class Job:
     def added(self) -> bool:
         """Whether what is being restored is a copy of another rank's, because this rank has been added."""
         return self.position.added
+
+    @property
+    def replicated(self) -> Replicated | None:
+        """What is attached; None before that."""
+        return self.updates.replicated
 
     @property
     def reading(self) -> Callable[[], AbstractContextManager[None]]:

@@ -27,12 +27,16 @@ from shared_core.job import Job, current_job, install
 from shared_core.loaders import Loaders, TrackedLoader, read_random, write_random
 from shared_core.registered import Registered
 from shared_core.sharing import SharedStep, StepSharing, shared_steps
+from shared_core.untrained import TrainedUse, UntrainedUse
+from shared_core.worker import link
 from shared_core.worker.sharded.own import Owner
 from shared_core.worker.variables.around import Walks, is_bare
 from shared_core.worker.variables.variables import Variables
 
 #: Passes of an epoch that a replacement may skip, with the random generators that the failed worker had after each.
 _ANCHORS = 8
+#: Finished loops over epochs, with the same.
+_ENDS = 32
 _PLACE, _LOADERS, _VALUES = "loop.place", "loop.loaders", "loop.values"
 
 _SHARED_STEPS_ONLY = (
@@ -86,13 +90,23 @@ _GIVE = (
 
 
 _EARLIER_LOOP = (
-    "rank {}: {} loop number {} of this script, and attach() began one for each: what the loops before it have made "
-    "cannot be had again without running them"
+    "rank {}: the failed worker was in loop number {} of this script, and attach() began one for each: what the loops "
+    "before it have made cannot be had again without running them"
 )
-_SEVERAL = (
-    "this script has several loops over {0}.epochs(). If a worker fails in a later one, its replacement runs the code "
-    "between them again without the trained parameters: save and evaluate at the end of a loop's last epoch instead "
-    "(docs/loops.md)"
+_ANOTHER_WAY = (
+    "rank {}: the script has ended before it reached the place to begin from: it has gone another way than before, "
+    "because something that it asks has another value. Ask nothing of the trained model before the first batch of an "
+    "epoch"
+)
+_FROM_SCRATCH = "{}. Or start from scratch with checkpoint.resume='never'"
+_LATER = "a worker that resumes here could not have what the loops of earlier attach() calls have made"
+_BETWEEN = (
+    "{} uses the model between two loops over epochs, and a worker that resumes in the second one would do so before "
+    "it has the trained parameters. Evaluate after the last pass of an epoch, and checkpoints go on"
+)
+_NO_END = (
+    "rank {}: the failed worker had finished a loop over {}.epochs() whose end is no longer kept: make fewer such "
+    "loops, with more epochs"
 )
 _INSIDE = (
     "attach() was called inside a loop over job.epochs(): a replacement enters that loop at another epoch, without it. "
@@ -121,6 +135,9 @@ class _Warnings:
             raise Unsupported(_INFERENCE)
         if not torch.is_grad_enabled():
             self._tell(job, "gradients", _GRADIENTS_OFF)
+
+    def no_checkpoints(self, job: Job, why: str) -> None:
+        self._tell(job, "no checkpoints", f"no checkpoints from here on: {why}")
 
     def epoch_ends(self, job: Job | None) -> None:
         """Warn of an epoch with updates and no step boundary."""
@@ -152,10 +169,12 @@ def _in_order(name: str, count: int, start: int) -> range:
 
 
 class _Anchors:
-    """What the script's own code depends on, besides the model, at the start of an epoch and after its last passes.
+    """What the script's own code depends on, besides the model, at the start of an epoch, after its last passes, and
+    after the newest loops over epochs.
 
     Attributes:
         taken: packed, by number of passes in the epoch; 0 is its start.
+        ends: the same at the ends of loops, by their phase.
     """
 
     def __init__(self, registered: Registered) -> None:
@@ -163,21 +182,30 @@ class _Anchors:
         self.loaders: Loaders
         self.variables: Variables
         self.taken: dict[int, bytes] = {}
+        self.ends: dict[int, bytes] = {}
 
     def take(self, passes: int) -> None:
         if passes == 0:
             self.taken.clear()
-        values = self._registered.capture_counters()
-        found = {"random": read_random(), "values": values, "owned": self.loaders.owned()}
-        self.taken[passes] = dumps(found | {"variables": self.variables.capture(boundary=False)})
+        self.taken[passes] = self._here()
         if passes > _ANCHORS:
             self.taken.pop(passes - _ANCHORS, None)
 
-    def restore(self, taken: Mapping[int, bytes], passes: int) -> None:
+    def end(self, phase: int) -> None:
+        self.ends[phase] = self._here()
+        if len(self.ends) > _ENDS:
+            self.ends.pop(min(self.ends))
+
+    def _here(self) -> bytes:
+        values = self._registered.capture_counters()
+        found = {"random": read_random(), "values": values, "owned": self.loaders.owned()}
+        return dumps(found | {"variables": self.variables.capture(boundary=False)})
+
+    def restore(self, taken: Mapping[int, bytes], place: int) -> None:
         """Put back what a failed worker has taken there; nothing if it has taken nothing."""
-        if passes not in taken:
+        if place not in taken:
             return
-        found = loads(taken[passes])
+        found = loads(taken[place])
         self._registered.restore_counters(found["values"])
         self.loaders.set_owned(found["owned"])
         self.variables.put_back(found.get("variables", {}), boundary=False)
@@ -218,15 +246,15 @@ class TrainingLoop:
         self.job: Job | None = None
         self._name, self.total_steps = name, 0
         self.epoch: int | None = None
-        #: Odd inside epochs(), even before, between and after its calls.
-        self._later = False  # epochs() was called before
         self._number: int = after._number + 1 if after is not None else 1
+        #: Odd inside epochs(), even before, between and after its calls.
         self._phase: int = after._phase if after is not None else 0
         self._round: int = after._round if after is not None else 0
         self._looked = self._replays = False
         self._warnings = _Warnings(UNMARKED[name])
         self._active: Callable[[], Any] = lambda: None
         self._walks = Walks()
+        self._between = TrainedUse()
         self._registered = Registered()
         self._anchors = _Anchors(self._registered)
         self._config = SwiftConfig()
@@ -263,9 +291,7 @@ class TrainingLoop:
         self._refuse_own_steps()
         target = self._target()
         self._refuse_later(target)
-        if self.job is not None and target is None and self._later and self.job.rank == 0:
-            console_once("several loops", _SEVERAL.format(self._name))
-        self._later = True
+        self._between.end()
         if target is None or target["phase"] == self._phase:
             self._look_around(sys._getframe())
             self._walk(own[0](), "epochs", bare=bare)
@@ -280,9 +306,13 @@ class TrainingLoop:
             finally:  # also where the script leaves the loop
                 self._walked(own[0]())
                 self.epoch = self._end = None
+                if self.job is not None and not self._joining and not sys.is_finalizing():
+                    self._anchors.end(self._phase)
+                    if self._config.checkpoint.dir is not None:
+                        self._between.begin(self._attached)
                 self._next_phase()
         else:
-            self._next_phase()
+            self._skip_loop(target)
 
     def steps(self, loader: Any) -> Iterator[tuple[int, Any]]:
         """``(index, batch)`` for each batch of ``loader``, as ``enumerate(loader)``; see :attr:`total_steps`.
@@ -431,10 +461,13 @@ class TrainingLoop:
         self.job, self._config, self._replays = job, config, replays
         self._loaders = self._anchors.loaders = Loaders(job, config)
         self._anchors.variables = job.variables
+        replaces = isinstance(job, Job) and job.env.incarnation > 0
+        self._untrained = UntrainedUse(job.rank, job.fall_back if replaces else None)
         if replays:
             return
         if isinstance(job, Job):
             job.when_unmarked(lambda: self._warnings.unmarked(job))
+            link.at_end(self._refuse_another_way)
         job.register(_PLACE, self._capture_place, self._restore_place)
         job.register(_LOADERS, self._loaders.capture, self._loaders.restore)
         job.register(_VALUES, self._registered.capture, self._registered.restore)
@@ -487,7 +520,7 @@ class TrainingLoop:
         self._round += 1
         self._warnings.begins(self.job)
         self.job.entries.continues()
-        self.job.checkpoints.note_reachable(self.epoch is not None or self._round == 1)
+        self.job.checkpoints.note_reachable(self._reachable())
         target = self._target()
         self._refuse_later(target)
         if target is None:
@@ -498,9 +531,19 @@ class TrainingLoop:
             self.job.fall_back(_NO_WAY_IN.format(self.job.rank, target["round"], self._name))
         here, there = (self._phase, self._round), (target["phase"], target["round"])
         if here < there:
+            self._skipped()
             self._anchors.restore(target["anchors"], self._round)
             self._begin_part()
         return bool(there <= here)
+
+    def _reachable(self) -> bool:
+        """Whether a worker that begins with a checkpoint of this pass gets to it as this one did."""
+        if self._number == 1 and not self._between.where:
+            return self.epoch is not None or self._round == 1
+        if self._config.checkpoint.dir is not None and isinstance(self.job, Job):
+            why = _LATER if self._number > 1 else _BETWEEN.format(self._between.where)
+            self._warnings.no_checkpoints(self.job, why)
+        return False
 
     def _end_round(self) -> None:
         if self.epoch is not None and not self._joining and not sys.is_finalizing():
@@ -530,7 +573,10 @@ class TrainingLoop:
     def _step_boundary(self) -> bool:
         """A batch begins; True if this replacement has just joined."""
         assert self.job is not None
-        return self.job.step_boundary()
+        joined = self.job.step_boundary()
+        if joined:
+            self._untrained.end()
+        return joined
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -548,10 +594,17 @@ class TrainingLoop:
         if target is None or target["loop"] <= self._number:
             return
         assert self.job is not None
+        self.job.fall_back(_EARLIER_LOOP.format(self.job.rank, target["loop"]))
+
+    def _refuse_another_way(self) -> None:
+        """The script has ended."""
+        if self._target() is None:
+            return
+        assert self.job is not None
+        reason = _ANOTHER_WAY.format(self.job.rank)
         if self.job.env.incarnation:
-            self.job.fall_back(_EARLIER_LOOP.format(self.job.rank, "the failed worker was in", target["loop"]))
-        reason = _EARLIER_LOOP.format(self.job.rank, "the checkpoint was made in", target["loop"])
-        raise Unsupported(f"{reason}. Start from scratch with checkpoint.resume='never'")
+            self.job.fall_back(reason)
+        raise Unsupported(_FROM_SCRATCH.format(reason))
 
     def _next_phase(self) -> None:
         self._phase, self._round, self._looked = self._phase + 1, 0, False
@@ -574,9 +627,31 @@ class TrainingLoop:
             return
         self._begin_part()
         if target is not None:
+            if target["steps"]:
+                self._skipped()
             self._anchors.restore(target["anchors"], 0)
         else:
             self._anchors.take(0)
+
+    def _skip_loop(self, target: Mapping[str, Any]) -> None:
+        """The failed worker had finished this loop over epochs."""
+        assert self.job is not None
+        if self._phase > target["phase"]:  # the script has left that loop
+            self._refuse_another_way()
+        if self._phase not in target["ends"]:
+            self.job.fall_back(_NO_END.format(self.job.rank, self._name))
+        self._skipped()
+        self._anchors.restore(target["ends"], self._phase)
+        self._next_phase()
+
+    def _skipped(self) -> None:
+        """Training was skipped: see :class:`.UntrainedUse`."""
+        self._untrained.begin(self._attached)
+
+    @property
+    def _attached(self) -> list[nn.Module]:
+        replicated = self.job.replicated if self.job is not None else None
+        return replicated.modules if replicated is not None else []
 
     def _capture_place(self) -> dict[str, Any]:
         return {
@@ -586,6 +661,7 @@ class TrainingLoop:
             "round": self._round,
             "steps": self.total_steps,
             "anchors": self._anchors.taken,
+            "ends": self._anchors.ends,
             "around": self._around(),
         }
 
@@ -612,7 +688,8 @@ class TrainingLoop:
             self.job.fall_back(f"rank {self.job.rank}: {_AROUND.format(*found)}. {_GIVE}")
 
     def _restore_place(self, place: Mapping[str, Any]) -> None:
-        self.total_steps, self._anchors.taken = place["steps"], dict(place["anchors"])
+        self.total_steps = place["steps"]
+        self._anchors.taken, self._anchors.ends = dict(place["anchors"]), dict(place["ends"])
         self._refuse_stuck(self._walks.restore(place["around"]))
 
 

@@ -128,6 +128,7 @@ def environment(folder: Path, interpreter: str, torch: str) -> str:
             standins.make(site_packages)
         if python_of(interpreter) == sys.version_info[:2]:
             (site_packages / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+            call(*pip[:3], "uninstall", "--yes", "setuptools")  # Python's own comes first, and is too old for a wheel
         else:
             call(*pip, "--editable", ".[all,test]")
     ready.touch()

@@ -6,6 +6,7 @@ version that has changed one is noticed before a job meets it.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch.autograd.graph
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.serialization
 from torch._C import _distributed_c10d
 from torch._C._dynamo import eval_frame
 from torch.nn.parallel import DistributedDataParallel
@@ -118,6 +120,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("torch.utils._pytree:tree_unflatten", "the same"),
     ("torch.utils._pytree:tree_map", "the same"),
     ("torch.utils._pytree:tree_leaves", "the same"),
+    ("torch.serialization:_open_zipfile_writer(name_or_buffer)", "patched: torch.save opens its file there, in C++"),
     ("torch.utils._python_dispatch:TorchDispatchMode", "faults between tensor operations"),
 )
 
@@ -330,6 +333,44 @@ def name_groups_from(made: int) -> None:
 def skip_groups(made: int) -> None:
     """Name the next group as a process does that has made at least so many."""
     c10d._world.group_count = max(c10d._world.group_count, made)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+class _Nowhere(io.RawIOBase):
+    """Takes what is written, and forgets it."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+def hook_saving(skips: Callable[[Any], bool]) -> Callable[[], None]:
+    """Patch: before ``torch.save`` opens a file, or ``safetensors`` writes one, ask ``skips`` about it, a path or an
+    object with ``write``; True has nothing written there. Returns what undoes it.
+    """
+    serialization: Any = torch.serialization
+    opens = serialization._open_zipfile_writer
+    serialization._open_zipfile_writer = lambda file: opens(_Nowhere() if skips(file) else file)
+    safetensors = sys.modules.get("safetensors.torch")
+    writes: Any = getattr(safetensors, "serialize_file", None)
+
+    def serialize_file(tensors: Any, filename: Any, *args: Any, **options: Any) -> None:
+        if not skips(filename):
+            writes(tensors, filename, *args, **options)
+
+    if writes is not None:
+        setattr(safetensors, "serialize_file", serialize_file)  # noqa: B010 (a module has none in mypy's eyes)
+
+    def undo() -> None:
+        serialization._open_zipfile_writer = opens
+        if writes is not None:
+            setattr(safetensors, "serialize_file", writes)  # noqa: B010 (the same)
+
+    return undo
 
 
 # -- gloo -------------------------------------------------------------------------------------------------------------
