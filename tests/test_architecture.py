@@ -35,6 +35,7 @@ LAYERS = (
     ("adapters",),
     ("checkpointer",),
     ("loop",),
+    ("untrained",),
     ("registered", "sharing", "prepared"),
     ("reroute",),
     ("job",),
