@@ -19,7 +19,7 @@ def new_figure(size: tuple[float, float]) -> Figure:
     try:
         import matplotlib
     except ImportError as error:
-        raise MissingExtra("drawing needs matplotlib: pip install 'swift-recovery[report]'") from error
+        raise MissingExtra("drawing needs matplotlib: pip install 'swift-recovery[all]'") from error
     matplotlib.use("agg")
     from matplotlib.figure import Figure
 

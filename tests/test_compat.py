@@ -54,10 +54,10 @@ def test_private_names_are_what_they_were(framework: str) -> None:
 @pytest.mark.parametrize(
     ("version", "gone", "said"),
     [
-        ("2.10.0", [], "torch 2.10.0 is too old: torch 2.11 to 2.13 were tested"),
+        ("2.10.0", [], "torch 2.10.0 is too old: torch 2.11 to 2.15 were tested"),
         ("2.99.0", [("torch:_gone", "for a test")], "lacks what is needed of it: torch: has no _gone (needed because"),
-        ("2.99.0", [], "torch 2.99.0 is newer than what was tested (torch 2.11 to 2.13); all is there"),
-        ("2.13.1+cpu", [("torch:_gone", "is not looked up")], ""),
+        ("2.99.0", [], "torch 2.99.0 is newer than what was tested (torch 2.11 to 2.15); all is there"),
+        ("2.15.1+cpu", [("torch:_gone", "is not looked up")], ""),
     ],
 )
 def test_another_version_is_refused_or_told(

@@ -201,7 +201,7 @@ def test_without_rich_a_terminal_gets_an_error(monkeypatch: Any, capsys: pytest.
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert swiftctl.main(["watch"]) == 1
-    assert "swift-recovery[report]" in capsys.readouterr().err
+    assert "swift-recovery[all]" in capsys.readouterr().err
 
 
 @pytest.mark.nightly

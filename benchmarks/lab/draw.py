@@ -55,7 +55,7 @@ def draw_file(timeline: Timeline, path: Path, title: str = "") -> None:
         from matplotlib.patches import Patch
     except ImportError as error:
         raise MissingExtra(
-            "drawing SVG and PNG needs matplotlib: pip install 'swift-recovery[report]', or draw into a .txt file"
+            "drawing SVG and PNG needs matplotlib: pip install 'swift-recovery[all]', or draw into a .txt file"
         ) from error
     workers = sorted(timeline.rows, key=lambda worker: (worker.pipeline, worker.stage))
     last = max((row[-1].end for row in timeline.rows.values() if row), default=1.0)

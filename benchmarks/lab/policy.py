@@ -86,7 +86,7 @@ def _compare(options: argparse.Namespace) -> list[PolicyResult]:
         from benchmarks.simulate.placing import Recorded, SimulatedJob
         from benchmarks.simulate.policies import compare
     except ImportError as error:
-        raise MissingExtra("simulating needs NumPy: pip install 'swift-recovery[checkpoint]'") from error
+        raise MissingExtra("simulating needs NumPy: pip install 'swift-recovery[all]'") from error
     job = SimulatedJob(
         Recorded.from_csv(options.curve)
         if options.curve is not None

@@ -32,7 +32,7 @@ SHIFTS = 9
 HUBER, ROUNDS = 1.345, 4
 #: Drift: residuals are counted beyond half a standard deviation, none for more than four; at 20 the curve has changed.
 SLACK, CLIP, ALARM = 0.5, 4.0, 20.0
-MISSING = "fitting the loss needs NumPy: pip install 'swift-recovery[checkpoint]'"
+MISSING = "fitting the loss needs NumPy: pip install 'swift-recovery[all]'"
 
 
 @dataclass(frozen=True)

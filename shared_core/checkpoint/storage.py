@@ -350,7 +350,7 @@ def _check_kind(url: str) -> None:
         import fsspec
     except ImportError as error:
         raise MissingExtra(
-            f"checkpoints at {url} need fsspec: pip install 'swift-recovery[checkpoint]', or set checkpoint.dir to a "
+            f"checkpoints at {url} need fsspec: pip install 'swift-recovery[all]', or set checkpoint.dir to a "
             "local folder"
         ) from error
     try:

@@ -15,7 +15,7 @@ from shared_core.schedule.timing import StageTimes, simulate
 
 #: Ticks of the shortest duration that are tried, so that all durations are whole numbers of ticks.
 _TICKS = range(1, 13)
-MISSING = "exact planning needs OR-tools: pip install 'swift-recovery[plan]', or plan without a time limit"
+MISSING = "exact planning needs OR-tools: pip install 'swift-recovery[all]', or plan without a time limit"
 #: Ticks of the longest duration where no such tick exists.
 _FINE = 200
 

@@ -26,7 +26,7 @@ def need_prometheus() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
-        raise MissingExtra("metrics need prometheus_client: pip install 'swift-recovery[metrics]'") from error
+        raise MissingExtra("metrics need prometheus_client: pip install 'swift-recovery[all]'") from error
 
 
 def pages_of(view: Callable[[], JobView]) -> dict[str, Page]:

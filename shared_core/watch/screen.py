@@ -44,7 +44,7 @@ def need_rich() -> None:
         import rich  # noqa: F401
     except ImportError as error:
         raise MissingExtra(
-            "on a terminal this needs rich: pip install 'swift-recovery[report]'. Without it, pipe the output (| cat) "
+            "on a terminal this needs rich: pip install 'swift-recovery[all]'. Without it, pipe the output (| cat) "
             "or use swiftctl status --json"
         ) from error
 

@@ -138,7 +138,7 @@ def test_without_numpy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     fitter = fed([3.0] * 100)
     monkeypatch.setattr(builtins, "__import__", refuse)
     found = fitter.fit()
-    assert found.curve is None and "pip install 'swift-recovery[checkpoint]'" in found.why
+    assert found.curve is None and "pip install 'swift-recovery[all]'" in found.why
 
 
 @pytest.mark.parametrize("name", ["digits", "gpt2_constant", "gpt2_one_cycle"])

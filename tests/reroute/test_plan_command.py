@@ -69,11 +69,9 @@ def test_it_needs_no_more_than_python(tmp_path: Path) -> None:
 
     greedy = run("--json")
     assert greedy.returncode == 0 and json.loads(greedy.stdout)["period"] == 30
-    assert (
-        "the plan is the greedy's: exact planning needs OR-tools: pip install 'swift-recovery[plan]'" in greedy.stderr
-    )
+    assert "the plan is the greedy's: exact planning needs OR-tools: pip install 'swift-recovery[all]'" in greedy.stderr
     drawn = run("--time-limit", "0", "--draw", str(tmp_path / "plan.svg"))
-    assert drawn.returncode == 1 and "needs matplotlib: pip install 'swift-recovery[report]'" in drawn.stderr
+    assert drawn.returncode == 1 and "needs matplotlib: pip install 'swift-recovery[all]'" in drawn.stderr
 
 
 def test_the_examples_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,4 +199,4 @@ def test_the_picture_of_policies(
     assert "<svg" in path.read_text()
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     assert main([*QUICK, "--plot", str(tmp_path / "other.svg")]) == 1
-    assert "pip install 'swift-recovery[report]'" in capsys.readouterr().err
+    assert "pip install 'swift-recovery[all]'" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "<svg" in path.read_text()
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     assert main(["lab", "simulate", "--plot", str(tmp_path / "other.svg")]) == 1
-    assert "pip install 'swift-recovery[report]'" in capsys.readouterr().err
+    assert "pip install 'swift-recovery[all]'" in capsys.readouterr().err
     assert not (tmp_path / "other.svg").exists()
 
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.versions import Tested
 
-TESTED = Tested("torch", "2.11", "2.13")
+TESTED = Tested("torch", "2.11", "2.15")
 
 _C10D, _GROUP = "torch.distributed.distributed_c10d", "torch._C._distributed_c10d:ProcessGroup"
 #: What it takes; from torch 2.14 on also ``enable_reconfigure``.

@@ -10,7 +10,7 @@ from typing import Any
 
 from shared_core.versions import Tested
 
-TESTED = Tested("torch", "2.11", "2.13")
+TESTED = Tested("torch", "2.11", "2.15")
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FULLY_SHARD}._fsdp_param_group:FSDPParamGroup"
