@@ -7,6 +7,7 @@ version that has changed one is noticed before a job meets it.
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -273,15 +274,25 @@ def record_as_gloo(group: Any, store: Any) -> None:
     c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(gloo))
 
 
+#: What torch's own gloo group has.
+_GLOO_THREADS = 2
+_GLOO_SETTINGS = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+
+
 def log_as_gloo() -> None:
-    """Patch: have DDP's logging data name the backend that ``get_backend`` names. C++ takes the name of the group,
-    which cannot be "gloo" there: DDP would look for torch's own backend behind it.
+    """Patch: have DDP's logging data be those of the backend that ``get_backend`` names. C++ takes the name of the
+    group, which cannot be "gloo" there: DDP would look for torch's own backend behind it.
     """
     module: Any = DistributedDataParallel
     stock = module._get_ddp_logging_data
 
     def data(ddp: DistributedDataParallel) -> dict[str, Any]:
-        return {**stock(ddp), "backend_name": dist.get_backend(ddp.process_group)}
+        backend = dist.get_backend(ddp.process_group)
+        found = {**stock(ddp), "backend_name": backend}
+        if backend == "gloo":
+            found |= {name.lower(): os.environ.get(name, "N/A") for name in _GLOO_SETTINGS}
+            found["gloo_num_threads"] = _GLOO_THREADS
+        return found
 
     module._get_ddp_logging_data = data
 
@@ -380,7 +391,7 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
     """Options of a gloo group that uses this device; ``timeout`` is for connecting."""
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._threads = 2  # what torch's own gloo group has
+    options._threads = _GLOO_THREADS
     options._devices = [device]
     return options
 
