@@ -291,6 +291,8 @@ class TrainingLoop:
         self._refuse_own_steps()
         target = self._target()
         self._refuse_later(target)
+        if target is not None and isinstance(self.job, Job):
+            link.at_end(self._refuse_another_way)
         self._between.end()
         if target is None or target["phase"] == self._phase:
             self._look_around(sys._getframe())
@@ -461,13 +463,11 @@ class TrainingLoop:
         self.job, self._config, self._replays = job, config, replays
         self._loaders = self._anchors.loaders = Loaders(job, config)
         self._anchors.variables = job.variables
-        replaces = isinstance(job, Job) and job.env.incarnation > 0
-        self._untrained = UntrainedUse(job.rank, job.fall_back if replaces else None)
+        self._untrained = UntrainedUse(job.rank)
         if replays:
             return
         if isinstance(job, Job):
             job.when_unmarked(lambda: self._warnings.unmarked(job))
-            link.at_end(self._refuse_another_way)
         job.register(_PLACE, self._capture_place, self._restore_place)
         job.register(_LOADERS, self._loaders.capture, self._loaders.restore)
         job.register(_VALUES, self._registered.capture, self._registered.restore)
@@ -646,7 +646,9 @@ class TrainingLoop:
 
     def _skipped(self) -> None:
         """Training was skipped: see :class:`.UntrainedUse`."""
-        self._untrained.begin(self._attached)
+        if self.job is not None:
+            replaces = isinstance(self.job, Job) and self.job.env.incarnation > 0
+            self._untrained.begin(self._attached, self.job.fall_back if replaces else None)
 
     @property
     def _attached(self) -> list[nn.Module]:

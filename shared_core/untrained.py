@@ -31,22 +31,23 @@ _KEPT = "rank {}: {} saves {} again, where the model is not trained: the file st
 
 
 class UntrainedUse:
-    """Watches what the script does with attached models. Main thread only.
+    """Watches what the script does with attached models. Main thread only."""
 
-    Args:
-        fall_back: given a reason, has all workers start again, and does not return; None where this worker is one of
-            those, because then a model that is used is only told of.
-    """
-
-    def __init__(self, rank: int, fall_back: Callable[[str], Any] | None) -> None:
-        self._rank, self._fall_back = rank, fall_back
-        self._models: set[int] = set()
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._fall_back: Callable[[str], Any] | None = None
         self._told: set[str] = set()
         self._undo: list[Callable[[], Any]] = []
 
-    def begin(self, models: list[nn.Module]) -> None:
-        """Training of these was skipped. Again before :meth:`end`, does nothing."""
+    def begin(self, models: list[nn.Module], fall_back: Callable[[str], Any] | None) -> None:
+        """Training of these was skipped. Again before :meth:`end`, does nothing.
+
+        Args:
+            fall_back: given a reason, has all workers start again, and does not return; None where this worker is one
+                of those, because then a model that is used is only told of.
+        """
         if not self._undo:
+            self._fall_back = fall_back
             self._undo = [hook_saving(self._saves), _hook_forward(models, self._uses)]
 
     def end(self) -> None:
