@@ -103,19 +103,8 @@ class WorkerRuntime:
         )
         commits = Commits(runtime, log, state_relay.newest_boundary, state_relay.due_boundary, config.log.budget_bytes)
         replays = self.replays = Replays(runtime, log, commits)
-        spare = Spare(env, store, publisher)
         start = self.start = WorkerStart(
-            runtime,
-            store,
-            fatal_actions,
-            events,
-            updates,
-            parts,
-            publisher,
-            recovery,
-            survivor_groups,
-            state_relay.presses,
-            spare,
+            env, recovery, survivor_groups, updates, parts, Spare(env, store, publisher), lambda: commits.presses
         )
         self.options = ProgramOptions(env, runtime, start)
         checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
@@ -176,7 +165,6 @@ class WorkerRuntime:
         self.entries = Entries(
             start, position, runtime, publisher, parts, reporter, self.boundaries, publishing, self.joining
         )
-        start.begin(env)
 
 
 class _Relay:
@@ -292,9 +280,7 @@ class _StateRelay(_Relay):
 
     def origin(self) -> Origin:
         it = self._worker
-        if it.position.added or it.position.resized or it.start.start_point.of_others:
-            return "other"
-        return "checkpoint" if it.start.start_point.restarts else "same"
+        return "other" if it.position.added or it.position.resized else it.start.start_point.origin
 
     def cannot_put_back(self, reason: str, origin: Origin) -> None:
         """The variables in a checkpoint are older: with those nothing could be put back either, so the job ends."""
@@ -323,9 +309,6 @@ class _StateRelay(_Relay):
 
     def due_boundary(self) -> int:
         return self._worker.start.checkpoints.due_boundary
-
-    def presses(self) -> bool:
-        return self._worker.replays.commits.presses
 
 
 def _marks(env: WorkerEnv) -> BoundaryMarks | None:
