@@ -11,7 +11,7 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.logs import ERROR_FILE
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
+from shared_core.launcher.workers import CANCELLED, LiveWorker
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
 from shared_core.protocol.failure_policy import AS_ANY, Death, FailureBook, ResponsePlan
@@ -30,13 +30,12 @@ class WorkerFailures:
         config: SwiftConfig,
         alone: bool,
         attempts: Attempts,
-        worker_pool: WorkerPool,
         wakeup: Wakeup,
         job_reporter: JobReporter,
         book: FailureBook,
         resizing: Resizing,
     ) -> None:
-        self._config, self._alone, self._attempts, self._worker_pool = config, alone, attempts, worker_pool
+        self._config, self._alone, self._attempts = config, alone, attempts
         self._wakeup, self._job_reporter, self._book, self._resizing = wakeup, job_reporter, book, resizing
 
     def handle_worker_exits(self, dead: list[tuple[LiveWorker, int]]) -> None:
@@ -51,7 +50,7 @@ class WorkerFailures:
         if not failed:
             return
         deaths = [death for _, death in failed]
-        attempts.roster.lose(death.rank for death in deaths)
+        attempts.workers.roster.lose(death.rank for death in deaths)
         plan, entry = self._plan(deaths), None
         if plan.waits_for_generation:
             # First what the survivors wait for; the user is told last.
@@ -76,7 +75,7 @@ class WorkerFailures:
     def _plan(self, deaths: list[Death]) -> ResponsePlan:
         """With several machines a failed worker is replaced; on one, the others may continue."""
         attempts = self._attempts
-        others = sorted(set(attempts.places.ranks) - attempts.roster.failed)
+        others = sorted(set(attempts.places.ranks) - attempts.workers.roster.failed)
         shrinks = self._alone and self._resizing.shrinks(attempts.now.goodbyes())
         everyone, restarts = self._alone and not others, self._config.restarts
         return self._book.respond(deaths, restarts=restarts, everyone=everyone, stay=others if shrinks else ())
@@ -90,7 +89,7 @@ class WorkerFailures:
         elif plan.response != "restart":
             resizing.expect([death.rank for _, death in failed], time.monotonic())
             for (one, _), delay_s in zip(failed, plan.delays_s, strict=True):
-                attempts.roster.replace_in(delay_s, one.local_rank)
+                attempts.workers.roster.replace_in(delay_s, one.local_rank)
             attempts.start_due()
 
     def _death(self, one: LiveWorker, code: int, detected: float) -> Death:
