@@ -29,13 +29,8 @@ class JobEnding:
         persisting: Persisting,
         job_reporter: JobReporter,
     ) -> None:
-        self._program, self._job, self._wakeup, self._attempts, self._machines = (
-            program,
-            job,
-            wakeup,
-            attempts,
-            machines,
-        )
+        self._program, self._job, self._wakeup = program, job, wakeup
+        self._attempts, self._machines = attempts, machines
         self._last_checkpoint, self._persisting, self._job_reporter = last_checkpoint, persisting, job_reporter
 
     def end(self, sig: signal.Signals) -> None:
