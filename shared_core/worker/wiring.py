@@ -38,10 +38,12 @@ from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.commits import Commits
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.first_group import on_first_group
+from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.replay import Replays
@@ -70,7 +72,6 @@ class WorkerRuntime:
         self.env, self.position = env, BoundaryPosition()
         self.parts = StateParts(Variables(env.rank, state_relay.origin, state_relay.cannot_put_back))
         position, parts = self.position, self.parts
-        events = EventLog(env.events, env.run)
         publisher = self.publisher = SharedMemoryPublisher(
             env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env)
         )
@@ -84,27 +85,23 @@ class WorkerRuntime:
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
         compiled = Compiled(state_relay.origin, fatal_actions.fall_back)
         parts.register("swift.compiled", compiled.capture, compiled.restore)
-        copies = self.copies = StateCopies(env, runtime, store, updates, events, state_relay.replicas)
-        recovery = self.recovery = WorkerRecovery(
-            env, runtime, store, publisher, events, donor, copies, fatal_actions, recovery_relay
-        )
+        context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
+        copies = self.copies = StateCopies(context, updates, state_relay.replicas)
+        recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, recovery_relay)
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
         survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
         replicas = Replicas(env, recovery, updates)
-        self.wait_watchdog = WaitWatchdog(env, recovery, events, fatal_actions)
-        self.place_reports = PlaceReports(env, runtime, store)
+        self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
         unmarked = self.unmarked = Unmarked(position, runtime, config.log.budget_bytes)
         buckets = self.buckets = Buckets(runtime, publisher, position, unmarked.trains_unattached)
         forward_recorder = self.forward_recorder = ForwardRecorder(
             runtime, publisher, updates, parts, joining, position
         )
-        reporter = self.reporter = RecoveryReporter(
-            env, events, runtime, updates, state_relay.rolled_back, store.report
-        )
+        reporter = self.reporter = RecoveryReporter(context, updates, state_relay.rolled_back)
         commits = Commits(runtime, log, state_relay.newest_boundary, state_relay.due_boundary, config.log.budget_bytes)
         replays = self.replays = Replays(runtime, log, commits)
         start = self.start = WorkerStart(
-            env, recovery, survivor_groups, updates, parts, Spare(env, store, publisher), lambda: commits.presses
+            context, recovery, survivor_groups, updates, parts, Spare(env, store, publisher), lambda: commits.presses
         )
         self.options = ProgramOptions(env, runtime, start)
         checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
@@ -119,27 +116,14 @@ class WorkerRuntime:
             Overlapped(updates.steps, buckets.layout, joining),
             lambda reason: state_relay.cannot_put_back(reason, state_relay.origin()),
         )
-        made_groups = MadeGroups(runtime)
         publishing = Publishing(
-            position,
-            parts,
-            made_groups,
-            trained,
-            buckets,
-            forward_recorder,
-            updates,
-            runtime,
-            publisher,
-            donor,
-            survivor_groups,
-            replicas,
-            checkpoints,
+            position, parts, trained, runtime, publisher, donor, survivor_groups, replicas, checkpoints
         )
         self.joining = Joining(
             start,
             position,
             runtime.place,
-            made_groups,
+            MadeGroups(runtime),
             parts,
             trained,
             buckets,
@@ -150,21 +134,9 @@ class WorkerRuntime:
             publishing,
         )
         self.boundaries = StepBoundaries(
-            position,
-            trained,
-            buckets,
-            updates,
-            progress,
-            reporter,
-            publishing,
-            runtime.place,
-            self.joining,
-            config.resizes,
-            runtime.groups.log_bytes,
+            position, trained, runtime, progress, reporter, publishing, self.joining, config.resizes
         )
-        self.entries = Entries(
-            start, position, runtime, publisher, parts, reporter, self.boundaries, publishing, self.joining
-        )
+        self.entries = Entries(start, position, runtime, publisher, parts, reporter, publishing, self.joining)
 
 
 class _Relay:

@@ -40,7 +40,8 @@ class Rank:
         self.updates.attach(self.replicated)
         env: Any = SimpleNamespace(config=SimpleNamespace(detection=SimpleNamespace(wait_timeout_s=20.0)))
         unused: Any = None
-        copies = StateCopies(env, unused, unused, self.updates, unused, lambda: ())
+        context: Any = SimpleNamespace(env=env, runtime=unused, store=unused, events=unused)
+        copies = StateCopies(context, self.updates, lambda: ())
         self.giving = Giving(rank, Donor(env, unused, self.updates, lambda: False), copies)
         for _ in range(steps):
             for parameter in self.net.parameters():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.start_point import Arrival
@@ -27,7 +29,7 @@ class WorkerStart:
 
     def __init__(
         self,
-        env: WorkerEnv,
+        context: Context,
         recovery: WorkerRecovery,
         survivor_groups: SurvivorGroups,
         updates: Updates,
@@ -35,9 +37,9 @@ class WorkerStart:
         spare: Spare,
         presses: Callable[[], bool],
     ) -> None:
-        self._recovery, self._survivor_groups, self._updates = recovery, survivor_groups, updates
-        self._parts, self._spare, self._presses = parts, spare, presses
-        self.checkpoints, self.start_point, self.orders = self._found(env)
+        self._context, self._recovery, self._survivor_groups = context, recovery, survivor_groups
+        self._updates, self._parts, self._spare, self._presses = updates, parts, spare, presses
+        self.checkpoints, self.start_point, self.orders = self._found(context.env)
 
     def again(self, env: WorkerEnv) -> None:
         """The script has given options of checkpoints, which are in ``env``, before anything has begun."""
@@ -46,15 +48,7 @@ class WorkerStart:
     def _found(self, env: WorkerEnv) -> tuple[Checkpoints, Arrival, StateOrders | None]:
         """Say where checkpoints are made, and find the one from which this worker starts."""
         config, recovery = env.config, self._recovery
-        checkpoints = Checkpoints(
-            env,
-            recovery.runtime,
-            recovery.store,
-            recovery.fatal_actions,
-            recovery.events,
-            self._updates,
-            self._presses,
-        )
+        checkpoints = Checkpoints(replace(self._context, env=env), self._updates, self._presses)
         if config.reroutes:
             checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
         if (pricing := checkpoints.pricing) is not None:
