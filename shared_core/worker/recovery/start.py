@@ -12,7 +12,7 @@ from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.start_point import Arrival
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
-from shared_core.worker.state.local_state import StateParts
+from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.orders import StateOrders
 from shared_core.worker.state.updates import Updates
 
@@ -35,10 +35,12 @@ class WorkerStart:
         updates: Updates,
         parts: StateParts,
         spare: Spare,
+        position: BoundaryPosition,
         presses: Callable[[], bool],
     ) -> None:
         self._context, self._recovery, self._survivor_groups = context, recovery, survivor_groups
-        self._updates, self._parts, self._spare, self._presses = updates, parts, spare, presses
+        self._updates, self._parts, self._spare, self._position = updates, parts, spare, position
+        self._presses = presses
         self.checkpoints, self.start_point, self.orders = self._found(context.env)
 
     def again(self, env: WorkerEnv) -> None:
@@ -53,7 +55,7 @@ class WorkerStart:
             checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
         if (pricing := checkpoints.pricing) is not None:
             self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
-        arrival = Arrival(env, recovery, self._survivor_groups, checkpoints, self._updates, self._spare)
+        arrival = Arrival(env, recovery, self._survivor_groups, checkpoints, self._updates, self._spare, self._position)
         keeps = config.checkpoint.dir is not None and not config.reroutes
         orders = None
         if config.resizes or keeps:

@@ -23,6 +23,7 @@ from shared_core.worker.recovery.resize import take_over
 from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.start import truncation
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.records import Records
 from shared_core.worker.state.updates import Updates
 from shared_core.worker.variables.variables import Origin
@@ -172,9 +173,7 @@ class FromBoundary(StartPoint):
 
 
 class Arrival:
-    """Finds the start point of one worker, and takes the program there. Used by the program's thread. ``joining``:
-    there is a place to reach, and it is not reached yet.
-    """
+    """Finds the start point of one worker, and takes the program there. Used by the program's thread."""
 
     def __init__(
         self,
@@ -184,8 +183,9 @@ class Arrival:
         checkpoints: Checkpoints,
         updates: Updates,
         spare: Spare,
+        position: BoundaryPosition,
     ) -> None:
-        self.spare = spare
+        self.spare, self._position = spare, position
         self._env, self._recovery, self._updates = env, recovery, updates
         self._survivor_groups, self._checkpoints = survivor_groups, checkpoints
         # A replacement whose failed worker has passed a step boundary mostly starts there.
@@ -193,11 +193,15 @@ class Arrival:
         self._start_point = StartPoint(recovery, updates) if passed else self._place_of_all()
         self._decided = env.incarnation == 0
         self._peeked: dict[str, Any] | None = None
-        self.joining = env.incarnation > 0 or isinstance(self._start_point, FromCheckpoint)
+        self._note(joining=env.incarnation > 0 or isinstance(self._start_point, FromCheckpoint))
 
     @property
-    def origin(self) -> Origin:
-        return self._start_point.origin
+    def joining(self) -> bool:
+        """Whether there is a place to reach, and it is not reached yet."""
+        return self._position.joining
+
+    def _note(self, *, joining: bool) -> None:
+        self._position.note_start(joining, self._start_point.origin)
 
     def prepare(self) -> None:
         """Replacement: decide where to begin, before the user's code has done anything that depends on it. Blocks. A
@@ -208,6 +212,7 @@ class Arrival:
         self._recovery.prepare()
         if not self._decided:
             self._start_point, self._decided = self._place_of_replacement(), True
+            self._note(joining=self.joining)
 
     def _place_of_replacement(self) -> StartPoint:
         """Where the others have got further than the checkpoint of this attempt, that does not count."""
@@ -268,11 +273,11 @@ class Arrival:
         """This replacement is in, and the failed worker had passed no step boundary: it begins as the first
         workers did.
         """
-        self.joining = isinstance(self._start_point, FromCheckpoint)
+        self._note(joining=isinstance(self._start_point, FromCheckpoint))
         truncation.stop()
 
     def joined(self) -> None:
-        self.joining = False
+        self._note(joining=False)
         truncation.stop()
 
     def finished(self, entry: int) -> EntryEnd | None:
@@ -328,4 +333,5 @@ class Arrival:
             of = f", which {place.workers} workers have made" if place.resized else ""
             whence = f"the checkpoint at step boundary {place.boundary.index} ({place.tier}){of}"
         self._start_point = StartPoint(self._recovery, self._updates)
+        self._note(joining=False)
         return whence
