@@ -27,7 +27,6 @@ from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.jobdir import JobDir
-from shared_core.transport.store import Store
 
 
 @dataclass(frozen=True)
@@ -200,39 +199,41 @@ class Attempts:
     def _start_all(self, _: Happened) -> None:
         membership, mine = self._membership, self.places.ranks
         self.workers.starter.open_logs(mine)
-        team = membership.team(self._attempt, self.number) if membership is not None else None
-        if membership is not None:
-            self._job_reporter.call(membership.run_id)
-        self.close()
-        place = (self._spec.local_addr or LOOPBACK, 0 if self.number else self._store_port)
-        if team is not None and membership is not None:
-            if self._attempt is None and membership.line:  # given a place in the middle of the job
-                line = Resized.from_json(membership.line, "first")
-                self._resizing.start_over(line)
-                membership.gather(team.machines, line)
-            self.number, place = team.number, (team.host, team.port)
-        if team is not None and membership is not None:
-            keeper = team.keeper
-            store: Callable[[], Store] = lambda: membership.connect(keeper)  # noqa: E731
-        else:
-            own = self._control.new_store()
-            store = lambda: own  # noqa: E731
-        self._attempt = Attempt(self.number, place, store, mine, self.places.world_size, self._wakeup.tell, team)
-        self._job_reporter.begins(self._attempt, self.places)
-        if team is not None:
-            continued = self._resizing.line
-            self._attempt.begin(team.machines, continued.to_json() if continued is not None else "")
+        self._attempt = attempt = self._alone() if membership is None else self._in_team(membership)
+        self._job_reporter.begins(attempt, self.places)
         self.workers.roster.begin(mine)
         if membership is not None:
-            ledger = self._attempt.ledger
-            membership.fetch(ledger, mine, self.number)
+            membership.fetch(attempt.ledger, mine, self.number)
             for rank in mine:
-                if ledger.incarnations[rank]:
-                    self._job_reporter.console_reporter.failed(
-                        rank, "its machine failed", ledger.detected or time.time()
-                    )
+                if attempt.incarnations[rank]:
+                    when = attempt.ledger.detected or time.time()
+                    self._job_reporter.console_reporter.failed(rank, "its machine failed", when)
         for local_rank in range(len(mine)):
             self.workers.start(local_rank, self._in_what())
+
+    def _alone(self) -> Attempt:
+        """The attempt that begins on this machine, the only one; the one before is closed."""
+        self.close()
+        store, places = self._control.new_store(), self.places
+        place = self._spec.local_addr or LOOPBACK, 0 if self.number else self._store_port
+        return Attempt(self.number, place, lambda: store, places.ranks, places.world_size, self._wakeup.tell)
+
+    def _in_team(self, membership: MachineMembership) -> Attempt:
+        """As :meth:`_alone`, on several machines; takes the number and the state that the others have."""
+        team, places = membership.team(self._attempt, self.number), self.places
+        assert team is not None  # it has a place
+        self._job_reporter.call(membership.run_id)
+        self.close()
+        if self._attempt is None and membership.line:  # given a place in the middle of the job
+            line = Resized.from_json(membership.line, "first")
+            self._resizing.start_over(line)
+            membership.gather(team.machines, line)
+        self.number, place, keeper = team.number, (team.host, team.port), team.keeper
+        connect, wake = lambda: membership.connect(keeper), self._wakeup.tell  # noqa: E731
+        attempt = Attempt(self.number, place, connect, places.ranks, places.world_size, wake, team)
+        continued = self._resizing.line
+        attempt.begin(team.machines, continued.to_json() if continued is not None else "")
+        return attempt
 
     def _replace(self, _: Happened) -> None:
         self.workers.roster.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
