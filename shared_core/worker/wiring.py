@@ -125,9 +125,7 @@ class WorkerRuntime:
         checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
         self.notes = Notes(publisher, position, start)
         replicas = Replicas(env, recovery, updates)
-        publishing = Publishing(
-            position, parts, trained, runtime, publisher, donor, survivor_groups, replicas, checkpoints
-        )
+        publishing = Publishing(position, parts, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
         self.joining = Joining(
             start,
             position,

@@ -9,7 +9,6 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.trained import Trained
-from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
@@ -24,18 +23,17 @@ class Publishing:
         trained: Trained,
         runtime: Runtime,
         publisher: SharedMemoryPublisher,
-        donor: Donor,
         survivor_groups: SurvivorGroups,
         replicas: Replicas,
         checkpoints: Checkpointing,
     ) -> None:
         self._position, self._parts, self._trained, self._runtime = position, parts, trained, runtime
-        self._publisher, self._donor, self._survivor_groups = publisher, donor, survivor_groups
-        self._replicas, self._checkpoints, self._made_groups = replicas, checkpoints, MadeGroups(runtime)
+        self._publisher, self._survivor_groups, self._replicas = publisher, survivor_groups, replicas
+        self._checkpoints, self._made_groups = checkpoints, MadeGroups(runtime)
 
     def at_boundary(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
-        """As :meth:`publish`, under the donor's lock: no replacement is given a state from the middle of it."""
-        with self._donor.publishing:
+        """As :meth:`publish`, under the publisher's lock: no replacement is given a state from the middle of it."""
+        with self._publisher.publishing:
             self.publish(kind, grads)
 
     def publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:

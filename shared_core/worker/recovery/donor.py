@@ -4,7 +4,6 @@ those that follow. Meanwhile it makes no update.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,15 +20,12 @@ from shared_core.worker.state.updates import Updates
 
 
 class Donor:
-    """This worker as the exchange sees it. Recovery threads call. ``publishing`` is held while a step boundary is
-    published.
-    """
+    """This worker as the exchange sees it. Recovery threads call."""
 
     def __init__(
         self, env: WorkerEnv, publisher: SharedMemoryPublisher, updates: Updates, position: BoundaryPosition
     ) -> None:
         self._env, self._publisher, self._updates, self._position = env, publisher, updates, position
-        self.publishing = threading.Lock()
         self._leaving = ExitStack()
 
     @property
@@ -66,7 +62,7 @@ class Donor:
         until :meth:`withdraw`.
         """
         self._leaving.close()
-        self._leaving.enter_context(self.publishing)
+        self._leaving.enter_context(self._publisher.publishing)
         self._leaving.enter_context(self._updates.gate.held())
         self._publisher.sync()
         boundaries = tuple(
