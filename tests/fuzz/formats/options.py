@@ -39,7 +39,7 @@ _YAMLS = (
     "base: &b {seed: 1}\nseed: !!int '3'\ndata: !!str refetch\n",
     "? seed\n: 3\n--- \n...\n",
     "seed: 2026-11-22\nlog: {dir: 2026-11-22T08:38:01Z}\ndata: !!binary aGVsbG8=\ncheckpoint.keep: !!float .nan\n",
-    "<<: {seed: 1}\ncheckpoint: !!set {a, b}\ncheckpoint.resume_from: !!omap [a: 1]\nlog.dir: !!bool yes\ndata: !!null ''\n",
+    "<<: {seed: 1}\ncheckpoint: !!set {a, b}\ncheckpoint.resume_from: !!omap [a: 1]\nlog.dir: !!bool yes\ndata: ~\n",
 )
 struck = st.lists(
     st.builds(
