@@ -148,10 +148,9 @@ class Agent:
         )
         alone = membership is None
         self._resizes = Resizes(config, nproc, alone, attempts, job_reporter, resizing)
-        restart = config.restarts
         self._machines: OtherMachines | None = None
         if membership is not None:
-            self._machines = OtherMachines(membership, nproc, restart, attempts, self._resizes, job_reporter, resizing)
+            self._machines = OtherMachines(membership, nproc, attempts, self._resizes, job_reporter, resizing)
         self._failures = WorkerFailures(config, alone, attempts, wakeup, job_reporter, book, resizing)
         self._control_channel = ControlChannel(
             attempts, self._resizes, self._machines, wakeup, control, job_reporter, book, self._last_checkpoint
