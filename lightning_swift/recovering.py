@@ -192,7 +192,7 @@ class RecoveringStrategy(CollectiveStrategy):
     def eval_boundary(self) -> None:
         if self.job is not None:
             self.run_state.tell()
-            self.job.entries.evaluation_boundary()
+            self.job.evaluation_boundary()
 
     def _log_recovery(self, fields: dict[str, Any]) -> None:
         """One row of scalars for each recovery, in the user's loggers, where that is asked for."""

@@ -177,6 +177,10 @@ class Job:
         """
         return self._worker.boundaries.batch(accumulating, epoch)
 
+    def evaluation_boundary(self) -> bool:
+        """As :meth:`step_boundary`, at the start of a stand-alone evaluation."""
+        return self._worker.boundaries.evaluation()
+
     def when_unmarked(self, tell: Callable[[], None]) -> None:
         """Have ``tell`` called where the script makes updates without a step boundary between them."""
         self._worker.unmarked.listen(tell)

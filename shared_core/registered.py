@@ -11,6 +11,7 @@ from torch import nn
 from shared_core.encoding.attributes import Holders
 from shared_core.encoding.values import NotPlain, assign, decode, encode, holds_weights
 from shared_core.errors import ConfigError
+from shared_core.worker.variables.kinds import root_of
 
 #: End of the names of entries for attributes that a ``state_dict`` does not hold.
 _BESIDE = " beside"
@@ -90,11 +91,7 @@ def _restore(each: Any, data: Any) -> None:
 def _beside(each: Any) -> dict[str, object]:
     """Objects whose attributes the ``state_dict`` of ``each`` may not hold, as of metrics of torchmetrics."""
     parts = each.named_modules() if isinstance(each, nn.Module) else [("", each)]
-    return {path: part for path, part in parts if hasattr(part, "__dict__") and not _of_torch(type(part))}
-
-
-def _of_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
+    return {path: part for path, part in parts if hasattr(part, "__dict__") and root_of(type(part)) != "torch"}
 
 
 def _held_by(each: Any) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import import_graph
 import pytest
@@ -206,6 +207,31 @@ class Kind:
     two.imports = [Import("two", "one", (), "typing", 1)]
     assert circles({"one": one, "two": two}, lambda name: True) == [["one", "two"]]
     assert not circles({"one": one, "two": two}, lambda name: True, ["module", "function"])
+
+
+#: Most objects of the project's own classes that a constructor is given: more belong in groups, or do several jobs.
+MOST_COLLABORATORS = 12
+
+
+def test_a_class_has_few_collaborators(graph: Graph) -> None:
+    """The limit is what the worst class has now: it only goes down."""
+    classes = [node for module in graph.values() for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    names = {each.name for each in classes}
+    found = {each.name: collaborators(each, names) for each in classes}
+    worst = max(found, key=lambda name: len(found[name]))
+    assert len(found[worst]) == MOST_COLLABORATORS, (worst, found[worst])
+
+
+def collaborators(cls: ast.ClassDef, names: set[str]) -> list[str]:
+    """Parameters of the constructor whose types name one of these classes."""
+    inits = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    given = [each for node in inits for each in (*node.args.args, *node.args.kwonlyargs) if each.annotation]
+    return [each.arg for each in given if names & set(re.findall(r"\w+", ast.unparse(each.annotation or each)))]
+
+
+def test_collaborators_are_counted() -> None:
+    (cls,) = ast.parse("class A:\n def __init__(self, b: B, c: C | None, *, d: Callable[[], m.B], e: int): ...").body
+    assert isinstance(cls, ast.ClassDef) and collaborators(cls, {"B", "C"}) == ["b", "c", "d"]
 
 
 def test_each_class_has_a_name_of_its_own(graph: Graph) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from shared_core.config import CheckpointOptions, DetectionOptions, SwiftConfig, variable_of
-from shared_core.config import config as config_module
 from shared_core.config.page import page
 from shared_core.errors import ConfigError, MissingExtra
 
@@ -77,26 +76,13 @@ def test_order_of_sources(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["section", "full_name"])
-def test_names_from_before_there_were_sections(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, last: bool
-) -> None:
-    """They work, the later of two wins, and one line says what they are called now."""
-    monkeypatch.setattr(config_module, "_old_names_told", False)
-    old, new = {"checkpoint_dir": "old", "wait_timeout_s": 2}, {"checkpoint.dir": "new"}
-    config = SwiftConfig.from_dict(old | new if last else new | old)
-    assert config.changed == {"checkpoint.dir": "new" if last else "old", "detection.wait_timeout_s": 2.0}
-    SwiftConfig.from_dict(old)
-    [line] = capsys.readouterr().err.splitlines()
-    assert "checkpoint_dir is now checkpoint.dir, wait_timeout_s is now detection.wait_timeout_s" in line
-
-
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
         ("checkpoint.directory", "checkpoint.dir"),
         ("checkpoint_directory", "checkpoint.dir"),
         ("detection.wait_timeout", "detection.wait_timeout_s"),
+        ("wait_timeout_s", "detection.wait_timeout_s"),
         ("on_fail", "on_failure"),
         ("checkpoint.histroy", "checkpoint.history"),
     ],

@@ -25,7 +25,6 @@ from shared_core.config.sections import (
     WatchOptions,
 )
 from shared_core.errors import ConfigError
-from shared_core.events import console
 from shared_core.kinds import MOST, Choice, Whole
 
 ENV_PREFIX = "SWIFT_RECOVERY_"
@@ -51,7 +50,6 @@ _RESERVED = frozenset(
         "SPARE",
     }
 )
-_old_names_told = False
 
 
 @dataclass(frozen=True)
@@ -258,8 +256,6 @@ _FIELDS = {prefix_of(section) + each.name: each for section in _ALL for each in 
 _DEFAULTS = {name: each.default for name, each in _FIELDS.items()}
 #: ``checkpoint_dir`` -> ``checkpoint.dir``: names in the environment, in lower case.
 _OF_VARIABLES = {name.replace(".", "_"): name for name in _FIELDS}
-#: Names that options had before there were sections.
-_FORMER = {each.metadata["formerly"] or name.replace(".", "_"): name for name, each in _FIELDS.items() if "." in name}
 #: Options that say how checkpoints are made; a script may give them to workers that run already.
 CHECKPOINT_OPTIONS = frozenset(name for name in _FIELDS if name.startswith("checkpoint."))
 #: Options that a script may say alone: a launcher and workers that run already need not know them before.
@@ -272,7 +268,7 @@ def variable_of(name: str) -> str:
 
 
 def full_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by full name, as given in sections, by full name or by a name of before there were sections.
+    """Options by full name, as given in sections or by full name.
 
     Raises:
         ConfigError: for an unknown option, with the closest known one; or they are no mapping.
@@ -280,20 +276,15 @@ def full_names(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise ConfigError(f"options must be a mapping of names to values, not {type(values).__name__}: {values!r:.100}")
     found: dict[str, Any] = {}
-    former: dict[str, str] = {}
     for name, value in values.items():
         if name in SECTIONS and isinstance(value, Mapping | Section):
             inside = (
                 value if isinstance(value, Mapping) else {o.name: getattr(value, o.name) for o in options_of(value)}
             )
             found |= {f"{name}.{key}": each for key, each in inside.items()}
-        elif name in _FORMER and name not in _FIELDS:
-            former[name] = _FORMER[name]
-            found[_FORMER[name]] = value
         else:
             found[name] = value
     _refuse_unknown(found)
-    _tell_of(former)
     return found
 
 
@@ -312,22 +303,12 @@ def _meant(name: str) -> str:
     """The known option that is most like an unknown one; empty if none is. First come those that begin with the unknown
     name, or with which it begins: ``checkpoint.directory`` is ``checkpoint.dir``.
     """
-    known = [*_FIELDS, *_FORMER]
+    known = [*_FIELDS, *_OF_VARIABLES]
     alike = [each for each in known if name.startswith(each) or (len(name) > 2 and each.startswith(name))]
     # of several that begin with it none is meant
     begins = max(alike, key=len) if len(alike) == 1 or any(map(name.startswith, alike)) else ""
     close = [begins] if begins else difflib.get_close_matches(name, known, n=1)
-    return _FORMER.get(close[0], close[0]) if close else ""
-
-
-def _tell_of(former: Mapping[str, str]) -> None:
-    """One line about old names, from one process of the job."""
-    global _old_names_told
-    first = os.environ.get("RANK", "0") == "0" and os.environ.get(ENV_PREFIX + "INCARNATION", "0") == "0"
-    if former and first and not _old_names_told and ENV_PREFIX + "HANDED_OVER" not in os.environ:
-        _old_names_told = True
-        which = ", ".join(f"{old} is now {new}" for old, new in sorted(former.items()))
-        console(f"some options have new names: {which}. The old names still work (docs/configuration.md)")
+    return _OF_VARIABLES.get(close[0], close[0]) if close else ""
 
 
 def _build(values: Mapping[str, Any]) -> SwiftConfig:

@@ -10,16 +10,15 @@ from shared_core.errors import ConfigError
 from shared_core.kinds import Kind
 
 
-def option(default: Any, kind: Kind, text: str, *, formerly: str = "", late: bool = False) -> Any:
+def option(default: Any, kind: Kind, text: str, *, late: bool = False) -> Any:
     """A field of a section.
 
     Args:
         kind: what is allowed.
         text: what it means, in Markdown: the line of the options page.
-        formerly: its name before options had sections, where that is not ``section_option``.
         late: a script may say it alone: launcher and workers that run already need not know it before.
     """
-    return field(default=default, metadata={"kind": kind, "text": text, "formerly": formerly, "late": late})
+    return field(default=default, metadata={"kind": kind, "text": text, "late": late})
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,6 @@ class CheckpointOptions(Section):
         True,
         Truth(),
         "training continues while a checkpoint is written; otherwise it waits until each is committed",
-        formerly="checkpoint_async",
         late=True,
     )
     keep: int = option(2, Whole(2), "how many committed checkpoints of a run to keep, at least 2", late=True)
@@ -61,7 +60,6 @@ class CheckpointOptions(Section):
         _USE,
         "begin with the newest checkpoint that an earlier start of the same command has left: `auto` with "
         '`on_failure="restart"`, `always`, `never`',
-        formerly="resume",
         late=True,
     )
     resume_from: str | None = option(
@@ -69,7 +67,6 @@ class CheckpointOptions(Section):
         NamedPlace("a folder or a URL"),
         "begin with this checkpoint, whatever command has made it: the folder of one, or a folder of checkpoints, of "
         "which the newest whole one is taken ([checkpoints.md](checkpoints.md#adopting-another-commands-checkpoint))",
-        formerly="resume_from",
         late=True,
     )
 
@@ -106,20 +103,17 @@ class ResizeOptions(Section):
         _SECONDS,
         "with `replace`: seconds after which the others continue without a failed worker whose place nobody has taken; "
         "0 keeps waiting",
-        formerly="replace_timeout_s",
     )
     grow_after_s: float = option(
         60.0,
         _SECONDS,
         "seconds after which the places of workers that failed are filled again, where the number of workers has "
         "become smaller; 0 leaves them empty. A machine that joins is admitted at once",
-        formerly="grow_after_s",
     )
     data: str = option(
         "exact",
         Choice(("exact", "drop")),
         "a failed worker's share of the data: `exact` gives the rest of it to the others, `drop` leaves it out",
-        formerly="data_policy",
     )
 
 
@@ -134,14 +128,12 @@ class RerouteOptions(Section):
         _SECONDS,
         "seconds between a failure and the start of the replacement. Each one that is admitted costs the others a "
         "short stall",
-        formerly="rejoin_after_s",
     )
     reduction: str = option(
         "sum",
         Choice(("sum", "ordered")),
         "gradients are added as they come (`sum`), or those of each data-parallel index apart and then by index "
         "(`ordered`): the same bits, whoever computes them",
-        formerly="reduction",
     )
     plan: str = option(
         "staggered",
@@ -181,14 +173,12 @@ class ReplayOptions(Section):
         _USE,
         "survivors compute a part of what a replacement replays: `auto` where it pays, `always`, `never`. Needs "
         '`randomness: "seeded"`',
-        formerly="parallel_replay",
     )
     sums: str = option(
         "ordered",
         Choice(("ordered", "slices")),
         "gradients of a shared replay are added by micro-batch in their order, bitwise (`ordered`), or by worker "
         "(`slices`): less to move, equal up to rounding",
-        formerly="replay_sums",
     )
     randomness: str = option(
         "stock",
@@ -196,7 +186,6 @@ class ReplayOptions(Section):
         "random numbers in the stages. `stock`: in the order of the program, as DeepSpeed's. `seeded`: a function of "
         "seed, step, micro-batch and layer, so that a micro-batch can be computed anywhere; other numbers than "
         "DeepSpeed's",
-        formerly="randomness",
     )
 
 
@@ -264,17 +253,13 @@ class DetectionOptions(Section):
         _ABOVE,
         "longest wait for a peer or replacement in a recovery; after it the job ends and says whom it waited for "
         "([how_it_works.md](how_it_works.md#waits))",
-        formerly="wait_timeout_s",
     )
     progress_timeout_s: float = option(
         300.0,
         _ABOVE,
         "seconds without progress, outside collectives, after which a worker is replaced",
-        formerly="progress_timeout_s",
     )
-    connect_timeout_s: float = option(
-        5.0, _ABOVE, "longest time to connect the sockets of a new generation", formerly="connect_timeout_s"
-    )
+    connect_timeout_s: float = option(5.0, _ABOVE, "longest time to connect the sockets of a new generation")
 
 
 @dataclass(frozen=True)
@@ -289,7 +274,6 @@ class StateOptions(Section):
         "what a worker keeps so that a replacement can compute exactly. `auto`: parameters before each update; "
         "parameters and optimizer state at step boundaries once the script [changes them outside "
         "updates](how_it_works.md#what-a-script-changes-by-itself). `always`: from the start. `never`",
-        formerly="preimages",
     )
     overlapped_update: bool = option(
         False,
@@ -301,7 +285,6 @@ class StateOptions(Section):
         True,
         Truth(),
         "publish checksums of inputs, compare replicas after each recovery",
-        formerly="verify_checksums",
     )
 
 

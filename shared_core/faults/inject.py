@@ -86,9 +86,10 @@ class _Injector:
         return fault.step == self.boundaries
 
     def awaits(self, name: str) -> bool:
-        return os.getpid() == self.pid and any(
-            fault.point == name and self._now(fault) for fault in self.pending.values()
-        )
+        if os.getpid() != self.pid:
+            return False
+        with self.lock:
+            return any(fault.point == name and self._now(fault) for fault in self.pending.values())
 
 
 #: True while points must be looked at: before the environment was read, and while faults are armed.

@@ -32,10 +32,10 @@ from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
+from shared_core.launcher.machine_workers import MachineWorkers
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.other_machines import OtherMachines
 from shared_core.launcher.persisting import Persisting
-from shared_core.launcher.places import WorkerPlaces
 from shared_core.launcher.rendezvous import SwiftRendezvousHandler
 from shared_core.launcher.resizes import Resizes
 from shared_core.launcher.spares import Spares
@@ -99,7 +99,7 @@ class Agent:
         self.job_dir, self.folders = job.path, job.folders
         if job.note:
             console(job.note)
-        self.records = Records(WorkerPlaces(spec))
+        self.records = Records(lambda: self._attempts.places)
         wakeup = self._wakeup = Wakeup()
         control = self._control = ControlSocket(job.path, wakeup.tell)
         book = FailureBook(spec.max_restarts, options.loop_limit)
@@ -126,18 +126,15 @@ class Agent:
                 number=lambda: self._attempts.number,
                 secret=options.secret,
             )
+        spares = Spares(config, worker_pool, starter, job_reporter, job.path)
         attempts = self._attempts = Attempts(
             spec,
             options.store_port,
-            self._tick_s,
             job,
             wakeup,
             control,
-            worker_pool,
-            starter,
-            Spares(config, worker_pool, starter, job_reporter, job.path),
+            MachineWorkers(worker_pool, starter, spares, wakeup, self._tick_s),
             job_reporter,
-            self.records,
             book,
             resizing,
             membership,
@@ -150,22 +147,19 @@ class Agent:
             attempts.set_key,
         )
         alone = membership is None
-        self._resizes = Resizes(config, nproc, alone, attempts, worker_pool, job_reporter, resizing)
-        restart = config.restarts
+        self._resizes = Resizes(config, nproc, alone, attempts, job_reporter, resizing)
         self._machines: OtherMachines | None = None
         if membership is not None:
-            self._machines = OtherMachines(membership, nproc, restart, attempts, self._resizes, job_reporter, resizing)
-        self._failures = WorkerFailures(config, alone, attempts, worker_pool, wakeup, job_reporter, book, resizing)
+            self._machines = OtherMachines(membership, nproc, attempts, self._resizes, job_reporter, resizing)
+        self._failures = WorkerFailures(config, alone, attempts, wakeup, job_reporter, book, resizing)
         self._control_channel = ControlChannel(
-            attempts, self._resizes, self._machines, worker_pool, starter, wakeup, control, job_reporter, book,
-            self._last_checkpoint,
-        )  # fmt: skip
+            attempts, self._resizes, self._machines, wakeup, control, job_reporter, book, self._last_checkpoint
+        )
         self._shutdown_barrier = ShutdownBarrier(console)
         self._persisting = Persisting(job.path, options.events, options.grace_s, console)
         self._ending = JobEnding(
-            program, job, wakeup, worker_pool, starter, attempts, self._machines, self._last_checkpoint,
-            self._persisting, job_reporter,
-        )  # fmt: skip
+            program, job, wakeup, attempts, self._machines, self._last_checkpoint, self._persisting, job_reporter
+        )
 
     @property
     def logs_used(self) -> bool:
@@ -184,7 +178,7 @@ class Agent:
             if self._program.mode != "exec":
                 self._worker_pool.fill_standbys()  # they import during the rendezvous
             result = self._run()
-            self.records.result(result, self._attempts.roster.pids)
+            self.records.result(result, self._attempts.workers.roster.pids)
             return result
         except BaseException as error:
             if isinstance(error, SignalException):
@@ -266,7 +260,7 @@ class Agent:
     def _timeout(self) -> float:
         if self._wakeup.told:
             return 0.0
-        times = [self._last_tick + self._tick_s, *(when for when, _ in self._attempts.roster.due)]
+        times = [self._last_tick + self._tick_s, *(when for when, _ in self._attempts.workers.roster.due)]
         if self._resizing.grow_at is not None:
             times.append(self._resizing.grow_at)
         return min(times) - time.monotonic()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +12,14 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, Wo
 from shared_core.launcher.attempt import LOOPBACK, Attempt
 from shared_core.launcher.console import ranks
 from shared_core.launcher.control_socket import ControlSocket
-from shared_core.launcher.elastic import Records, failure_of
+from shared_core.launcher.elastic import failure_of
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.machine import MachineMembership
+from shared_core.launcher.machine_workers import MachineWorkers
 from shared_core.launcher.places import WorkerPlaces
-from shared_core.launcher.roster import Roster
-from shared_core.launcher.spares import Spares
-from shared_core.launcher.starting import AttemptStart, Starter
+from shared_core.launcher.starting import AttemptStart
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
+from shared_core.launcher.workers import CANCELLED, LiveWorker
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import AgentAction, AgentEvent, AgentPhase, transition
 from shared_core.protocol.failure_policy import FailureBook
@@ -29,8 +27,6 @@ from shared_core.protocol.generation import Entry, EntryKind
 from shared_core.protocol.resizing import Resizing
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.jobdir import JobDir
-from shared_core.transport.store import Store
-from shared_core.waiting import Wait, ranks_text
 
 
 @dataclass(frozen=True)
@@ -47,12 +43,10 @@ class Attempts:
 
     Args:
         store_port: port of the first attempt's store for the script's process groups; 0 for a free one.
-        tick_s: how often the workers are looked at while they are being killed.
         membership: the other machines, if there are any.
 
     Attributes:
         number: of the attempt, from 0.
-        roster: which of its ranks are held.
         result: of the job, once it is over here.
     """
 
@@ -60,35 +54,28 @@ class Attempts:
         self,
         spec: WorkerSpec,
         store_port: int,
-        tick_s: float,
         job: JobDir,
         wakeup: Wakeup,
         control: ControlSocket,
-        worker_pool: WorkerPool,
-        starter: Starter,
-        spares: Spares,
+        workers: MachineWorkers,
         job_reporter: JobReporter,
-        records: Records,
         book: FailureBook,
         resizing: Resizing,
         membership: MachineMembership | None,
     ) -> None:
-        self._spec, self._store_port, self._tick_s, self._job = spec, store_port, tick_s, job
-        self._wakeup, self._control = wakeup, control
-        self._worker_pool, self._starter, self._job_reporter = worker_pool, starter, job_reporter
-        self._records, self._book, self._resizing, self._membership = records, book, resizing, membership
+        self._spec, self._store_port, self._job, self._wakeup, self._control = spec, store_port, job, wakeup, control
+        self.workers, self._job_reporter, self._book, self._resizing = workers, job_reporter, book, resizing
+        self._membership = membership
         self.phase = AgentPhase.RENDEZVOUS
         self.places = WorkerPlaces(spec)
         self.number = 0
-        self.roster = Roster()
-        self.spares = spares
         self.result: RunResult | None = None
         self._attempt: Attempt | None = None
         self._actions: dict[AgentAction, Callable[[Happened], None]] = {
             AgentAction.START: self._start_all,
             AgentAction.REPLACE: self._replace,
             AgentAction.TELL: self._tell,
-            AgentAction.KILL: self._kill_all,
+            AgentAction.KILL: lambda _: workers.kill_all(),
             AgentAction.CLEAR: self._clear,
             AgentAction.DELAY: self._delay,
             AgentAction.REGROUP: self._regroup,
@@ -134,7 +121,7 @@ class Attempts:
             self._actions[action](happened or Happened())
 
     def place(self, machine: int, machines: int) -> None:
-        self._take(WorkerPlaces.of(self._spec, machine, machines, self._spec.local_world_size))
+        self.places = WorkerPlaces.of(self._spec, machine, machines, self._spec.local_world_size)
         self.step(AgentEvent.PLACED)
 
     def restart_all(self, reason: str, delay_s: float, *, line: Resized | None) -> None:
@@ -169,34 +156,29 @@ class Attempts:
 
     def succeed(self, event: AgentEvent) -> None:
         if event is AgentEvent.ENDED_ELSEWHERE:
-            self._take(WorkerPlaces(self._spec))  # so that none of its workers is recorded
+            self.places = WorkerPlaces(self._spec)  # so that none of its workers is recorded
         self.result = RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self.places.ranks))
         self.step(event)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def announce(self, one: LiveWorker) -> None:
-        self.roster.arrived(one)
+        self.workers.roster.arrived(one)
         self._job_reporter.console_reporter.replacement(one.rank, one.pid)
         if one.incarnation:
             self._job_reporter.replacement(one)
-        elif not self.roster.missing:
+        elif not self.workers.roster.missing:
             self.tell_start()
         if self.phase is AgentPhase.ENDING and one.cause == CANCELLED:
             one.kill(CANCELLED)
 
     def tell_start(self) -> None:
         """Once an attempt: when all first workers run, or before the first failure."""
-        self._job_reporter.start(self._worker_pool.live.values(), self._starter.config)
+        self._job_reporter.start(self.workers.pool.live.values(), self.workers.starter.config)
 
     def start_due(self) -> None:
-        for local_rank in self.roster.take_due():
-            self._start(local_rank)
-
-    def kill_ranks(self, killed: Collection[int], cause: str) -> None:
-        for one in list(self._worker_pool.live.values()):
-            if one.rank in killed:
-                one.kill(cause)
+        if self.workers.roster.due:
+            self.workers.start_due(self._in_what())
 
     def close(self) -> None:
         if self._attempt is not None:
@@ -204,85 +186,61 @@ class Attempts:
 
     def look_after_spares(self) -> None:
         """Prepare hot standbys while no rank is without a worker."""
-        if self.phase is AgentPhase.RUNNING and not self.roster.failed and not self.roster.missing:
-            self.spares.look(self._in_what())
-
-    def _start(self, local_rank: int) -> None:
-        if self.spares.start(local_rank, self._in_what()):
-            self._wakeup.tell()  # its process is there
+        if self.phase is AgentPhase.RUNNING and self.workers.complete:
+            self.workers.spares.look(self._in_what())
 
     def _in_what(self) -> AttemptStart:
         address = self._membership.address if self._membership is not None else ""
         store = self._membership.keeper if self._membership is not None else str(self._control.path)
         return AttemptStart(self.places, self.now, store, address, self._resizing.line, self._job_reporter.run_id)
 
-    def _take(self, places: WorkerPlaces) -> None:
-        self.places = places
-        self._records.placed(places)
-
     # -- actions ------------------------------------------------------------------------------------------------------
 
     def _start_all(self, _: Happened) -> None:
         membership, mine = self._membership, self.places.ranks
-        self._starter.open_logs(mine)
-        team = membership.team(self._attempt, self.number) if membership is not None else None
+        self.workers.starter.open_logs(mine)
+        self._attempt = attempt = self._alone() if membership is None else self._in_team(membership)
+        self._job_reporter.begins(attempt, self.places)
+        self.workers.roster.begin(mine)
         if membership is not None:
-            self._job_reporter.call(membership.run_id)
-        self.close()
-        place = (self._spec.local_addr or LOOPBACK, 0 if self.number else self._store_port)
-        if team is not None and membership is not None:
-            if self._attempt is None and membership.line:  # given a place in the middle of the job
-                line = Resized.from_json(membership.line, "first")
-                self._resizing.start_over(line)
-                membership.gather(team.machines, line)
-            self.number, place = team.number, (team.host, team.port)
-        if team is not None and membership is not None:
-            keeper = team.keeper
-            store: Callable[[], Store] = lambda: membership.connect(keeper)  # noqa: E731
-        else:
-            own = self._control.new_store()
-            store = lambda: own  # noqa: E731
-        self._attempt = Attempt(self.number, place, store, mine, self.places.world_size, self._wakeup.tell, team)
-        self._job_reporter.begins(self._attempt, self.places)
-        if team is not None:
-            continued = self._resizing.line
-            self._attempt.begin(team.machines, continued.to_json() if continued is not None else "")
-        self.roster.begin(mine)
-        if membership is not None:
-            ledger = self._attempt.ledger
-            membership.fetch(ledger, mine, self.number)
+            membership.fetch(attempt.ledger, mine, self.number)
             for rank in mine:
-                if ledger.incarnations[rank]:
-                    self._job_reporter.console_reporter.failed(
-                        rank, "its machine failed", ledger.detected or time.time()
-                    )
+                if attempt.incarnations[rank]:
+                    when = attempt.ledger.detected or time.time()
+                    self._job_reporter.console_reporter.failed(rank, "its machine failed", when)
         for local_rank in range(len(mine)):
-            self._start(local_rank)
+            self.workers.start(local_rank, self._in_what())
+
+    def _alone(self) -> Attempt:
+        """The attempt that begins on this machine, the only one; the one before is closed."""
+        self.close()
+        store, places = self._control.new_store(), self.places
+        place = self._spec.local_addr or LOOPBACK, 0 if self.number else self._store_port
+        return Attempt(self.number, place, lambda: store, places.ranks, places.world_size, self._wakeup.tell)
+
+    def _in_team(self, membership: MachineMembership) -> Attempt:
+        """As :meth:`_alone`, on several machines; takes the number and the state that the others have."""
+        team, places = membership.team(self._attempt, self.number), self.places
+        assert team is not None  # it has a place
+        self._job_reporter.call(membership.run_id)
+        self.close()
+        if self._attempt is None and membership.line:  # given a place in the middle of the job
+            line = Resized.from_json(membership.line, "first")
+            self._resizing.start_over(line)
+            membership.gather(team.machines, line)
+        self.number, place, keeper = team.number, (team.host, team.port), team.keeper
+        connect, wake = lambda: membership.connect(keeper), self._wakeup.tell  # noqa: E731
+        attempt = Attempt(self.number, place, connect, places.ranks, places.world_size, wake, team)
+        continued = self._resizing.line
+        attempt.begin(team.machines, continued.to_json() if continued is not None else "")
+        return attempt
 
     def _replace(self, _: Happened) -> None:
-        self.roster.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
+        self.workers.roster.replace_all({one.global_rank: one.local_rank for one in self.places.workers})
         self.start_due()
 
     def _tell(self, happened: Happened) -> None:
-        self._job_reporter.restarts(happened.entry, self.places, self._starter.config, happened.reached)
-
-    def _kill_all(self, _: Happened) -> None:
-        """SIGKILL to every worker, also those being forked; returns when all are reaped."""
-        worker_pool = self._worker_pool
-        self.roster.forget_due()
-        self.spares.clear()
-        worker_pool.cancel_starts()
-        # No time limit: a process that hangs in a file system cannot be killed, and its place must not be taken twice.
-        whom = lambda: f"{ranks_text(one.rank for one in worker_pool.live.values())} to end, killed with SIGKILL"  # noqa: E731
-        wait = Wait("the launcher", whom, math.inf, ends="it continues when they have ended")
-        while worker_pool.live or worker_pool.starting:
-            wait.look()
-            worker_pool.started()
-            for one in worker_pool.live.values():
-                one.kill(CANCELLED)
-            self._wakeup.wait(self._tick_s)
-            worker_pool.reap()
-            worker_pool.look_after_standbys()
+        self._job_reporter.restarts(happened.entry, self.places, self.workers.starter.config, happened.reached)
 
     def _clear(self, happened: Happened) -> None:
         line = happened.entry.line
@@ -293,7 +251,7 @@ class Attempts:
         deadline = time.monotonic() + happened.delay_s
         while not self._wakeup.received and time.monotonic() < deadline:
             self._wakeup.wait(deadline - time.monotonic())
-            self._worker_pool.reap()
+            self.workers.pool.reap()
 
     def _regroup(self, happened: Happened) -> None:
         entry, before, membership = happened.entry, self.places.world_size, self._membership
@@ -305,7 +263,7 @@ class Attempts:
             places = WorkerPlaces.of(self._spec, slot, len(entry.machines), self._spec.local_world_size)
             if entry.line is not None:
                 membership.gather(entry.machines, entry.line)
-        self._take(places)
+        self.places = places
         self._job_reporter.resizes(before, places, entry.line, happened.reached)
         self._resizing.done(time.monotonic(), entry.workers, entry.line)
         self._book.forget_ranks()  # their ranks mean other workers now
@@ -322,6 +280,4 @@ class Attempts:
         absent = set(range(len(self.now.incarnations))).difference(self.now.ledger.present())
         if absent:
             self._job_reporter.ends_without(absent, ranks(sorted(absent)))
-            self.roster.forget_due()
-            self._worker_pool.cancel_starts()
-            self.kill_ranks(absent, CANCELLED)
+            self.workers.let_go(absent)

@@ -15,9 +15,7 @@ from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.other_machines import OtherMachines
 from shared_core.launcher.resizes import Resizes
-from shared_core.launcher.starting import Starter
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import keys
 from shared_core.protocol.agent_phase import AgentEvent
 from shared_core.protocol.failure_policy import FailureBook
@@ -32,16 +30,14 @@ class ControlChannel:
         attempts: Attempts,
         resizes: Resizes,
         machines: OtherMachines | None,
-        worker_pool: WorkerPool,
-        starter: Starter,
         wakeup: Wakeup,
         control: ControlSocket,
         job_reporter: JobReporter,
         book: FailureBook,
         last_checkpoint: LastCheckpoint,
     ) -> None:
-        self._attempts, self._resizes, self._machines, self._worker_pool = attempts, resizes, machines, worker_pool
-        self._starter, self._wakeup, self._control = starter, wakeup, control
+        self._attempts, self._resizes, self._machines, self._workers = attempts, resizes, machines, attempts.workers
+        self._wakeup, self._control = wakeup, control
         self._job_reporter, self._book = job_reporter, book
         self._last_checkpoint = last_checkpoint
         self._words: dict[str, Callable[[Any], None]] = {
@@ -49,7 +45,7 @@ class ControlChannel:
             "fail": self._fail,
             keys.SAVED: self._saved,
             keys.REPORTS: self._report,
-            keys.PREPARED: lambda said: self._attempts.spares.ready(said),
+            keys.PREPARED: lambda said: self._workers.spares.ready(said),
             "handed": lambda said: self._resizes.handed_on(said.generation, said.boundary),
             "declined": lambda said: self._resizes.declined(said.generation, said.reason),
             "restart": self._restart,
@@ -98,7 +94,7 @@ class ControlChannel:
     # -- words of the workers -----------------------------------------------------------------------------------------
 
     def _divergent(self, wrong: list[int]) -> None:
-        for one in list(self._worker_pool.live.values()):
+        for one in list(self._workers.pool.live.values()):
             if one.rank in wrong:
                 one.kill("its state differs from its replicas'", CauseKind.DIVERGENT)
 
@@ -106,7 +102,7 @@ class ControlChannel:
         rank, message = said.rank, said.message
         self._job_reporter.console_reporter.fails(f"rank {rank}: {message}")
         self._job_reporter.ends("failed", rank=rank, reason=message)
-        pid = next((one.pid for one in self._worker_pool.live.values() if one.rank == rank), 0)
+        pid = next((one.pid for one in self._workers.pool.live.values() if one.rank == rank), 0)
         self._attempts.fail(rank, pid, 1, "", message)
 
     def _saved(self, said: Any) -> None:
@@ -115,9 +111,9 @@ class ControlChannel:
 
     def _wish(self, pid: int, wish: dict[str, Any]) -> None:
         """A script on this machine asks for checkpoints, and the launcher's own options do not."""
-        before = self._starter.config
+        before = self._workers.starter.config
         try:
-            if pid not in self._worker_pool.live:
+            if pid not in self._workers.pool.live:
                 raise ConfigError(f"process {pid} is no worker of this machine")
             if others := sorted(wish.keys() - CHECKPOINT_OPTIONS):
                 raise ConfigError(f"{', '.join(others)} is not for a script to say")
@@ -128,7 +124,7 @@ class ControlChannel:
         self._last_checkpoint.want()
         if config.checkpoint.dir != before.checkpoint.dir:
             self._job_reporter.console_reporter.checkpoints(config.checkpoint.dir)
-        self._starter.use(config)
+        self._workers.starter.use(config)
 
     def _report(self, said: Any) -> None:
         self._job_reporter.report({key: each for key, each in asdict(said).items() if each is not None})

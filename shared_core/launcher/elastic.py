@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -62,12 +62,9 @@ def _shown(message: object) -> str:
 class Records:
     """Sends events to the user's handler (``--event-log-handler``), metrics to torchelastic's."""
 
-    def __init__(self, places: WorkerPlaces) -> None:
+    def __init__(self, places: Callable[[], WorkerPlaces]) -> None:
         self._places = places
         self._begun = time.monotonic()
-
-    def placed(self, places: WorkerPlaces) -> None:
-        self._places = places
 
     @contextmanager
     def duration(self, state: str) -> Iterator[None]:
@@ -80,7 +77,7 @@ class Records:
     def result(self, result: RunResult, pids: Mapping[int, int]) -> None:
         """Record what became of each worker at the end of the job; ``pids`` are by local rank."""
         self._measure(failed=result.is_failed())
-        for worker in self._places.workers:
+        for worker in self._places().workers:
             failure = result.failures.get(worker.global_rank)
             state = "TERMINATED" if result.is_failed() and failure is None else result.state.value
             self._record(
@@ -111,7 +108,7 @@ class Records:
             "run_failed_no_retries": int(failed),
         }
         for name, value in values.items():
-            put_metric(f"workers.{self._places.spec.role}.{name}", value)
+            put_metric(f"workers.{self._places().spec.role}.{name}", value)
 
     def _record(
         self,
@@ -125,7 +122,8 @@ class Records:
         exit_code: int | None = None,
         worker_pid: int | None = None,
     ) -> None:
-        places, spec, met = self._places, self._places.spec, bool(self._places.workers)
+        places = self._places()
+        spec, met = places.spec, bool(places.workers)
         more: dict[str, object] = {
             "group_world_size": places.machines if met else None,
             "entry_point": spec.get_entrypoint_name(),

@@ -11,9 +11,7 @@ from shared_core.launcher.last_checkpoint import LastCheckpoint
 from shared_core.launcher.options import Program
 from shared_core.launcher.other_machines import OtherMachines
 from shared_core.launcher.persisting import Persisting
-from shared_core.launcher.starting import Starter
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import WorkerPool
 from shared_core.system.jobdir import JobDir
 
 
@@ -25,21 +23,19 @@ class JobEnding:
         program: Program,
         job: JobDir,
         wakeup: Wakeup,
-        worker_pool: WorkerPool,
-        starter: Starter,
         attempts: Attempts,
         machines: OtherMachines | None,
         last_checkpoint: LastCheckpoint,
         persisting: Persisting,
         job_reporter: JobReporter,
     ) -> None:
-        self._program, self._job, self._wakeup, self._worker_pool = program, job, wakeup, worker_pool
-        self._starter, self._attempts, self._machines = starter, attempts, machines
+        self._program, self._job, self._wakeup = program, job, wakeup
+        self._attempts, self._machines = attempts, machines
         self._last_checkpoint, self._persisting, self._job_reporter = last_checkpoint, persisting, job_reporter
 
     def end(self, sig: signal.Signals) -> None:
         """Send ``sig`` to the workers, SIGKILL after the grace time or at a second signal, and clean up."""
-        worker_pool, wakeup = self._worker_pool, self._wakeup
+        worker_pool, wakeup = self._attempts.workers.pool, self._wakeup
         if self._machines is not None:
             self._machines.send_no_more()
         try:
@@ -60,7 +56,7 @@ class JobEnding:
             if self._machines is not None:
                 self._machines.part()
             self._attempts.close()
-            self._starter.close()
+            self._attempts.workers.starter.close()
             self._job.remove()
             wakeup.close()
 
@@ -74,4 +70,4 @@ class JobEnding:
         whole = attempts.released and not received
         whole = self._persisting.finish(None if whole else deadline, self._wakeup.wait, lambda: len(received) > signals)
         if received or not whole:
-            self._last_checkpoint.say(self._starter.config, self._program.command, attempts.reached)
+            self._last_checkpoint.say(attempts.workers.starter.config, self._program.command, attempts.reached)

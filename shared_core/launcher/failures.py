@@ -11,11 +11,11 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.logs import ERROR_FILE
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
+from shared_core.launcher.workers import CANCELLED, LiveWorker
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
-from shared_core.protocol.failure_policy import AS_ANY, Death, FailureBook, Verdict
-from shared_core.protocol.generation import Entry, EntryKind
+from shared_core.protocol.failure_policy import AS_ANY, Death, FailureBook, ResponsePlan
+from shared_core.protocol.generation import Entry
 from shared_core.protocol.resizing import Resizing
 from shared_core.system import process
 
@@ -30,13 +30,12 @@ class WorkerFailures:
         config: SwiftConfig,
         alone: bool,
         attempts: Attempts,
-        worker_pool: WorkerPool,
         wakeup: Wakeup,
         job_reporter: JobReporter,
         book: FailureBook,
         resizing: Resizing,
     ) -> None:
-        self._config, self._alone, self._attempts, self._worker_pool = config, alone, attempts, worker_pool
+        self._config, self._alone, self._attempts = config, alone, attempts
         self._wakeup, self._job_reporter, self._book, self._resizing = wakeup, job_reporter, book, resizing
 
     def handle_worker_exits(self, dead: list[tuple[LiveWorker, int]]) -> None:
@@ -51,57 +50,47 @@ class WorkerFailures:
         if not failed:
             return
         deaths = [death for _, death in failed]
-        attempts.roster.lose(death.rank for death in deaths)
-        everyone = self._alone and attempts.roster.failed >= set(attempts.places.ranks)
-        restart = together = everyone or self._config.restarts
-        verdicts = [self._book.judge(death, charged=not (together and i)) for i, death in enumerate(deaths)]
-        ending = next((verdict for verdict in verdicts if verdict.action == "end"), None)
-        entry: Entry | None = None
-        if ending is None and not restart:
+        attempts.workers.roster.lose(death.rank for death in deaths)
+        plan, entry = self._plan(deaths), None
+        if plan.waits_for_generation:
             # First what the survivors wait for; the user is told last.
-            entry = self._write(deaths, detected)
+            entry = attempts.now.next_generation(deaths, detected, plan.stay)
             if entry is None:
+                self._book.charge(plan)
                 self._wakeup.tell()  # another machine ended this attempt first
                 return
-            restart = self._answer(entry, failed, verdicts)
+            plan = plan.as_written(entry, self._config.reroute.rejoin_after_s)
+            self._begin(plan, entry, failed)
+        self._book.charge(plan)
         attempts.tell_start()
-        continues = entry is not None and entry.absent is not None and not restart
         for one, death in failed:
-            self._job_reporter.failed(one, death, continues=continues)
-        if ending is not None:
-            self._fail(ending)
-        elif restart:
-            if not together:
-                self._book.count_once(len(deaths))
-            why = "on_failure is restart" if self._config.restarts else "all workers failed"
-            attempts.restart_all(why, max(verdict.delay_s for verdict in verdicts), line=self._resizing.line)
+            self._job_reporter.failed(one, death, continues=plan.response == "reroute")
+        if plan.response == "end":
+            self._fail(plan)
+        elif plan.response == "restart":
+            attempts.restart_all(plan.reason, max(plan.delays_s), line=self._resizing.line)
         elif entry is not None:
             self._job_reporter.generation(entry)
 
-    def _write(self, deaths: list[Death], detected: float) -> Entry | None:
-        """The next generation. With several machines a failed worker is replaced; on one, the others may continue."""
+    def _plan(self, deaths: list[Death]) -> ResponsePlan:
+        """With several machines a failed worker is replaced; on one, the others may continue."""
         attempts = self._attempts
+        others = sorted(set(attempts.places.ranks) - attempts.workers.roster.failed)
         shrinks = self._alone and self._resizing.shrinks(attempts.now.goodbyes())
-        stay = sorted(set(attempts.places.ranks) - attempts.roster.failed) if shrinks else []
-        return attempts.now.next_generation(deaths, detected, stay)
+        everyone, restarts = self._alone and not others, self._config.restarts
+        return self._book.respond(deaths, restarts=restarts, everyone=everyone, stay=others if shrinks else ())
 
-    def _answer(self, entry: Entry, failed: Failed, verdicts: list[Verdict]) -> bool:
-        """Do what the generation asks for; True if all workers have to start again instead."""
+    def _begin(self, plan: ResponsePlan, entry: Entry, failed: Failed) -> None:
+        """What the generation asks of this agent."""
         attempts, resizing = self._attempts, self._resizing
-        if entry.kind is EntryKind.DRAIN:
-            if not entry.stay:
-                return True  # nobody is left who could give its state
+        if plan.response == "shrink":
             resizing.begin(entry.stay, len(entry.stay) if self._alone else resizing.target)
             attempts.step(AgentEvent.CHANGE)
-            return False
-        if len(entry.absent or ()) == len(entry.incarnations):
-            return True  # nobody is left who could admit a replacement
-        resizing.expect([death.rank for _, death in failed], time.monotonic())
-        delay = self._config.reroute.rejoin_after_s if entry.absent is not None else 0.0
-        for (one, _), verdict in zip(failed, verdicts, strict=True):
-            attempts.roster.replace_in(max(verdict.delay_s, delay), one.local_rank)
-        attempts.start_due()
-        return False
+        elif plan.response != "restart":
+            resizing.expect([death.rank for _, death in failed], time.monotonic())
+            for (one, _), delay_s in zip(failed, plan.delays_s, strict=True):
+                attempts.workers.roster.replace_in(delay_s, one.local_rank)
+            attempts.start_due()
 
     def _death(self, one: LiveWorker, code: int, detected: float) -> Death:
         path, error = one.request.env.get(ERROR_FILE, ""), one.raised(code)
@@ -114,15 +103,15 @@ class WorkerFailures:
         boundaries = progress[0] if progress else 0
         return Death(one.rank, one.pid, code, cause, boundaries, error, path if error else "", detected, one.kind)
 
-    def _fail(self, verdict: Verdict) -> None:
-        assert verdict.first is not None
-        first = verdict.first
-        self._job_reporter.console_reporter.fails(verdict.reason)
-        self._job_reporter.ends("failed", rank=first.rank, reason=verdict.reason)
+    def _fail(self, plan: ResponsePlan) -> None:
+        assert plan.first is not None
+        first = plan.first
+        self._job_reporter.console_reporter.fails(plan.reason)
+        self._job_reporter.ends("failed", rank=first.rank, reason=plan.reason)
         # torchelastic has its own texts for signals and for the content of an error file
         words = first.cause if first.exit_code >= 0 and not first.error_file else ""
-        if verdict.reason.endswith(AS_ANY):
-            words = verdict.reason
+        if plan.reason.endswith(AS_ANY):
+            words = plan.reason
         self._attempts.fail(first.rank, first.pid, first.exit_code, first.error_file, words)
 
 

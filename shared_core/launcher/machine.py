@@ -155,14 +155,13 @@ class MachineMembership:
     def why(self, error: Exception) -> str:
         return (self._rendezvous.lease.fenced if self._rendezvous.lease is not None else "") or str(error)
 
-    def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing, *, restart: bool) -> Entry | None:
+    def replace_machines(self, attempt: Attempt, nproc: int, resizing: Resizing) -> Entry | None:
         """Give the places of failed machines to spare ones, or continue with another number of machines.
 
         Returns the ledger's entry; None if there is nothing to do, or another agent was first.
 
         Args:
             nproc: workers of each machine.
-            restart: all workers start again then, instead of replacements taking over.
         """
         lease, ledger = self._rendezvous.lease, attempt.ledger
         if lease is None:
@@ -178,7 +177,7 @@ class MachineMembership:
             entry, why = Entry(detected=detected, machines=machines), ""
             if change is not None:
                 why = _reason(change)
-                if restart:
+                if resizing.config.restarts:
                     return Entry(kind=EntryKind.RESTART, reason=why, machines=machines)
                 causes = tuple(Cause(CauseKind.MACHINE, why, rank) for rank in change.ranks(nproc))
                 entry = replace(entry, causes=causes)

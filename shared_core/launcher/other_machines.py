@@ -8,23 +8,23 @@ from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.resizes import Resizes
 from shared_core.protocol.agent_phase import AgentEvent
+from shared_core.protocol.generation import EntryKind
 from shared_core.protocol.resizing import Resizing
 
 
 class OtherMachines:
-    """Watches leases. ``nproc``: workers of each machine; ``restart``: all workers start again after a failure."""
+    """Watches leases. ``nproc``: workers of each machine."""
 
     def __init__(
         self,
         membership: MachineMembership,
         nproc: int,
-        restart: bool,
         attempts: Attempts,
         resizes: Resizes,
         job_reporter: JobReporter,
         resizing: Resizing,
     ) -> None:
-        self._membership, self._nproc, self._restart = membership, nproc, restart
+        self._membership, self._nproc = membership, nproc
         self._attempts, self._resizes, self._job_reporter, self._resizing = attempts, resizes, job_reporter, resizing
 
     def check(self) -> None:
@@ -35,12 +35,12 @@ class OtherMachines:
     def look(self) -> None:
         """Give the places of failed machines away, or continue with another number of machines."""
         attempts = self._attempts
-        entry = self._membership.replace_machines(attempts.now, self._nproc, self._resizing, restart=self._restart)
+        entry = self._membership.replace_machines(attempts.now, self._nproc, self._resizing)
         if entry is None:
             return
         self._resizes.note(entry)
         self._job_reporter.failed_elsewhere(entry)
-        if self._restart:
+        if entry.kind is EntryKind.RESTART:
             self._job_reporter.emit("restart", reason=entry.reason, attempt=attempts.number + 1)
             attempts.restart(entry)
         else:

@@ -9,7 +9,6 @@ from shared_core.events import console
 from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.console import ranks
 from shared_core.launcher.job_reporter import JobReporter
-from shared_core.launcher.workers import WorkerPool
 from shared_core.protocol import progress_file
 from shared_core.protocol.agent_phase import AgentEvent, AgentPhase
 from shared_core.protocol.generation import Entry, EntryKind
@@ -26,29 +25,18 @@ class Resizes:
         nproc: int,
         alone: bool,
         attempts: Attempts,
-        worker_pool: WorkerPool,
         job_reporter: JobReporter,
         resizing: Resizing,
     ) -> None:
         self._config, self._nproc, self._alone = config, nproc, alone
-        self._attempts, self._worker_pool, self._job_reporter, self._resizing = (
-            attempts,
-            worker_pool,
-            job_reporter,
-            resizing,
-        )
+        self._attempts, self._job_reporter, self._resizing = attempts, job_reporter, resizing
 
     def grow_if_due(self) -> None:
         resizing, attempts, now = self._resizing, self._attempts, time.monotonic()
         if not attempts.phase.trains or not resizing.grows(now):
             return
         here = attempts.places.ranks
-        if (
-            attempts.phase is AgentPhase.RESIZING
-            or attempts.roster.failed
-            or attempts.roster.missing
-            or attempts.now.goodbyes()
-        ):
+        if attempts.phase is AgentPhase.RESIZING or not attempts.workers.complete or attempts.now.goodbyes():
             resizing.schedule(now, len(here))  # try again later
             return
         self._begin(here, resizing.full)
@@ -60,15 +48,15 @@ class Resizes:
             return
         resizing.joined([rank for rank in resizing.due if self._has_joined(rank)])
         late = resizing.late(time.monotonic())
-        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.roster.failed)
+        stay = sorted(set(attempts.places.ranks) - set(late) - attempts.workers.roster.failed)
         if not late or not stay or attempts.phase is not AgentPhase.RUNNING:
             return
         limit_s = self._config.resize.replace_timeout_s
         why = f"nobody has taken the place of {ranks(late)} within {limit_s:g} s (resize.replace_timeout_s)"
         console(f"{why}: the others continue without {'it' if len(late) == 1 else 'them'}")
         if self._begin(stay, len(stay)):
-            attempts.roster.lose(late)
-            attempts.kill_ranks(late, why)
+            attempts.workers.roster.lose(late)
+            attempts.workers.kill_ranks(late, why)
 
     def _begin(self, stay: list[int], target: int) -> bool:
         """Have these ranks give their state to the next attempt; False if the attempt is over."""
@@ -82,7 +70,8 @@ class Resizes:
 
     def _has_joined(self, rank: int) -> bool:
         progress = progress_file.read_progress(self._attempts.progress_file(rank))
-        started = max((one.started for one in self._worker_pool.live.values() if one.rank == rank), default=None)
+        live = self._attempts.workers.pool.live.values()
+        started = max((one.started for one in live if one.rank == rank), default=None)
         return started is not None and progress is not None and bool(progress[0]) and progress[2] >= started
 
     def handed_on(self, generation: int, boundary: int) -> None:

@@ -33,6 +33,8 @@ _THREADS = (
     "the standby holds {} threads after its imports; a forked worker has only one of them. If workers hang at start, "
     "leave the module that starts them out of --preload, or use --standbys 0"
 )
+#: Between two looks for children that have ended, at the end of all, in seconds.
+_REAP_S = 0.005
 #: Cause of death of a worker that is no longer wanted.
 CANCELLED = "cancelled"
 
@@ -394,9 +396,10 @@ class WorkerPool:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            time.sleep(_REAP_S)  # one that hangs in a file system may not end: it is not waited for
             for pid in left:  # an orphan's own children become the agent's when it is gone: look again
                 with suppress(ChildProcessError):
-                    os.waitpid(pid, 0)
+                    os.waitpid(pid, os.WNOHANG)
         for worker in (*self.live.values(), *self.spares.values()):
             self._release(worker)
         self.live.clear()

@@ -149,13 +149,14 @@ class SwiftPipelineEngine(InstrumentedEngine):
         Raises:
             Unsupported: where steps are re-routed: plans are made for one number of micro-batches.
         """
-        before = self.micro_batches
-        super().set_train_batch_size(train_batch_size)
-        if self._rerouting is not None and self.micro_batches != before:
+        wanted, rest = divmod(train_batch_size, self.train_micro_batch_size_per_gpu() * self.dp_world_size)
+        if self._rerouting is not None and not rest and wanted != self.micro_batches:
             raise Unsupported(
-                f"set_train_batch_size({train_batch_size}) makes steps of {self.micro_batches} micro-batches, and "
-                f"on_failure='reroute' has planned for {before}: keep the number, or choose on_failure='replace'"
+                f"set_train_batch_size({train_batch_size}) makes steps of {wanted} micro-batches, and "
+                f"on_failure='reroute' has planned for {self.micro_batches}: keep the number, or choose "
+                "on_failure='replace'"
             )
+        super().set_train_batch_size(train_batch_size)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         loaded = super().load_checkpoint(*args, **kwargs)

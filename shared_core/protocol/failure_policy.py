@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shared_core import errors
-from shared_core.protocol.generation import CauseKind
+from shared_core.protocol.generation import CauseKind, Entry, EntryKind
 from shared_core.resources import advice_on
 
 #: A rank that dies so often in a row, in the same way and without progress, ends the job.
@@ -21,6 +22,7 @@ MISTAKES = frozenset(
 )
 #: The end of the reason of a job that such an exception has ended; it says all that there is to say.
 AS_ANY = "; a replacement would fail the same way, so the job stops"
+_ALL_FAILED = "all workers failed"
 _FRAME = re.compile(r'^ *File "(?P<file>.*)", line (?P<line>\d+), in .*$', re.MULTILINE)
 _OURS = ("/shared_core/", "/lightning_swift/", "/accelerate_swift/")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", *_OURS, "<frozen ", "<string>")
@@ -84,64 +86,101 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What to do about a death.
+class ResponsePlan:
+    """What failures that were noticed together lead to.
 
     Attributes:
-        delay_s: seconds to wait before the replacement is started.
-        reason: why the job ends.
-        first: the death to show to the user when it ends.
+        response: the job ends; all workers start again; the others continue with fewer workers; or failed workers are
+            replaced, and the others wait for that (``replace``) or continue meanwhile (``reroute``).
+        delays_s: seconds to wait before the replacement of each is started.
+        stay: ranks that continue with fewer workers.
+        reason: why the job ends, or all workers start again.
+        first: the death to show to the user when the job ends.
     """
 
-    action: Literal["replace", "end"]
-    delay_s: float = 0.0
+    response: Literal["end", "restart", "shrink", "replace", "reroute"]
+    delays_s: tuple[float, ...] = ()
+    stay: tuple[int, ...] = ()
     reason: str = ""
     first: Death | None = None
+
+    @property
+    def waits_for_generation(self) -> bool:
+        """Whether the others need a generation that answers the failures."""
+        return self.response in ("shrink", "replace")
+
+    def as_written(self, entry: Entry, rejoin_after_s: float) -> ResponsePlan:
+        """The same as the ledger's entry has it: of other failures, and what the others use, only that knows."""
+        if entry.kind is EntryKind.DRAIN and entry.stay:
+            return replace(self, response="shrink")
+        if entry.kind is EntryKind.DRAIN or len(entry.absent or ()) == len(entry.incarnations):
+            # Nobody is left who could give its state, or admit a replacement.
+            return replace(self, response="restart", reason=_ALL_FAILED)
+        if entry.absent is None:
+            return replace(self, response="replace")
+        return replace(self, response="reroute", delays_s=tuple(max(each, rejoin_after_s) for each in self.delays_s))
 
 
 @dataclass
 class FailureBook:
-    """Counts failures and judges each. ``budget``: replacements left; ``loop_limit``: see :data:`LOOP_LIMIT`."""
+    """Counts failures and says what follows. ``budget``: replacements left; ``loop_limit``: see :data:`LOOP_LIMIT`."""
 
     budget: int
     loop_limit: int = LOOP_LIMIT
     _streaks: dict[int, list[Death]] = field(default_factory=lambda: defaultdict(list))
     _history: list[Death] = field(default_factory=list)
 
-    def judge(self, death: Death, *, charged: bool = True) -> Verdict:
-        """Record a death and return what follows; ``replace`` takes one replacement from the budget if ``charged``: a
-        restart of all answers several deaths, and counts once.
+    def respond(
+        self, deaths: Sequence[Death], *, restarts: bool = False, everyone: bool = False, stay: Sequence[int] = ()
+    ) -> ResponsePlan:
+        """Record deaths, and decide what they lead to.
+
+        Args:
+            restarts: all workers start again after any failure.
+            everyone: no other worker is left.
+            stay: ranks that are to continue with fewer workers; empty where failed ones are replaced.
         """
-        self._history.append(death)
-        streak = self._streaks[death.rank]
-        if streak and death.boundaries > streak[-1].boundaries:
-            streak.clear()  # it made progress: not a loop
-        streak.append(death)
-        if death.error is not None and death.error.kind in MISTAKES:
-            said = f"{' '.join(death.error.summary.split())} (at {death.error.place})"
-            return Verdict("end", reason=f"rank {death.rank} raised {said}{AS_ANY}", first=death)
-        if death.error is not None and death.error.kind == "CollectiveTimeout":
-            reason = f"rank {death.rank} waited in vain, and so would a replacement: {death.error.summary}"
-            return Verdict("end", reason=reason, first=death)
-        if death.error is not None and death.error.kind == "OutOfResources":
-            return Verdict("end", reason=f"rank {death.rank}: {death.error.summary}", first=death)
+        reason = "on_failure is restart" if restarts else _ALL_FAILED if everyone else ""
+        ending: tuple[str, Death] | None = None
+        delays = []
+        for number, death in enumerate(deaths):
+            self._history.append(death)
+            streak = self._streaks[death.rank]
+            if streak and death.boundaries > streak[-1].boundaries:
+                streak.clear()  # it made progress: not a loop
+            streak.append(death)
+            delays.append(BACK_OFF_S[min(len(streak), len(BACK_OFF_S)) - 1])
+            ending = ending or self._ending(death, streak, self.budget if reason else self.budget - number)
+        if ending is not None:
+            return ResponsePlan("end", reason=ending[0], first=ending[1])
+        return ResponsePlan(
+            "restart" if reason else "shrink" if stay else "replace", tuple(delays), tuple(stay), reason
+        )
+
+    def _ending(self, death: Death, streak: list[Death], left: int) -> tuple[str, Death] | None:
+        """Why the job ends with this death, and the death to show; None if it does not."""
+        error, who = death.error, f"rank {death.rank}"
+        if error is not None and error.kind in MISTAKES:
+            return f"{who} raised {' '.join(error.summary.split())} (at {error.place}){AS_ANY}", death
+        if error is not None and error.kind == "CollectiveTimeout":
+            return f"{who} waited in vain, and so would a replacement: {error.summary}", death
+        if error is not None and error.kind == "OutOfResources":
+            return f"{who}: {error.summary}", death
         twins = [other for other in streak[:-1] if _same_exception(other, death)]
-        if twins:
-            reason = f"rank {death.rank} raised the same exception at the same place twice"
-            assert death.error is not None
-            if found := advice_on(death.error.summary):
-                reason += f" ({death.error.summary}): {found}"
-            return Verdict("end", reason=reason, first=twins[0])
+        if error is not None and twins:
+            found = advice_on(error.summary)
+            more = f" ({error.summary}): {found}" if found else ""
+            return f"{who} raised the same exception at the same place twice{more}", twins[0]
         if len(streak) >= self.loop_limit and all(_alike(other, death) for other in streak[-self.loop_limit :]):
-            reason = f"rank {death.rank} died {self.loop_limit} times in a row without progress ({death.cause})"
-            return Verdict("end", reason=reason, first=streak[-self.loop_limit])
-        if charged and self.budget <= 0:
-            first = self._history[0]
-            return Verdict(
-                "end", reason="no replacements are left (--max-restarts)", first=first if death.error is None else death
-            )
-        self.budget -= charged
-        return Verdict("replace", delay_s=BACK_OFF_S[min(len(streak), len(BACK_OFF_S)) - 1])
+            row = f"{self.loop_limit} times in a row without progress ({death.cause})"
+            return f"{who} died {row}", streak[-self.loop_limit]
+        if left <= 0:
+            return "no replacements are left (--max-restarts)", self._history[0] if error is None else death
+        return None
+
+    def charge(self, plan: ResponsePlan) -> None:
+        """Take the replacements of a plan that is carried out from the budget; a restart of all counts once."""
+        self.budget -= {"end": 0, "restart": 1}.get(plan.response, len(plan.delays_s))
 
     def take(self) -> bool:
         """Take a replacement for a restart of all; False if there is none left."""
@@ -149,10 +188,6 @@ class FailureBook:
             return False
         self.budget -= 1
         return True
-
-    def count_once(self, failed: int) -> None:
-        """These ranks were each judged; a restart of all answers them and counts once."""
-        self.budget += failed - 1
 
     def forget_ranks(self) -> None:
         """The ranks are renumbered: no count of consecutive deaths carries over."""

@@ -1,6 +1,7 @@
 """Builds the parts of a worker and joins them: the one place where they meet.
 
-Each part gets what it needs in its constructor. What is made later it asks of a relay.
+Each part gets what it needs in its constructor. Only calls from below (of groups, of recoveries, before and after an
+update) are relayed to parts that are made after the caller.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.program.unmarked import Unmarked
 from shared_core.worker.recovery.commits import Commits
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
 from shared_core.worker.recovery.first_group import on_first_group
+from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.replay import Replays
@@ -64,62 +67,29 @@ from shared_core.worker.variables.variables import Origin, Variables
 
 class WorkerRuntime:
     def __init__(self, env: WorkerEnv) -> None:
-        config = env.config
-        groups_relay, recovery_relay, state_relay = _GroupsRelay(self), _RecoveryRelay(self), _StateRelay(self)
-        joining = state_relay.joining
-        self.env, self.position = env, BoundaryPosition()
-        self.parts = StateParts(Variables(env.rank, state_relay.origin, state_relay.cannot_put_back))
-        position, parts = self.position, self.parts
-        events = EventLog(env.events, env.run)
+        config, position = env.config, BoundaryPosition()
+        self.env, self.position = env, position
         publisher = self.publisher = SharedMemoryPublisher(
             env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env)
         )
-        updates = self.updates = Updates(
-            config.state.preimages, after=state_relay.updated, fence=state_relay.fence, stable=state_relay.stable
-        )
-        log = self.log = DiskLog(env)
-        runtime = self.runtime = Runtime(env, groups_relay, log, _marks(env))
-        donor = Donor(env, publisher, updates, joining)
-        store = self.store = JobStore(env)
+        log, store = DiskLog(env), JobStore(env)
+        self.log, self.store = log, store
+        runtime = self.runtime = Runtime(env, _GroupsRelay(self), log, _marks(env))
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
-        compiled = Compiled(state_relay.origin, fatal_actions.fall_back)
+        context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
+        # What is trained, and what only this rank has.
+        parts = self.parts = StateParts(Variables(env.rank, lambda: position.origin, self._cannot_put_back))
+        compiled = Compiled(lambda: position.origin, fatal_actions.fall_back)
         parts.register("swift.compiled", compiled.capture, compiled.restore)
-        copies = self.copies = StateCopies(env, runtime, store, updates, events, state_relay.replicas)
-        recovery = self.recovery = WorkerRecovery(
-            env, runtime, store, publisher, events, donor, copies, fatal_actions, recovery_relay
-        )
-        progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
-        survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
-        replicas = Replicas(env, recovery, updates)
-        self.wait_watchdog = WaitWatchdog(env, recovery, events, fatal_actions)
-        self.place_reports = PlaceReports(env, runtime, store)
         unmarked = self.unmarked = Unmarked(position, runtime, config.log.budget_bytes)
+        updates = self.updates = Updates(
+            config.state.preimages,
+            after=self._updated,
+            fence=lambda: self.start.checkpoints.fence(),
+            stable=lambda: runtime.stable,
+        )
         buckets = self.buckets = Buckets(runtime, publisher, position, unmarked.trains_unattached)
-        forward_recorder = self.forward_recorder = ForwardRecorder(
-            runtime, publisher, updates, parts, joining, position
-        )
-        reporter = self.reporter = RecoveryReporter(
-            env, events, runtime, updates, state_relay.rolled_back, store.report
-        )
-        commits = Commits(runtime, log, state_relay.newest_boundary, state_relay.due_boundary, config.log.budget_bytes)
-        replays = self.replays = Replays(runtime, log, commits)
-        spare = Spare(env, store, publisher)
-        start = self.start = WorkerStart(
-            runtime,
-            store,
-            fatal_actions,
-            events,
-            updates,
-            parts,
-            publisher,
-            recovery,
-            survivor_groups,
-            state_relay.presses,
-            spare,
-        )
-        self.options = ProgramOptions(env, runtime, start)
-        checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
-        self.notes = Notes(publisher, position, start)
+        forward_recorder = self.forward_recorder = ForwardRecorder(runtime, publisher, updates, parts, position)
         trained = self.trained = Trained(
             config,
             runtime,
@@ -127,30 +97,40 @@ class WorkerRuntime:
             parts,
             buckets,
             forward_recorder,
-            Overlapped(updates.steps, buckets.layout, joining),
-            lambda reason: state_relay.cannot_put_back(reason, state_relay.origin()),
+            Overlapped(updates.steps, buckets.layout, position),
+            lambda reason: self._cannot_put_back(reason, position.origin),
         )
-        made_groups = MadeGroups(runtime)
-        publishing = Publishing(
-            position,
-            parts,
-            made_groups,
-            trained,
-            buckets,
-            forward_recorder,
-            updates,
+        # Recovery.
+        donor = Donor(env, publisher, updates, position)
+        copies = self.copies = StateCopies(context, updates, lambda: trained.replicas)
+        recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, _RecoveryRelay(self))
+        progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
+        survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
+        self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
+        commits = Commits(
             runtime,
-            publisher,
-            donor,
-            survivor_groups,
-            replicas,
-            checkpoints,
+            log,
+            lambda: self.start.checkpoints.newest_boundary,
+            lambda: self.start.checkpoints.due_boundary,
+            config.log.budget_bytes,
         )
+        replays = self.replays = Replays(runtime, log, commits)
+        spare = Spare(env, store, publisher)
+        start = self.start = WorkerStart(
+            context, recovery, survivor_groups, updates, parts, spare, position, lambda: commits.presses
+        )
+        reporter = self.reporter = RecoveryReporter(context, updates, lambda: start.checkpoints.rolled_back())
+        # What the program calls.
+        self.options = ProgramOptions(env, runtime, start)
+        checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
+        self.notes = Notes(publisher, position, start)
+        replicas = Replicas(env, recovery, updates)
+        publishing = Publishing(position, parts, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
         self.joining = Joining(
             start,
             position,
             runtime.place,
-            made_groups,
+            MadeGroups(runtime),
             parts,
             trained,
             buckets,
@@ -161,26 +141,23 @@ class WorkerRuntime:
             publishing,
         )
         self.boundaries = StepBoundaries(
-            position,
-            trained,
-            buckets,
-            updates,
-            progress,
-            reporter,
-            publishing,
-            runtime.place,
-            self.joining,
-            config.resizes,
-            runtime.groups.log_bytes,
+            position, trained, runtime, progress, reporter, publishing, self.joining, config.resizes
         )
-        self.entries = Entries(
-            start, position, runtime, publisher, parts, reporter, self.boundaries, publishing, self.joining
-        )
-        start.begin(env)
+        self.entries = Entries(start, position, runtime, publisher, parts, reporter, publishing, self.joining)
+
+    def _updated(self) -> None:
+        self.reporter.updated()
+        self.unmarked.updated()
+
+    def _cannot_put_back(self, reason: str, origin: Origin) -> None:
+        """The variables in a checkpoint are older: with those nothing could be put back either, so the job ends."""
+        if origin == "checkpoint":
+            self.fatal_actions.give_up(RecoveryFailed(reason))
+        self.fatal_actions.fall_back(reason)
 
 
 class _Relay:
-    """Passes calls of a part on to parts that are made after it."""
+    """Passes calls from below on to parts that are made after the caller."""
 
     def __init__(self, worker: WorkerRuntime) -> None:
         self._worker = worker
@@ -282,50 +259,6 @@ class _RecoveryRelay(_Relay):
 
     def await_absent(self) -> bool:
         return self._worker.survivor_groups.await_absent()
-
-
-class _StateRelay(_Relay):
-    """For the parts that hold or follow the worker's state."""
-
-    def joining(self) -> bool:
-        return self._worker.start.start_point.joining
-
-    def origin(self) -> Origin:
-        it = self._worker
-        if it.position.added or it.position.resized or it.start.start_point.of_others:
-            return "other"
-        return "checkpoint" if it.start.start_point.restarts else "same"
-
-    def cannot_put_back(self, reason: str, origin: Origin) -> None:
-        """The variables in a checkpoint are older: with those nothing could be put back either, so the job ends."""
-        if origin == "checkpoint":
-            self._worker.fatal_actions.give_up(RecoveryFailed(reason))
-        self._worker.fatal_actions.fall_back(reason)
-
-    def replicas(self) -> list[int]:
-        return self._worker.trained.replicas
-
-    def updated(self) -> None:
-        self._worker.reporter.updated()
-        self._worker.unmarked.updated()
-
-    def fence(self) -> None:
-        self._worker.start.checkpoints.fence()
-
-    def stable(self) -> int:
-        return self._worker.runtime.stable
-
-    def rolled_back(self) -> None:
-        self._worker.start.checkpoints.rolled_back()
-
-    def newest_boundary(self) -> int:
-        return self._worker.start.checkpoints.newest_boundary
-
-    def due_boundary(self) -> int:
-        return self._worker.start.checkpoints.due_boundary
-
-    def presses(self) -> bool:
-        return self._worker.replays.commits.presses
 
 
 def _marks(env: WorkerEnv) -> BoundaryMarks | None:

@@ -203,7 +203,7 @@ def test_it_is_enough_that_one_rank_is_told_to_end(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint.keep"):
-        shared_core.Checkpointer(tmp_path, checkpoint_keep=1)
+        shared_core.Checkpointer(tmp_path, keep=1)
     model = torch.nn.Linear(2, 1)
     with pytest.raises(ConfigError, match=r"torch\.optim\.Optimizer"):
         shared_core.Checkpointer(tmp_path, model)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 from harness import Jobs
 
 from shared_core.faults import Fault
+from shared_core.worker.comm.compute_lock import ComputeLock
+from shared_core.worker.comm.op import Op, SwiftWork
 from tests.support.runner import compare
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "threads.py")
@@ -32,3 +36,19 @@ def test_what_reaches_across_a_step_boundary_sends_all_back(jobs: Jobs) -> None:
     why = restart.fields["reason"]
     assert "of the script is in all_reduce(int64[]) of group" in why and "async_save(...).result()" in why, why
     compare(result, jobs.reference(SCRIPT, args=["across"]))
+
+
+def test_a_helper_computes_while_the_program_waits_with_a_time_limit() -> None:
+    lock = ComputeLock()
+    op = Op(("barrier", (), (), 0), lambda inner: None, [])
+
+    def help_out() -> None:
+        with lock.taken():
+            op.future.set_result(None)
+
+    lock.begin()
+    helper = threading.Thread(target=help_out)
+    helper.start()
+    assert SwiftWork(op, lock).wait(timedelta(seconds=20))
+    helper.join()
+    assert lock._lock.locked(), "the program computes again"

@@ -45,9 +45,7 @@ class LocalJob:
         self.runtime = SimpleNamespace(unchecked=nullcontext, operates=True)
         #: None are asked for.
         self.options = SimpleNamespace(use_checkpoints=lambda options: None)
-        self.entries = SimpleNamespace(
-            begin=lambda: SimpleNamespace(skip=False), done=self._end, evaluation_boundary=lambda: False
-        )
+        self.entries = SimpleNamespace(begin=lambda: SimpleNamespace(skip=False), done=self._end)
         self.reporter = SimpleNamespace(listen=lambda listener: None)
         #: Those of objects alone: the frames are the test's.
         self.variables = Variables(0, lambda: "other")
@@ -55,6 +53,9 @@ class LocalJob:
     added = reroutes = False
     orders = None
     reading = nullcontext
+
+    def evaluation_boundary(self) -> bool:
+        return False
 
     def register(
         self, name: str, capture: Any, restore: Any, *, forward_mutated: bool = False, main: bool = False

@@ -21,6 +21,7 @@ from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.giving import Giving, helpers
 from shared_core.worker.spans import Span, bundled, divided
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.updates import Updates
 
@@ -40,8 +41,9 @@ class Rank:
         self.updates.attach(self.replicated)
         env: Any = SimpleNamespace(config=SimpleNamespace(detection=SimpleNamespace(wait_timeout_s=20.0)))
         unused: Any = None
-        copies = StateCopies(env, unused, unused, self.updates, unused, lambda: ())
-        self.giving = Giving(rank, Donor(env, unused, self.updates, lambda: False), copies)
+        context: Any = SimpleNamespace(env=env, runtime=unused, store=unused, events=unused)
+        copies = StateCopies(context, self.updates, lambda: ())
+        self.giving = Giving(rank, Donor(env, unused, self.updates, BoundaryPosition()), copies)
         for _ in range(steps):
             for parameter in self.net.parameters():
                 parameter.grad = torch.randn_like(parameter)

@@ -116,6 +116,7 @@ REFUSED = {"--counts": "the forward pass changes the buffer", "--grow": "on_fail
 def test_what_no_plan_allows_is_refused(jobs: Jobs, option: str) -> None:
     result = jobs.run(SCRIPT, nproc=4, args=[option], env=ORDERED)
     assert result.status != 0 and REFUSED[option] in result.stderr, result.tail()
+    assert "AssertionError" not in result.stderr, "the size of a batch stays as it was"
 
 
 def test_plans_go_by_measured_times(jobs: Jobs) -> None:

@@ -238,7 +238,11 @@ def main() -> None:
             rank, since, more_ms = args.straggler
             Block.more_s = more_ms / 1000 if os.environ["RANK"] == str(rank) and step >= since else 0.0
         if args.grow and step == 2:
-            engine.set_train_batch_size(2 * engine.train_batch_size())
+            before = engine.train_batch_size(), engine.micro_batches
+            try:
+                engine.set_train_batch_size(2 * before[0])
+            finally:
+                assert before == (engine.train_batch_size(), engine.micro_batches)
         losses.append(float(engine.train_batch(data)))
         if step + 1 in args.sum_after:
             total = torch.tensor(losses[-1])

@@ -23,7 +23,7 @@ from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import check_place
 from shared_core.encoding.plain import dumps
 from shared_core.errors import ConfigError, DamagedRecord, RecoveryFailed, SwiftError, WaitTimeout
-from shared_core.events import EventLog, console, console_once
+from shared_core.events import console, console_once
 from shared_core.faults import inject
 from shared_core.kinds import whole_of_environment
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
@@ -40,9 +40,7 @@ from shared_core.worker.checkpoints.own_lines import OwnLines
 from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
 from shared_core.worker.checkpoints.run_identity import RunIdentity
-from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.fatal_actions import FatalActions
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.signals import leave_signals_to_the_agent
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import plain
@@ -63,19 +61,10 @@ class Checkpoints:
         pricing: rank 0 only, and only where a policy decides; else None.
     """
 
-    def __init__(
-        self,
-        env: WorkerEnv,
-        runtime: Runtime,
-        store: JobStore,
-        fatal_actions: FatalActions,
-        events: EventLog,
-        updates: Updates,
-        presses: Callable[[], bool],
-    ) -> None:
-        self._env, self._runtime, self._job_store, self._fatal_actions = env, runtime, store, fatal_actions
-        self._events, self._updates, self._presses = events, updates, presses
-        config = env.config
+    def __init__(self, context: Context, updates: Updates, presses: Callable[[], bool]) -> None:
+        env, self._runtime, self._job_store = context.env, context.runtime, context.store
+        self._env, self._fatal_actions, self._events = env, context.fatal_actions, context.events
+        self._updates, self._presses, config = updates, presses, env.config
         self._dir = config.checkpoint.dir
         self._every = config.checkpoint.every_steps if config.checkpoint.chosen_policy == "fixed" else 0
         self.newest_boundary = self.due_boundary = 0
@@ -86,7 +75,7 @@ class Checkpoints:
         self.pricing: Pricing | None = None
         self._beginning = ""
         self._level = 0
-        self._identity = RunIdentity(env, self._store, fatal_actions)
+        self._identity = RunIdentity(env, self._store, context.fatal_actions)
         self.own = OwnLines(env, self._spool, self._identity)
         self.look_at_failed_worker()
         self._origins: Origins | None = None

@@ -148,17 +148,17 @@ class SwiftWork(dist.Work):
         """
         future = self._op.future
         self._op.awaited = threading.current_thread() is threading.main_thread()
-        if timeout is not None and timeout.total_seconds() > 0 and not future.done():
-            done = threading.Event()
-            future.add_done_callback(lambda _: done.set())
-            if not done.wait(timeout.total_seconds()):
-                self._op.awaited = False
-                raise WaitTimeout(
-                    f"{self._op.signature[0]} did not finish within {timeout.total_seconds():.0f} s, the timeout that "
-                    "wait() was given: another rank does not make this call, or is slow (swiftctl status says where "
-                    "each rank is)"
-                )
         with self._compute_lock.passed_on():
+            if timeout is not None and timeout.total_seconds() > 0 and not future.done():
+                done = threading.Event()
+                future.add_done_callback(lambda _: done.set())
+                if not done.wait(timeout.total_seconds()):
+                    self._op.awaited = False
+                    raise WaitTimeout(
+                        f"{self._op.signature[0]} did not finish within {timeout.total_seconds():.0f} s, the timeout "
+                        "that wait() was given: another rank does not make this call, or is slow (swiftctl status "
+                        "says where each rank is)"
+                    )
             future.wait()
         if self._op.lazy:
             self._op.put()

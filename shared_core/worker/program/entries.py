@@ -10,7 +10,6 @@ from shared_core.worker.comm import Runtime, groups_made, skip_groups
 from shared_core.worker.comm.listener import RecordKey
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
-from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.recovery.reporting import RecoveryReporter
 from shared_core.worker.recovery.start import WorkerStart
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
@@ -43,13 +42,11 @@ class Entries:
         publisher: SharedMemoryPublisher,
         parts: StateParts,
         reporter: RecoveryReporter,
-        boundaries: StepBoundaries,
         publishing: Publishing,
         joining: Joining,
     ) -> None:
         self._start, self._position, self._runtime, self._publisher = start, position, runtime, publisher
-        self._parts, self._reporter, self._boundaries = parts, reporter, boundaries
-        self._publishing, self._joining = publishing, joining
+        self._parts, self._reporter, self._publishing, self._joining = parts, reporter, publishing, joining
         self._groups = 0
 
     def begin(self) -> EntryDecision:
@@ -95,10 +92,6 @@ class Entries:
         self._publisher.publish_end(self._position.entry, result, parts)
         self._publishing.at_boundary("end")
         self._leave()
-
-    def evaluation_boundary(self) -> bool:
-        """As :meth:`Job.step_boundary`, at the start of a stand-alone evaluation."""
-        return self._boundaries.evaluation()
 
     def between(self, phase: int = 0, epoch: int | None = None, pass_: int = 0) -> None:
         """What the script does from here to the next step boundary, a replacement does again if its place is further

@@ -9,14 +9,10 @@ from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.program.checkpointing import Checkpointing
 from shared_core.worker.program.trained import Trained
-from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.replicas import Replicas
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
-from shared_core.worker.state.ddp_buckets import Buckets
-from shared_core.worker.state.forward_pass import ForwardRecorder
 from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.publications import UNOPTIMIZED, SharedMemoryPublisher
-from shared_core.worker.state.updates import Updates
 
 
 class Publishing:
@@ -24,50 +20,31 @@ class Publishing:
         self,
         position: BoundaryPosition,
         parts: StateParts,
-        made_groups: MadeGroups,
         trained: Trained,
-        buckets: Buckets,
-        forward_recorder: ForwardRecorder,
-        updates: Updates,
         runtime: Runtime,
         publisher: SharedMemoryPublisher,
-        donor: Donor,
         survivor_groups: SurvivorGroups,
         replicas: Replicas,
         checkpoints: Checkpointing,
     ) -> None:
-        self._position, self._parts, self._trained, self._buckets = position, parts, trained, buckets
-        self._forward_recorder, self._updates, self._runtime, self._publisher = (
-            forward_recorder,
-            updates,
-            runtime,
-            publisher,
-        )
-        self._made_groups = made_groups
-        self._donor, self._survivor_groups, self._replicas, self._checkpoints = (
-            donor,
-            survivor_groups,
-            replicas,
-            checkpoints,
-        )
+        self._position, self._parts, self._trained, self._runtime = position, parts, trained, runtime
+        self._publisher, self._survivor_groups, self._replicas = publisher, survivor_groups, replicas
+        self._checkpoints, self._made_groups = checkpoints, MadeGroups(runtime)
 
     def at_boundary(self, kind: str, grads: dict[int, torch.Tensor] | None = None) -> None:
-        """As :meth:`publish`, under the donor's lock: no replacement is given a state from the middle of it."""
-        with self._donor.publishing:
+        """As :meth:`publish`, under the publisher's lock: no replacement is given a state from the middle of it."""
+        with self._publisher.publishing:
             self.publish(kind, grads)
 
     def publish(self, kind: str, grads: dict[int, torch.Tensor] | None = None, *, save: bool = True) -> None:
         """Publish the present step boundary. ``grads``: pending ones, by place; ``save``: a checkpoint may be made."""
         if kind != "batch":  # a batch has been begun, and nothing has run since
-            self._updates.outside.see()
+            self._trained.updates.outside.see()
         if self._trained.shard is not None:
             self._trained.shard.reshard()
         # First make room: drop what nobody needs any more.
         self._publisher.drop_before(self._settled())
-        parts = self._parts.capture()
-        parts["swift.outside"] = self._updates.outside.active
-        parts["swift.eligible"] = self._buckets.eligible
-        parts["swift.images"] = self._updates.keeps_images
+        parts = self._parts.capture() | self._trained.capture()
         parts["swift.groups_made"] = self._made_groups.capture()
         parts["swift.place"] = self._runtime.place.capture()
         if grads is not None:
@@ -89,7 +66,7 @@ class Publishing:
             marks = {name: group.channels.watermarks() for name, group in runtime.groups.items()}
         return StepBoundary(
             index=self._position.boundaries,
-            version=self._updates.version,
+            version=self._trained.updates.version,
             entry=self._position.entry,
             kind=kind,
             groups=groups,
@@ -113,6 +90,5 @@ class Publishing:
             stable = boundary.index  # a replacement is a copy of a replica as it is at its newest boundary
             self._runtime.results.settle(stable)
         self._publisher.drop_before(stable)
-        self._updates.at_boundary(boundary.index, stable)
-        self._forward_recorder.at_boundary()
+        self._trained.at_boundary(boundary.index, stable)
         self._replicas.compare(self._trained.compared, alike=self._trained.kept_alike, last=boundary.kind != "batch")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from shared_core.faults import inject
 from shared_core.protocol import progress_file
-from shared_core.worker.comm.places import ProgramPlace
+from shared_core.worker.comm import Runtime
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.trained import Trained
 from shared_core.worker.recovery.reporting import RecoveryReporter
-from shared_core.worker.state.ddp_buckets import Buckets
 from shared_core.worker.state.local_state import BoundaryPosition
-from shared_core.worker.state.updates import Updates
 
 #: So many boundaries in a row are no recovery points for pending gradients; then these are published, too.
 _MAX_DEFERRED = 16
@@ -28,19 +24,15 @@ class StepBoundaries:
         self,
         position: BoundaryPosition,
         trained: Trained,
-        buckets: Buckets,
-        updates: Updates,
+        runtime: Runtime,
         progress: progress_file.ProgressFile,
         reporter: RecoveryReporter,
         publishing: Publishing,
-        place: ProgramPlace,
         joining: Joining,
         resizes: bool,
-        log_bytes: Callable[[], int],
     ) -> None:
-        self._position, self._trained, self._buckets, self._updates = position, trained, buckets, updates
+        self._position, self._trained, self._runtime, self._resizes = position, trained, runtime, resizes
         self._progress, self._reporter, self._publishing, self._joining = progress, reporter, publishing, joining
-        self._place, self._resizes, self._log_bytes = place, resizes, log_bytes
         self._deferred = 0
         self._loss: torch.Tensor | float | None = None
 
@@ -61,13 +53,13 @@ class StepBoundaries:
         if self._joining.at("batch"):
             return True
         self._pass(epoch)
-        updated = self._updates.steps.in_batch > 0
-        self._updates.next_batch()
+        updated = self._trained.updates.steps.in_batch > 0
+        self._trained.updates.next_batch()
         shard = self._trained.shard
         if accumulating or (shard is not None and shard.unsettled):
             return False
         grads = None
-        pending = self._updates.steps.pending_gradients()
+        pending = self._trained.updates.steps.pending_gradients()
         if pending:
             self._deferred += 1
             # Pending gradients of a failed worker could not be divided among others, so with resizes nothing is
@@ -75,7 +67,7 @@ class StepBoundaries:
             if shard is None and (self._resizes or (self._deferred <= _MAX_DEFERRED and not updated)):
                 return False
             grads = self._trained.gradients() if shard is not None or not updated else None
-        if self._buckets.unsettled():  # counts the boundaries that could be recovery points, so it is asked last
+        if self._trained.unsettled():  # counts the boundaries that could be recovery points, so it is asked last
             return False
         self._deferred = 0
         self._trained.meet()
@@ -97,6 +89,6 @@ class StepBoundaries:
             if not isinstance(loss, torch.Tensor) or (loss.is_cpu and loss.numel() == 1):
                 self._progress.loss(float(loss))
         self._position.boundaries += 1
-        self._place.step(epoch)
-        self._progress.boundary(self._position.boundaries, self._log_bytes())
+        self._runtime.place.step(epoch)
+        self._progress.boundary(self._position.boundaries, self._runtime.groups.log_bytes())
         self._reporter.passed()

@@ -59,6 +59,7 @@ class Trained:
     Attributes:
         replicas: ranks that train the same parameters, where not all do (pipelines); else empty.
         shard: what this rank has of sharded models; None where there are none.
+        updates: of what is trained.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Trained:
         overlapped: Overlapped,
         refuse: Callable[[str], None],
     ) -> None:
-        self._config, self._runtime, self._updates, self._parts = config, runtime, updates, parts
+        self._config, self._runtime, self.updates, self._parts = config, runtime, updates, parts
         self._buckets, self._forward_recorder, self._overlapped = buckets, forward_recorder, overlapped
         self._refuse = refuse
         self._overlaps = False
@@ -122,7 +123,7 @@ class Trained:
         # What a re-routed step changes outside updates is in a replacement's copy. Pipelines keep images of their own.
         # A shard is published with all that was changed.
         unoptimized = self._unoptimized if alike and not self._config.reroutes and not divided else None
-        self._updates.attach(
+        self.updates.attach(
             replicated,
             undo=self._config.resizes,
             sharded=sharded,
@@ -133,7 +134,7 @@ class Trained:
         self._leftover.attach(replicated if alike and not self._config.reroutes and not divided else None)
         self._attach_shard(divided, replicated)
         if self._keeps_boundaries:
-            self._updates.outside.expect()
+            self.updates.outside.expect()
         if replicas is not None:
             self._attach_stage(sorted(replicas))
         if not self._config.log.spill_bytes:
@@ -188,7 +189,7 @@ class Trained:
         self.replicas = replicas
         alone, wanted = len(replicas) == 1, self._config.log.messages
         if not alone:
-            self._updates.keep_images(at_once=True)
+            self.updates.keep_images(at_once=True)
         if wanted == "always" or (wanted == "auto" and alone):
             self._runtime.results.log_to_disk()
 
@@ -233,7 +234,7 @@ class Trained:
     def keep_boundaries(self) -> None:
         """See :meth:`Job.keep_boundaries`."""
         self._keeps_boundaries = True
-        self._updates.outside.expect()
+        self.updates.outside.expect()
 
     def alike(self) -> None:
         """All ranks train the same, without ``DistributedDataParallel``: compare them after recoveries."""
@@ -242,13 +243,13 @@ class Trained:
     @property
     def compared(self) -> Sequence[int]:
         """Ranks that train the same as this one, which are compared after recoveries; empty if there are none."""
-        replicated = self._updates.replicated
+        replicated = self.updates.replicated
         everybody = self.shard is None and replicated is not None and replicated.optimizers
         return self.replicas or range(self._runtime.world_size if everybody or self._alike else 0)
 
     def kept_alike(self) -> bool:
         """Whether ``DistributedDataParallel``, or the caller, keeps all stepped parameters the same on all ranks."""
-        replicated = self._updates.replicated
+        replicated = self.updates.replicated
         summed = {id(p) for ddp in self._buckets.modules for p in ddp.parameters()}
         return bool(self._alike or self.replicas or (replicated is not None and replicated.stepped() <= summed))
 
@@ -261,12 +262,30 @@ class Trained:
         if self._meets and self._runtime.operates:
             dist.all_reduce(torch.zeros(1))
 
+    def unsettled(self) -> bool:
+        """See :meth:`Buckets.unsettled`."""
+        return self._buckets.unsettled()
+
+    def capture(self) -> dict[str, Any]:
+        """What a replacement must know of updates and buckets before its parts are restored."""
+        updates = self.updates
+        return {
+            "swift.outside": updates.outside.active,
+            "swift.eligible": self._buckets.eligible,
+            "swift.images": updates.keeps_images,
+        }
+
+    def at_boundary(self, index: int, stable: int) -> None:
+        """A step boundary was published; every rank has published ``stable``."""
+        self.updates.at_boundary(index, stable)
+        self._forward_recorder.at_boundary()
+
     def gradients(self) -> dict[int, Any]:
         """Pending gradients by place; the tensors are live. A shard gives plain data."""
         if self.shard is not None:
             return self.shard.gradients()
-        assert self._updates.replicated is not None
-        return {i: p.grad for i, p in enumerate(self._updates.replicated.parameters) if p.grad is not None}
+        assert self.updates.replicated is not None
+        return {i: p.grad for i, p in enumerate(self.updates.replicated.parameters) if p.grad is not None}
 
     def left_over(self, pending: Collection[int]) -> dict[int, Any] | None:
         """Gradients that a whole update left behind and the next batch may add to, by place; None for nothing.
@@ -280,8 +299,8 @@ class Trained:
             self.shard.set_gradients(gradients)
             return
         for index, grad in gradients.items():
-            assert self._updates.replicated is not None
-            parameter = self._updates.replicated.parameters[index]
+            assert self.updates.replicated is not None
+            parameter = self.updates.replicated.parameters[index]
             parameter.grad = grad.to(parameter.device)
 
     def publish_unoptimized(
@@ -291,7 +310,7 @@ class Trained:
         return self._unoptimized.publish(publisher, boundary, values)
 
     def _capture_unoptimized(self) -> dict[int, torch.Tensor]:
-        return self._unoptimized.capture() if self._updates.outside.active or self._config.reroutes else {}
+        return self._unoptimized.capture() if self.updates.outside.active or self._config.reroutes else {}
 
 
 @out_of_graphs

@@ -14,17 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.errors import GenerationAbandoned, NotConnected, SwiftError, WaitTimeout
-from shared_core.events import EventLog
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.generation import copy_key, still_key
-from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.waiting import Wait, poll, wait_for
 from shared_core.worker.comm.connections import MAX_ATTEMPTS
 from shared_core.worker.comm.gloo import InnerGroup
-from shared_core.worker.comm.runtime import Runtime
 from shared_core.worker.fatal_actions import EXIT_STALE
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copying import Sent, Taking, give, started
 from shared_core.worker.state.incremental_copy import IncrementalCopy, followable
 from shared_core.worker.state.updates import Updates
@@ -44,17 +41,9 @@ class StateCopies:
     gives the global ranks that train the same as this one; empty where all do.
     """
 
-    def __init__(
-        self,
-        env: WorkerEnv,
-        runtime: Runtime,
-        store: JobStore,
-        updates: Updates,
-        events: EventLog,
-        replicas: Callable[[], Sequence[int]],
-    ) -> None:
-        self._env, self._runtime, self._store, self._updates = env, runtime, store, updates
-        self._events, self._replicas = events, replicas
+    def __init__(self, context: Context, updates: Updates, replicas: Callable[[], Sequence[int]]) -> None:
+        self._env, self._runtime, self._store = context.env, context.runtime, context.store
+        self._events, self._updates, self._replicas = context.events, updates, replicas
         self._given: dict[int, _Given] = {}
         self._taking: Taking | None = None
         self._states: list[list[Any]] = []

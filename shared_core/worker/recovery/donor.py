@@ -4,8 +4,7 @@ those that follow. Meanwhile it makes no update.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,20 +14,18 @@ from shared_core.encoding.plain import pieces
 from shared_core.protocol.cut import Cut, Offer
 from shared_core.protocol.mirroring import REPLICATED
 from shared_core.protocol.worker_env import WorkerEnv
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
 
 class Donor:
-    """This worker as the exchange sees it. Recovery threads call. ``joining`` says whether it has not joined yet;
-    ``publishing`` is held while a step boundary is published.
-    """
+    """This worker as the exchange sees it. Recovery threads call."""
 
     def __init__(
-        self, env: WorkerEnv, publisher: SharedMemoryPublisher, updates: Updates, joining: Callable[[], bool]
+        self, env: WorkerEnv, publisher: SharedMemoryPublisher, updates: Updates, position: BoundaryPosition
     ) -> None:
-        self._env, self._publisher, self._updates, self._joining = env, publisher, updates, joining
-        self.publishing = threading.Lock()
+        self._env, self._publisher, self._updates, self._position = env, publisher, updates, position
         self._leaving = ExitStack()
 
     @property
@@ -65,14 +62,14 @@ class Donor:
         until :meth:`withdraw`.
         """
         self._leaving.close()
-        self._leaving.enter_context(self.publishing)
+        self._leaving.enter_context(self._publisher.publishing)
         self._leaving.enter_context(self._updates.gate.held())
         self._publisher.sync()
         boundaries = tuple(
             (boundary.index, boundary.version, boundary.kind) for boundary in self._publisher.boundaries()
         )
         # A replacement that is still behind has parameters that no step boundary knows.
-        has_state = not self._joining() and self._updates.exact
+        has_state = not self._position.joining and self._updates.exact
         return Offer(self._env.rank, self._env.slot, boundaries, self._updates.state_version if has_state else None)
 
     def withdraw(self) -> None:

@@ -8,7 +8,7 @@ from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.replay import Replays
 from shared_core.worker.recovery.reporting import RecoveryReporter
-from shared_core.worker.recovery.start_point import StartPoint
+from shared_core.worker.recovery.start_point import Arrival
 from shared_core.worker.recovery.wait_watchdog import WaitWatchdog
 from shared_core.worker.state.updates import Updates
 
@@ -16,7 +16,7 @@ from shared_core.worker.state.updates import Updates
 def on_first_group(
     runtime: Runtime,
     recovery: WorkerRecovery,
-    start_point: StartPoint,
+    arrival: Arrival,
     updates: Updates,
     replays: Replays,
     reporter: RecoveryReporter,
@@ -26,13 +26,13 @@ def on_first_group(
     """Form the first generation. A replacement with a step boundary to reach does so there; another one joins here."""
     place_reports.begin()
     # A hot standby goes the way of a replacement, and says nothing to the others before it has a place.
-    if start_point.spare.waits:
+    if arrival.spare.waits:
         runtime.answer_from(dict(recovery.publisher.records.read()))
-        start_point.spare.then(wait_watchdog.begin)
+        arrival.spare.then(wait_watchdog.begin)
         inject.point("spare.prepares")
         return
     wait_watchdog.begin()
-    start_point.prepare()
+    arrival.prepare()
     if runtime.starting:
         return
     if recovery.replacement:
@@ -42,5 +42,5 @@ def on_first_group(
     received = recovery.join()
     if recovery.replacement:
         replays.begin(received.replaying)
-        start_point.from_scratch()
+        arrival.from_scratch()
         reporter.joined(None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from shared_core.errors import GenerationAbandoned
-from shared_core.events import EventLog, console
+from shared_core.events import console
 from shared_core.faults import inject
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.plan import Plan
@@ -60,13 +60,12 @@ class Forming:
         self,
         context: Context,
         publisher: SharedMemoryPublisher,
-        events: EventLog,
         agreement: Agreement,
         exchange: Exchange,
     ) -> None:
-        self._env, self._runtime = context.env, context.runtime
+        self._env, self._runtime, self._events = context.env, context.runtime, context.events
         self._lifecycle, self._store = context.lifecycle, context.store
-        self._publisher, self._events, self._agreement, self._exchange = publisher, events, agreement, exchange
+        self._publisher, self._agreement, self._exchange = publisher, agreement, exchange
         self.target: StepBoundary | None = None
         self.comparison: Comparison | None = None
         self._for_later: Replay = {}

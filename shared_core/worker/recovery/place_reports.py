@@ -15,13 +15,11 @@ from contextlib import suppress
 from shared_core.errors import DamagedRecord
 from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.place import CollectivePlace
-from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.worker.comm.groups import GroupState
 from shared_core.worker.comm.places import GroupPlaces, mismatch
-from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.job_store import JobStore
 from shared_core.worker.link import at_end
+from shared_core.worker.recovery.context import Context
 
 #: Between two reports; how long the end of a program waits for the last report of another, in seconds.
 _EVERY_S, _LAST_S = 0.2, 2.0
@@ -30,8 +28,8 @@ _Run = tuple[Count, Count, int, int, int, Count, int]
 
 
 class PlaceReports:
-    def __init__(self, env: WorkerEnv, runtime: Runtime, store: JobStore) -> None:
-        self._env, self._runtime, self._store = env, runtime, store
+    def __init__(self, context: Context) -> None:
+        self._env, self._runtime, self._store = context.env, context.runtime, context.store
         self._told: dict[str, int] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()

@@ -11,17 +11,13 @@ import os
 from collections.abc import Callable
 
 from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, WaitTimeout
-from shared_core.events import EventLog
 from shared_core.protocol.generation import Entry, generation_key
 from shared_core.protocol.rounds import Round
-from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.protocol.worker_phase import WorkerAction, WorkerEvent, WorkerPhase
 from shared_core.system import threads
 from shared_core.transport.store import Below
 from shared_core.waiting import FOREVER_S
-from shared_core.worker.comm.runtime import Runtime
-from shared_core.worker.fatal_actions import EXIT_STALE, FatalActions, wait_for_change
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.fatal_actions import EXIT_STALE, wait_for_change
 from shared_core.worker.link import connect_store
 from shared_core.worker.recovery.admitting import Admitting
 from shared_core.worker.recovery.agreement import Agreement
@@ -32,7 +28,6 @@ from shared_core.worker.recovery.draining import Draining
 from shared_core.worker.recovery.exchange import Exchange, Received
 from shared_core.worker.recovery.forming import Forming
 from shared_core.worker.recovery.frontier_builder import FrontierBuilder
-from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.listener import RecoveryListener
 from shared_core.worker.recovery.survivor import Survivor
 from shared_core.worker.state.publications import SharedMemoryPublisher
@@ -43,28 +38,23 @@ class WorkerRecovery:
 
     def __init__(
         self,
-        env: WorkerEnv,
-        runtime: Runtime,
-        store: JobStore,
+        context: Context,
         publisher: SharedMemoryPublisher,
-        events: EventLog,
         donor: Donor,
         copies: StateCopies,
-        fatal_actions: FatalActions,
         listener: RecoveryListener,
     ) -> None:
-        self.env, self.runtime, self.store, self.publisher, self.events = env, runtime, store, publisher, events
-        self.fatal_actions, self._listener = fatal_actions, listener
-        self.replacement = env.incarnation > 0
+        self.env, self.runtime, self.store, self.events = context.env, context.runtime, context.store, context.events
+        self.lifecycle, self.fatal_actions = context.lifecycle, context.fatal_actions
+        self.publisher, self._listener = publisher, listener
+        self.replacement = self.env.incarnation > 0
         self._prepared = False
-        life = self.lifecycle = Lifecycle(env, runtime)
-        context = Context(env, runtime, life, store)
         self._frontier_builder = FrontierBuilder(context, donor, listener)
         self._exchange = Exchange(context, publisher, donor, copies)
         agreement = self._agreement = Agreement(context, self._frontier_builder)
-        self.forming = Forming(context, publisher, events, agreement, self._exchange)
+        self.forming = Forming(context, publisher, agreement, self._exchange)
         self._admitting = Admitting(context, publisher, self._frontier_builder, self.forming)
-        survivor = Survivor(context, events, donor, agreement, self.forming, fatal_actions, listener)
+        survivor = Survivor(context, donor, agreement, self.forming, listener)
         draining = Draining(context, donor, self._frontier_builder)
         self._threads: dict[WorkerAction, tuple[str, Callable[[Entry], None]]] = {
             WorkerAction.RECOVER: ("swift-recovery", survivor.recover),

@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from shared_core.events import EventLog, console
-from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.comm import Runtime
+from shared_core.events import console
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.start import truncation
 from shared_core.worker.state.updates import Updates
@@ -28,17 +27,9 @@ class RecoveryReporter:
         report: tells the agent something that it shows to the user.
     """
 
-    def __init__(
-        self,
-        env: WorkerEnv,
-        events: EventLog,
-        runtime: Runtime,
-        updates: Updates,
-        rolled_back: Callable[[], None],
-        report: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._events, self._runtime, self._updates, self._rolled_back = events, runtime, updates, rolled_back
-        self._report = report
+    def __init__(self, context: Context, updates: Updates, rolled_back: Callable[[], None]) -> None:
+        env, self._events, self._runtime = context.env, context.events, context.runtime
+        self._updates, self._rolled_back, self._report = updates, rolled_back, context.store.report
         self._original, self._job_dir = env.incarnation == 0, env.job_dir
         self._first = env.rank == 0 and self._original
         #: What the agent is told once this worker trains; None where nobody waits for it.

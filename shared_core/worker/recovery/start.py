@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from shared_core.events import EventLog
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
-from shared_core.worker.comm import Runtime
-from shared_core.worker.fatal_actions import FatalActions
-from shared_core.worker.job_store import JobStore
+from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.recovery import WorkerRecovery
 from shared_core.worker.recovery.spare import Spare
-from shared_core.worker.recovery.start_point import StartPoint
+from shared_core.worker.recovery.start_point import Arrival
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
-from shared_core.worker.state.local_state import StateParts
+from shared_core.worker.state.local_state import BoundaryPosition, StateParts
 from shared_core.worker.state.orders import StateOrders
-from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.updates import Updates
 
 
 class WorkerStart:
-    """The start of one worker; :meth:`begin` makes its attributes, before anything else is asked.
+    """The start of one worker.
 
     Args:
         presses: whether the logs on disk need a checkpoint; asked in rank 0.
@@ -30,43 +27,37 @@ class WorkerStart:
         orders: the passes over the data whose rest may be dealt out to another number of workers; None where it is not.
     """
 
-    checkpoints: Checkpoints
-    start_point: StartPoint
-    orders: StateOrders | None
-
     def __init__(
         self,
-        runtime: Runtime,
-        store: JobStore,
-        fatal_actions: FatalActions,
-        events: EventLog,
-        updates: Updates,
-        parts: StateParts,
-        publisher: SharedMemoryPublisher,
+        context: Context,
         recovery: WorkerRecovery,
         survivor_groups: SurvivorGroups,
-        presses: Callable[[], bool],
+        updates: Updates,
+        parts: StateParts,
         spare: Spare,
+        position: BoundaryPosition,
+        presses: Callable[[], bool],
     ) -> None:
-        self._runtime, self._store, self._fatal_actions, self._events = runtime, store, fatal_actions, events
-        self._updates, self._parts, self._publisher = updates, parts, publisher
-        self._recovery, self._survivor_groups, self._presses, self._spare = recovery, survivor_groups, presses, spare
+        self._context, self._recovery, self._survivor_groups = context, recovery, survivor_groups
+        self._updates, self._parts, self._spare, self._position = updates, parts, spare, position
+        self._presses = presses
+        self.checkpoints, self.start_point, self.orders = self._found(context.env)
 
-    def begin(self, env: WorkerEnv) -> None:
-        """Say where checkpoints are made, and find the one from which this worker starts. ``env`` holds the final
-        options of checkpoints.
-        """
-        config = env.config
-        checkpoints = Checkpoints(
-            env, self._runtime, self._store, self._fatal_actions, self._events, self._updates, self._presses
-        )
+    def again(self, env: WorkerEnv) -> None:
+        """The script has given options of checkpoints, which are in ``env``, before anything has begun."""
+        self.checkpoints, self.start_point, self.orders = self._found(env)
+
+    def _found(self, env: WorkerEnv) -> tuple[Checkpoints, Arrival, StateOrders | None]:
+        """Say where checkpoints are made, and find the one from which this worker starts."""
+        config, recovery = env.config, self._recovery
+        checkpoints = Checkpoints(replace(self._context, env=env), self._updates, self._presses)
         if config.reroutes:
             checkpoints.keep_number("with on_failure='reroute' each worker is to compute the share of any other")
         if (pricing := checkpoints.pricing) is not None:
             self._parts.register("swift.checkpoints", pricing.capture, pricing.restore, main=True)
-        start_point = StartPoint(env, self._recovery, self._survivor_groups, checkpoints, self._updates, self._spare)
+        arrival = Arrival(env, recovery, self._survivor_groups, checkpoints, self._updates, self._spare, self._position)
         keeps = config.checkpoint.dir is not None and not config.reroutes
         orders = None
         if config.resizes or keeps:
-            orders = StateOrders(self._publisher.orders, config.resize.data == "drop", config.resizes)
-        self.checkpoints, self.start_point, self.orders = checkpoints, start_point, orders
+            orders = StateOrders(recovery.publisher.orders, config.resize.data == "drop", config.resizes)
+        return checkpoints, arrival, orders

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared_core.errors import CorruptFile, DamagedRecord, RecoveryFailed, SwiftError, Unsupported
+from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.checkpoints.checkpoints import Checkpoints
 from shared_core.worker.checkpoints.recovery_line import Collect
@@ -22,13 +23,157 @@ from shared_core.worker.recovery.resize import take_over
 from shared_core.worker.recovery.spare import Spare
 from shared_core.worker.recovery.survivor_groups import SurvivorGroups
 from shared_core.worker.start import truncation
+from shared_core.worker.state.local_state import BoundaryPosition
+from shared_core.worker.state.records import Records
 from shared_core.worker.state.updates import Updates
+from shared_core.worker.variables.variables import Origin
+
+#: Result and state at the end of an entry call.
+EntryEnd = tuple[Any, dict[str, Any]]
 
 
+@dataclass
 class StartPoint:
-    """What one worker begins with. Used by the program's thread. ``joining``: there is a place to reach, and it is not
-    reached yet.
+    """The beginning of the script: there is nothing to reach. The other places are its subclasses, below."""
+
+    recovery: WorkerRecovery
+    updates: Updates
+
+    @property
+    def origin(self) -> Origin:
+        """Whose state a worker continues with that begins here."""
+        return "same"
+
+    def has_finished(self, entry: int) -> bool:
+        """Whether the failed worker had finished an entry call."""
+        return False
+
+    def finished(self, entry: int) -> EntryEnd | None:
+        return self.recovery.publisher.read_end(entry) if self.has_finished(entry) else None
+
+    def is_here(self, kind: str, entry: int) -> bool:
+        return False
+
+    def parts(self) -> dict[str, Any]:
+        """The registered values at the place, by name."""
+        return {}
+
+    def records(self) -> Records:
+        return self.recovery.publisher.records.read()
+
+    def reach(self, entry: int, replicas: Sequence[int]) -> tuple[Restored, Received | None]:
+        raise AssertionError("the beginning of the script is no step boundary")
+
+
+@dataclass
+class FromCheckpoint(StartPoint):
+    """All workers begin at a checkpoint, or with what was handed on when their number changed."""
+
+    restored: Restored
+
+    @property
+    def origin(self) -> Origin:
+        return "other" if self.restored.resized else "checkpoint"
+
+    def finished(self, entry: int) -> EntryEnd | None:
+        if entry not in self.restored.ends:
+            return None
+        self.recovery.publisher.publish_end(entry, *self.restored.ends[entry])  # for replacements of this attempt
+        return self.restored.ends[entry]
+
+    def is_here(self, kind: str, entry: int) -> bool:
+        return self.restored.boundary.entry == entry
+
+    def parts(self) -> dict[str, Any]:
+        return self.restored.parts
+
+    def records(self) -> Records:
+        return self.restored.records
+
+    def reach(self, entry: int, replicas: Sequence[int]) -> tuple[Restored, Received | None]:
+        if self.restored.collect is not None:
+            self._collect(self.restored.collect, replicas)
+        for key, results in self.restored.records:
+            self.recovery.publisher.records.add(key, results)
+        return self.restored, None
+
+    def _collect(self, collect: Collect, replicas: Sequence[int]) -> None:
+        """Read the stage's layers from the checkpoint: only now it is known which ones it has."""
+        restored = self.restored
+        try:
+            if self.updates.replicated is None or list(replicas) != [self.recovery.env.rank]:
+                raise Unsupported(
+                    f"the checkpoint at step boundary {restored.boundary.index} is of a pipeline whose stages had no "
+                    f"replicas, and this one is another: start {restored.workers} workers, or start from scratch with "
+                    "checkpoint.resume='never'"
+                )
+            restored.description, restored.tensors = collect(self.updates.replicated)
+        except SwiftError as error:
+            self.recovery.fatal_actions.fail(error)
+            raise
+
+
+@dataclass
+class FromReplica(StartPoint):
+    """A replacement that the others do not wait for becomes a copy of a replica, at their next step boundary."""
+
+    survivor_groups: SurvivorGroups
+
+    @property
+    def origin(self) -> Origin:
+        return "other"
+
+    def has_finished(self, entry: int) -> bool:
+        return entry in ends_before(self.recovery.publisher, entry + 1)
+
+    def is_here(self, kind: str, entry: int) -> bool:
+        return kind != "end"
+
+    def parts(self) -> dict[str, Any]:
+        boundaries = self.recovery.publisher.boundaries()
+        return self.recovery.publisher.read_boundary(boundaries[-1].index) if boundaries else {}
+
+    def reach(self, entry: int, replicas: Sequence[int]) -> tuple[Restored, Received | None]:
+        self.updates.begin_install()
+        received = self.survivor_groups.join_request(entry)
+        assert received.boundary is not None and received.local is not None
+        parts = unpack(self.recovery.publisher, received.local.numpy().tobytes())
+        self.recovery.publisher.forget_boundaries()
+        state = received.description, received.tensors
+        return Restored(received.boundary, parts, {}, [], *state, owned=True, added=True), received
+
+
+@dataclass
+class FromBoundary(StartPoint):
+    """A replacement takes over at the failed worker's step boundary: from what that worker has published, or from a
+    checkpoint of this attempt (``saved``), where it has no replica.
     """
+
+    target: StepBoundary
+    saved: Restored | None
+
+    def has_finished(self, entry: int) -> bool:
+        return self.target.entry > entry or (self.target.entry == entry and self.target.kind == "end")
+
+    def is_here(self, kind: str, entry: int) -> bool:
+        return (self.target.kind, self.target.entry) == (kind, entry)
+
+    def parts(self) -> dict[str, Any]:
+        return self.saved.parts if self.saved else self.recovery.publisher.read_boundary(self.target.index)
+
+    def reach(self, entry: int, replicas: Sequence[int]) -> tuple[Restored, Received | None]:
+        self.updates.begin_install()
+        received = self.recovery.join()
+        boundary = received.boundary
+        assert boundary is not None
+        if self.saved is not None:
+            return replace(self.saved, boundary=boundary, records=self.records()), received
+        parts, state = self.recovery.publisher.read_boundary(boundary.index), (received.description, received.tensors)
+        return Restored(boundary, parts, {}, self.records(), *state, owned=True), received
+
+
+class Arrival:
+    """Finds the start point of one worker, and takes the program there. Used by the program's thread."""
 
     def __init__(
         self,
@@ -38,43 +183,25 @@ class StartPoint:
         checkpoints: Checkpoints,
         updates: Updates,
         spare: Spare,
+        position: BoundaryPosition,
     ) -> None:
-        self.spare = spare
-        self._env, self._recovery, self._survivor_groups, self._checkpoints = (
-            env,
-            recovery,
-            survivor_groups,
-            checkpoints,
-        )
-        self._publisher, self._updates = recovery.publisher, updates
+        self.spare, self._position = spare, position
+        self._env, self._recovery, self._updates = env, recovery, updates
+        self._survivor_groups, self._checkpoints = survivor_groups, checkpoints
         # A replacement whose failed worker has passed a step boundary mostly starts there.
-        passed = env.spare or (env.incarnation > 0 and bool(self._publisher.boundaries()))
-        self._restored = None if passed else self._line()
-        self._saved: Restored | None = None
+        passed = env.spare or (env.incarnation > 0 and bool(recovery.publisher.boundaries()))
+        self._start_point = StartPoint(recovery, updates) if passed else self._place_of_all()
+        self._decided = env.incarnation == 0
         self._peeked: dict[str, Any] | None = None
-        self.joining = env.incarnation > 0 or self._restored is not None
+        self._note(joining=env.incarnation > 0 or isinstance(self._start_point, FromCheckpoint))
 
-    def _line(self) -> Restored | None:
-        """What the workers of this attempt start from; None for the beginning."""
-        env, resized = self._env, self._env.resized
-        fresh = not env.restart and not env.config.continues
-        try:
-            checkpoint = None
-            if fresh:
-                self._checkpoints.start_from_scratch()
-            else:
-                checkpoint = self._checkpoints.newest()
-        except CorruptFile as error:
-            self._recovery.fatal_actions.fall_back(str(error))
-        except Unsupported as error:
-            self._recovery.fatal_actions.fail(error)
-            raise
-        if resized is None or (checkpoint is not None and checkpoint.boundary.index >= resized.boundary):
-            return checkpoint
-        try:
-            return take_over(env, resized)
-        except (RecoveryFailed, CorruptFile) as error:
-            self._recovery.fatal_actions.fall_back(str(error))
+    @property
+    def joining(self) -> bool:
+        """Whether there is a place to reach, and it is not reached yet."""
+        return self._position.joining
+
+    def _note(self, *, joining: bool) -> None:
+        self._position.note_start(joining, self._start_point.origin)
 
     def prepare(self) -> None:
         """Replacement: decide where to begin, before the user's code has done anything that depends on it. Blocks. A
@@ -83,20 +210,46 @@ class StartPoint:
         if self.spare.waits:
             return
         self._recovery.prepare()
-        target = self._recovery.forming.target
-        if self._recovery.asks_to_join:
-            self._restored = None  # the others have got further
-        elif target is not None:
-            self._restored = None  # a failed worker has got further than the checkpoint of this attempt
-            if target.saved and self.joining and self._saved is None:
-                try:
-                    self._saved = self._checkpoints.own.at(target.index)
-                except CorruptFile as error:  # since it was looked at
-                    self._recovery.fatal_actions.fall_back(str(error))
-                self._publisher.complete(self._saved.records, self._saved.ends)
-                self._recovery.runtime.records = dict(self._publisher.records.read())
-        elif self._recovery.replacement and self._restored is None and self.joining:
-            self._restored = self._line()
+        if not self._decided:
+            self._start_point, self._decided = self._place_of_replacement(), True
+            self._note(joining=self.joining)
+
+    def _place_of_replacement(self) -> StartPoint:
+        """Where the others have got further than the checkpoint of this attempt, that does not count."""
+        recovery, target = self._recovery, self._recovery.forming.target
+        if recovery.asks_to_join:
+            return FromReplica(recovery, self._updates, self._survivor_groups)
+        if target is None:
+            found = self._start_point
+            return found if isinstance(found, FromCheckpoint) else self._place_of_all()
+        saved = None
+        if target.saved:
+            try:
+                saved = self._checkpoints.own.at(target.index)
+            except CorruptFile as error:  # since it was looked at
+                recovery.fatal_actions.fall_back(str(error))
+            recovery.publisher.complete(saved.records, saved.ends)
+            recovery.runtime.records = dict(recovery.publisher.records.read())
+        return FromBoundary(recovery, self._updates, target, saved)
+
+    def _place_of_all(self) -> StartPoint:
+        """What the workers of this attempt start from."""
+        env, fatal_actions, found = self._env, self._recovery.fatal_actions, None
+        try:
+            if env.restart or env.config.continues:
+                found = self._checkpoints.newest()
+            else:
+                self._checkpoints.start_from_scratch()
+            if env.resized is not None and (found is None or found.boundary.index < env.resized.boundary):
+                found = take_over(env, env.resized)
+        except (CorruptFile, RecoveryFailed) as error:
+            fatal_actions.fall_back(str(error))
+        except Unsupported as error:
+            fatal_actions.fail(error)
+            raise
+        if found is None:
+            return StartPoint(self._recovery, self._updates)
+        return FromCheckpoint(self._recovery, self._updates, found)
 
     def settle(self) -> None:
         """Hot standby: what comes now depends on the place, so block until it is free. All others: nothing."""
@@ -108,20 +261,11 @@ class StartPoint:
             self._recovery.fatal_actions.give_up(error)
         self._checkpoints.look_at_failed_worker()
         self.prepare()
-        target, asks_to_join = self._recovery.forming.target, self._recovery.asks_to_join
-        no_boundary = target is None and not asks_to_join
-        if no_boundary or not self.spare.serves(None if asks_to_join else target, self._is_finished):
+        found = self._start_point
+        target = found.target if isinstance(found, FromBoundary) else None
+        no_place = target is None and not isinstance(found, FromReplica)
+        if no_place or not self.spare.serves(target, found.has_finished):
             os._exit(EXIT_STALE)  # it has gone another way than the failed worker; the launcher starts another
-
-    @property
-    def restarts(self) -> bool:
-        """Whether the place is that of a checkpoint from which all workers begin."""
-        return self._restored is not None
-
-    @property
-    def of_others(self) -> bool:
-        """Whether the place is a copy of another rank's, or of another number of workers."""
-        return self._recovery.asks_to_join or (self._restored is not None and self._restored.resized)
 
     # -- before the place is reached ---------------------------------------------------------------
 
@@ -129,34 +273,20 @@ class StartPoint:
         """This replacement is in, and the failed worker had passed no step boundary: it begins as the first
         workers did.
         """
-        self.joining = self._restored is not None
+        self._note(joining=isinstance(self._start_point, FromCheckpoint))
         truncation.stop()
 
     def joined(self) -> None:
-        self.joining = False
+        self._note(joining=False)
         truncation.stop()
 
-    def finished(self, entry: int) -> tuple[Any, dict[str, Any]] | None:
+    def finished(self, entry: int) -> EntryEnd | None:
         """Result and state at the end of an entry call that the failed worker had finished; None if it had not."""
         if not self.joining:
             return None
         if self.spare.waits:
-            return self._publisher.read_end(entry) if self.spare.finished(entry) else None
-        if self._restored is not None:
-            if entry not in self._restored.ends:
-                return None
-            result, parts = self._restored.ends[entry]
-            self._publisher.publish_end(entry, result, parts)  # for replacements of this attempt
-            return result, parts
-        if self._recovery.asks_to_join:
-            return ends_before(self._publisher, entry + 1).get(entry)
-        return self._publisher.read_end(entry) if self._is_finished(entry) else None
-
-    def _is_finished(self, entry: int) -> bool:
-        if self._recovery.asks_to_join:
-            return entry in ends_before(self._publisher, entry + 1)
-        target = self._recovery.forming.target
-        return target is not None and (target.entry > entry or (target.entry == entry and target.kind == "end"))
+            return self._recovery.publisher.read_end(entry) if self.spare.finished(entry) else None
+        return self._start_point.finished(entry)
 
     def peek(self, name: str) -> Any:
         """The value of a registered name at the place; None for none, and where the place is reached. May block."""
@@ -165,24 +295,13 @@ class StartPoint:
         self.settle()
         if self._peeked is None:
             self.prepare()
-            self._peeked = self._parts()
+            self._peeked = self._start_point.parts()
         return self._peeked.get(name)
-
-    def _parts(self) -> dict[str, Any]:
-        if self._restored is not None:
-            return self._restored.parts
-        target = self._recovery.forming.target
-        if self._recovery.asks_to_join and (boundaries := self._publisher.boundaries()):
-            target = boundaries[-1]
-        if target is None:
-            return {}
-        return self._saved.parts if self._saved is not None else self._publisher.read_boundary(target.index)
 
     def remembered(self, kind: str) -> dict[str, Any]:
         """What failed workers have kept under ``kind``, by name; the newest of each. May block."""
         self.settle()
-        records = self._restored.records if self._restored is not None else self._publisher.records.read()
-        return {key.name: value for key, value in records if key.kind == kind}
+        return {key.name: value for key, value in self._start_point.records() if key.kind == kind}
 
     # -- at the place ------------------------------------------------------------------------------
 
@@ -194,12 +313,7 @@ class StartPoint:
             if kind == "end" and self.spare.passes_end(entry):
                 return False
             self.settle()
-        if self._recovery.asks_to_join:
-            return kind != "end"
-        if self._restored is not None:
-            return self._restored.boundary.entry == entry
-        target = self._recovery.forming.target
-        return target is not None and target.kind == kind and target.entry == entry
+        return self._start_point.is_here(kind, entry)
 
     def reach(self, entry: int, replicas: Sequence[int]) -> tuple[Restored, Received | None]:
         """Get the state of the place, at the step boundary that :meth:`is_here`. Blocks. ``replicas`` are the ranks
@@ -208,50 +322,16 @@ class StartPoint:
         Returns the state, and what was received from others; None where all begin here. Only a copy of another rank is
         both ``added`` and received.
         """
-        if self._restored is not None:
-            if self._restored.collect is not None:
-                self._collect(self._restored, self._restored.collect, replicas)
-            for key, results in self._restored.records:
-                self._publisher.records.add(key, results)
-            return self._restored, None
-        self._updates.begin_install()
-        if self._recovery.asks_to_join:  # the others have continued: this rank becomes a copy of a replica
-            received = self._survivor_groups.join_request(entry)
-            assert received.boundary is not None and received.local is not None
-            parts = unpack(self._publisher, received.local.numpy().tobytes())
-            self._publisher.forget_boundaries()
-            state = received.description, received.tensors
-            return Restored(received.boundary, parts, {}, [], *state, owned=True, added=True), received
-        received = self._recovery.join()
-        boundary = received.boundary
-        assert boundary is not None
-        if self._saved is not None:
-            return replace(self._saved, boundary=boundary, records=self._publisher.records.read()), received
-        parts, records = self._publisher.read_boundary(boundary.index), self._publisher.records.read()
-        state = received.description, received.tensors
-        return Restored(boundary, parts, {}, records, *state, owned=True), received
-
-    def _collect(self, restored: Restored, collect: Collect, replicas: Sequence[int]) -> None:
-        """Read the stage's layers from the checkpoint: only now it is known which ones it has."""
-        try:
-            if self._updates.replicated is None or list(replicas) != [self._env.rank]:
-                raise Unsupported(
-                    f"the checkpoint at step boundary {restored.boundary.index} is of a pipeline whose stages had no "
-                    f"replicas, and this one is another: start {restored.workers} workers, or start from scratch with "
-                    "checkpoint.resume='never'"
-                )
-            restored.description, restored.tensors = collect(self._updates.replicated)
-        except SwiftError as error:
-            self._recovery.fatal_actions.fail(error)
-            raise
+        return self._start_point.reach(entry, replicas)
 
     def reached(self, place: Restored) -> str:
         """The state is in place. Returns the checkpoint that all begin from, in words; empty if it is none."""
         whence = ""
-        if self._restored is None and place.tier:
-            self._publisher.forget_boundaries()  # of places that are now ahead
+        if isinstance(self._start_point, FromBoundary) and place.tier:
+            self._recovery.publisher.forget_boundaries()  # of places that are now ahead
         elif place.tier:
             of = f", which {place.workers} workers have made" if place.resized else ""
             whence = f"the checkpoint at step boundary {place.boundary.index} ({place.tier}){of}"
-        self._restored = self._saved = None
+        self._start_point = StartPoint(self._recovery, self._updates)
+        self._note(joining=False)
         return whence

@@ -7,10 +7,8 @@ import time
 import traceback
 
 from shared_core.errors import DamagedRecord, GenerationAbandoned, RecoveryFailed, Unsupported, WaitTimeout
-from shared_core.events import EventLog
 from shared_core.faults import inject
 from shared_core.protocol.generation import Entry
-from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.donor import Donor
@@ -24,17 +22,15 @@ class Survivor:
     def __init__(
         self,
         context: Context,
-        events: EventLog,
         donor: Donor,
         agreement: Agreement,
         forming: Forming,
-        fatal_actions: FatalActions,
         listener: RecoveryListener,
     ) -> None:
         self._env, self._runtime = context.env, context.runtime
         self._lifecycle, self._store = context.lifecycle, context.store
-        self._events, self._donor, self._agreement, self._forming = events, donor, agreement, forming
-        self._fatal_actions, self._listener = fatal_actions, listener
+        self._events, self._fatal_actions = context.events, context.fatal_actions
+        self._donor, self._agreement, self._forming, self._listener = donor, agreement, forming, listener
 
     def recover(self, entry: Entry) -> None:
         """Form the generation of an entry. What cannot be done ends the worker or the job."""

@@ -17,15 +17,13 @@ import time
 from contextlib import suppress
 
 from shared_core.errors import DamagedRecord, Deadlock, ReplayDivergence
-from shared_core.events import EventLog, console
+from shared_core.events import console
 from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.standstill import WaitStatus, awaited, describe, lasts, left_s, stuck
-from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import threads
 from shared_core.transport.store import Store
 from shared_core.waiting import ends_text, quiet_s, ranks_text
 from shared_core.worker.comm.wait_status import finished, wait_status
-from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.link import at_end
 from shared_core.worker.recovery.recovery import WorkerRecovery
 
@@ -42,9 +40,10 @@ AGAIN_S = 600.0
 class WaitWatchdog:
     """Watches the waits of one worker's program, on a thread of its own."""
 
-    def __init__(self, env: WorkerEnv, recovery: WorkerRecovery, events: EventLog, fatal_actions: FatalActions) -> None:
-        self._env, self._recovery, self._runtime, self._events = env, recovery, recovery.runtime, events
-        self._fatal_actions, self._limit_s = fatal_actions, env.config.detection.wait_timeout_s
+    def __init__(self, recovery: WorkerRecovery) -> None:
+        self._recovery, self._env, self._runtime = recovery, recovery.env, recovery.runtime
+        self._events, self._fatal_actions = recovery.events, recovery.fatal_actions
+        self._limit_s = recovery.env.config.detection.wait_timeout_s
         self._clocks = time.monotonic(), time.process_time()
         self._lock = threading.Lock()
         self._over = False

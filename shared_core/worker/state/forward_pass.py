@@ -25,7 +25,7 @@ _OUTPUTS = "swift.outputs"
 
 
 class ForwardRecorder:
-    """Forward passes of the present batch. ``joining`` says whether this worker has not joined yet."""
+    """Forward passes of the present batch."""
 
     def __init__(
         self,
@@ -33,11 +33,10 @@ class ForwardRecorder:
         publisher: SharedMemoryPublisher,
         updates: Updates,
         parts: StateParts,
-        joining: Callable[[], bool],
         position: BoundaryPosition,
     ) -> None:
         self._runtime, self._publisher, self._updates = runtime, publisher, updates
-        self._parts, self._joining, self._position = parts, joining, position
+        self._parts, self._position = parts, position
         self._buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
         self._backwards = 0
         self._graph = self._mutations = -1
@@ -56,7 +55,7 @@ class ForwardRecorder:
         worker had. Called on the thread of backward.
         """
         inject.point("bucket")
-        if self._joining() or self._updates.computes_again:
+        if self._position.joining or self._updates.computes_again:
             return
         graph = torch._C._current_graph_task_id()
         mutations = hash(tuple((id(b), b._version) for b in self._buffers().values()))
@@ -80,7 +79,7 @@ class ForwardRecorder:
         """Forward hook of DDP modules. Keeps copies of the output; in a replacement that is behind it writes the failed
         worker's output over this one's, in place, or returns it where values are no tensors.
         """
-        if not torch.is_grad_enabled() or self._joining() or self._updates.computes_again:
+        if not torch.is_grad_enabled() or self._position.joining or self._updates.computes_again:
             return None
         if self._updates.exact:
             self._keep([output] if isinstance(output, torch.Tensor) else tree_flatten(output)[0])

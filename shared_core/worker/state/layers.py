@@ -13,21 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from shared_core.worker.variables.kinds import FRAMEWORKS, root_of
+from shared_core.worker.variables.kinds import LIBRARIES, is_of_library
 from shared_core.worker.variables.writer import MODULE_PARTS
 
 #: For tests: layers are left alone.
 LAYERS_OFF = "SWIFT_TEST_NO_LAYERS"
-_LIBRARIES = FRAMEWORKS | {"torch"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 #: So many changes are told.
 _NAMED = 3
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def is_of_library(module: nn.Module) -> bool:
-    """Whether its class is one of torch or of a framework: all that it holds belongs to them."""
-    return root_of(type(module)) in _LIBRARIES
 
 
 def _is_plain(value: Any) -> bool:
@@ -51,7 +45,7 @@ class Layers:
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self._layers = dict(layers)
-        self._first = {path: _attributes(each) for path, each in layers.items() if is_of_library(each)}
+        self._first = {path: _attributes(each) for path, each in layers.items() if is_of_library(type(each))}
         self._sizes = [len(vars(layers[path])) for path in self._first]
         self._values = [each for first in self._first.values() for each in first.values()]
         self._children = {path: dict(each._modules) for path, each in layers.items()}
@@ -77,7 +71,7 @@ class Layers:
         for hook in chain.from_iterable(vars(layer)[each].values() for each in _HOOKS):
             function = getattr(hook, "func", hook)
             module = getattr(function, "__module__", None) or type(function).__module__
-            if module.partition(".")[0] not in _LIBRARIES or module.startswith("torch.nn.utils"):
+            if module.partition(".")[0] not in LIBRARIES or module.startswith("torch.nn.utils"):
                 found.append(getattr(function, "__qualname__", type(function).__qualname__))
         return found
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared_core.worker.state.generators import random_state, set_random_state
-from shared_core.worker.variables.variables import Variables
+from shared_core.worker.variables.variables import Origin, Variables
 
 Capture = Callable[[], Any]
 Restore = Callable[[Any], None]
@@ -27,6 +27,7 @@ class BoundaryPosition:
         entry: number of the entry call (fit, validate, test, predict); -1 before the first.
         resized: what is being restored is that of another number of workers.
         added: what is being restored is a copy of another rank's, because this one has been added.
+        joining: there is a place where this worker begins, and its program has not come there yet.
         rejoined: this worker has been admitted by others that had continued without the failed worker, and nobody has
             acted on that yet.
     """
@@ -36,6 +37,17 @@ class BoundaryPosition:
     resized: bool = False
     added: bool = False
     rejoined: bool = False
+    joining: bool = False
+    _origin: Origin = "same"
+
+    @property
+    def origin(self) -> Origin:
+        """Whose state is restored."""
+        return "other" if self.added or self.resized else self._origin
+
+    def note_start(self, joining: bool, origin: Origin) -> None:
+        """Where this worker begins is known, or reached."""
+        self.joining, self._origin = joining, origin
 
     def note_rejoined(self, rejoined: bool) -> None:
         self.rejoined = rejoined

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from shared_core.errors import Unsupported
 from shared_core.worker.comm.op import Op
 from shared_core.worker.state.bucket_inputs import BucketInput
+from shared_core.worker.state.local_state import BoundaryPosition
 from shared_core.worker.state.update_steps import UpdateSteps
 
 _OPTION = "state.overlapped_update"
@@ -41,13 +42,13 @@ def check(modules: Sequence[DistributedDataParallel], optimizers: Sequence[Optim
 
 class Overlapped:
     """Makes the updates of one DDP module's parameters. ``layout`` says which are in which bucket, empty before DDP has
-    settled that; ``joining`` whether this worker has not joined yet.
+    settled that.
     """
 
     def __init__(
-        self, steps: UpdateSteps, layout: Callable[[], Sequence[BucketInput]], joining: Callable[[], bool]
+        self, steps: UpdateSteps, layout: Callable[[], Sequence[BucketInput]], position: BoundaryPosition
     ) -> None:
-        self._steps, self._layout, self._joining = steps, layout, joining
+        self._steps, self._layout, self._position = steps, layout, position
         self._graph = -1
         self._handed = 0
         self._waiting: deque[tuple[Op, BucketInput]] = deque()
@@ -56,7 +57,7 @@ class Overlapped:
         """DDP has handed over a bucket, which ``op`` reduces; called in backward, in the order of the buckets. Raises
         Unsupported in a second backward before the step.
         """
-        if self._joining() or not self._steps.may_begin:
+        if self._position.joining or not self._steps.may_begin:
             return
         graph = torch._C._current_graph_task_id()
         if graph != self._graph:

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 
-def is_of_torch(optimizer: Optimizer) -> bool:
+def steps_as_torch(optimizer: Optimizer) -> bool:
     """Whether its step is one of torch's own."""
     return str(inspect.unwrap(type(optimizer).step).__module__).startswith("torch.")
 

@@ -15,6 +15,7 @@ each batch (``boundary``, ``mid``, ``unoptimized``) stay mapped; the others are 
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ class SharedMemoryPublisher:
         orders: of passes over the data.
         records: results that replacements ask for.
         input_checksums: of the last operations.
+        publishing: held while a step boundary is published.
         sources: senders of the last messages that were received from any source.
 
     Raises:
@@ -99,6 +101,7 @@ class SharedMemoryPublisher:
         self.folder = folder
         self._mirror, self._disk = mirror, disk or Overflow(None)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.publishing = threading.Lock()
         self._refers: dict[int, frozenset[int]] = {}
         self._slots = Slots(folder, _REPLACED)
         self.orders = OrderFiles(folder, self.put, self._remove)

@@ -19,7 +19,7 @@ from shared_core.faults import inject
 from shared_core.worker.sharded.local import local_part
 from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.incremental_copy import Followers
-from shared_core.worker.state.own_steps import Before, is_of_torch
+from shared_core.worker.state.own_steps import Before, steps_as_torch
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.support import not_attached
 from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, begin_after_closure
@@ -200,7 +200,7 @@ class UpdateSteps:
             self._hidden[id(optimizer)].hide(self._parts.check())
         if self._count.ahead:
             # The state contains this update.
-            if is_of_torch(optimizer):
+            if steps_as_torch(optimizer):
                 self._hidden[id(optimizer)].hide(p for group in optimizer.param_groups for p in group["params"])
             else:
                 self._before_own = Before(optimizer)

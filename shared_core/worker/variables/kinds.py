@@ -43,6 +43,7 @@ FRAMEWORKS = frozenset(
     "logging threading multiprocessing concurrent asyncio socket ssl subprocess selectors queue tempfile argparse "
     "unittest pytest _pytest inspect importlib contextlib abc typing matplotlib ctypes".split()
 )
+LIBRARIES = FRAMEWORKS | {"torch"}
 #: A class of the script that derives from one of these packages is left to the adapter, too.
 _ADAPTED = frozenset(
     "shared_core lightning_swift accelerate_swift lightning pytorch_lightning lightning_fabric accelerate transformers "
@@ -203,6 +204,11 @@ def _kind_of(cls: type) -> str:
 
 def root_of(cls: type) -> str:
     return cls.__module__.partition(".")[0]
+
+
+def is_of_library(cls: type) -> bool:
+    """Whether a class is one of torch or of a framework: all that its objects hold belongs to them."""
+    return root_of(cls) in LIBRARIES
 
 
 def _left_to_others(cls: type) -> bool:

@@ -23,7 +23,7 @@ from shared_core.events import console_once
 from shared_core.worker.variables.changes import changed, digests
 from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
-from shared_core.worker.variables.kinds import FRAMEWORKS, kind_of, root_of
+from shared_core.worker.variables.kinds import is_of_library, kind_of
 from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again
 from shared_core.worker.variables.writer import (
     LIMIT,
@@ -222,7 +222,7 @@ class Variables:
             for path, child in bare.named_modules():
                 self._restored[id(child)] = child
                 self._parts[f"module {number} {path}"] = child
-                if type(child).__module__.partition(".")[0] not in FRAMEWORKS | {"torch"}:
+                if not is_of_library(type(child)):
                     name = f"model {number} {path}".rstrip()
                     self._attached.append(name)
                     self.tell(name, child)
@@ -232,7 +232,7 @@ class Variables:
         for number, optimizer in enumerate(optimizers):
             self._restored[id(optimizer)] = optimizer
             self._parts[f"optimizer {number}"] = optimizer
-            if root_of(type(optimizer)) not in FRAMEWORKS | {"torch"}:
+            if not is_of_library(type(optimizer)):
                 self._attached.append(f"optimizer {number}")
                 self.tell(f"optimizer {number}", optimizer, _of_every_optimizer())
         for name, each in self._parts.items():

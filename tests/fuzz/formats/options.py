@@ -29,17 +29,17 @@ options = st.fixed_dictionaries(
         ),
         "detection.wait_timeout_s": st.floats(1, 1e6),
         "log": st.fixed_dictionaries({"groups": st.sampled_from(["worker", "0-3,4-7"])}),
-        "checkpoint_async": st.booleans(),
+        "checkpoint.background": st.booleans(),
     },
 )
 _YAMLS = (
     "on_failure: shrink\nseed: 7\ndetection: {wait_timeout_s: 1.5e2}\n",
     "# all of it\ncheckpoint:\n  dir: &a /x\n  background: no\nlog:\n  dir: *a\n",
-    "seed: 0x1F\nresize.replace_timeout_s: 1:30\nlog_groups: '0-3,4-7'\n",
+    "seed: 0x1F\nresize.replace_timeout_s: 1:30\nlog.groups: '0-3,4-7'\n",
     "base: &b {seed: 1}\nseed: !!int '3'\ndata: !!str refetch\n",
     "? seed\n: 3\n--- \n...\n",
     "seed: 2026-11-22\nlog: {dir: 2026-11-22T08:38:01Z}\ndata: !!binary aGVsbG8=\ncheckpoint.keep: !!float .nan\n",
-    "<<: {seed: 1}\ncheckpoint: !!set {a, b}\nresume_from: !!omap [a: 1]\nlog_dir: !!bool yes\ndata: !!null ''\n",
+    "<<: {seed: 1}\ncheckpoint: !!set {a, b}\ncheckpoint.resume_from: !!omap [a: 1]\nlog.dir: !!bool yes\ndata: ~\n",
 )
 struck = st.lists(
     st.builds(
