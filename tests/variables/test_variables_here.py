@@ -504,6 +504,25 @@ def test_an_ordered_dictionary_keeps_its_order(made_at: int) -> None:
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("early", [True, False])
+def test_keys_that_id_gives(early: bool) -> None:
+    """They are put back in their places, or refused where the second run has not made as many."""
+
+    def script(again: bool) -> Any:
+        kept = [nn.Linear(1, 1) for _ in range(3)]
+        seen = {id(each): 0 for each in kept} if early else {}
+        for step in steps(again):
+            each = kept[step % 3]
+            seen[id(each)] = seen.get(id(each), 0) + step
+        return [seen.get(id(each)) for each in kept]
+
+    first, second, refused = both(script)
+    if early:
+        assert (second, refused) == (first, ""), refused
+    else:
+        assert "`seen`" in refused and "a dictionary with 3 keys that id() gives" in refused
+
+
 def test_containers_that_hold_themselves() -> None:
     def script(again: bool) -> Any:
         table: dict[str, Any] = {"n": 0}

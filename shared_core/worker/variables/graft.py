@@ -102,11 +102,26 @@ class Graft:
                 todo.extend((each, old[i] if fits else MISSING, f"{path}[{i}]") for i, each in enumerate(new))
             elif type(new) in _PLAIN and id(new) not in self._here:
                 self._keep.append(new)
+                if isinstance(new, dict):
+                    self._put_identities(new, old, path)
                 if type(old) is type(new) and self._claim(id(new), old):
                     todo.extend(reversed(list(_pairs(new, old, path))))
                 else:
                     self._here[id(new)] = MISSING
                     todo.extend(reversed(list(_pairs(new, MISSING, path))))
+
+    def _put_identities(self, new: dict[Any, Any], old: Any, path: str) -> None:
+        """Keys that are ``id()`` of something there become those of the same places here."""
+        theirs = [key for key in new if _is_identity(key)]
+        mine = [key for key in old if _is_identity(key)] if type(old) is dict else []
+        if not theirs or set(theirs) <= set(mine):
+            return
+        if len(theirs) != len(mine):
+            self._differ(path, f"a dictionary with {len(theirs)} keys that id() gives", old)
+            return
+        here, items = dict(zip(theirs, mine, strict=True)), list(new.items())
+        new.clear()
+        new.update((here.get(key, key), value) for key, value in items)
 
     def _claim(self, key: Any, old: Any) -> bool:
         """Let ``old`` stand for this object; False if it already stands for another."""
@@ -436,6 +451,11 @@ def _own_children(kind: str, here: Any) -> dict[Any, Any]:
     if kind == "partial":
         return {name: getattr(here, name[1:]) for name in _OF_PARTIALS}
     return {}
+
+
+def _is_identity(key: Any) -> bool:
+    """Whether a number looks like an address of CPython, on Linux with 64 bits."""
+    return type(key) is int and 2**46 <= key < 2**47 and not key % 16
 
 
 def _key(key: Any) -> Any:
