@@ -40,11 +40,13 @@ class DataSets:
         self._writer = ValueWriter(lambda _: False)
         self._writer.of_data = True
         self._ignored, self._tell = ignored, tell
-        #: Checksums after the last read (None before the first); names that had changed when the next read began.
+        #: Checksums of what was looked at after the last read (None before the first); names that had changed when the
+        #: next read began.
         self._after: dict[str, int] | None = None
         self._by_script: set[str] = set()
         self._depth = 0
-        self._now: dict[str, tuple[int, float]] = {}
+        #: When each is looked at again after a read.
+        self._due: dict[str, float] = {}
 
     def watch(self, loaders: Callable[[], Mapping[str, Any]]) -> None:
         """Look at what these loaders read from now on. Their names must be the same in a replacement."""
@@ -61,7 +63,8 @@ class DataSets:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self._after = self._checksums()
+                now = time.monotonic()
+                self._after = self._checksums(lambda name: now >= self._due.get(name, 0.0))
 
     def changed(self) -> dict[str, bytes]:
         """Names and digests of what has changed while nothing was read."""
@@ -71,12 +74,12 @@ class DataSets:
 
     def _look(self) -> None:
         if self._after is not None:
-            now = self._checksums()
+            now = self._checksums(self._after.__contains__)
             self._by_script.update(name for name, each in self._after.items() if now.get(name, each) != each)
             self._after = now
 
-    def _checksums(self) -> dict[str, int]:
-        return {name: self._checksum(name, value) for name, value in self._attributes()}
+    def _checksums(self, wanted: Callable[[str], bool]) -> dict[str, int]:
+        return {name: self._checksum(name, value) for name, value in self._attributes() if wanted(name)}
 
     def differ(self, theirs: Mapping[str, bytes]) -> str:
         """The first name in ``theirs`` for which this process holds something else; empty if there is none."""
@@ -88,16 +91,14 @@ class DataSets:
         return wrong[0] if wrong else ""
 
     def _checksum(self, name: str, value: Any) -> int:
-        known, begun = self._now.get(name), time.thread_time()
-        if known is not None and time.monotonic() < known[1]:
-            return known[0]
+        begun = time.thread_time()
         try:
             found = zlib.crc32(self._writer.write(value))
         except Exception:  # too much: only its length is seen
             found = len(value) if hasattr(type(value), "__len__") else 0
         took = time.thread_time() - begun
-        seldom = took > _DEAR_S and known is not None  # what is done once takes longer
-        self._now[name] = found, time.monotonic() + _LONGEST_WAIT * took if seldom else 0.0
+        seldom = took > _DEAR_S and name in self._due  # what is done once takes longer
+        self._due[name] = time.monotonic() + _LONGEST_WAIT * took if seldom else 0.0
         if seldom:
             self._tell(name, _LONGEST_WAIT * took)
         return found

@@ -114,7 +114,7 @@ class Graft:
         """Keys that are ``id()`` of something there become those of the same places here."""
         theirs = [key for key in new if _is_identity(key)]
         mine = [key for key in old if _is_identity(key)] if type(old) is dict else []
-        if not theirs or set(theirs) <= set(mine):
+        if not theirs:
             return
         if len(theirs) != len(mine):
             self._differ(path, f"a dictionary with {len(theirs)} keys that id() gives", old)

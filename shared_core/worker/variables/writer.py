@@ -254,11 +254,11 @@ class ValueWriter:
         if self.inner and hasattr(type(thing), "__next__"):
             return zlib.crc32(name_of(type(thing)).encode())
         known = self._digests.get(id(thing))
-        now = time.monotonic()
+        now, begun = time.monotonic(), time.thread_time()
         if known is not None and now < known[2] and known[0]() is thing:
             return known[1]
         found = _digest(thing)
-        took = time.monotonic() - now
+        took = time.thread_time() - begun
         if took > _DEAR_S:
             with suppress(TypeError):  # some types take no weak reference
                 self._digests[id(thing)] = (weakref.ref(thing), found, now + _LONGEST_WAIT * took)
