@@ -13,6 +13,7 @@ import zlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import nn
 from shared_core.encoding.plain import loads
 from shared_core.errors import CorruptFile, RecoveryFailed
 from shared_core.pipeline.compat import OF_MODULES
+from shared_core.worker.variables import data_sets, writer
 from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.liveness import live
 from shared_core.worker.variables.scopes import import_again
@@ -587,3 +589,19 @@ def test_iterators_that_a_framework_draws_from_do_not_count(known: int) -> None:
 
     refused = both(script)[2]
     assert refused.partition("`")[2].partition("`")[0] == ("training", "evaluation", "")[known], refused
+
+
+def test_what_reading_changes_is_no_change_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a look takes so long that not each read has one."""
+    monkeypatch.setattr(writer, "_DEAR_S", -1.0)
+    monkeypatch.setattr(writer, "_LONGEST_WAIT", 1e9)
+    told: list[str] = []
+    read: dict[int, int] = {}
+    data = SimpleNamespace(read=read, weights=[1.0])
+    watched = data_sets.DataSets(set(), lambda name, _: told.append(name))
+    watched.watch(lambda: {"train": SimpleNamespace(dataset=data)})
+    for index in range(6):
+        with watched.reading():
+            read[index] = index
+        assert not watched.changed()
+    assert set(told) == {"train: dataset.read", "train: dataset.weights"}

@@ -16,11 +16,9 @@ from torch.utils.data import Dataset, Sampler
 
 from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.kinds import FRAMEWORKS, RANDOM, kind_of, root_of
-from shared_core.worker.variables.writer import ValueWriter, attributes_of, read_own
+from shared_core.worker.variables.writer import Cost, ValueWriter, attributes_of, read_own
 
 _ATOMS = (bool, int, float, str, bytes, type(None))
-#: What takes longer than this, in seconds, is looked at again only after this many times as long.
-_DEAR_S, _LONGEST_WAIT = 1e-3, 100
 _MOST = 32
 #: Attributes of a loader: what it reads, and in which order.
 _PARTS = ("dataset", "sampler", "batch_sampler")
@@ -45,8 +43,7 @@ class DataSets:
         self._after: dict[str, int] | None = None
         self._by_script: set[str] = set()
         self._depth = 0
-        #: When each is looked at again after a read.
-        self._due: dict[str, float] = {}
+        self._costs: dict[str, Cost] = {}
 
     def watch(self, loaders: Callable[[], Mapping[str, Any]]) -> None:
         """Look at what these loaders read from now on. Their names must be the same in a replacement."""
@@ -63,8 +60,7 @@ class DataSets:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                now = time.monotonic()
-                self._after = self._checksums(lambda name: now >= self._due.get(name, 0.0))
+                self._after = self._checksums(lambda name: name not in self._costs or self._costs[name].is_due)
 
     def changed(self) -> dict[str, bytes]:
         """Names and digests of what has changed while nothing was read."""
@@ -96,11 +92,8 @@ class DataSets:
             found = zlib.crc32(self._writer.write(value))
         except Exception:  # too much: only its length is seen
             found = len(value) if hasattr(type(value), "__len__") else 0
-        took = time.thread_time() - begun
-        seldom = took > _DEAR_S and name in self._due  # what is done once takes longer
-        self._due[name] = time.monotonic() + _LONGEST_WAIT * took if seldom else 0.0
-        if seldom:
-            self._tell(name, _LONGEST_WAIT * took)
+        if wait_s := self._costs.setdefault(name, Cost()).looked(time.thread_time() - begun):
+            self._tell(name, wait_s)
         return found
 
     def _digest(self, value: Any) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import pickle
 import random
 import time
@@ -49,8 +50,8 @@ _ROWS, _LISTS = 1024, 16
 #: Attributes that every module has, which are no state.
 MODULE_PARTS = frozenset(vars(nn.Module()))
 _STATE_OF_MODULES = frozenset({"training", "_parameters", "_buffers", "_modules"})
-#: If a digest took longer than this many seconds, it is taken again only after this many times as long.
-_LONGEST_WAIT, _DEAR_S = 100, 1e-3
+#: What took longer than this many seconds so often is looked at again only after this many times as long.
+_LONGEST_WAIT, _DEAR_S, _LOOKS = 100, 1e-3, 4
 #: When more large tensors and arrays are followed than this, those that no longer exist are dropped.
 _REMEMBERED = 4096
 _OURS = ("shared_core", "lightning_swift", "accelerate_swift")
@@ -127,6 +128,28 @@ def read_own(data: bytes) -> Any:
     return _OwnReader(io.BytesIO(data)).load()
 
 
+class Cost:
+    """What looking at one thing takes, and when its turn is again: what is dear is not looked at each time."""
+
+    def __init__(self) -> None:
+        self._looks, self._quickest, self._due = 0, math.inf, 0.0
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._due
+
+    def looked(self, took_s: float) -> float:
+        """A look took so long. Returns how long to wait for the next one; 0 where each time has one.
+
+        The quickest of several looks counts: on a busy machine some take long.
+        """
+        self._looks, self._quickest = self._looks + 1, min(self._quickest, took_s)
+        dear = self._looks >= _LOOKS and self._quickest > _DEAR_S
+        wait_s = _LONGEST_WAIT * self._quickest if dear else 0.0
+        self._due = time.monotonic() + wait_s
+        return wait_s
+
+
 class _Followed:
     """A large tensor or array, and checksums of its first state.
 
@@ -184,7 +207,7 @@ class ValueWriter:
         self._followed: dict[int, _Followed] = {}
         self._lists: dict[int, tuple[list[Any], dict[int, int], Iterator[int]]] = {}
         self._random: dict[int, tuple[Any, Any]] = {}
-        self._digests: dict[int, tuple[Any, int | None, float]] = {}
+        self._digests: dict[int, tuple[Any, int | None, Cost]] = {}
 
     def write(self, values: Any, limit: int = LIMIT) -> bytes:
         """Values as bytes. Raises TooLarge beyond the limit, and whatever an object raises that cannot be described."""
@@ -254,14 +277,16 @@ class ValueWriter:
         if self.inner and hasattr(type(thing), "__next__"):
             return zlib.crc32(name_of(type(thing)).encode())
         known = self._digests.get(id(thing))
-        now, begun = time.monotonic(), time.thread_time()
-        if known is not None and now < known[2] and known[0]() is thing:
+        if known is not None and known[0]() is thing and not known[2].is_due:
             return known[1]
-        found = _digest(thing)
+        begun, found = time.thread_time(), _digest(thing)
         took = time.thread_time() - begun
-        if took > _DEAR_S:
+        self._digests.pop(id(thing), None)
+        if took > _DEAR_S:  # and each time before
+            cost = known[2] if known is not None and known[0]() is thing else Cost()
+            cost.looked(took)
             with suppress(TypeError):  # some types take no weak reference
-                self._digests[id(thing)] = (weakref.ref(thing), found, now + _LONGEST_WAIT * took)
+                self._digests[id(thing)] = (weakref.ref(thing), found, cost)
         return found
 
 
