@@ -536,6 +536,8 @@ class TrainingLoop:
 
     def _target(self) -> dict[str, Any] | None:
         """The failed worker's place, in a replacement that has not joined."""
+        if isinstance(self.job, Job):
+            self.job.make_own_standby()
         if self.job is None or not self._joining:
             return None
         found: dict[str, Any] | None = self.job.peek(_PLACE)

@@ -54,15 +54,17 @@ class Spares:
         ):
             return
         measured = self._measure()
+        made = [rank for rank, said in self._ready.items() if not said.forked]
         ranks, chosen = start.places.ranks, self._config.standby.prepared
-        decision = decide(chosen, ranks, measured, self._config.on_failure, prepared=len(self._ready))
+        decision = decide(chosen, ranks, measured, self._config.on_failure, prepared=len(made))
         if not self._told:
             self._told = True
             fields = asdict(measured)
             self._job_reporter.emit("preparing", number=decision.number, reason=decision.text, **fields)
             if chosen not in ("auto", 0) or (chosen == "auto" and measured.startup_s >= LEAST_STARTUP_S):
                 console(decision.text)
-        rank = next_rank(decision.number, set(ranks) - self._unfit, self._failed_ranks, self._ready)
+        forked = self._ready.keys() - set(made)
+        rank = next_rank(decision.number, set(ranks) - self._unfit - forked, self._failed_ranks, made)
         start_up_s = measured.startup_s if chosen == "auto" else 0.0
         if rank is None or time.time() - self._trains_since < start_up_s or not self._worker_pool.can_start:
             self._next = time.monotonic() + (_LATER_S if rank is None else _SOON_S)
@@ -71,13 +73,33 @@ class Spares:
 
     def ready(self, said: Prepared) -> None:
         """A standby has reached its first step boundary, and waits for its rank's place."""
+        if said.forked:
+            self._adopt(said)
+            return
         spare = self._preparing
         if spare is None or spare.pid != said.pid:
             return
         self._preparing = None
+        self._wait_with(said, spare)
+
+    def _adopt(self, said: Prepared) -> None:
+        """A worker has made a copy of itself. If the worker has failed meanwhile, another replacement is under way."""
+        of = next((one for one in self._worker_pool.live.values() if one.rank == said.rank), None)
+        if said.pid not in process.children():
+            return  # it has ended
+        if of is None or of.incarnation + 1 != said.incarnation or said.pid in self._worker_pool.live:
+            process.kill_group(said.pid)
+            return
+        spare = LiveWorker(of.local_rank, of.rank, said.incarnation, of.request, said.pid, how="forked", spare=True)
+        self._worker_pool.adopt(spare)
+        self._wait_with(said, spare)
+
+    def _wait_with(self, said: Prepared, spare: LiveWorker) -> None:
         self._ready[said.rank] = said
         took_s, held = time.time() - spare.born, private_bytes(spare.pid)
-        self._job_reporter.emit("prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held)
+        self._job_reporter.emit(
+            "prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held, forked=said.forked
+        )
 
     def start(self, local_rank: int, start: AttemptStart) -> bool:
         """Start a worker: a hot standby if there is one, else a process is asked for. True if its process exists."""
@@ -126,7 +148,7 @@ class Spares:
             progress = read_progress(path_of(self._job_dir, one.rank))
             if progress is None or not progress[0] or progress[2] < one.started:
                 return False
-            if one.pid not in self._startups and one.how != "prepared":
+            if one.pid not in self._startups and one.how not in ("prepared", "forked"):
                 self._startups[one.pid] = progress[2] - one.born
         self._trains_since = self._trains_since or time.time()
         return {one.rank for one in live} == set(ranks)

@@ -34,12 +34,14 @@ class Prepared:
     Attributes:
         incarnation: the one that it will be.
         until: a file; once it exists, the standby is useless. Empty where it stays useful.
+        forked: it is a copy of the rank's worker, which has made it.
     """
 
     rank: Count
     incarnation: Count
     pid: Count
     until: str = ""
+    forked: bool = False
 
 
 @dataclass(frozen=True)

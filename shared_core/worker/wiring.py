@@ -18,6 +18,7 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.transport.store import Store
+from shared_core.worker import link
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.boundary_marks import BoundaryMarks
 from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
@@ -33,6 +34,7 @@ from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.notes import Notes
 from shared_core.worker.program.options import ProgramOptions
+from shared_core.worker.program.own_standby import OwnStandby
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
@@ -70,7 +72,7 @@ class WorkerRuntime:
         self.env, self.position = env, BoundaryPosition()
         self.parts = StateParts(Variables(env.rank, state_relay.origin, state_relay.cannot_put_back))
         position, parts = self.position, self.parts
-        events = EventLog(env.events, env.run)
+        events = self.events = EventLog(env.events, env.run)
         publisher = self.publisher = SharedMemoryPublisher(
             env.rank_dir / f"attempt{env.restart}", _mirror(env), overflow(env)
         )
@@ -79,7 +81,7 @@ class WorkerRuntime:
         )
         log = self.log = DiskLog(env)
         runtime = self.runtime = Runtime(env, groups_relay, log, _marks(env))
-        donor = Donor(env, publisher, updates, joining)
+        donor = self.donor = Donor(env, publisher, updates, joining)
         store = self.store = JobStore(env)
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
         compiled = Compiled(state_relay.origin, fatal_actions.fall_back)
@@ -90,7 +92,7 @@ class WorkerRuntime:
         )
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
         survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
-        replicas = Replicas(env, recovery, updates)
+        replicas = self.replicas = Replicas(env, recovery, updates)
         self.wait_watchdog = WaitWatchdog(env, recovery, events, fatal_actions)
         self.place_reports = PlaceReports(env, runtime, store)
         unmarked = self.unmarked = Unmarked(position, runtime, config.log.budget_bytes)
@@ -103,7 +105,7 @@ class WorkerRuntime:
         )
         commits = Commits(runtime, log, state_relay.newest_boundary, state_relay.due_boundary, config.log.budget_bytes)
         replays = self.replays = Replays(runtime, log, commits)
-        spare = Spare(env, store, publisher)
+        spare = self.spare = Spare(env, store, publisher)
         start = self.start = WorkerStart(
             runtime,
             store,
@@ -177,6 +179,48 @@ class WorkerRuntime:
             start, position, runtime, publisher, parts, reporter, self.boundaries, publishing, self.joining
         )
         start.begin(env)
+        self.own_standby = OwnStandby(runtime, start, trained, self.options, events, self.begin_again)
+
+    def begin_again(self, env: WorkerEnv) -> None:
+        """In a forked copy of the process: be the hot standby that ``env`` describes.
+
+        What belongs to the program stays as it is: what is attached, registered and counted. What lives by threads and
+        connections, or knows this worker's past, is made anew. It stays the same objects, which hooks of the program
+        and the other parts hold.
+        """
+        link.forget_ends()
+        self.env, relay = env, _RecoveryRelay(self)
+        publisher, updates, runtime, events, store = self.publisher, self.updates, self.runtime, self.events, self.store
+        _as_new(store, env)
+        runtime.in_copy()
+        _as_new(self.copies, env, runtime, store, updates, events, _StateRelay(self).replicas)
+        _as_new(
+            self.recovery,
+            env,
+            runtime,
+            store,
+            publisher,
+            events,
+            self.donor,
+            self.copies,
+            self.fatal_actions,
+            relay,
+        )
+        _as_new(self.survivor_groups, self.recovery, self.copies, self.position)
+        _as_new(self.replicas, env, self.recovery, updates)
+        _as_new(self.wait_watchdog, env, self.recovery, events, self.fatal_actions)
+        _as_new(self.place_reports, env, runtime, store)
+        self.reporter.begin_again(env)
+        _as_new(self.spare, env, store, publisher, forked=True)
+        self.start.begin(env)
+        if runtime.world is not None:
+            runtime.answer_from({})
+            self.spare.then(self.wait_watchdog.begin)
+
+
+def _as_new(part: object, *args: Any, **options: Any) -> None:
+    make: Any = type(part)
+    make.__init__(part, *args, **options)
 
 
 class _Relay:
