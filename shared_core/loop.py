@@ -261,6 +261,7 @@ class TrainingLoop:
             return (yield from numbers)
         self._next_phase()
         self._refuse_own_steps()
+        self._stand_by()
         target = self._target()
         self._refuse_later(target)
         if self.job is not None and target is None and self._later and self.job.rank == 0:
@@ -488,6 +489,7 @@ class TrainingLoop:
         self._warnings.begins(self.job)
         self.job.entries.continues()
         self.job.checkpoints.note_reachable(self.epoch is not None or self._round == 1)
+        self._stand_by()
         target = self._target()
         self._refuse_later(target)
         if target is None:
@@ -534,10 +536,13 @@ class TrainingLoop:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
+    def _stand_by(self) -> None:
+        """The first pass or epoch is about to begin; adapters say that themselves, before they look at ``joining``."""
+        if isinstance(self.job, Job) and self._name == "job":
+            self.job.make_own_standby()
+
     def _target(self) -> dict[str, Any] | None:
         """The failed worker's place, in a replacement that has not joined."""
-        if isinstance(self.job, Job):
-            self.job.make_own_standby()
         if self.job is None or not self._joining:
             return None
         found: dict[str, Any] | None = self.job.peek(_PLACE)

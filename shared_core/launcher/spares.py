@@ -53,20 +53,22 @@ class Spares:
             or not self._all_train(start.places.ranks)
         ):
             return
-        measured = self._measure()
-        made = [rank for rank, said in self._ready.items() if not said.forked]
-        ranks, chosen = start.places.ranks, self._config.standby.prepared
-        decision = decide(chosen, ranks, measured, self._config.on_failure, prepared=len(made))
+        measured, ranks, chosen = self._measure(), start.places.ranks, self._config.standby.prepared
+        start_up_s = measured.startup_s if chosen == "auto" else 0.0
+        if time.time() - self._trains_since < start_up_s:
+            self._next = time.monotonic() + _SOON_S
+            return
+        forked = {rank for rank, said in self._ready.items() if said.forked}
+        made, others = self._ready.keys() - forked, set(ranks) - forked
+        decision = decide(chosen, sorted(others), measured, self._config.on_failure, len(made), forked=len(forked))
         if not self._told:
             self._told = True
             fields = asdict(measured)
             self._job_reporter.emit("preparing", number=decision.number, reason=decision.text, **fields)
             if chosen not in ("auto", 0) or (chosen == "auto" and measured.startup_s >= LEAST_STARTUP_S):
                 console(decision.text)
-        forked = self._ready.keys() - set(made)
-        rank = next_rank(decision.number, set(ranks) - self._unfit - forked, self._failed_ranks, made)
-        start_up_s = measured.startup_s if chosen == "auto" else 0.0
-        if rank is None or time.time() - self._trains_since < start_up_s or not self._worker_pool.can_start:
+        rank = next_rank(decision.number, others - self._unfit, self._failed_ranks, made)
+        if rank is None or not self._worker_pool.can_start:
             self._next = time.monotonic() + (_LATER_S if rank is None else _SOON_S)
             return
         self._preparing = self._starter.prepare(start.places.local_rank(rank), start)
@@ -91,6 +93,8 @@ class Spares:
             process.kill_group(said.pid)
             return
         spare = LiveWorker(of.local_rank, of.rank, said.incarnation, of.request, said.pid, how="forked", spare=True)
+        for other in self._of(of.rank):
+            self._drop(other)  # one that runs the script
         self._worker_pool.adopt(spare)
         self._wait_with(said, spare)
 
@@ -190,6 +194,12 @@ class Spares:
                 console(f"no standby is prepared for rank {spare.rank}: its stage has no replica to begin from")
                 continue
             self._ready.pop(spare.rank, None)
+            if spare.how == "forked":
+                line = f"the hot standby of rank {spare.rank} (pid {spare.pid}) failed; it is not forked again"
+                self._job_reporter.warn(line)
+                console(line)
+                self._next = 0.0
+                continue
             self._failures += 1
             error = spare.raised(code)
             cause = error.summary[:200] if error is not None else spare.cause or process.describe_exit(code)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from shared_core.events import EventLog
+from shared_core.faults import inject
 from shared_core.protocol import worker_env
 from shared_core.protocol.forking import Forkable, why_not
 from shared_core.protocol.preparing import LEAST_STARTUP_S, Measured
@@ -59,6 +60,7 @@ class OwnStandby:
         if reason := why_not(config, self._look(startup_s, agent)):
             self._tell(f"the worker makes no copy of itself: {reason}")
             return
+        forked.flush()
         generation = None
         while self._fork(agent):
             generation = self._wait()
@@ -90,8 +92,8 @@ class OwnStandby:
         """In a copy: be a hot standby, until there is a place."""
         env = self._options.begin_again(self._options.env.incarnation + 1)
         os.environ[worker_env.INCARNATION], os.environ[worker_env.SPARE] = str(env.incarnation), "1"
-        if not hot_standby.is_hot_standby():
-            hot_standby.begin()
+        inject.arm_from_env()
+        hot_standby.begin()
         set_title(f"standby of rank {env.rank}", sys.argv[0], sys.argv[1:])
         self._begin_again(env)
         return self._start.start_point.await_place()

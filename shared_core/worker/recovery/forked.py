@@ -18,6 +18,7 @@ from pathlib import Path
 from shared_core.system import process
 from shared_core.transport import local
 from shared_core.worker.comm.gloo import NATIVE_THREADS
+from shared_core.worker.start.descriptors import descriptors, inherited
 
 #: Threads of the product that the copy starts anew.
 _OWN_THREADS = frozenset({"swift-watcher", "swift-watchdog"})
@@ -49,15 +50,12 @@ def other_files(folder: Path, addresses: Collection[str]) -> tuple[str, ...]:
         addresses: of connections that are known, at either end: ``"address port"``, or on this machine ``"pid 1"`` of a
             process.
     """
-    links: dict[int, str] = {}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-    standard = {links.get(fd, "") for fd in (0, 1, 2)}
+    links = descriptors()
+    safe = {*_SAFE, *inherited(), *(links.get(fd, "") for fd in (0, 1, 2))}
     ends = Counter(link for link in links.values() if link.startswith("pipe:"))
     found = []
     for fd, link in links.items():
-        if link in standard or link in _SAFE or link.startswith(f"{folder}/") or ends[link] > 1:
+        if link in safe or link.startswith(f"{folder}/") or ends[link] > 1:
             continue  # a pipe with both ends here reaches nobody else
         if link.startswith("socket:"):
             if not addresses & _ends(fd):
@@ -88,9 +86,8 @@ def _only_written(fd: int) -> bool:
 
 def fork(agent: int) -> bool:
     """Fork this process; True in the copy, once ``agent`` is its parent. It leads a session of its own, and has let go
-    of all connections.
+    of all connections. Call :func:`flush` before the first one.
     """
-    _flush()
     if not process.fork_away():
         return False
     os.setsid()
@@ -100,7 +97,7 @@ def fork(agent: int) -> bool:
     return True
 
 
-def _flush() -> None:
+def flush() -> None:
     """Write out what files hold back: the copy would write it a second time."""
     files = [each for each in gc.get_objects() if issubclass(type(each), _WRITERS)]
     for each in (sys.stdout, sys.stderr, *files):
@@ -113,8 +110,7 @@ def _let_go() -> None:
     whose destructors never run, still have their numbers.
     """
     nothing = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                os.dup2(nothing, int(name), inheritable=False)
+    for fd, link in descriptors().items():
+        if link.startswith("socket:"):
+            os.dup2(nothing, fd, inheritable=False)
     os.close(nothing)

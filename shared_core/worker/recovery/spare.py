@@ -76,11 +76,12 @@ class Spare:
         except RuntimeError:
             os._exit(1)  # the store is gone: so is the agent
         generation: int = decode(raw, Count, key)
+        hot_standby.take_place(generation)
         return generation
 
-    def take_place(self, generation: int) -> None:
+    def take_place(self) -> None:
+        """The place is free, and this worker takes it."""
         self.waits = False
-        hot_standby.take_place(generation)
         self._publisher.look_again()
         for call in self._then:
             call()

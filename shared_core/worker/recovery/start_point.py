@@ -112,7 +112,7 @@ class StartPoint:
 
     def take_place(self, generation: int) -> None:
         """Hot standby: be the replacement of a failed worker. The process exits if it cannot be."""
-        self.spare.take_place(generation)
+        self.spare.take_place()
         self._recovery.lifecycle.born_in(generation)
         self._checkpoints.look_at_failed_worker()
         self.prepare()
