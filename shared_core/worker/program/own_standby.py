@@ -71,18 +71,22 @@ class OwnStandby:
         env, environ = self._options.env, os.environ
         store = f"{environ.get('MASTER_ADDR', '')} {environ.get('MASTER_PORT', '')}"
         known = {*self._runtime.addresses, store, f"pid {agent}"}
-        unfit = "of a sharded model each rank has a part to itself" if self._trained.shard is not None else ""
-        if torch.accelerator.is_available():
-            unfit = "there is a device, whose driver does not survive a fork"
         return Forkable(
             workers=int(environ.get("LOCAL_WORLD_SIZE", "1")),
             machines=max(1, len(env.machines)),
             compute_threads=torch.get_num_threads(),
             threads=forked.other_threads(),
             files=forked.other_files(env.job_dir, known),
-            unfit=unfit,
+            unfit=self._unfit(),
             measured=Measured(startup_s, private_bytes(os.getpid()), *machine_bytes()),
         )
+
+    def _unfit(self) -> str:
+        if torch.accelerator.is_available():
+            return "there is a device, whose driver does not survive a fork"
+        if self._trained.shard is not None or self._trained.replicas or "deepspeed" in sys.modules:
+            return "of a sharded model, or a pipeline, this rank has a part that not all have"
+        return ""
 
     def _fork(self, agent: int) -> bool:
         with self._runtime.lock:  # what it guards is whole in the copy

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def other_threads() -> tuple[str, ...]:
     return tuple(names)
 
 
-def other_files(folder: Path, addresses: Collection[str]) -> tuple[str, ...]:
+def other_files(folder: Path, addresses: AbstractSet[str]) -> tuple[str, ...]:
     """Open files that two processes may not be able to share.
 
     Args:
