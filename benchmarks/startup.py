@@ -1,7 +1,8 @@
 """What a script's start-up adds to a failure, with and without a hot standby, and what one costs while it waits.
 
 Plain DDP on a 6-layer MLP of width 512 with four workers. Before its loop the script takes 8 s, half of them computing.
-The last rank is killed (SIGKILL), when its standby is prepared where it has one; the cases take turns.
+The last rank is killed (SIGKILL), when its standby is prepared where it has one; the cases take turns. Where workers
+fork their standbys, rank 0 is killed as soon as it has one.
 
 - stall: from the failure until a survivor's next ``optimizer.step`` has returned, the longest of all survivors;
 - step, a standby waits / stopped: median step while the standby waits as it does, and while it is stopped (SIGSTOP),
@@ -26,7 +27,6 @@ from shared_core.events import Event, read_events
 
 SCRIPT = Path(__file__).with_name("startup_worker.py")
 STARTUP_S = 8.0
-RANK = WORKERS - 1
 MAX_WAIT_S = 180.0
 #: Of the stall of a script that starts at once.
 FACTOR_TARGET = 1.5
@@ -39,12 +39,13 @@ class Run:
     Args:
         out: its folder.
         startup_s: seconds that its script takes before its loop.
-        prepared: standbys that are prepared.
+        prepared: standbys that are prepared, or ``auto``: the workers fork them.
     """
 
-    def __init__(self, out: Path, startup_s: float, prepared: int) -> None:
+    def __init__(self, out: Path, startup_s: float, prepared: int | str) -> None:
         out.mkdir()
         self.out, self._prepared = out, prepared
+        self._rank = 0 if prepared == "auto" else WORKERS - 1
         args = ["--startup", str(startup_s), "--out", str(out)]
         self.workers = Workers("swift", SCRIPT, args, out, options=[f"--prepared={prepared}"])
 
@@ -68,15 +69,15 @@ class Run:
 
     def stall(self) -> float:
         """Kill the rank, and return the stall."""
-        self.wait("step", lambda: (self.out / f"trace{RANK}.jsonl").exists())
+        self.wait("step", lambda: (self.out / f"trace{self._rank}.jsonl").exists())
         if self._prepared:
-            self.wait("hot standby", lambda: bool(self.events("prepared")))
+            self.wait("hot standby", lambda: any(each.rank == self._rank for each in self.events("prepared")))
         time.sleep(0.5)
         [start] = self.events("start")
-        os.kill(start.fields["pids"][str(RANK)], signal.SIGKILL)
+        os.kill(start.fields["pids"][str(self._rank)], signal.SIGKILL)
         self.wait("recovery", lambda: len(self.events("resumed")) >= WORKERS - 1)
         [replacement] = self.events("replacement_start")
-        if (replacement.fields["how"] == "prepared") != bool(self._prepared):
+        if replacement.fields["how"] != {0: "standby", "auto": "forked"}.get(self._prepared, "prepared"):
             raise RuntimeError(f"the replacement was a {replacement.fields['how']} one")
         return max(float(event.fields["stall_s"]) for event in self.events("resumed"))
 
@@ -93,7 +94,13 @@ class Run:
 
 def measure(folder: Path, rounds: int, turns: int) -> list[Row]:
     """All rows."""
-    cases = [("no start-up", 0.0, 0), (f"{STARTUP_S:g} s", STARTUP_S, 0), (f"{STARTUP_S:g} s, prepared", STARTUP_S, 1)]
+    slow = f"{STARTUP_S:g} s"
+    cases: list[tuple[str, float, int | str]] = [
+        ("no start-up", 0.0, 0),
+        (slow, STARTUP_S, 0),
+        (f"{slow}, forked, rank 0", STARTUP_S, "auto"),
+        (f"{slow}, prepared", STARTUP_S, 1),
+    ]
     stalls: dict[str, list[float]] = {case: [] for case, _, _ in cases}
     rows: list[Row] = []
     for number in range(rounds):
@@ -102,12 +109,13 @@ def measure(folder: Path, rounds: int, turns: int) -> list[Row]:
             with run.workers:
                 stalls[case].append(run.stall())
                 say(f"{case}: stall {stalls[case][-1]:.3f} s")
-                if prepared and number == rounds - 1:
+                if prepared == 1 and number == rounds - 1:
                     rows += _meanwhile(run, turns)
     medians = {case: statistics.median(found) for case, found in stalls.items()}
-    first, *_, last = medians.values()
+    first, _, forked, last = medians.values()
     rows = [Row(case, "stall, median", stall, "s") for case, stall in medians.items()] + rows
-    return [*rows, at_most("prepared / no start-up", "stall", last / first, "", FACTOR_TARGET)]
+    factors = {"forked / no start-up": forked / first, "prepared / no start-up": last / first}
+    return [*rows, *(at_most(case, "stall", each, "", FACTOR_TARGET) for case, each in factors.items())]
 
 
 def _meanwhile(run: Run, turns: int) -> list[Row]:

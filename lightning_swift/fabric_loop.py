@@ -48,9 +48,14 @@ class FabricLoop:
     def _joining(self) -> bool:
         return self.loop.job is not None and self.loop.job.joining
 
+    def _stand_by(self) -> None:
+        if isinstance(self.loop.job, Job):
+            self.loop.job.make_own_standby()
+
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
         """As :meth:`shared_core.TrainingLoop.epochs`."""
         self._call += 1
+        self._stand_by()
         if self._joining:
             self._early()
         for epoch in self.loop.epochs(count, start):
@@ -67,6 +72,7 @@ class FabricLoop:
         Raises:
             Unsupported: at the first batch, if a loader of Fabric is read through something else.
         """
+        self._stand_by()
         given = loader
         inside = getattr(given, "iterable", given)  # of a progress bar
         if self.loop.job is None:

@@ -88,6 +88,8 @@ class RecoveringStrategy(CollectiveStrategy):
         self._run_state = RunState(trainer, held=self.averages and not self.reroutes)
         self._begun = False
         self._run_state.register(self.job)
+        if not self.builds_late:
+            self.job.make_own_standby()
         # Only rank 0 has any. A hot standby of another rank continues to its first batch.
         logged = self.job.peek("lightning.loggers") if trainer.is_global_zero else None
         self._run_state.loggers.prepare(self.job, logged)

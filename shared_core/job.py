@@ -158,6 +158,13 @@ class Job:
         """Register rank-local state; see :meth:`Parts.register`."""
         self.parts.register(name, capture, restore, forward_mutated=forward_mutated, main=main)
 
+    def make_own_standby(self) -> None:
+        """The program comes to where it would do otherwise in a replacement, and nothing is read or drawn for its first
+        batch yet. Here this worker may fork itself, as its own hot standby. In that copy, this returns when it is the
+        replacement, and the job is :attr:`joining`. Later calls do nothing.
+        """
+        self._worker.own_standby.make()
+
     def peek(self, name: str) -> Any:
         """The failed worker's newest published value of a registered name, or None.
 

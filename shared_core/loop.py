@@ -289,6 +289,7 @@ class TrainingLoop:
             return (yield from numbers)
         self._next_phase()
         self._refuse_own_steps()
+        self._stand_by()
         target = self._target()
         self._refuse_later(target)
         if target is not None and isinstance(self.job, Job):
@@ -521,6 +522,7 @@ class TrainingLoop:
         self._warnings.begins(self.job)
         self.job.entries.continues()
         self.job.checkpoints.note_reachable(self._reachable())
+        self._stand_by()
         target = self._target()
         self._refuse_later(target)
         if target is None:
@@ -579,6 +581,11 @@ class TrainingLoop:
         return joined
 
     # -- state --------------------------------------------------------------------------------------------------------
+
+    def _stand_by(self) -> None:
+        """The first pass or epoch is about to begin; adapters say that themselves, before they look at ``joining``."""
+        if isinstance(self.job, Job) and self._name == "job":
+            self.job.make_own_standby()
 
     def _target(self) -> dict[str, Any] | None:
         """The failed worker's place, in a replacement that has not joined."""

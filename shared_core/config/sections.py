@@ -312,8 +312,8 @@ class StandbyOptions(Section):
         WholeOrAuto(),
         "ranks of each machine for which a standby runs the script up to its first batch and waits there, so that a "
         "loss does not wait for the script's start-up. Each takes the memory of a worker. `auto`: where the start-up "
-        "takes 2 s or more, for as many ranks as memory allows, rank 0 left out "
-        "([launching.md](launching.md#hot-standbys))",
+        "takes 2 s or more, workers fork themselves instead; where they cannot, for as many ranks as memory allows, "
+        "rank 0 left out ([launching.md](launching.md#hot-standbys))",
     )
 
 

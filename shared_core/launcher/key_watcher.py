@@ -20,13 +20,14 @@ from shared_core.transport.store import Store
 
 _ONCE = ("fail", "restart", SAVED)
 _DIVERGENT = "divergent"
-#: Written again in each generation, or by each hot standby.
-_AGAIN = ("handed", "declined", PREPARED)
+#: Written again in each generation.
+_AGAIN = ("handed", "declined")
+_QUEUES = (REPORTS, PREPARED)
 
 
 class KeyWatcher:
     """Watches the keys of one attempt: ``fail``, ``restart``, ``saved``, ``divergent``, ``handed``, ``declined``,
-    ``prepared``, and the queue of ``reports``.
+    and the queues ``reports`` and ``prepared``.
 
     Args:
         connect: gives a store whose waits have no time-out; called once for the thread, once for :meth:`look`.
@@ -46,7 +47,7 @@ class KeyWatcher:
     ) -> None:
         self._prefix = prefix
         self._words = f"{prefix}{WORDS}/{slot}"
-        self._reports = f"{prefix}{REPORTS}/{slot}"
+        self._queues = {name: f"{prefix}{name}/{slot}" for name in _QUEUES}
         self._ranks = frozenset(ranks)
         self._wake = wake
         self._stop = threading.Event()
@@ -80,9 +81,10 @@ class KeyWatcher:
                 heard.append((name, value))
                 if name in _ONCE:
                     self._seen.add(name)
-        for _ in range(store.queue_len(self._reports)):
-            if (value := _read(REPORTS, store.queue_pop(self._reports))) is not None:
-                heard.append((REPORTS, value))
+        for name, queue in self._queues.items():
+            for _ in range(store.queue_len(queue)):
+                if (value := _read(name, store.queue_pop(queue))) is not None:
+                    heard.append((name, value))
         if mine := self._divergent():
             heard.append((_DIVERGENT, mine))
         return heard

@@ -53,31 +53,57 @@ class Spares:
             or not self._all_train(start.places.ranks)
         ):
             return
-        measured = self._measure()
-        ranks, chosen = start.places.ranks, self._config.standby.prepared
-        decision = decide(chosen, ranks, measured, self._config.on_failure, prepared=len(self._ready))
+        measured, ranks, chosen = self._measure(), start.places.ranks, self._config.standby.prepared
+        start_up_s = measured.startup_s if chosen == "auto" else 0.0
+        if time.time() - self._trains_since < start_up_s:
+            self._next = time.monotonic() + _SOON_S
+            return
+        forked = {rank for rank, said in self._ready.items() if said.forked}
+        made, others = self._ready.keys() - forked, set(ranks) - forked
+        decision = decide(chosen, sorted(others), measured, self._config.on_failure, len(made), forked=len(forked))
         if not self._told:
             self._told = True
             fields = asdict(measured)
             self._job_reporter.emit("preparing", number=decision.number, reason=decision.text, **fields)
             if chosen not in ("auto", 0) or (chosen == "auto" and measured.startup_s >= LEAST_STARTUP_S):
                 console(decision.text)
-        rank = next_rank(decision.number, set(ranks) - self._unfit, self._failed_ranks, self._ready)
-        start_up_s = measured.startup_s if chosen == "auto" else 0.0
-        if rank is None or time.time() - self._trains_since < start_up_s or not self._worker_pool.can_start:
+        rank = next_rank(decision.number, others - self._unfit, self._failed_ranks, made)
+        if rank is None or not self._worker_pool.can_start:
             self._next = time.monotonic() + (_LATER_S if rank is None else _SOON_S)
             return
         self._preparing = self._starter.prepare(start.places.local_rank(rank), start)
 
     def ready(self, said: Prepared) -> None:
         """A standby has reached its first step boundary, and waits for its rank's place."""
+        if said.forked:
+            self._adopt(said)
+            return
         spare = self._preparing
         if spare is None or spare.pid != said.pid:
             return
         self._preparing = None
+        self._wait_with(said, spare)
+
+    def _adopt(self, said: Prepared) -> None:
+        """A worker has made a copy of itself. If the worker has failed meanwhile, another replacement is under way."""
+        of = next((one for one in self._worker_pool.live.values() if one.rank == said.rank), None)
+        if said.pid not in process.children():
+            return  # it has ended
+        if of is None or of.incarnation + 1 != said.incarnation or said.pid in self._worker_pool.live:
+            process.kill_group(said.pid)
+            return
+        spare = LiveWorker(of.local_rank, of.rank, said.incarnation, of.request, said.pid, how="forked", spare=True)
+        for other in self._of(of.rank):
+            self._drop(other)  # one that runs the script
+        self._worker_pool.adopt(spare)
+        self._wait_with(said, spare)
+
+    def _wait_with(self, said: Prepared, spare: LiveWorker) -> None:
         self._ready[said.rank] = said
         took_s, held = time.time() - spare.born, private_bytes(spare.pid)
-        self._job_reporter.emit("prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held)
+        self._job_reporter.emit(
+            "prepared", rank=said.rank, pid=spare.pid, took_s=took_s, bytes=held, forked=said.forked
+        )
 
     def start(self, local_rank: int, start: AttemptStart) -> bool:
         """Start a worker: a hot standby if there is one, else a process is asked for. True if its process exists."""
@@ -126,7 +152,7 @@ class Spares:
             progress = read_progress(path_of(self._job_dir, one.rank))
             if progress is None or not progress[0] or progress[2] < one.started:
                 return False
-            if one.pid not in self._startups and one.how != "prepared":
+            if one.pid not in self._startups and one.how not in ("prepared", "forked"):
                 self._startups[one.pid] = progress[2] - one.born
         self._trains_since = self._trains_since or time.time()
         return {one.rank for one in live} == set(ranks)
@@ -168,6 +194,12 @@ class Spares:
                 console(f"no standby is prepared for rank {spare.rank}: its stage has no replica to begin from")
                 continue
             self._ready.pop(spare.rank, None)
+            if spare.how == "forked":
+                line = f"the hot standby of rank {spare.rank} (pid {spare.pid}) failed; it is not forked again"
+                self._job_reporter.warn(line)
+                console(line)
+                self._next = 0.0
+                continue
             self._failures += 1
             error = spare.raised(code)
             cause = error.summary[:200] if error is not None else spare.cause or process.describe_exit(code)

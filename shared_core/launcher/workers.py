@@ -48,7 +48,7 @@ class LiveWorker:
         pid: 0 before there is a process.
         started: when it was asked for, in seconds since the epoch.
         born: when its process existed, in seconds since the epoch.
-        how: ``standby``, ``respawn`` or ``prepared``.
+        how: ``standby``, ``respawn``, ``prepared`` or ``forked``.
         spare: a hot standby: it holds no rank yet.
         pidfd: readable when it dies; None without support in the kernel.
         stopped_looks: looks in a row that found it in state T.
@@ -76,7 +76,8 @@ class LiveWorker:
 
     def take_place(self) -> None:
         """This was a hot standby, and holds its rank from now on."""
-        self.spare, self.started, self.how = False, time.time(), "prepared"
+        self.spare, self.started = False, time.time()
+        self.how = "forked" if self.how == "forked" else "prepared"
 
     def raised(self, code: int) -> RaisedError | None:
         """The exception with which it ended, if it left one; ``code`` is its exit code."""
@@ -230,6 +231,10 @@ class WorkerPool:
             return
         self.live[worker.pid] = worker
         self._new.append(worker)
+
+    def adopt(self, spare: LiveWorker) -> None:
+        """A worker has forked this hot standby, which has become a child of the agent."""
+        self._arrive(spare)
 
     def promote(self, spare: LiveWorker) -> None:
         """A hot standby takes its rank's place; the next :meth:`started` returns it."""

@@ -14,5 +14,5 @@ ENDING = "ending"
 SAVED = "saved"
 #: Signals that ask for a last checkpoint some time before the end.
 EARLY_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-#: Key that a hot standby sets when it waits for its rank's place.
+#: Store queues in which hot standbys say that they wait for their rank's place, one for each machine's place.
 PREPARED = "prepared"

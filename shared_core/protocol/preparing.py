@@ -34,12 +34,14 @@ class Prepared:
     Attributes:
         incarnation: the one that it will be.
         until: a file; once it exists, the standby is useless. Empty where it stays useful.
+        forked: it is a copy of the rank's worker, which has made it.
     """
 
     rank: Count
     incarnation: Count
     pid: Count
     until: str = ""
+    forked: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,17 @@ class PreparingDecision:
 
 
 def decide(
-    wanted: int | str, ranks: Sequence[int], measured: Measured, on_failure: str, prepared: int = 0
+    wanted: int | str,
+    ranks: Sequence[int],
+    measured: Measured,
+    on_failure: str,
+    prepared: int = 0,
+    *,
+    forked: int = 0,
 ) -> PreparingDecision:
-    """How many of a machine's ranks have a hot standby. The memory of those ``prepared`` is not free any more."""
+    """How many of ``ranks``, those of a machine whose workers have forked none, get a hot standby that runs the script.
+    The memory of those ``prepared`` is not free any more; so many others are ``forked``.
+    """
     if on_failure in ("restart", "shrink"):
         return PreparingDecision(
             0, f"no standby is prepared: with on_failure={on_failure!r} nobody takes a failed rank's place"
@@ -96,13 +106,19 @@ def decide(
         )
     if measured.startup_s < LEAST_STARTUP_S:
         return PreparingDecision(0, f"no standby is prepared: {takes}, less than {LEAST_STARTUP_S:g} s")
+    if forked and not ranks:
+        return PreparingDecision(0, f"each worker has forked a hot standby: {takes}")
     others = len([rank for rank in ranks if rank != 0])
     number = min(others, prepared + measured.fits)
     if not others:
         return PreparingDecision(
             0, f"no standby is prepared: {takes}, but only rank 0 is here, whose start may write files"
         )
-    return PreparingDecision(number, f"{_standbys(number)} prepared: {takes}; {memory}")
+    return PreparingDecision(number, f"{_standbys(number)} prepared{_forked(forked)}: {takes}; {memory}")
+
+
+def _forked(number: int) -> str:
+    return f", and {number} {'was' if number == 1 else 'were'} forked" if number else ""
 
 
 def _standbys(number: int) -> str:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +54,52 @@ def die_with_parent(parent: int) -> bool:
     """Have the kernel kill this process when its parent dies; False if ``parent`` is not the parent."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent
+
+
+def fork_away(tell: Callable[[int], None] = lambda _: None) -> bool:
+    """Fork a process that the nearest subreaper adopts. Returns True in it, once it is adopted, and False here.
+
+    Args:
+        tell: called here with its pid, or with ``-errno`` where no process can be made, before it continues.
+    """
+    opened: list[int] = []
+    try:
+        opened += os.pipe()
+        opened += os.pipe()
+        middle = os.fork()
+    except OSError as error:  # no processes or descriptors are left: later there may be some
+        for fd in opened:
+            os.close(fd)
+        tell(-(error.errno or errno.EAGAIN))
+        return False
+    go_read, go_write, pid_read, pid_write = opened
+    if middle == 0:
+        try:
+            forked = os.fork()
+        except OSError as error:
+            forked = -(error.errno or errno.EAGAIN)
+        if forked != 0:
+            os.write(pid_write, str(forked).encode())
+            os._exit(0)
+        os.close(go_write)
+        os.close(pid_read)
+        os.close(pid_write)
+        # A byte comes when the middle process is gone and this one is adopted.
+        adopted = os.read(go_read, 1)
+        os.close(go_read)
+        if not adopted:
+            os._exit(1)
+        return True
+    os.close(go_read)
+    os.close(pid_write)
+    pid = int(os.read(pid_read, 32) or -errno.EAGAIN)
+    os.close(pid_read)
+    os.waitpid(middle, 0)
+    tell(pid)
+    if pid > 0:
+        os.write(go_write, b"g")
+    os.close(go_write)
+    return False
 
 
 def state_of(pid: int) -> str | None:

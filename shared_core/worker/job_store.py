@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from shared_core.protocol.keys import PREPARED
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.remote_store import RemoteStore
 from shared_core.transport.store import Below
@@ -30,6 +31,10 @@ class JobStore:
     def report(self, value: dict[str, Any]) -> None:
         """Tell the launcher something that it shows to the user."""
         report(self._connected(), value, prefix=self._env.prefix)
+
+    def prepared(self, value: dict[str, Any]) -> None:
+        """Tell the launcher that this hot standby waits for its rank's place."""
+        report(self._connected(), value, prefix=self._env.prefix, queue=PREPARED)
 
     def _connected(self) -> RemoteStore:
         with self._lock:

@@ -87,13 +87,13 @@ def tell(store: Store, name: str, value: Any, *, prefix: str | None = None) -> N
     store.queue_push(f"{prefix}{WORDS}/{slot}", name)  # one step: a worker killed here leaves no half-said word
 
 
-def report(store: Store, value: Mapping[str, Any], *, prefix: str) -> None:
-    """Show something to the user through this machine's agent. Reports queue up: none overwrites another. No other
-    thread may wait for a key in ``store``.
+def report(store: Store, value: Mapping[str, Any], *, prefix: str, queue: str = REPORTS) -> None:
+    """Tell this machine's agent something, by default what it shows to the user. Reports queue up: none overwrites
+    another. No other thread may wait for a key in ``store``.
     """
     slot = os.environ.get("GROUP_RANK", "0")
-    store.queue_push(f"{prefix}{REPORTS}/{slot}", json.dumps(value))
-    store.queue_push(f"{prefix}{WORDS}/{slot}", REPORTS)
+    store.queue_push(f"{prefix}{queue}/{slot}", json.dumps(value))
+    store.queue_push(f"{prefix}{WORDS}/{slot}", queue)
 
 
 def mark_failed(code: int | None = None) -> None:
@@ -105,6 +105,11 @@ def mark_failed(code: int | None = None) -> None:
 def at_end(call: Callable[[], None]) -> None:
     """Run ``call`` when the user's program has ended without an error, before the goodbye; in reverse order."""
     _at_end.append(call)
+
+
+def forget_ends() -> None:
+    """Forget what :func:`at_end` was told."""
+    _at_end.clear()
 
 
 def program_ended() -> None:

@@ -7,6 +7,7 @@ update) are relayed to parts that are made after the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.system import secret
 from shared_core.transport.store import Store
+from shared_core.worker import link
 from shared_core.worker.comm import Runtime
 from shared_core.worker.comm.boundary_marks import BoundaryMarks
 from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
@@ -34,6 +36,7 @@ from shared_core.worker.program.entries import Entries
 from shared_core.worker.program.joining import Joining
 from shared_core.worker.program.notes import Notes
 from shared_core.worker.program.options import ProgramOptions
+from shared_core.worker.program.own_standby import OwnStandby
 from shared_core.worker.program.publishing import Publishing
 from shared_core.worker.program.step_boundaries import StepBoundaries
 from shared_core.worker.program.trained import Trained
@@ -77,6 +80,7 @@ class WorkerRuntime:
         runtime = self.runtime = Runtime(env, _GroupsRelay(self), log, _marks(env))
         fatal_actions = self.fatal_actions = FatalActions(runtime, store)
         context = Context(env, runtime, Lifecycle(env, runtime), store, EventLog(env.events, env.run), fatal_actions)
+        self._context = context
         # What is trained, and what only this rank has.
         parts = self.parts = StateParts(Variables(env.rank, lambda: position.origin, self._cannot_put_back))
         compiled = Compiled(lambda: position.origin, fatal_actions.fall_back)
@@ -101,13 +105,13 @@ class WorkerRuntime:
             lambda reason: self._cannot_put_back(reason, position.origin),
         )
         # Recovery.
-        donor = Donor(env, publisher, updates, position)
+        donor = self._donor = Donor(env, publisher, updates, position)
         copies = self.copies = StateCopies(context, updates, lambda: trained.replicas)
         recovery = self.recovery = WorkerRecovery(context, publisher, donor, copies, _RecoveryRelay(self))
         progress = self.progress = progress_file.ProgressFile(env.rank_dir / "progress")
         survivor_groups = self.survivor_groups = SurvivorGroups(recovery, copies, position)
         self.wait_watchdog, self.place_reports = WaitWatchdog(recovery), PlaceReports(context)
-        commits = Commits(
+        commits = self._commits = Commits(
             runtime,
             log,
             lambda: self.start.checkpoints.newest_boundary,
@@ -115,7 +119,7 @@ class WorkerRuntime:
             config.log.budget_bytes,
         )
         replays = self.replays = Replays(runtime, log, commits)
-        spare = Spare(env, store, publisher)
+        spare = self._spare = Spare(env, store, publisher)
         start = self.start = WorkerStart(
             context, recovery, survivor_groups, updates, parts, spare, position, lambda: commits.presses
         )
@@ -124,7 +128,7 @@ class WorkerRuntime:
         self.options = ProgramOptions(env, runtime, start)
         checkpoints = self.checkpoints = Checkpointing(start, position, publisher)
         self.notes = Notes(publisher, position, start)
-        replicas = Replicas(env, recovery, updates)
+        replicas = self._replicas = Replicas(env, recovery, updates)
         publishing = Publishing(position, parts, trained, runtime, publisher, survivor_groups, replicas, checkpoints)
         self.joining = Joining(
             start,
@@ -144,6 +148,38 @@ class WorkerRuntime:
             position, trained, runtime, progress, reporter, publishing, self.joining, config.resizes
         )
         self.entries = Entries(start, position, runtime, publisher, parts, reporter, publishing, self.joining)
+        self.own_standby = OwnStandby(runtime, start, trained, self.options, context.events, self.begin_again)
+
+    def begin_again(self, env: WorkerEnv) -> None:
+        """In a forked copy of the process: be the hot standby that ``env`` describes.
+
+        What belongs to the program stays as it is: what is attached, registered and counted. What lives by threads and
+        connections, or knows this worker's past, is made anew. It stays the same objects, which hooks of the program
+        and the other parts hold.
+        """
+        link.forget_ends()
+        publisher, updates, runtime, store = self.publisher, self.updates, self.runtime, self.store
+        recovery, copies, survivor_groups = self.recovery, self.copies, self.survivor_groups
+        _as_new(store, env)
+        runtime.in_copy()
+        context = replace(self._context, env=env, lifecycle=Lifecycle(env, runtime))
+        self.env, self._context = env, context
+        _as_new(copies, context, updates, lambda: self.trained.replicas)
+        _as_new(recovery, context, publisher, self._donor, copies, _RecoveryRelay(self))
+        _as_new(survivor_groups, recovery, copies, self.position)
+        _as_new(self._replicas, env, recovery, updates)
+        _as_new(self.wait_watchdog, recovery)
+        _as_new(self.place_reports, context)
+        self.reporter.begin_again(env)
+        spare = self._spare
+        _as_new(spare, env, store, publisher, forked=True)
+        _as_new(
+            self.start, context, recovery, survivor_groups, updates, self.parts, spare, self.position,
+            lambda: self._commits.presses,
+        )  # fmt: skip
+        if runtime.world is not None:
+            runtime.answer_from({})
+            spare.then(self.wait_watchdog.begin)
 
     def _updated(self) -> None:
         self.reporter.updated()
@@ -154,6 +190,11 @@ class WorkerRuntime:
         if origin == "checkpoint":
             self.fatal_actions.give_up(RecoveryFailed(reason))
         self.fatal_actions.fall_back(reason)
+
+
+def _as_new(part: object, *args: Any, **options: Any) -> None:
+    make: Any = type(part)
+    make.__init__(part, *args, **options)
 
 
 class _Relay:

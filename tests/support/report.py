@@ -28,6 +28,8 @@ OUT = "SWIFT_TEST_OUT"
 #: been said before that they failed; as JSON.
 AWAIT = "SWIFT_TEST_AWAIT"
 _AWAIT_S = 60.0
+#: Seconds that the script's start takes.
+STARTUP = "SWIFT_TEST_STARTUP"
 
 
 def start_time(pid: int | str = "self") -> int:
@@ -80,6 +82,7 @@ class Report(io.IOBase):
             os.write(fd, (json.dumps(self.who) + "\n").encode())
         finally:
             os.close(fd)
+        time.sleep(float(os.environ.get(STARTUP, "0")))
 
     def count(self, key: str) -> None:
         """Count one forward pass of a batch; ``key`` names the entry, epoch and batch."""

@@ -6,6 +6,7 @@ version that has changed one is noticed before a job meets it.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import sys
@@ -398,3 +399,8 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
 
 def set_operation_timeout(group: Any, timeout: timedelta) -> None:
     group._set_default_timeout(timeout)
+
+
+def keep_for_ever(each: object) -> None:
+    """Never run the destructor of an object, not even when the interpreter ends."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))

@@ -108,6 +108,12 @@ class Connections:
                 inner.discard()
         self._sides = [side for side in self._sides if side[0] >= latest]
 
+    def begin_again(self) -> None:
+        """In a forked copy of the process: there are none."""
+        for _, inner in self._sides:
+            inner.abandon()
+        self._sides = []
+
     def backend(self, group: GroupState) -> Any:
         """Gloo's process group; blocks while a recovery runs."""
         with self._state.lock:

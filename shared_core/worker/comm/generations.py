@@ -110,6 +110,10 @@ class Generations:
         group.channels.repeat(self._received.get(group.name, {}))
         self._state.changed.notify_all()
 
+    def begin_again(self) -> None:
+        """In a forked copy of the process: no generation was live."""
+        self._redo, self._received = {}, {}
+
     def break_off(self) -> None:
         """A rank fails: cut every connection, and block until gloo has given everything back or is given up. A group of
         this rank alone continues while others are absent.

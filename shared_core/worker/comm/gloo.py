@@ -25,7 +25,7 @@ from shared_core.protocol.worker_env import ADDRESS
 from shared_core.system import threads
 from shared_core.transport.store import Store
 from shared_core.waiting import Wait, poll, ranks_text
-from shared_core.worker.comm import peers
+from shared_core.worker.comm import compat, peers
 from shared_core.worker.comm.compat import ProcessGroupGloo, gloo_options, set_operation_timeout
 from shared_core.worker.comm.peers import Place
 from shared_core.worker.comm.quiet import quiet
@@ -33,6 +33,8 @@ from shared_core.worker.comm.quiet import quiet
 #: Untyped, because torch's stubs leave out most of it.
 _Store: Any = TorchStore
 _device_lock = threading.Lock()
+#: Names of threads that gloo and its process groups start.
+NATIVE_THREADS = frozenset({"gloo_tcp_loop", "pt_gloo_runloop"})
 #: A member whose listening socket was not found.
 _UNKNOWN = "unknown"
 _Hex = Annotated[str, Form(r"([0-9a-f]{2})*", "bytes in hexadecimal")]
@@ -261,6 +263,18 @@ class InnerGroup:
         box = [self.pg]
         self.pg = None
         threads.start(box.clear, name="swift-drop")
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Where this process and its peers listen."""
+        return self._peers | {self._place}
+
+    def abandon(self) -> None:
+        """In a forked copy of the process, which has none of its threads: never use it. Its destructor would wait for
+        these threads, so it never runs.
+        """
+        compat.keep_for_ever(self.pg)
+        self.pg = None
 
     def sever(self) -> int:
         """Shut down every connection of the group, from any thread; blocked operations fail at once. Returns how many

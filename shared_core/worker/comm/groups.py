@@ -45,12 +45,25 @@ class GroupState(Membership):
     ) -> None:
         super().__init__(name, rank, size, ranks, timeout)
         self.channels = Channels(self, state, disk, suspect, others)
-        self.log = GroupLog(pool)
+        self._pool = pool
+        self.destroyed_at = -1
+        self._begin()
+
+    def _begin(self) -> None:
+        self.log = GroupLog(self._pool)
         self.next = 0
         self.done = Done()
         self.pending: dict[int, Op] = {}
         self.replay: dict[int, Logged] = {}
-        self.destroyed_at = -1
+
+    def begin_again(self) -> None:
+        """In a forked copy of the process: nothing was called here, and nobody is connected."""
+        inner, self.inner = self.inner, None
+        if inner is not None:
+            inner.abandon()
+        self.inflight = 0
+        self._begin()
+        self.channels.begin_again()
 
     @property
     def over(self) -> bool:

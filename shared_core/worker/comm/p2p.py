@@ -107,6 +107,10 @@ class Channels:
     ) -> None:
         self._group, self._state, self._disk, self._suspect, self._others = group, state, disk, suspect, others
         self._startup = StartUp(state)
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """As if nothing had been sent or received; what was answered in the start-up still counts."""
         self._sent: dict[Channel, int] = {}
         self._posted: dict[Channel, int] = {}
         self._received: dict[Channel, Done] = {}

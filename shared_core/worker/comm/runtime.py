@@ -56,6 +56,20 @@ class Runtime(SharedState):
             self.others.at_boundary()
             super().passed_boundary(boundary)
 
+    def in_copy(self) -> None:
+        """In a forked copy of the process, which holds the lock: as in a replacement that has made these groups."""
+        self.begin_again()
+        for group in self.groups.all():
+            group.begin_again()
+        self.connections.begin_again()
+        self.generations.begin_again()
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """Of the connections of all groups, at either end."""
+        inners = [group.inner for group in self.groups.all() if group.inner is not None]
+        return frozenset().union(*(inner.addresses for inner in inners))
+
     def compare_places(self, group: GroupState) -> None:
         """From now on members of this group on this machine see from where the others call its operations. Raises
         OutOfResources if there is no room for the shared memory.

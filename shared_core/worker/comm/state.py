@@ -65,18 +65,23 @@ class SharedState:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.compute_lock = ComputeLock()
-        self.generation = self.latest = self.entry = -1
-        self.broken = self.starting = False
+        self.entry = -1
         self.in_startup, self.keeps_small = True, False
         self.part: Part = ()
         self.held: Held | None = None
+        self.boundary = self.stable = 0
+        self.place = ProgramPlace()
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Nothing is known of others; what is known of the program stays."""
+        self.generation = self.latest = -1
+        self.broken = self.starting = False
         self.absent: frozenset[int] = frozenset()
         self.ended: SwiftError | None = None
         self.records: dict[RecordKey, list[torch.Tensor]] = {}
         self.expected: dict[tuple[int, int], int] = {}
         self.sources: dict[tuple[int, int], int] = {}
-        self.boundary = self.stable = 0
-        self.place = ProgramPlace()
         self.beside: tuple[float, tuple[int, ...], str] | None = None
         self._waiting = 0
 

@@ -22,6 +22,11 @@ class ProgramOptions:
         self.env, self._runtime, self._start = env, runtime, start
         self._told = env.config.changed
 
+    def begin_again(self, incarnation: int) -> WorkerEnv:
+        """Be the hot standby that becomes this incarnation of the rank; returns its environment."""
+        self.env = replace(self.env, incarnation=incarnation, generation=0, spare=True)
+        return self.env
+
     def check_told(self, options: Mapping[str, Any], *, late: bool = True) -> None:
         """See that options of the script which the whole job goes by were told to the launcher. Where it was told
         another value, that one wins.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shared_core.events import console
+from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.exchange import Received
 from shared_core.worker.start import truncation
@@ -30,10 +31,10 @@ class RecoveryReporter:
     def __init__(self, context: Context, updates: Updates, rolled_back: Callable[[], None]) -> None:
         env, self._events, self._runtime = context.env, context.events, context.runtime
         self._updates, self._rolled_back, self._report = updates, rolled_back, context.store.report
-        self._original, self._job_dir = env.incarnation == 0, env.job_dir
-        self._first = env.rank == 0 and self._original
+        self._job_dir = env.job_dir
         #: What the agent is told once this worker trains; None where nobody waits for it.
-        self._awaited: dict[str, Any] | None = {"rank": env.rank} if self._first and env.restart else None
+        self._awaited: dict[str, Any] | None = None
+        self.begin_again(env)
         self._begun = False
         #: Step boundary that this worker began from, and the checkpoint, if it is one.
         self._line = (0, "")
@@ -44,6 +45,12 @@ class RecoveryReporter:
         self._recovered: deque[dict[str, Any]] = deque()
         self._listeners: list[Listener] = []
         self._stalled_since: float | None = None
+
+    def begin_again(self, env: WorkerEnv) -> None:
+        """Report for the worker that ``env`` describes; those that listen stay."""
+        self._original = env.incarnation == 0
+        self._first = env.rank == 0 and self._original
+        self._awaited = {"rank": env.rank} if self._first and env.restart else None
 
     def emit(self, kind: str, **fields: Any) -> None:
         """Append an event to the job's log, with the rank and the generation."""

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from shared_core.faults import inject
 from shared_core.protocol.codec import Count, decode
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.protocol.keys import PREPARED
 from shared_core.protocol.preparing import EXIT_UNFIT, Prepared, place_key
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Below
@@ -26,11 +25,14 @@ from shared_core.worker.state.publications import SharedMemoryPublisher
 
 class Spare:
     """The part of a worker that is a hot standby, until it has a place; ``waits`` while it has none. In all others it
-    does nothing. The publications are those of its rank, which the living worker writes.
+    does nothing. The publications are those of its rank, which the living worker writes. ``forked``: it is a copy of
+    that one, and has not run the script itself.
     """
 
-    def __init__(self, env: WorkerEnv, store: JobStore, publisher: SharedMemoryPublisher) -> None:
-        self._env, self._store, self._publisher = env, store, publisher
+    def __init__(
+        self, env: WorkerEnv, store: JobStore, publisher: SharedMemoryPublisher, *, forked: bool = False
+    ) -> None:
+        self._env, self._store, self._publisher, self._forked = env, store, publisher, forked
         self.waits = env.spare
         #: Whether entry calls were finished, as far as this one has asked, and ends of calls that it has passed.
         self._finished: dict[int, bool] = {}
@@ -55,8 +57,8 @@ class Spare:
         return True
 
     def await_place(self) -> int:
-        """Block until the place is free. Returns the generation in which this worker takes it. The process exits if
-        it can never take the place, or the agent is gone. Raises DamagedRecord if what the launcher has said is
+        """Block until the place is free. Returns the generation in which this worker is to take it. The process exits
+        if it can never take the place, or the agent is gone. Raises DamagedRecord if what the launcher has said is
         no generation.
         """
         env = self._env
@@ -65,7 +67,7 @@ class Spare:
         until = next((str(self._publisher.end_file(e)) for e, ended in self._finished.items() if not ended), "")
         # It blocks, so it has a connection of its own.
         store = Below(connect_store(FOREVER_S, env), env.prefix)
-        self._store.tell(PREPARED, asdict(Prepared(env.rank, env.incarnation, os.getpid(), until)))
+        self._store.prepared(asdict(Prepared(env.rank, env.incarnation, os.getpid(), until, self._forked)))
         inject.point("spare.waits")
         key = place_key(env.rank, env.incarnation)
         try:
@@ -74,12 +76,15 @@ class Spare:
         except RuntimeError:
             os._exit(1)  # the store is gone: so is the agent
         generation: int = decode(raw, Count, key)
-        self.waits = False
         hot_standby.take_place(generation)
+        return generation
+
+    def take_place(self) -> None:
+        """The place is free, and this worker takes it."""
+        self.waits = False
         self._publisher.look_again()
         for call in self._then:
             call()
-        return generation
 
     def serves(self, target: StepBoundary | None, finished: Callable[[int], bool]) -> bool:
         """Whether the way that this one has come leads to ``target``, its place; None where the others do not wait for

@@ -253,12 +253,20 @@ class Arrival:
 
     def settle(self) -> None:
         """Hot standby: what comes now depends on the place, so block until it is free. All others: nothing."""
-        if not self.spare.waits:
-            return
+        if self.spare.waits:
+            self.take_place(self.await_place())
+
+    def await_place(self) -> int:
+        """Hot standby: block until the place is free. Returns the generation in which it is to be taken."""
         try:
-            self._recovery.lifecycle.born_in(self.spare.await_place())
+            return self.spare.await_place()
         except DamagedRecord as error:
             self._recovery.fatal_actions.give_up(error)
+
+    def take_place(self, generation: int) -> None:
+        """Hot standby: be the replacement of a failed worker. The process exits if it cannot be."""
+        self.spare.take_place()
+        self._recovery.lifecycle.born_in(generation)
         self._checkpoints.look_at_failed_worker()
         self.prepare()
         found = self._start_point

@@ -32,6 +32,7 @@ from shared_core.system.streams import forgive
 from shared_core.system.title import set_title
 from shared_core.worker import link
 from shared_core.worker.start import hot_standby, preload, truncation
+from shared_core.worker.start.descriptors import note_inherited
 
 _HERE = Path(__file__).resolve()
 
@@ -139,6 +140,7 @@ def _run(request: StartRequest) -> None:
         for name in request.first:
             importlib.import_module(name)
         truncation.watch()
+        note_inherited()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             _run_program(request.mode, target, main)

@@ -10,7 +10,6 @@ for it. At the end of the stream the zygote exits.
 from __future__ import annotations
 
 import atexit
-import errno
 import gc
 import json
 import os
@@ -74,48 +73,15 @@ def _settle(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fork_worker(channel: socket.socket, request: StartRequest) -> bool:
-    """Fork twice; True in the worker, once the agent is its parent."""
-    opened: list[int] = []
-    try:
-        opened += os.pipe()
-        opened += os.pipe()
-        middle = os.fork()
-    except OSError as error:  # no processes or descriptors are left: a later request may have them
-        for fd in opened:
-            os.close(fd)
-        _answer(channel, {"token": request.token, "errno": error.errno})
+    """True in the worker, once the agent is its parent."""
+
+    def tell(pid: int) -> None:
+        _answer(channel, {"token": request.token} | ({"pid": pid} if pid > 0 else {"errno": -pid}))
+
+    if not process.fork_away(tell):
         return False
-    go_read, go_write, pid_read, pid_write = opened
-    if middle == 0:
-        try:
-            forked = os.fork()
-        except OSError as error:
-            forked = -(error.errno or errno.EAGAIN)
-        if forked != 0:
-            os.write(pid_write, str(forked).encode())
-            os._exit(0)
-        os.close(go_write)
-        os.close(pid_read)
-        os.close(pid_write)
-        channel.close()
-        # The zygote sends a byte when the middle process is gone and the agent has adopted this one.
-        adopted = os.read(go_read, 1)
-        os.close(go_read)
-        if not adopted:
-            os._exit(1)
-        return True
-    os.close(go_read)
-    os.close(pid_write)
-    worker_pid = int(os.read(pid_read, 32) or -errno.EAGAIN)
-    os.close(pid_read)
-    os.waitpid(middle, 0)
-    if worker_pid < 0:
-        _answer(channel, {"token": request.token, "errno": -worker_pid})
-    else:
-        _answer(channel, {"token": request.token, "pid": worker_pid})
-        os.write(go_write, b"g")
-    os.close(go_write)
-    return False
+    channel.close()
+    return True
 
 
 def main() -> None:

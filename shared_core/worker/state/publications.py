@@ -119,6 +119,7 @@ class SharedMemoryPublisher:
     def look_again(self) -> None:
         """As if this publisher had been made now: until now another worker has written it."""
         self.records.open_again()
+        self._slots = Slots(self.folder, _REPLACED)
         self._look()
 
     def follow(self, machines: Sequence[str | None]) -> None:

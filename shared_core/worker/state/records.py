@@ -43,6 +43,7 @@ class RecordFile:
         self._file = os.open(self._path, _APPEND, 0o600)
 
     def open_again(self) -> None:
+        self._whole, self._lock = False, threading.Lock()  # a forked copy may have a lock that nobody lets go of
         os.close(self._file)
         self._file = os.open(self._path, _APPEND, 0o600)
 
