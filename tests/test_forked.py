@@ -121,7 +121,7 @@ def test_two_compute_threads_forbid_it(jobs: Jobs) -> None:
     ],
 )
 def test_why_not(options: dict[str, object], found: dict[str, object], word: str) -> None:
-    reason = why_not(SwiftConfig.from_dict(options), Forkable(**(vars(FOUND) | found)))  # type: ignore[arg-type]
+    reason = why_not(SwiftConfig.from_dict(options), Forkable(**(vars(FOUND) | found)))
     assert (word in reason) if word else not reason
 
 

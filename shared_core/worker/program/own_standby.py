@@ -84,7 +84,7 @@ class OwnStandby:
     def _unfit(self) -> str:
         if torch.accelerator.is_available():
             return "there is a device, whose driver does not survive a fork"
-        if self._trained.shard is not None or self._trained.replicas or "deepspeed" in sys.modules:
+        if self._trained.shard is not None or self._trained.replicas:
             return "of a sharded model, or a pipeline, this rank has a part that not all have"
         return ""
 
