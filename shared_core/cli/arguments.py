@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import difflib
 import re
 import shutil
 import signal
@@ -71,6 +72,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with status 2 and one line."""
+        unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0].partition("=")[0]
+        close = difflib.get_close_matches(unknown, self._option_string_actions, n=1)
+        if unknown.startswith("-") and close:
+            message += f"; did you mean {close[0]}?"
         self.exit(2, f"{self.prog.split()[0]}: {one_line(message)}; see {self.prog} --help\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

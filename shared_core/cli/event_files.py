@@ -30,7 +30,14 @@ class Chosen:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """``FILE`` and ``--run``."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="events.jsonl of the job")
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        type=Path,
+        nargs="?",
+        default=Path("events.jsonl"),
+        help="of the job's events; events.jsonl by default",
+    )
     parser.add_argument(
         "--run",
         dest="wanted",

@@ -250,7 +250,8 @@ class ConsoleReporter:
 
     def succeeds(self, workers: int) -> None:
         if self._change is not None:
-            self.report({"rank": 0, "time": self._clock()})
+            self._say(f"all workers were started again ({self._change.why})")
+            self._change = None
         if self._away:
             self._all_back(self._clock())
         failed = {0: "no worker failed", 1: "1 worker failed"}.get(self._failures, f"{self._failures} workers failed")

@@ -77,7 +77,9 @@ def bars(answers: Sequence[Answer]) -> Element:
     first = min((one.parts[0].begin for one in drawn), default=0.0)
     last = max((one.parts[-1].end for one in drawn), default=1.0)
     row, top = 26, 6
-    svg = _drawing(top + row * len(drawn) + 34, f"Parts of {len(drawn)} recoveries")
+    svg = _drawing(
+        top + row * len(drawn) + 34, f"Parts of {len(drawn)} {'recovery' if len(drawn) == 1 else 'recoveries'}"
+    )
     left = LEFT + 66
     scale = (WIDTH - left - 70) / max(last - first, 1e-9)
     bottom = top + row * len(drawn)

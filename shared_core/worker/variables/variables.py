@@ -343,8 +343,8 @@ class Variables:
             self._tell(
                 f"cost of {name}",
                 f"publishing the script's variables takes {took * 1e3:.0f} ms of each step, most of it for {name!r} "
-                f"({where}, {size >> 10} KiB): keep many small objects in one array or tensor, or, if nothing depends "
-                f"on it, write job.ignore({name!r})",
+                f"({where}, {size >> 10} KiB): keep many small objects in one array or tensor; or delete it before the "
+                f"loop; or, if nothing depends on it, write job.ignore({name!r})",
             )
 
     def _tell_dark(self, scopes: list[Scope]) -> None:
