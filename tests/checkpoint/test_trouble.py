@@ -269,7 +269,7 @@ def test_kinds_of_urls_that_nobody_knows() -> None:
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(MissingExtra, match=r"need fsspec: pip install 'swift-recovery\[checkpoint\]'"):
+    with pytest.raises(MissingExtra, match=r"need fsspec: pip install 'swift-recovery\[all\]'"):
         open_storage("s3://bucket/run")
 
 

@@ -77,7 +77,8 @@ def main() -> Any:
                 train()
         if args.part == "saves":
             save(f"end{phase}")
-            (out / f"history{phase}.json").write_text(json.dumps(history))
+            if dist.get_rank() == 0:
+                (out / f"history{phase}.json").write_text(json.dumps(history))
             teacher = copy.deepcopy(net)
         if args.part == "evaluates":
             print(f"\nmean {evaluate()}", flush=True)

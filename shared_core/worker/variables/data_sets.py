@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from shared_core.worker.variables.changes import digests
 from shared_core.worker.variables.kinds import FRAMEWORKS, RANDOM, kind_of, root_of
-from shared_core.worker.variables.writer import Cost, ValueWriter, attributes_of, read_own
+from shared_core.worker.variables.writer import LookCost, ValueWriter, attributes_of, read_own
 
 _ATOMS = (bool, int, float, str, bytes, type(None))
 _MOST = 32
@@ -43,7 +43,7 @@ class DataSets:
         self._after: dict[str, int] | None = None
         self._by_script: set[str] = set()
         self._depth = 0
-        self._costs: dict[str, Cost] = {}
+        self._costs: dict[str, LookCost] = {}
 
     def watch(self, loaders: Callable[[], Mapping[str, Any]]) -> None:
         """Look at what these loaders read from now on. Their names must be the same in a replacement."""
@@ -92,7 +92,7 @@ class DataSets:
             found = zlib.crc32(self._writer.write(value))
         except Exception:  # too much: only its length is seen
             found = len(value) if hasattr(type(value), "__len__") else 0
-        if wait_s := self._costs.setdefault(name, Cost()).looked(time.thread_time() - begun):
+        if wait_s := self._costs.setdefault(name, LookCost()).looked(time.thread_time() - begun):
             self._tell(name, wait_s)
         return found
 

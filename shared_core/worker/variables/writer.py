@@ -128,7 +128,7 @@ def read_own(data: bytes) -> Any:
     return _OwnReader(io.BytesIO(data)).load()
 
 
-class Cost:
+class LookCost:
     """What looking at one thing takes, and when its turn is again: what is dear is not looked at each time."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ class ValueWriter:
         self._followed: dict[int, _Followed] = {}
         self._lists: dict[int, tuple[list[Any], dict[int, int], Iterator[int]]] = {}
         self._random: dict[int, tuple[Any, Any]] = {}
-        self._digests: dict[int, tuple[Any, int | None, Cost]] = {}
+        self._digests: dict[int, tuple[Any, int | None, LookCost]] = {}
 
     def write(self, values: Any, limit: int = LIMIT) -> bytes:
         """Values as bytes. Raises TooLarge beyond the limit, and whatever an object raises that cannot be described."""
@@ -283,7 +283,7 @@ class ValueWriter:
         took = time.thread_time() - begun
         self._digests.pop(id(thing), None)
         if took > _DEAR_S:  # and each time before
-            cost = known[2] if known is not None and known[0]() is thing else Cost()
+            cost = known[2] if known is not None and known[0]() is thing else LookCost()
             cost.looked(took)
             with suppress(TypeError):  # some types take no weak reference
                 self._digests[id(thing)] = (weakref.ref(thing), found, cost)
