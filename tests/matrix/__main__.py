@@ -161,20 +161,21 @@ def with_rows(page: str, results: list[dict[str, Any]]) -> str:
     for row in results:
         line = as_line(row)
         rows[tuple(line.split(" | ")[:2])] = line
-    head = (
-        "| torch | Python | other packages | tests that ran | passed | failed | skipped | on |\n" + "|---" * 8 + "|\n"
-    )
-    return f"{before}{BEGIN}{head}" + "".join(f"{rows[key]}\n" for key in sorted(rows)) + END + after
+    head = "| torch | Python | tests that ran | passed | failed | skipped | on |\n" + "|---" * 7 + "|\n"
+    lines = "".join(f"{rows[key]}\n" for key in sorted(rows))
+    others = [row["packages"].items() for row in results if "packages" in row]
+    named = ", ".join(f"{name} {version}" for name, version in others[-1] if name != "python") if others else ""
+    told = f"\nBeside them, in the newest row: {named}.\n" if named else table[table.find("\nBeside them") :]
+    return f"{before}{BEGIN}{head}{lines}{told}{END}{after}"
 
 
 def as_line(row: dict[str, Any]) -> str:
     """A row of the table."""
     if "why_not" in row:
-        return f"| {row['torch']} | {row['python']} | | not run: {row['why_not']} | | | | {row['on']} |"
-    others = ", ".join(f"{name} {version}" for name, version in row["packages"].items() if name != "python")
+        return f"| {row['torch']} | {row['python']} | not run: {row['why_not']} | | | | {row['on']} |"
     passed = row["ran"] - row["failed"] - row["skipped"]
     ran, failed, skipped = row["ran"] - row["skipped"], row["failed"], row["skipped"]
-    return f"| {row['torch']} | {row['python']} | {others} | {ran} | {passed} | {failed} | {skipped} | {row['on']} |"
+    return f"| {row['torch']} | {row['python']} | {ran} | {passed} | {failed} | {skipped} | {row['on']} |"
 
 
 if __name__ == "__main__":
