@@ -311,7 +311,7 @@ class TrainingLoop:
                 self.epoch = self._end = None
                 if self.job is not None and not self._joining and not sys.is_finalizing():
                     self._anchors.end(self._phase)
-                    if self._config.checkpoint.dir is not None:
+                    if isinstance(self.job, Job) and self._config.checkpoint.dir is not None:
                         self._between.begin(self._attached)
                 self._next_phase()
         else:

@@ -32,9 +32,12 @@ def test_what_was_saved_stays(part: str, jobs: Jobs) -> None:
 
 
 def test_unwatched_it_is_overwritten(jobs: Jobs) -> None:
+    """The control; below it, that of the evaluation."""
     result = jobs.run(SCRIPT, args=["saves", "--unwatched"], faults=LATE["saves"])
     with pytest.raises(Mismatch, match=r"end0\.pt"):
         compare(result, jobs.reference(SCRIPT, args=["saves"]))
+    result = jobs.run(SCRIPT, args=["evaluates", "--unwatched"], faults=LATE["evaluates"])
+    assert printed(result) > printed(jobs.reference(SCRIPT, args=["evaluates"]))
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])

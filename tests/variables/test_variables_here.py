@@ -605,3 +605,11 @@ def test_what_reading_changes_is_no_change_of_the_script(monkeypatch: pytest.Mon
             read[index] = index
         assert not watched.changed()
     assert set(told) == {"train: dataset.read", "train: dataset.weights"}
+
+
+def test_one_long_look_makes_nothing_dear() -> None:
+    """On a busy machine: what the script changes would be missed."""
+    cost = writer.LookCost()
+    assert [cost.looked(took_s) for took_s in (0.5, 0.5, 0.0001, *[0.5] * 9)] == [0.0] * 12 and cost.is_due
+    dear = writer.LookCost()
+    assert any(dear.looked(0.5) for _ in range(9)) and not dear.is_due

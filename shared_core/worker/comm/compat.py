@@ -7,10 +7,12 @@ version that has changed one is noticed before a job meets it.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeVar
@@ -367,7 +369,9 @@ def hook_saving(skips: Callable[[Any], bool]) -> Callable[[], None]:
     serialization: Any = torch.serialization
     opens = serialization._open_zipfile_writer
     serialization._open_zipfile_writer = lambda file: opens(_Nowhere() if skips(file) else file)
-    safetensors = sys.modules.get("safetensors.torch")
+    safetensors: Any = None
+    with suppress(ImportError):  # the script may import it later
+        safetensors = importlib.import_module("safetensors.torch")
     writes: Any = getattr(safetensors, "serialize_file", None)
 
     def serialize_file(tensors: Any, filename: Any, *args: Any, **options: Any) -> None:
@@ -375,12 +379,12 @@ def hook_saving(skips: Callable[[Any], bool]) -> Callable[[], None]:
             writes(tensors, filename, *args, **options)
 
     if writes is not None:
-        setattr(safetensors, "serialize_file", serialize_file)  # noqa: B010 (a module has none in mypy's eyes)
+        safetensors.serialize_file = serialize_file
 
     def undo() -> None:
         serialization._open_zipfile_writer = opens
         if writes is not None:
-            setattr(safetensors, "serialize_file", writes)  # noqa: B010 (the same)
+            safetensors.serialize_file = writes
 
     return undo
 
