@@ -11,7 +11,6 @@ CASES: list[tuple[str, str, str]] = [
     ("evnts x", "evnts", "'events'"),
     ("--verbose events @events.jsonl", "--verbose", "--help"),
     # what a job left behind
-    ("events", "FILE", "required"),
     ("events @absent", "absent", "events.jsonl of a job"),
     ("events @folder", "folder", "events.jsonl of a job"),
     ("events @noise", "noise", "events.jsonl of a job"),
@@ -28,7 +27,6 @@ CASES: list[tuple[str, str, str]] = [
     ("status @folder", "folder", "regular file"),
     ("watch @fifo", "fifo", "regular file"),
     ("watch --every 0", "--every", "finite number of at least 0.1"),
-    ("report", "FILE", "required"),
     ("report @absent", "absent", "events.jsonl of a job"),
     ("report @empty", "empty", "events.jsonl of a job"),
     ("report @noise", "noise", "events.jsonl of a job"),
