@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared_core.config import SwiftConfig
-from shared_core.protocol.preparing import LEAST_STARTUP_S, Measured
+from shared_core.protocol.preparing import Measured
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,11 @@ class Forkable:
 
 
 def why_not(config: SwiftConfig, found: Forkable) -> str:
-    """Why the worker does not fork itself; empty if it does."""
-    if config.standby.prepared != "auto":
-        return "standby.prepared is not 'auto'"
+    """Why a worker does not fork itself whose start took long enough, with ``standby.prepared="auto"``; empty if it
+    does.
+    """
     if config.on_failure != "replace":
         return f"on_failure={config.on_failure!r}"
-    if found.measured.startup_s < LEAST_STARTUP_S:
-        return f"the script took {found.measured.startup_s:.1f} s to its loop, less than {LEAST_STARTUP_S:g} s"
     if found.machines > 1:
         return "the job has several machines"
     if found.unfit:
