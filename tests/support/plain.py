@@ -16,12 +16,12 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from tests.support.ports import free_ports
-from tests.support.server import Server, import_all, pipes, say
+from tests.support.server import Server, end_as, import_all, pipes, say
 
 PRELOAD = (
     "torch",
@@ -79,20 +79,16 @@ class PlainLauncher(Server):
 
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     for line in requests:
-        status = _run(json.loads(line))
-        if status is None:  # a worker: it has run the script and now ends as a program does
-            return
-        say(answers, {"status": status})
+        say(answers, {"status": _run(json.loads(line))})
 
 
-def _run(request: dict[str, Any]) -> int | None:
+def _run(request: dict[str, Any]) -> int:
     port = free_ports()[0]
     pids = []
     for rank in range(request["nproc"]):
         pid = os.fork()
         if pid == 0:
-            _worker(request, rank, port)
-            return None
+            end_as(partial(_worker, request, rank, port))
         pids.append(pid)
     return _wait(pids, request["timeout_s"])
 
@@ -158,13 +154,7 @@ def _worker(request: dict[str, Any], rank: int, port: int) -> None:
         # It took rank 0 when it was imported, before there was a rank.
         sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = rank
     _keep_ended_groups()
-    try:
-        runpy.run_path(request["script"], run_name="__main__")
-    except SystemExit:
-        raise
-    except BaseException:
-        traceback.print_exc()
-        raise SystemExit(1) from None
+    runpy.run_path(request["script"], run_name="__main__")
 
 
 def _keep_ended_groups() -> None:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import IO, Any
 
 from shared_core.launcher.standby import Standby
@@ -21,7 +22,7 @@ from shared_core.protocol.request import SINGLE_THREADED
 from shared_core.system import process
 from shared_core.worker.start import zygote
 from tests.support.processes import describe
-from tests.support.server import Server, import_all, pipes, say
+from tests.support.server import Server, end_as, import_all, pipes, say
 
 PRELOAD = (
     "torch",
@@ -90,8 +91,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             if pid == 0:
                 requests.close()
                 answers.close()
-                _launch(request)
-                return
+                end_as(partial(_launch, request))
             pids.append(pid)
         say(answers, {"pids": pids})
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

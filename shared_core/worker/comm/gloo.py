@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from torch._C._distributed_c10d import Store as TorchStore
 
@@ -134,19 +134,6 @@ class _RendezvousStore(_Store):  # type: ignore[misc]
         return bool(self._inner.check([f"at/{at}"]))
 
 
-def _listening() -> dict[str, str]:
-    """Listening TCP sockets of this process: inode to ``"address port"``."""
-    found: dict[str, str] = {}
-    for fd, link in _socket_fds():
-        try:
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[link] = _place(sock.getsockname())
-        except (OSError, IndexError):
-            continue
-    return found
-
-
 def _place(address: tuple[Any, ...]) -> str:
     return f"{address[0]} {address[1]}"
 
@@ -161,6 +148,56 @@ def _socket_fds() -> list[tuple[int, str]]:
         if link.startswith("socket:"):
             out.append((int(name), link))
     return out
+
+
+class _Ends(NamedTuple):
+    """What a TCP socket keeps for its life, once it listens or is connected."""
+
+    own: Place
+    #: None for a socket that listens.
+    theirs: Place | None
+
+
+class _Sockets:
+    """TCP sockets of this process. Each is asked once where its ends are: to ask all of them for each new group took
+    longer than to connect it, where there were hundreds of groups.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[str, _Ends] = {}
+
+    def now(self) -> list[tuple[int, str, _Ends]]:
+        """Descriptor, name in ``/proc`` and ends of each that listens or is connected. Any thread may call it."""
+        known, found = self._ends, []
+        for fd, link in _socket_fds():
+            ends = known.get(link) or _ask(fd, link)
+            if ends is not None:
+                found.append((fd, link, ends))
+        self._ends = {link: ends for _, link, ends in found}
+        return found
+
+
+def _ask(fd: int, link: str) -> _Ends | None:
+    """None for a socket that is not TCP, is not connected yet, or is closed by now."""
+    with suppress(OSError), _duplicate(fd, link) as sock:
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return _Ends(sock.getsockname()[:2], None if listens else sock.getpeername()[:2])
+    return None
+
+
+def _duplicate(fd: int, link: str) -> socket.socket:
+    """Raises OSError if ``fd`` is not the socket ``link`` any more: another thread may have closed it, and the number
+    may be another socket's.
+    """
+    copy = os.dup(fd)
+    if os.readlink(f"/proc/self/fd/{copy}") != link:
+        os.close(copy)
+        raise OSError(f"{link} is closed")
+    return socket.socket(fileno=copy)
+
+
+_sockets = _Sockets()
 
 
 class InnerGroup:
@@ -216,9 +253,9 @@ class InnerGroup:
             DamagedRecord: if what a member wrote about how it can be reached cannot be read.
         """
         with _device_lock:
-            before = _listening()
+            before = {link for _, link in _socket_fds()}
             device = threads.persist(_default_device, "open a device of gloo")  # it has a thread
-            new = [place for link, place in _listening().items() if link not in before]
+            new = [_place(ends.own) for _, link, ends in _sockets.now() if ends.theirs is None and link not in before]
         place = new[0] if new else _UNKNOWN
         own = list(members).index(rank)
         met = _RendezvousStore(store, place, own, members, abandoned, wait_timeout_s, what, silent=silent)
@@ -284,8 +321,9 @@ class InnerGroup:
         """
         self.severed = True
         cut = 0
-        for sock, link, _ in self._connections():
-            with suppress(OSError):
+        for fd, link, _ in self._connections():
+            with suppress(OSError), _duplicate(fd, link) as sock:
+                sock.getpeername()  # an error if the peer has cut it
                 self._cut.add(link)
                 sock.shutdown(socket.SHUT_RDWR)
                 cut += 1
@@ -295,22 +333,11 @@ class InnerGroup:
         """Whether gloo has closed all connections that were cut, and so writes nothing any more that had arrived."""
         return self._cut.isdisjoint(link for _, link in _socket_fds())
 
-    def _connections(self) -> Iterator[tuple[socket.socket, str, tuple[Place, Place]]]:
-        """Each connection of the group: a duplicate that is closed after the yield, its name in ``/proc``, its
-        two ends.
-        """
-        for fd, link in _socket_fds():
-            try:
-                with socket.socket(fileno=os.dup(fd)) as sock:
-                    if sock.family not in (socket.AF_INET, socket.AF_INET6):
-                        continue
-                    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        continue
-                    own, theirs = sock.getsockname(), sock.getpeername()
-                    if _place(own) == self._place or _place(theirs) in self._peers:
-                        yield sock, link, (own[:2], theirs[:2])
-            except OSError:
-                continue
+    def _connections(self) -> Iterator[tuple[int, str, tuple[Place, Place]]]:
+        """Descriptor of each connection of the group, its name in ``/proc``, its two ends."""
+        for fd, link, (own, theirs) in _sockets.now():
+            if theirs is not None and (_place(own) == self._place or _place(theirs) in self._peers):
+                yield fd, link, (own, theirs)
 
 
 def _default_device() -> object:
