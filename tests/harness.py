@@ -61,10 +61,7 @@ class Jobs:
         timeout_s: float = 60.0,
     ) -> JobResult:
         """Run a script of ``tests/scripts`` as ``runner.run_job`` does, and check that nothing is left."""
-        if launcher == "plain" and self._plain is None:
-            self._plain = PlainLauncher()
-        if launcher == "swiftrun" and self._warm is None and not os.environ.get("SWIFT_TESTS_COLD"):
-            self._warm = WarmLauncher()
+        warm = self.warm if launcher == "swiftrun" and not os.environ.get("SWIFT_TESTS_COLD") else None
         self._count += 1
         result = _run_job(
             SCRIPTS / script,
@@ -77,11 +74,18 @@ class Jobs:
             launcher_args=launcher_args,
             standbys=standbys,
             timeout_s=timeout_s,
-            plain=self._plain,
-            warm=self._warm,
+            plain=self.plain if launcher == "plain" else None,
+            warm=warm,
         )
         check_clean(result)
         return result
+
+    @property
+    def plain(self) -> PlainLauncher:
+        """The server that runs scripts without this product."""
+        if self._plain is None:
+            self._plain = PlainLauncher()
+        return self._plain
 
     @property
     def warm(self) -> WarmLauncher:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from harness import Jobs
 
 from .grammar import write
-from .trial import HANG, OTHER, REFUSED, Trials, trials
+from .trial import HANG, OTHER, REFUSED, Trials
 
 #: Programs of a night; at most so many of a hundred are refused.
 _NIGHTLY, _MOST_REFUSED = 300, 5
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Trials]:
-    with trials() as each:
-        yield each
+@pytest.fixture
+def runs(jobs: Jobs, tmp_path: Path) -> Trials:
+    return Trials(tmp_path, jobs.plain, jobs.warm)
 
 
 @pytest.mark.parametrize("seed", range(1, 21))

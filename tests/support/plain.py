@@ -7,7 +7,6 @@ The server process imports torch and Lightning once and forks the workers of eac
 from __future__ import annotations
 
 import faulthandler
-import gc
 import json
 import os
 import resource
@@ -178,7 +177,6 @@ def _main() -> None:
 
     torch.set_num_threads(1)
     import_all()
-    gc.freeze()  # as ``tests.support.warm``
     _serve(*pipes())
 
 

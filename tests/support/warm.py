@@ -223,10 +223,6 @@ def _become_zygote(fd: int, launcher: int, env: dict[str, str]) -> None:
 def _main() -> None:
     process.become_subreaper()
     import_all()
-    import gc
-
-    gc.collect()
-    gc.freeze()
     process.collapse_memory()
     _serve(*pipes())
 
