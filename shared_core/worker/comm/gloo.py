@@ -261,8 +261,7 @@ class InnerGroup:
         met = _RendezvousStore(store, place, own, members, abandoned, wait_timeout_s, what, silent=silent)
         options = gloo_options(device, timedelta(seconds=connect_timeout_s))
         try:
-            with quiet():
-                pg = ProcessGroupGloo(met, own, len(members), options)
+            pg = _make(lambda: ProcessGroupGloo(met, own, len(members), options), abandoned, what)
         except RuntimeError as error:
             if isinstance(error, (WaitTimeout, DamagedRecord)):
                 raise
@@ -338,6 +337,32 @@ class InnerGroup:
         for fd, link, (own, theirs) in _sockets.now():
             if theirs is not None and (_place(own) == self._place or _place(theirs) in self._peers):
                 yield fd, link, (own, theirs)
+
+
+def _make(connected: Callable[[], Any], abandoned: Callable[[], bool], what: str) -> Any:
+    """What ``connected`` returns, from a thread of its own: gloo tries to reach a member that is gone for five times
+    its time-out, and nothing stops it. Then the thread drops what it has made.
+
+    Raises:
+        GenerationAbandoned: if the generation ends meanwhile.
+    """
+    done, made, failed = threading.Event(), [], []
+
+    def run() -> None:
+        try:
+            with quiet():
+                made.append(connected())
+        except BaseException as error:
+            failed.append(error)
+        done.set()
+
+    threads.start(run, name="swift-connect")
+    while not done.wait(0.02):
+        if abandoned() and not done.wait(STUCK_S):
+            raise GenerationAbandoned(what)
+    if failed:
+        raise failed[0]
+    return made[0]
 
 
 def _default_device() -> object:
