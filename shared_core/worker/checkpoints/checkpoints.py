@@ -8,6 +8,8 @@ they are copied. A process of the machine writes them to storage, and notes what
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +31,7 @@ from shared_core.kinds import whole_of_environment
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.protocol.keys import ENDING, SAVED
+from shared_core.protocol.keys import EARLY_SIGNALS, ENDING, SAVED
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import Wait
 from shared_core.worker import link
@@ -41,7 +43,6 @@ from shared_core.worker.checkpoints.pricing import Pricing
 from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
 from shared_core.worker.checkpoints.run_identity import RunIdentity
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.signals import leave_signals_to_the_agent
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import plain
 from shared_core.worker.state.replicated import VALUE, Replicated
@@ -367,3 +368,16 @@ def _snapshots(env: WorkerEnv, spool: Spool, where: str) -> Snapshots:
     first = env.rank - env.rank % nproc
     target = Target(where, env.config.checkpoint.keep, env.config.checkpoint.quota_bytes)
     return Snapshots(spool, env.rank, env.world_size, range(first, min(first + nproc, env.world_size)), target, console)
+
+
+def leave_signals_to_the_agent() -> None:
+    """Ignore the signals that SLURM sends to every process of a step: the agent gets them and ends the workers itself.
+
+    A handler that the program has set stays. So does SIGTERM's default outside SLURM, where it is sent to one worker.
+    Does nothing outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (*EARLY_SIGNALS, *((signal.SIGTERM,) if "SLURM_JOB_ID" in os.environ else ())):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_IGN)
