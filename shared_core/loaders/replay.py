@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shared_core.errors import Unsupported
+from shared_core.loaders.contents import summed
 from shared_core.loaders.engine import Engine, LoaderKind
 from shared_core.loaders.indices import Drawing, Follow
-from shared_core.loaders.items_sum import summed
 from shared_core.loaders.place import ReadingRecord, needed, way_to
 from shared_core.loaders.randomness import write_random
 from shared_core.loaders.reader import Note, ReaderStart

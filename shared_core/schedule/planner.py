@@ -13,9 +13,8 @@ from shared_core.plain_json import is_count, parse
 from shared_core.schedule.bound import lower_bound
 from shared_core.schedule.fusing import fuse
 from shared_core.schedule.greedy import EFFORT, FoundSchedule, greedy
-from shared_core.schedule.memory import NO_LIMIT, Memory
 from shared_core.schedule.optimal import improve
-from shared_core.schedule.problem import Problem, Variant
+from shared_core.schedule.problem import NO_LIMIT, Memory, Problem, Variant
 from shared_core.schedule.routing import Route, deal
 from shared_core.schedule.schedule import PlannedWorker, Schedule, Topology, held_without_failure, one_f_one_b
 from shared_core.schedule.timing import Times, simulate

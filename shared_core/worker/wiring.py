@@ -22,10 +22,10 @@ from shared_core.system import secret
 from shared_core.transport.store import Store
 from shared_core.worker import link
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.boundary_marks import BoundaryMarks
 from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
 from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.comm.op import Op
+from shared_core.worker.comm.results import BoundaryMarks
 from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.disk_log import DiskLog

@@ -6,18 +6,18 @@ replacement takes it from there, and makes every update of the failed worker's b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shared_core.errors import UnsupportedOptimizer
+from shared_core.worker.comm.compat import reduce_scatter_single
 from shared_core.worker.comm.results import CollectiveResults
 from shared_core.worker.sharded import compat
 from shared_core.worker.sharded.leftover import LeftoverShards
 from shared_core.worker.sharded.local import is_distributed, local_part
-from shared_core.worker.sharded.reduction import ReduceFromOwnMemory
 from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS, Layout, regrouped
 from shared_core.worker.state.replicated import Replicated
 
@@ -162,3 +162,25 @@ def _unpacked(parameter: Any, packed: Any) -> Any:
     places = ([_REPLICATED] * mesh.ndim + list(places))[-mesh.ndim :]
     placements: list[Placement] = [Replicate() if place == _REPLICATED else Sharded(place) for place in places]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+class ReduceFromOwnMemory:
+    """What FSDP does by itself, as its ``set_custom_reduce_scatter`` hook: each reduction has an input of its own.
+    Nobody writes to that memory again, so the log keeps the input itself and no copy. ``before`` is called before each
+    reduction, which adds to the gradients of the shard.
+    """
+
+    def __init__(self, results: CollectiveResults, before: Callable[[], None]) -> None:
+        self._results, self._before = results, before
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        self._before()
+        with self._results.lending():
+            return reduce_scatter_single(
+                output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
+            )
