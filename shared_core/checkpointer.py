@@ -199,8 +199,6 @@ class OneProcess(_NoReplacements):
     Attributes:
         joining: this process begins with a checkpoint whose place it has not reached yet.
         loss: of the newest batch, if the script says it.
-        complete: the script has made all its epochs.
-        replicated: the models and optimizers.
     """
 
     reroutes = added = False
@@ -495,7 +493,6 @@ def choose(
 
     Args:
         world_size: number of the script's processes; a checkpoint of another number is passed over.
-        continues: the script continues from its own checkpoints.
         told: where the checkpoint lies that it was told to begin with; empty for none.
 
     Raises:

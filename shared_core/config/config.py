@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shared_core.config.option import Section, option, options_of, prefix_of
 from shared_core.config.sections import (
     CheckpointOptions,
     DetectionOptions,
@@ -19,9 +18,13 @@ from shared_core.config.sections import (
     ReplayOptions,
     RerouteOptions,
     ResizeOptions,
+    Section,
     StandbyOptions,
     StateOptions,
     WatchOptions,
+    option,
+    options_of,
+    prefix_of,
 )
 from shared_core.errors import ConfigError, MissingExtra
 from shared_core.kinds import MOST, Choice, Whole, open_regular

@@ -130,7 +130,6 @@ class Fault:
     """One fault. It strikes at most once in a job.
 
     Attributes:
-        rank: logical rank that is struck.
         step: step boundaries the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
             :data:`ANY_STEP` (-1) at any time (``recovery.*``: from the first batch on).
         point: one of :data:`POINTS`.

@@ -25,10 +25,10 @@ from shared_core.launcher.control_channel import ControlChannel
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
 from shared_core.launcher.failures import WorkerFailures
-from shared_core.launcher.fencing import Fenced
 from shared_core.launcher.gathering import JobOver
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
+from shared_core.launcher.lease import Fenced
 from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.machine_workers import MachineWorkers

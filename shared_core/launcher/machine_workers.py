@@ -67,11 +67,7 @@ class Roster:
 
 
 class MachineWorkers:
-    """Starts and kills workers. ``tick_s``: how often they are looked at while they are being killed.
-
-    Attributes:
-        roster: which ranks are held.
-    """
+    """Starts and kills workers. ``tick_s``: how often they are looked at while they are being killed."""
 
     def __init__(self, pool: WorkerPool, starter: Starter, spares: Spares, wakeup: Wakeup, tick_s: float) -> None:
         self.pool, self.starter, self.spares, self._wakeup, self._tick_s = pool, starter, spares, wakeup, tick_s

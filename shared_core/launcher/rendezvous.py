@@ -48,7 +48,6 @@ class SwiftRendezvousHandler(RendezvousHandler):
 
     Attributes:
         team: this machine's place, once it has one.
-        lease: its lease, once it has met the others.
         run_id: id of this start of the job, equal on all machines; empty before they have met.
         keeper: name of the machine that has the job's store; empty before there is one.
         line: what the workers of the attempt continue from, if their number has changed; see :class:`Resizing`.

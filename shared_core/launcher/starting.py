@@ -31,7 +31,6 @@ class AttemptStart:
         store: where workers find the job's store, see :class:`~shared_core.protocol.worker_env.WorkerEnv`.
         address: of this machine, where there are several.
         line: what the attempt continues from, if the number of workers has changed.
-        run_id: of this start of the job.
     """
 
     places: WorkerPlaces

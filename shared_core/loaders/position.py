@@ -34,7 +34,6 @@ class Position(Iterator[Any]):
     Args:
         ahead: items that are fetched before their use.
         keep: how many items delivered last are kept.
-        lazy: begin at the first fetch.
 
     Attributes:
         last_items: after a restore, items that were fetched ahead of their use.

@@ -25,7 +25,6 @@ def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[An
     """Put the loader where its newest pass was; None if there was no pass. Leaves global generators undefined.
 
     Args:
-        state: of a failed worker's loader.
         taken: items that this process has taken of a loader that cannot be started again.
         items: receives the last ones delivered.
 

@@ -288,11 +288,8 @@ class Checkpoints:
         """What this attempt starts from; None for nothing. All ranks call this and get the same one.
 
         It is the newest checkpoint that all ranks can read: of earlier attempts, of a job of the same command that did
-        not end well, or the one of ``checkpoint.resume_from``.
-
-        Raises:
-            Unsupported: if all there are were made by other numbers of workers and this number cannot continue from
-                them; if there is none at ``checkpoint.resume_from``.
+        not end well, or the one of ``checkpoint.resume_from``. Raises Unsupported if all there are were made by other
+        numbers of workers and this number cannot continue from them; if there is none at ``checkpoint.resume_from``.
         """
         if self._origins is None:
             return None
@@ -332,10 +329,8 @@ def named(
     """The replicated state as an image: tensors by name (not copied), and JSON texts of all else.
 
     Parameters have their fully qualified names, without the ``module.`` of ``DistributedDataParallel``; optimizer state
-    is ``optimizer.N.KEY.PARAMETER``, ``N`` the optimizer's place.
-
-    Raises:
-        RecoveryFailed: if there are more or fewer tensors than names.
+    is ``optimizer.N.KEY.PARAMETER``, ``N`` the optimizer's place. Raises RecoveryFailed if there are more or fewer
+    tensors than names.
     """
     count = int(description["parameters"])
     names = recovery_line.parameter_names(replicated)[:count] if replicated is not None else []

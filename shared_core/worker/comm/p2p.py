@@ -90,11 +90,8 @@ class AnyWork(P2PWork):
 
 class Channels:
     """All channels of one group at one rank. The runtime's lock guards them: ``send``, ``recv``, ``recv_any`` and
-    ``wait`` take it, callers of the others hold it, but for :meth:`archive_all`.
-
-    Args:
-        suspect: told of errors of gloo that a failure may explain.
-        others: told of receives.
+    ``wait`` take it, callers of the others hold it, but for :meth:`archive_all`. ``suspect``: told of errors of gloo
+    that a failure may explain.
     """
 
     def __init__(
@@ -186,10 +183,8 @@ class Channels:
 
     def recv_any(self, tensor: torch.Tensor, tag: int) -> P2PWork:
         """Receive into ``tensor`` from whoever sends first. Who that was is published before the program gets the
-        message, and a replacement receives from the same members in the same order.
-
-        Raises:
-            Unsupported: where messages are logged to disk, and in a replacement's start-up.
+        message, and a replacement receives from the same members in the same order. Raises Unsupported where messages
+        are logged to disk, and in a replacement's start-up.
         """
         channel = (_ANY, self._group.rank, tag)
         with self._state.lock:

@@ -32,7 +32,6 @@ class Runtime(SharedState):
     Attributes:
         suspicion: decides what becomes of operations that fail.
         others: collectives of other threads than the program's.
-        generations: cuts groups and connects them again.
     """
 
     def __init__(self, env: WorkerEnv, listener: OperationListener, disk: DiskLog, marks: BoundaryMarks | None) -> None:

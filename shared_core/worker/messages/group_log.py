@@ -47,7 +47,6 @@ class LogEntry:
         results: the same on every member; None while spilled, empty where ``redo`` is given.
         redo: of operations whose result differs by rank: starts the operation again on an inner group, from ``kept``,
             into scratch outputs.
-        kept: inputs.
         pooled: ``results``, or else ``kept``, came from the buffer pool.
         borrowed: ``results`` are the program's memory, which it overwrites later; see :meth:`GroupLog.own`.
         spilled: of each result, the offset in the spill file of its step boundary, shape and dtype.

@@ -253,11 +253,8 @@ class Flow:
         self._finished += 1
 
     def finish(self, new_wait: Callable[[], Wait], stuck_s: float = STUCK_S) -> None:
-        """Block until all messages are complete.
-
-        Args:
-            new_wait: for one message.
-            stuck_s: how long gloo may take to give a message back after a cut, in seconds.
+        """Block until all messages are complete. ``stuck_s``: how long gloo may take to give a message back after a
+        cut, in seconds.
 
         Raises:
             RuntimeError: what gloo reported.

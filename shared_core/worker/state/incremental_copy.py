@@ -36,8 +36,6 @@ class LoggedUpdate:
 
     Attributes:
         version: updates in the state before it.
-        optimizer: its number.
-        groups: hyper-parameters of its groups.
         places: of the parameters that it stepped, as far as they had been copied.
         gradients: theirs, live: not copied.
         counts: version counters of the gradients.

@@ -86,9 +86,6 @@ class SharedMemoryPublisher:
         disk: takes what does not fit into memory.
 
     Attributes:
-        orders: of passes over the data.
-        records: results that replacements ask for.
-        input_checksums: of the last operations.
         publishing: held while a step boundary is published.
         sources: senders of the last messages that were received from any source.
 

@@ -34,7 +34,6 @@ class UpdateSteps:
     program's thread calls.
 
     Args:
-        after: called after each update.
         fence: blocks until what is being copied may be changed.
 
     Attributes:

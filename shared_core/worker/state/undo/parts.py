@@ -34,11 +34,8 @@ class _Done:
 class Parts:
     """Parts of the next step of one optimizer.
 
-    Not thread-safe: the caller keeps :meth:`take_back` and :meth:`step` apart.
-
-    Args:
-        optimizer: one of torch.optim.
-        also: keeps what is overwritten for longer, and is told of each part, too.
+    Not thread-safe: the caller keeps :meth:`take_back` and :meth:`step` apart. ``also``: keeps what is overwritten for
+    longer, and is told of each part, too.
 
     Raises:
         UnsupportedOptimizer: a step of it cannot be divided, or not be undone.
