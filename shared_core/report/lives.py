@@ -52,6 +52,8 @@ class _Change:
     instead_of: Collection[Doing] | None = None
 
 
+#: Kinds of events that come when training has begun.
+_AFTER_IT = frozenset({"preparing", "checkpoint", "survivor_ready"})
 _HELD_UP = (Doing.STARTING, Doing.WAITING, Doing.CATCHING_UP)
 
 
@@ -80,6 +82,8 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
     if not any(event.kind == "start" for event in events):  # the beginning of the file is lost
         ranks = sorted({event.rank for event in events if event.rank >= 0})
         yield from (_Change(events[0].time, rank, Doing.TRAINING) for rank in ranks)
+    # Nobody says when training begins where the first worker of rank 0 fails before.
+    unsaid = not any(event.kind == "began" for event in events) and any(event.kind in _AFTER_IT for event in events)
     for event in events:
         at, rank, said = event.time, event.rank, event.fields
         if event.kind == "start" and is_count(said.get("world_size")) and said["world_size"] <= _MOST_WORKERS:
@@ -90,7 +94,8 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
             gone = set(ranks) - set(range(said["world_size"]))
             ranks = range(said["world_size"])
             yield from (_Change(at, each, None) for each in gone)
-            yield from (_Change(at, each, Doing.STARTING) for each in ranks)
+            doing = Doing.TRAINING if unsaid and attempt == 0 else Doing.STARTING
+            yield from (_Change(at, each, doing) for each in ranks)
         elif event.kind == "began":  # the first batch of a restart belongs to its recovery
             doing = Doing.CATCHING_UP if attempt > 0 else Doing.TRAINING
             yield from (_Change(at, each, doing, "", (Doing.STARTING,)) for each in ranks)
