@@ -84,10 +84,8 @@ class Event:
     """One event.
 
     Attributes:
-        kind: one of :data:`KINDS`.
         time: seconds since the epoch (``time.time()``).
         rank: logical rank it concerns, -1 for the whole job.
-        generation: generation it belongs to.
         fields: plain data particular to the kind, for instance ``cause`` and ``detected`` (``failed``), ``stall_s``,
             ``bytes_moved``, ``recomputed_steps`` (``recovered``).
         run: id of the job's start that it belongs to; empty in files of older versions.
@@ -131,7 +129,6 @@ class EventLog:
 
     Args:
         path: of the file; None writes none.
-        run: id of this start of the job, in every event.
         job_dir: see :func:`console_once`.
     """
 
@@ -141,11 +138,7 @@ class EventLog:
         self._job_dir, self._told = job_dir, False
 
     def emit(self, kind: str, *, rank: int = -1, generation: int = 0, **fields: Any) -> Event:
-        """Append an event and return it.
-
-        Raises:
-            ValueError: for an unknown kind.
-        """
+        """Append an event and return it. Raises ValueError for an unknown kind."""
         if kind not in KINDS:
             raise ValueError(f"unknown event kind {kind!r}; one of {', '.join(KINDS)}")
         event = Event(kind, time.time(), rank, generation, fields, self.run)
@@ -175,9 +168,7 @@ def read_events(path: str | os.PathLike[str], torn: list[str] | None = None) -> 
     """Events of a file in order; lines that cannot be read are left out.
 
     A line is torn where its writer was killed or the disk was full. What the next writer has appended to it is read.
-
-    Args:
-        torn: gets the lines that could not be read in full.
+    ``torn``: gets the lines that could not be read in full.
 
     Raises:
         OSError: the file cannot be read, or is no regular file.

@@ -59,9 +59,7 @@ def srun_tasks() -> int:
 
 def warn_srun_once(alone: bool = False) -> None:
     """Say, in the first task and once, that ``srun`` keeps no survivors alive where it has started several tasks.
-
-    Args:
-        alone: the tasks do not know of each other, and each is a training of its own.
+    ``alone``: the tasks do not know of each other, and each is a training of its own.
     """
     global _warned
     tasks = srun_tasks()
@@ -78,9 +76,7 @@ def warn_srun_once(alone: bool = False) -> None:
 
 def say_alone_once(also: str = "") -> None:
     """Say, once, that nothing has started this process as one of several: where it is one, nothing can be recovered.
-
-    Args:
-        also: another way to start several workers, in words.
+    ``also``: another way to start several workers, in words.
     """
     global _warned
     processes = sys.modules.get("multiprocessing")
@@ -99,7 +95,6 @@ def hand_over(nproc: int, standbys: int = 1, options: Mapping[str, Any] | None =
     """Become ``swiftrun`` for the running script; does not return, and keeps nothing of this process.
 
     Args:
-        nproc: workers to start.
         standbys: see ``swiftrun --standbys``.
         options: options of :class:`shared_core.SwiftConfig`, by name; those in the environment go before them.
 

@@ -34,21 +34,12 @@ class Job:
     """The fault-tolerant job as one worker sees it. One per process, made by :func:`current_job`.
 
     Attributes:
-        rank: logical rank.
-        world_size: number of logical ranks.
         position: how far the program of this worker is.
         entries: its entry calls (fit, validate, test, predict).
         notes: what is kept for replacements of this rank, beside what is registered.
-        parts: what is registered.
-        variables: of the script.
-        trained: what is attached.
-        updates: of the replicated state.
-        checkpoints: of the job.
-        options: those that the script gives.
         survivor_groups: by which the others continue without a failed rank.
         replays: for pipelines whose replacements start from a checkpoint.
         reporter: events and recoveries.
-        runtime: the process groups.
 
     Example::
 

@@ -36,8 +36,6 @@ class SharedStep:
 
     Attributes:
         number: counts from 0 over all epochs.
-        epoch: number of the epoch.
-        first: it is the first of its epoch.
 
     Example::
 

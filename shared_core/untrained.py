@@ -40,11 +40,9 @@ class UntrainedUse:
         self._undo: list[Callable[[], Any]] = []
 
     def begin(self, models: list[nn.Module], fall_back: Callable[[str], Any] | None) -> None:
-        """Training of these was skipped. Again before :meth:`end`, does nothing.
-
-        Args:
-            fall_back: given a reason, has all workers start again, and does not return; None where this worker is one
-                of those, because then a model that is used is only told of.
+        """Training of these was skipped. Again before :meth:`end`, does nothing. ``fall_back``: given a reason, has all
+        workers start again, and does not return; None where this worker is one of those, because then a model that is
+        used is only told of.
         """
         if not self._undo:
             self._fall_back = fall_back
@@ -82,9 +80,7 @@ class UntrainedUse:
 
 class TrainedUse:
     """Notes the first place where a worker that has trained uses attached models between two loops over epochs.
-
-    Attributes:
-        where: that place; empty where there is none.
+    ``where``: that place; empty where there is none.
     """
 
     def __init__(self) -> None:

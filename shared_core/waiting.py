@@ -137,7 +137,6 @@ def wait_for(
     """Wait until all ``keys`` are in ``store``. Of several ranks that wait for the same, the lowest says so.
 
     Args:
-        keys: by the rank that sets each.
         what: the ranks are to do, and why: ``to be ready``.
         silent: whoever depends on this says so itself.
 

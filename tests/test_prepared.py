@@ -209,7 +209,7 @@ def test_memory_of_a_container_counts(tmp_path: Path) -> None:
 
 HOLDS = """
 import os, sys
-from shared_core.worker.start.held import HeldOutput
+from shared_core.worker.start.hot_standby import HeldOutput
 print("before", flush=True)
 held = HeldOutput()
 print("held", flush=True)
@@ -234,7 +234,7 @@ BACKGROUND = """
 import os, subprocess
 os.setsid()
 before = os.getpriority(os.PRIO_PROCESS, 0), open("/proc/self/oom_score_adj").read()
-from shared_core.system.background import Background
+from shared_core.worker.start.hot_standby import Background
 background = Background()
 child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
 assert open("/proc/self/oom_score_adj").read() != before[1]

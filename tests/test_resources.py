@@ -18,8 +18,7 @@ from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.request import StartRequest
 from shared_core.resources import LONGEST_S, Retries, map_file
 from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.messages.group_log import BufferPool, GroupLog, LogEntry
-from shared_core.worker.messages.spilling import RETRY_S, Spilling
+from shared_core.worker.messages.group_log import RETRY_S, BufferPool, GroupLog, LogEntry, Spilling
 from shared_core.worker.state.overflow import Overflow
 from shared_core.worker.state.publications import SharedMemoryPublisher
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from shared_core.errors import InvalidSchedule
-from shared_core.schedule.memory import NO_LIMIT, Memory, held_after
+from shared_core.schedule.problem import NO_LIMIT, Memory, held_after
 from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule, Topology
 from shared_core.schedule.timing import Times, simulate
 

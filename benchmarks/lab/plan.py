@@ -11,11 +11,10 @@ from typing import Any
 from benchmarks.lab.draw import draw_file, draw_text
 from shared_core.cli.arguments import number, whole
 from shared_core.errors import ConfigError
-from shared_core.schedule.memory import Memory
 from shared_core.schedule.normalise import Move, normalise
 from shared_core.schedule.optimal import MISSING, has_solver
 from shared_core.schedule.planner import IterationPlan, parse_worker, plan
-from shared_core.schedule.problem import Variant
+from shared_core.schedule.problem import Memory, Variant
 from shared_core.schedule.schedule import Topology
 from shared_core.schedule.timing import StageTimes, Times, simulate
 

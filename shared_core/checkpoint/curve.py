@@ -64,7 +64,6 @@ class Fit:
         curve: of the present piece; a typical one while there are too few losses; None if the losses do not follow one.
         exponential: COCI's form, for comparison.
         why: why the curve is not a fitted one; empty if it is.
-        deviation: standard deviation of a loss around the curve.
     """
 
     curve: Curve | None = None

@@ -17,7 +17,6 @@ class Hazard:
     Its mean is the best single value: expected overhead is linear in the hazard.
 
     Attributes:
-        faults: seen so far.
         worker_s: seconds of work in which they were seen, summed over all workers.
         prior: pairs of weight and mean time between faults of one worker, in hours.
     """

@@ -82,9 +82,6 @@ class Image:
         tensors: by name; any device, not changed. No copy is kept.
         metadata: text that goes with them.
 
-    Attributes:
-        nbytes: size of the file.
-
     Raises:
         Unsupported: the format has no place for a tensor (sparse, quantised, complex128, without data).
     """

@@ -80,13 +80,10 @@ def meta_of(
     """Metadata of a checkpoint; equal on all ranks.
 
     Args:
-        boundary: step boundaries passed.
-        version: updates made.
         session: a name that no other attempt has.
         run: a name that a run keeps over all restarts.
         continues: the next start of the command continues with it.
         adopted: what the run was told to begin with; empty for nothing.
-        attempt: number of the session in its job.
         job: name of the launcher's job; empty without one.
     """
     who = {"attempt": attempt, "session": session, "job": job, "run": run, "adopted": adopted}

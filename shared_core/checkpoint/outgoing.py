@@ -28,8 +28,6 @@ class Outgoing:
     """A complete snapshot of this machine, on its way to storage.
 
     Attributes:
-        step: step boundaries passed.
-        parts: of this machine's ranks, by rank.
         begun: ``time.monotonic()`` at the first byte.
         durable: ``time.monotonic()`` when this machine's parts were; 0 before.
         marks: of other ranks, at the last look.

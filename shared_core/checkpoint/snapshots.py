@@ -30,7 +30,6 @@ class Snapshots:
         waited_s: seconds of waits at the fence, in all.
 
     Args:
-        local: ranks of this machine.
         target: where checkpoints are written; None keeps them in memory only.
         say: prints a line for the user; called once for each cause until a snapshot succeeds.
     """
@@ -67,7 +66,6 @@ class Snapshots:
         """Take a snapshot of the present values; returns before all of them are copied, see :meth:`fence`.
 
         Args:
-            step: step boundaries passed.
             parts: rank-local parts, by file name; no two ranks use the same.
             images: tensors and metadata, by file name (ending in ``.safetensors``, so that other tools find them).
             meta: of the checkpoint, equal on all ranks and in all generations.

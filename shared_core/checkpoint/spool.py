@@ -54,7 +54,6 @@ class Target:
     """Where checkpoints go.
 
     Attributes:
-        where: a local folder or an fsspec URL.
         keep: committed checkpoints of this job that stay, at least 2.
         quota_bytes: most that all of them may take, those being written included; 0 is no limit.
     """
@@ -69,7 +68,6 @@ class Sealed:
     """One rank's part of a snapshot.
 
     Attributes:
-        step: step boundaries passed.
         world_size: ranks of the job; a checkpoint has one part of each.
         local: ranks of this machine: its writer waits for all of them.
         files: names of files in the snapshot's folder; no two ranks use the same name.
@@ -93,14 +91,12 @@ class Status:
     """What the writer reports.
 
     Attributes:
-        pid: of the writer.
         committed: meta of the newest checkpoint it knows to be committed, with ``step``; empty for none.
         attempt: of the job, to which the next three belong.
         writing: step under way; -1 for none.
         waiting: step that is next; -1 for none.
         failed: step of the newest one that was given up since the last commit; -1 for none.
         cause: why, in one word (``full``, ``quota``, ``read-only``, ``gone``, ``config``, ``incomplete``, ``error``).
-        message: the same, for people.
         seconds: duration of the newest committed one, from its first byte to the manifest.
         bytes: written by this machine for it.
     """

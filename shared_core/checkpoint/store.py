@@ -137,7 +137,6 @@ class PassedOver:
     """A checkpoint, or the folder of a run, that cannot be used.
 
     Attributes:
-        reason: why, for people.
         step: of a checkpoint; -1 for a folder.
         run: whose it is; empty if unknown.
     """
@@ -182,7 +181,6 @@ class Found:
         state: ``valid``, ``unchecked`` (parts were not read), ``incomplete`` or ``damaged``.
         reason: why it is not valid.
         checkpoint: content of the manifest, where one can be read.
-        bytes: that the folder takes.
     """
 
     step: int

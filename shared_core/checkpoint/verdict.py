@@ -18,7 +18,6 @@ def verdict(where: str, command: Command, spool: Spool, reached: int, *, continu
     """The line, from what the storage holds now. Call it when nobody writes any more.
 
     Args:
-        spool: of this machine.
         reached: step boundaries that the job has passed; 0 if none since it was started.
         continues: the job began with what an earlier start of its command had left.
     """

@@ -41,10 +41,7 @@ class Parser(argparse.ArgumentParser):
 
     def tell_briefly(self, usage: str, groups: Mapping[str, Sequence[str]]) -> None:
         """Let ``--help`` print some options, each with its first sentence; ``--help-all`` prints everything.
-
-        Args:
-            usage: the command line in short.
-            groups: by their title, the destinations of these options.
+        ``groups``: by their title, the destinations of these options.
         """
         by_name = {action.dest: action for action in self._actions}
         self._brief = argparse.ArgumentParser(

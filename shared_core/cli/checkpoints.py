@@ -46,14 +46,7 @@ def add_command(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """What lies in the folder of a step.
-
-    Attributes:
-        found: itself.
-        saved: the same where its manifest can be read.
-        run: whose it is.
-        ended: that run has ended well.
-    """
+    """What lies in the folder of a step. ``saved``: what was found, where its manifest can be read."""
 
     found: store.Found
     saved: SavedCheckpoint | None

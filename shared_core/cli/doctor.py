@@ -35,9 +35,7 @@ class Finding:
     """What was looked at.
 
     Attributes:
-        what: a word or two.
         verdict: ``bad`` where a job cannot survive a failure, or cannot run.
-        found: what is there.
         remedy: what to do, where something is wrong.
     """
 

@@ -18,7 +18,6 @@ class Chosen:
     """One run of a file.
 
     Attributes:
-        run: its id.
         events: of it, at least one.
         others: a line about the other runs; empty if there are none.
     """
@@ -47,11 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_run(path: Path, wanted: str | None) -> Chosen:
-    """The run that is meant; says on stderr how many lines cannot be read.
-
-    Args:
-        path: of the file.
-        wanted: beginning of the run's id; the newest run if None.
+    """The run that is meant; says on stderr how many lines cannot be read. ``wanted``: beginning of the run's id; the
+    newest run if None.
 
     Raises:
         NoEvents: the file cannot be read, or holds no event.
@@ -72,11 +68,7 @@ def read_run(path: Path, wanted: str | None) -> Chosen:
 
 
 def _chosen(runs: Sequence[str], wanted: str | None) -> str:
-    """The id of the run to show.
-
-    Raises:
-        ConfigError: if no run is meant, or several are.
-    """
+    """The id of the run to show. Raises ConfigError if no run is meant, or several are."""
     if wanted is None:
         return runs[-1]
     meant = [""] if wanted == NO_ID and "" in runs else [run for run in runs if run and run.startswith(wanted)]

@@ -14,10 +14,7 @@ from shared_core.kinds import check_length, check_regular
 
 def build_config(args: argparse.Namespace, section: Mapping[str, Any] | None = None) -> SwiftConfig:
     """Options of the command line over the environment over ``--swift-config`` over the section of a DeepSpeed
-    configuration.
-
-    Raises:
-        ConfigError: for an unknown or bad option.
+    configuration. Raises ConfigError for an unknown or bad option.
     """
     base = SwiftConfig.from_dict(section or {})
     if args.swift_config is not None:

@@ -21,14 +21,8 @@ SECTION = "swift_recovery"
 
 
 def find_section(script: Path | None, args: Sequence[str]) -> dict[str, Any] | None:
-    """The options of the section, or None if there is none.
-
-    Args:
-        script: the program's source.
-        args: its arguments, as ``--deepspeed_config ds.json`` or ``--config=ds.json``.
-
-    Raises:
-        ConfigError: if a section holds something else than options.
+    """The options of the section, or None if there is none. ``args``: its arguments, as ``--deepspeed_config ds.json``
+    or ``--config=ds.json``. Raises ConfigError if a section holds something else than options.
     """
     tree = None
     if script is not None:

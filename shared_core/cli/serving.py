@@ -20,21 +20,15 @@ _EVERY_S = 5.0
 
 
 def add_flags(flag: Callable[..., None]) -> None:
-    """Add the flags.
-
-    Args:
-        flag: adds one, given its name and help.
-    """
+    """Add the flags. ``flag``: adds one, given its name and help."""
     flag("dashboard", help_of("watch.dashboard"), metavar="PORT")
     flag("metrics-port", help_of("watch.metrics_port"), metavar="PORT")
     flag("metrics-address", help_of("watch.metrics_address"), metavar="ADDRESS")
 
 
 class Servers:
-    """Takes the ports that the options name, at once; what they serve comes later.
-
-    Args:
-        events: path of ``events.jsonl``, from which most is known.
+    """Takes the ports that the options name, at once; what they serve comes later. ``events``: path of
+    ``events.jsonl``, from which most is known.
 
     Raises:
         ConfigError: a port is taken, or no events are written.
@@ -61,11 +55,7 @@ class Servers:
                 raise
 
     def serve(self, job_dir: Path) -> None:
-        """Show the job.
-
-        Args:
-            job_dir: its private folder.
-        """
+        """Show the job."""
         follower = Follower(job_dir)
         if self._dashboard is not None:
             self._dashboard.serve(dashboard.pages_of(follower.view))

@@ -177,10 +177,8 @@ def _torchrun_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse; what torchrun fills in for a job on one machine is filled in.
-
-    Raises:
-        ConfigError: for an option that this version cannot honour.
+    """Parse; what torchrun fills in for a job on one machine is filled in. Raises ConfigError for an option that this
+    version cannot honour.
     """
     from torch.distributed.run import parse_min_max_nnodes
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from shared_core.config import SECTIONS, SwiftConfig
-from shared_core.config.option import Section, options_of, prefix_of
+from shared_core.config.sections import Section, options_of, prefix_of
 
 
 def page() -> str:

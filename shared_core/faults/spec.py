@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-import random
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shared_core.errors import ConfigError
@@ -132,7 +130,6 @@ class Fault:
     """One fault. It strikes at most once in a job.
 
     Attributes:
-        rank: logical rank that is struck.
         step: step boundaries the rank has passed when it is struck: 0 before the first batch, 1 in the first batch,
             :data:`ANY_STEP` (-1) at any time (``recovery.*``: from the first batch on).
         point: one of :data:`POINTS`.
@@ -224,94 +221,3 @@ def loads(text: str) -> list[Fault]:
     if not isinstance(raw, list):
         raise ConfigError(f"faults must be a JSON list of objects, got {type(raw).__name__}")
     return [Fault.from_dict(item) for item in raw]
-
-
-def random_faults(
-    seed: int | str,
-    n: int,
-    world_size: int,
-    steps: int,
-    points: Sequence[str] = ("forward", "collective.before", "collective.after", "bucket", "update.during"),
-    kinds: Sequence[str] = KINDS,
-    max_nth: Mapping[str, int] | None = None,
-    only: Mapping[str, Sequence[int]] | None = None,
-) -> list[Fault]:
-    """``n`` faults drawn from a seed, in order of their steps; the same arguments give the same faults.
-
-    No rank is struck twice within neighboring steps, at least one rank is left unstruck there, and a rank struck again
-    later is struck in its next incarnation. Faults in a recovery match any step and are drawn only beside a fault that
-    causes one: ``recovery.*`` strikes a survivor, ``join`` and ``startup`` the replacement.
-
-    Args:
-        seed: anything :class:`random.Random` takes.
-        steps: steps 1 to ``steps`` are struck.
-        max_nth: highest ``nth`` of a point; 1 where not given.
-        only: steps in which a point occurs; all where not given.
-
-    Raises ConfigError if ``n`` faults cannot be placed.
-    """
-    if n < 0 or steps < 1 or world_size < 2 or not points or not kinds:
-        raise ConfigError(f"cannot draw {n} faults for {world_size} ranks, {steps} steps, {points!r}, {kinds!r}")
-    for name in points:
-        _one_of("point", name, POINTS)
-    for name in kinds:
-        _one_of("kind", name, KINDS)
-    causes = [name for name in points if not _in_recovery(name)]
-    if not causes and n:
-        raise ConfigError(f"faults at {', '.join(points)} need another that causes a recovery; add a point outside it")
-    rng = random.Random(seed)
-    drawn: list[Fault] = []
-    for _ in range(1000 * max(n, 1)):
-        if len(drawn) == n:
-            break
-        point = rng.choice(list(points) if drawn else causes)
-        kind, nth = rng.choice(list(kinds)), rng.randint(1, (max_nth or {}).get(point, 1))
-        rank = rng.randrange(world_size)
-        if _in_recovery(point):
-            candidate = _second(rng.choice(drawn), drawn, rank, point, kind, nth)
-            if kind == "exception" and point.startswith("recovery."):
-                candidate = None  # no code of the user's runs there that could raise
-        else:
-            step = rng.choice([s for s in (only or {}).get(point, range(1, steps + 1)) if 1 <= s <= steps] or [0])
-            candidate = Fault(rank, step, point, kind, nth) if step else None
-        if candidate is not None and _fits(candidate, drawn, world_size):
-            drawn.append(candidate)
-    if len(drawn) < n:
-        raise ConfigError(f"only {len(drawn)} of {n} faults fit into {steps} steps of {world_size} ranks")
-    drawn.sort(key=lambda f: (f.step == ANY_STEP, f.step, f.rank))
-    earlier: Counter[int] = Counter()
-    result = []
-    for fault in drawn:
-        result.append(replace(fault, incarnation=earlier[fault.rank]))
-        earlier[fault.rank] += 1
-    return result
-
-
-def _in_recovery(point: str) -> bool:
-    return point.startswith("recovery.") or point in ("join", "startup")
-
-
-def _second(cause: Fault, drawn: Sequence[Fault], rank: int, point: str, kind: str, nth: int) -> Fault | None:
-    """A fault during the recovery that ``cause`` brings about; None if ``cause`` does not serve."""
-    if cause.step == ANY_STEP:
-        return None
-    if point.startswith("recovery."):
-        # A survivor; one that is struck at another time too might meet the wrong recovery.
-        return None if any(f.rank == rank for f in drawn) else Fault(rank, ANY_STEP, point, kind, nth)
-    if sum(f.rank == cause.rank for f in drawn) > 1:
-        return None
-    return Fault(cause.rank, ANY_STEP, point, kind, nth, incarnation=1)
-
-
-def _fits(fault: Fault, drawn: Sequence[Fault], world_size: int) -> bool:
-    """Whether every rank is struck once at most, and not all are, around each step."""
-    if fault.incarnation:
-        return True  # the replacement of a rank that fails already
-    anytime = [f for f in drawn if f.step == ANY_STEP and not f.incarnation]
-    if fault.step == ANY_STEP:
-        return len({f.rank for f in drawn} | {fault.rank}) < world_size
-    # A rank may be a batch ahead of another when the failure of a third is seen: neighbouring steps count as one.
-    near = [f for f in drawn if abs(f.step - fault.step) <= 1 and f.step != ANY_STEP] + anytime
-    if any(f.rank == fault.rank for f in drawn if f.step == ANY_STEP):
-        return False
-    return all(f.rank != fault.rank for f in near) and len({f.rank for f in near}) + 1 < world_size

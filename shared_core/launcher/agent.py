@@ -8,11 +8,12 @@ workers that are stopped or make no progress. The store is hosted here, so any w
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -23,13 +24,11 @@ from shared_core.launcher.attempts import Attempts
 from shared_core.launcher.control_channel import ControlChannel
 from shared_core.launcher.control_socket import ControlSocket
 from shared_core.launcher.elastic import Records
-from shared_core.launcher.ending import JobEnding
 from shared_core.launcher.failures import WorkerFailures
-from shared_core.launcher.fencing import Fenced
 from shared_core.launcher.gathering import JobOver
-from shared_core.launcher.goodbyes import ShutdownBarrier
 from shared_core.launcher.job_reporter import JobReporter
 from shared_core.launcher.last_checkpoint import LastCheckpoint
+from shared_core.launcher.lease import Fenced
 from shared_core.launcher.logs import WorkerLogs
 from shared_core.launcher.machine import MachineMembership
 from shared_core.launcher.machine_workers import MachineWorkers
@@ -51,6 +50,7 @@ from shared_core.resources import free_bytes
 from shared_core.system import process
 from shared_core.system.jobdir import MEMORY, JobDir
 from shared_core.transport.store import StoreError
+from shared_core.waiting import Wait, ranks_text
 
 #: Least free memory for publications, in bytes for each worker.
 _LEAST_ROOM_BYTES = 256 << 10
@@ -88,7 +88,7 @@ class Agent:
         self._tick_s = min(max(float(spec.monitor_interval), TICK_S[0]), TICK_S[1])
         self._last_tick = 0.0
         process.become_subreaper()
-        job = JobDir(config.log.dir)
+        job = self._job = JobDir(config.log.dir)
         if (free := free_bytes(job.path)) < _LEAST_ROOM_BYTES * nproc:
             job.remove()
             raise OutOfResources(
@@ -157,9 +157,6 @@ class Agent:
         )
         self._shutdown_barrier = ShutdownBarrier(console)
         self._persisting = Persisting(job.path, options.events, options.grace_s, console)
-        self._ending = JobEnding(
-            program, job, wakeup, attempts, self._machines, self._last_checkpoint, self._persisting, job_reporter
-        )
 
     @property
     def logs_used(self) -> bool:
@@ -187,7 +184,7 @@ class Agent:
             raise
         finally:
             try:
-                self._ending.end(ends_with)
+                self._end(ends_with)
             finally:
                 self._control.close()
 
@@ -313,3 +310,70 @@ class Agent:
                 # an entry older than the worker is the failed worker's
                 if boundaries and not inside and changed >= one.started and time.time() - changed > limit:
                     one.kill(f"no progress for {limit:g} s (detection.progress_timeout_s), killed by the agent")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _end(self, sig: signal.Signals) -> None:
+        """Send ``sig`` to the workers, SIGKILL after the grace time or at a second signal, let the last checkpoint be
+        written, and remove what the job has made on this machine.
+        """
+        worker_pool, wakeup = self._worker_pool, self._wakeup
+        if self._machines is not None:
+            self._machines.send_no_more()
+        try:
+            worker_pool.cancel_starts()
+            worker_pool.started()
+            worker_pool.reap()
+            worker_pool.signal_all(sig)
+            before = len(wakeup.received)
+            begun = time.monotonic()
+            deadline, cut = begun + self._last_checkpoint.left_s, begun + self._last_checkpoint.writer_s
+            while worker_pool.live and len(wakeup.received) <= before and time.monotonic() < deadline:
+                wakeup.wait(deadline - time.monotonic())
+                worker_pool.started()
+                worker_pool.reap()
+            self._finish_checkpoint(cut, before)
+        finally:
+            worker_pool.close()
+            if self._machines is not None:
+                self._machines.part()
+            self._attempts.close()
+            self._starter.close()
+            self._job.remove()
+            wakeup.close()
+
+    def _finish_checkpoint(self, deadline: float, signals: int) -> None:
+        """Write the last checkpoint to its end if the job has succeeded, else until ``deadline`` (of
+        :func:`time.monotonic`). ``signals``: how many there were; a further one ends the wait.
+        """
+        attempts, received = self._attempts, self._wakeup.received
+        # A worker may have left its only snapshot just before it ended.
+        self._persisting.look(min(attempts.places.ranks, default=0), self._job_reporter.run_id)
+        whole = attempts.released and not received
+        whole = self._persisting.finish(None if whole else deadline, self._wakeup.wait, lambda: len(received) > signals)
+        if received or not whole:
+            self._last_checkpoint.say(self._starter.config, self._program.command, attempts.reached)
+
+
+class ShutdownBarrier:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._wait: Wait | None = None
+        self._left: Collection[int] = ()
+
+    def look(self, finished: Collection[int], ranks: Collection[int]) -> None:
+        """Call at each tick: ranks that have said goodbye, and all."""
+        self._left = set(ranks) - set(finished)
+        if not finished or not self._left:
+            self._wait = None
+            return
+        if self._wait is None:
+            # They stay until all have finished: if another rank fails, they hold the newest state.
+            who, whom = ranks_text(finished), lambda: f"{ranks_text(self._left)}, which {_still(self._left)}"
+            ends = "they leave when all have finished"
+            self._wait = Wait(f"{who} (finished)", whom, math.inf, ends=ends, say=self._say)
+        self._wait.look()
+
+
+def _still(ranks: Collection[int]) -> str:
+    return "still runs" if len(ranks) == 1 else "still run"

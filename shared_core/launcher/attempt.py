@@ -69,7 +69,6 @@ class Team:
         slot: number of this machine's place, from 0.
         machines: names of the machines in generation 0 of the attempt, by place.
         host: of the store for the script's process groups (``MASTER_ADDR``).
-        keeper: name of the machine that has the job's store.
     """
 
     slot: int
@@ -90,7 +89,6 @@ class Attempt:
         number: whole-job restarts before this attempt; part of every key.
         place: host and port of the store for the script's process groups, 0 for a free port.
         connect: gives the job's store; its waits have no time-out.
-        ranks: of this machine.
         wake: called on a thread when there is something to look at.
         team: the other agents, if there are any.
     """

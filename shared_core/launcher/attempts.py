@@ -47,7 +47,6 @@ class Attempts:
 
     Attributes:
         number: of the attempt, from 0.
-        result: of the job, once it is over here.
     """
 
     def __init__(

@@ -58,8 +58,6 @@ class Change:
 
     Attributes:
         detected: when the failure was noticed, or the change began, in seconds since the epoch.
-        what: text about the new workers.
-        why: text about what led to it.
         whence: text about where they begin, if the agent knows.
         reached: step boundaries that the workers before had passed.
         boundary: step boundary at which they begin, if the agent knows.

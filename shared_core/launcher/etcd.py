@@ -41,9 +41,7 @@ class EtcdBackend(RendezvousBackend):
 
     Args:
         endpoints: host and port of each member; they are tried in turn.
-        run_id: name of the job.
         options: ``protocol`` (http or https), ``cacert``, ``cert``, ``key``, ``user``, ``password_file``.
-        timeout_s: of one request to one member.
 
     Raises:
         ConfigError: for wrong options, or files that cannot be read.

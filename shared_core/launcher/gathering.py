@@ -55,7 +55,6 @@ class RendezvousOptions:
         least: machines that are enough; 0 for ``nnodes``.
         last_call_s: how long to wait for more of them then, in seconds.
         spares: machines that may wait beyond ``nnodes``.
-        nproc: workers of each machine.
         lease_s: length of a machine's lease, in seconds.
         join_s: longest wait for the other machines, in seconds.
         resume: begin with the newest checkpoint of a job of this name.
@@ -111,7 +110,6 @@ class Gathering:
     """One machine's way to the others.
 
     Attributes:
-        address: of this machine.
         name: of this machine until it meets again, ``ADDRESS:PORT_OF_COPIES#HOST.RANDOM``.
         store: the job's, if it is here.
         met: whether this machine has had, or waited for, a place.

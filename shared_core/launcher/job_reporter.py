@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from shared_core.protocol.failure_policy import Death, FailureBook
 from shared_core.protocol.generation import Entry
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.card import Card
-from shared_core.system.facts import facts
 from shared_core.system.process import begun
 
 
@@ -192,3 +193,22 @@ def _size(path: str | None) -> int:
         return os.path.getsize(path) if path else 0
     except OSError:
         return 0
+
+
+#: Packages whose versions matter to a job.
+_PACKAGES = ("torch", "swift-recovery")
+
+
+def facts() -> dict[str, Any]:
+    """This machine's name, the processors that this process may use, and versions of what is installed."""
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -29,7 +29,6 @@ class LastCheckpoint:
     """Decides whether the end waits for a checkpoint.
 
     Args:
-        wanted: checkpoints are written.
         grace_s: seconds from SIGTERM to the end of all workers.
         early_s: seconds from SIGUSR1 or SIGUSR2 to that.
         set_key: sets a key in the attempt's store; does nothing before there is one.

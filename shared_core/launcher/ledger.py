@@ -26,7 +26,6 @@ class Ledger:
     """One agent's view of the list, which it reads and appends to.
 
     Attributes:
-        generation: number of the newest generation.
         incarnations: for each rank, how many workers held it before the present one.
         machines: for each place, the machine that holds it; None while nobody does. Empty for a job on one machine.
         over: the last entry once the attempt is over.
@@ -39,7 +38,6 @@ class Ledger:
 
     Args:
         store: a client of the store; any object with ``check``, ``get`` and ``compare_set``.
-        prefix: key prefix of the attempt.
         machines: who holds which place in generation 0.
     """
 

@@ -11,7 +11,20 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 from shared_core.launcher.attempt import LOOPBACK
 
 
-class LocalRendezvous(RendezvousHandler):
+class KeptRendezvous(RendezvousHandler):
+    """One that torchelastic does not ask to begin again: machines that come and go are answered by the agent."""
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+
+class LocalRendezvous(KeptRendezvous):
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
 
@@ -21,15 +34,6 @@ class LocalRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """The first of one place. The store is empty and unused: the agent hosts one for each attempt."""
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, 0))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """See base class."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
 
     def get_run_id(self) -> str:
         return self._run_id

@@ -31,7 +31,6 @@ class WorkerLogs:
             when None.
         ranks: global rank of each local rank.
         stdout_filters: lines of standard output that hold one of these are copied to ``filtered_stdout.log``.
-        stderr_filters: the same for standard error.
     """
 
     def __init__(

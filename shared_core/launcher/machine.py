@@ -13,15 +13,14 @@ from shared_core.events import console
 from shared_core.launcher import mirror
 from shared_core.launcher.attempt import Attempt, Team
 from shared_core.launcher.console import host_of, listed
-from shared_core.launcher.fencing import Fenced, sever
+from shared_core.launcher.lease import Fenced, sever
 from shared_core.launcher.ledger import Ledger
 from shared_core.launcher.mirror import MirrorServer
 from shared_core.launcher.neighbour import NeighbourCopies, Sender
 from shared_core.launcher.rendezvous import SwiftRendezvousHandler
 from shared_core.protocol import mirroring
 from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind
-from shared_core.protocol.resizing import Resizing
-from shared_core.protocol.takeover import Reassignment, reassign
+from shared_core.protocol.resizing import Reassignment, Resizing, reassign
 from shared_core.protocol.worker_env import Resized
 from shared_core.system import wire
 from shared_core.system.jobdir import CHECKPOINTS, MIRROR
@@ -37,11 +36,9 @@ class MachineMembership:
     """What an agent needs of the other machines.
 
     Args:
-        job_dir: private folder of the job on this machine.
         pause: waits so many seconds while this machine has no place; may raise to give up.
         wake: called on a thread when there is something to look at.
         stop_workers: called on a thread when the workers of this machine must be killed at once.
-        number: gives the number of the attempt.
         secret: of this machine; the job's key is derived from it.
     """
 
@@ -159,9 +156,6 @@ class MachineMembership:
         """Give the places of failed machines to spare ones, or continue with another number of machines.
 
         Returns the ledger's entry; None if there is nothing to do, or another agent was first.
-
-        Args:
-            nproc: workers of each machine.
         """
         lease, ledger = self._rendezvous.lease, attempt.ledger
         if lease is None:

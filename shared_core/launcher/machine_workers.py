@@ -3,22 +3,71 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterable, Mapping
 
-from shared_core.launcher.roster import Roster
 from shared_core.launcher.spares import Spares
 from shared_core.launcher.starting import AttemptStart, Starter
 from shared_core.launcher.wakeup import Wakeup
-from shared_core.launcher.workers import CANCELLED, WorkerPool
+from shared_core.launcher.workers import CANCELLED, LiveWorker, WorkerPool
 from shared_core.waiting import Wait, ranks_text
 
 
-class MachineWorkers:
-    """Starts and kills workers. ``tick_s``: how often they are looked at while they are being killed.
+class Roster:
+    """The ranks of one machine in one attempt.
 
     Attributes:
-        roster: which ranks are held.
+        failed: ranks that no worker holds now.
+        missing: ranks whose first worker does not run yet.
+        pids: pid of the newest worker, by local rank.
     """
+
+    def __init__(self) -> None:
+        self.failed: set[int] = set()
+        self.missing: set[int] = set()
+        self.pids: dict[int, int] = {}
+        self._due: list[tuple[float, int]] = []
+
+    def begin(self, ranks: Iterable[int]) -> None:
+        self.failed, self.missing = set(), set(ranks)
+        self.forget_due()
+
+    def lose(self, failed: Iterable[int]) -> None:
+        self.failed.update(failed)
+
+    def arrived(self, one: LiveWorker) -> None:
+        self.missing.discard(one.rank)
+        self.failed.discard(one.rank)
+        self.pids[one.local_rank] = one.pid
+
+    @property
+    def due(self) -> list[tuple[float, int]]:
+        """(``time.monotonic()``, local rank) of the replacements that are to be started."""
+        return list(self._due)
+
+    def replace_in(self, delay_s: float, local_rank: int) -> None:
+        self._due.append((time.monotonic() + delay_s, local_rank))
+
+    def replace_all(self, places: Mapping[int, int]) -> None:
+        """Start replacements of all failed ranks now, unless due already. ``places``: local rank of each rank."""
+        waiting = {place for _, place in self._due}
+        for rank in sorted(self.failed & places.keys()):
+            if places[rank] not in waiting:
+                self.replace_in(0.0, places[rank])
+
+    def take_due(self) -> list[int]:
+        """Local ranks whose time has come."""
+        now = time.monotonic()
+        taken = [entry for entry in self._due if entry[0] <= now]
+        self._due = [entry for entry in self._due if entry not in taken]
+        return [place for _, place in taken]
+
+    def forget_due(self) -> None:
+        self._due.clear()
+
+
+class MachineWorkers:
+    """Starts and kills workers. ``tick_s``: how often they are looked at while they are being killed."""
 
     def __init__(self, pool: WorkerPool, starter: Starter, spares: Spares, wakeup: Wakeup, tick_s: float) -> None:
         self.pool, self.starter, self.spares, self._wakeup, self._tick_s = pool, starter, spares, wakeup, tick_s

@@ -242,14 +242,7 @@ class Sender:
 
     The machine in the first place sends its newest, all others the step that was offered to them, so that all copies
     are of one step. A snapshot stays here while it is sent, until the next one is kept there, and while the neighbour's
-    copy of the same step is the one kept here.
-
-    Attributes:
-        machines: who holds which place; set by the agent.
-
-    Args:
-        name: gives the name of this machine.
-        secret: the job's key.
+    copy of the same step is the one kept here. ``machines``: who holds which place; set by the agent.
     """
 
     def __init__(self, copies: NeighbourCopies, name: Callable[[], str], secret: bytes) -> None:

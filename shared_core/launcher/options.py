@@ -18,7 +18,6 @@ class Program:
     Attributes:
         target: path or name.
         args: ``${local_rank}`` is substituted as torchrun does.
-        preload: modules that standbys import.
         first: modules that workers import before the program.
     """
 
@@ -39,16 +38,13 @@ class AgentOptions:
     """How the agent treats its workers.
 
     Attributes:
-        standbys: zygotes to keep.
         events: path of ``events.jsonl``; None writes none.
         grace_s: seconds between SIGTERM and SIGKILL when the job is ended.
         threads: intra-op threads that a fresh interpreter would use when ``OMP_NUM_THREADS`` is not set.
         loop_limit: see :class:`~shared_core.protocol.failure_policy.FailureBook`.
-        signals: names of the signals that end the job.
         store_port: port of the store; 0 takes a free one.
         machines: how many there are at least, and at most.
         note: more text for the line at the start.
-        secret: of a job on several machines.
     """
 
     config: SwiftConfig

@@ -34,7 +34,6 @@ class Persisting:
         job_dir: private folder of the job; a snapshot that a worker leaves there makes the writer needed.
         events: path of ``events.jsonl``, if there is one.
         grace_s: how long it may continue when this process has been killed.
-        say: prints a line for the user.
     """
 
     def __init__(self, job_dir: Path, events: str | None, grace_s: float, say: Callable[[str], None]) -> None:
@@ -73,7 +72,6 @@ class Persisting:
         Args:
             deadline: ``time.monotonic()`` until which it may continue; None for no limit.
             wait: waits for at most so many seconds, less where something happens; reaps no children.
-            enough: whether it is to be ended at once.
 
         Returns:
             False if it was ended while it still had something to do.

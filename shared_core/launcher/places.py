@@ -13,7 +13,6 @@ class WorkerPlaces:
 
     Attributes:
         machine: place of this machine, from 0.
-        machines: how many places there are.
         workers: torchelastic's, by local rank; empty before there is a place.
     """
 

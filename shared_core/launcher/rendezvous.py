@@ -17,7 +17,6 @@ from typing import Any
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
@@ -29,6 +28,7 @@ from shared_core.launcher.console import host_of, ranks
 from shared_core.launcher.gathering import RETRY_S, Again, Gathering, GatheringListener, JobOver, RendezvousOptions
 from shared_core.launcher.lease import Lease
 from shared_core.launcher.ledger import Ledger
+from shared_core.launcher.local_rendezvous import KeptRendezvous
 from shared_core.launcher.ports import Ports
 from shared_core.launcher.rendezvous_store import C10D, Register
 from shared_core.protocol.generation import EntryKind
@@ -43,12 +43,11 @@ _SURE = 1.25
 _LAST_S = 10.0
 
 
-class SwiftRendezvousHandler(RendezvousHandler):
+class SwiftRendezvousHandler(KeptRendezvous):
     """One machine's part in the rendezvous.
 
     Attributes:
         team: this machine's place, once it has one.
-        lease: its lease, once it has met the others.
         run_id: id of this start of the job, equal on all machines; empty before they have met.
         keeper: name of the machine that has the job's store; empty before there is one.
         line: what the workers of the attempt continue from, if their number has changed; see :class:`Resizing`.
@@ -101,17 +100,6 @@ class SwiftRendezvousHandler(RendezvousHandler):
             with suppress(Again):
                 return self._take_place(self._gathering.gather())
             self._listener.pause(RETRY_S)
-
-    def is_closed(self) -> bool:
-        """Always False: :exc:`JobOver` tells it."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing: :meth:`leave` does it."""
-
-    def num_nodes_waiting(self) -> int:
-        """Always 0, so that torchelastic does not restart for spare machines."""
-        return 0
 
     def get_run_id(self) -> str:
         return self._register.run_id

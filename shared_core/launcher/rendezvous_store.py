@@ -82,9 +82,7 @@ class Register:
     Args:
         backend: ``c10d`` or ``etcd``.
         endpoints: hosts and ports; one with c10d.
-        run_id: name of the job.
         options: of ``--rdzv-conf``.
-        timeout_s: of one request.
 
     Attributes:
         hosts: whether this process hosts the rendezvous (c10d only).

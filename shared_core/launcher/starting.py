@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.elastic.utils.api import macros
 
 from shared_core.config import SwiftConfig
+from shared_core.events import RUN
 from shared_core.launcher.attempt import Attempt
-from shared_core.launcher.environment import environment_of
 from shared_core.launcher.logs import ERROR_FILE, WorkerLogs
 from shared_core.launcher.options import AgentOptions, Program
 from shared_core.launcher.places import WorkerPlaces
+from shared_core.launcher.standby import clean_env
 from shared_core.launcher.workers import LiveWorker, WorkerPool
 from shared_core.protocol import worker_env
 from shared_core.protocol.request import StartRequest
@@ -29,7 +31,6 @@ class AttemptStart:
         store: where workers find the job's store, see :class:`~shared_core.protocol.worker_env.WorkerEnv`.
         address: of this machine, where there are several.
         line: what the attempt continues from, if the number of workers has changed.
-        run_id: of this start of the job.
     """
 
     places: WorkerPlaces
@@ -89,19 +90,7 @@ class Starter:
         rank = start.places.workers[local_rank].global_rank
         nth = self._starts.get(rank, 0)
         self._starts[rank] = nth + 1
-        env = environment_of(
-            start.places,
-            local_rank,
-            start.attempt,
-            start.store,
-            self._job_dir,
-            self._options.events,
-            self.config.to_json(),
-            start.address,
-            start.line,
-            self._program.command,
-            start.run_id,
-        )
+        env = self._environment(local_rank, start)
         env[worker_env.INCARNATION] = str(incarnation)
         env[ERROR_FILE] = logs.error_file(local_rank, nth)
         threads = env.get("OMP_NUM_THREADS", "")
@@ -120,6 +109,56 @@ class Starter:
         )
         return LiveWorker(local_rank, rank, incarnation, request)
 
+    def _environment(self, local_rank: int, start: AttemptStart) -> dict[str, str]:
+        """What a worker finds in its environment, torchrun's variables and ours, except its incarnation and the error
+        file.
+        """
+        places, attempt = start.places, start.attempt
+        spec, member = places.spec, places.workers[local_rank]
+        env = worker_env.left_environment(self._job_dir, member.global_rank) | clean_env(os.environ)
+        env |= {
+            "RANK": str(member.global_rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(places.machine),
+            "ROLE_RANK": str(member.role_rank),
+            "ROLE_NAME": spec.role,
+            "LOCAL_WORLD_SIZE": str(len(places.workers)),
+            "WORLD_SIZE": str(member.world_size),
+            "GROUP_WORLD_SIZE": str(places.machines),
+            "ROLE_WORLD_SIZE": str(member.role_world_size),
+            "MASTER_ADDR": attempt.host,
+            "MASTER_PORT": str(attempt.port),
+            # A replacement must see what the failed worker saw, so replacements are not counted here.
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": str(True),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            worker_env.JOB_DIR: str(self._job_dir),
+            worker_env.STORE: start.store,
+            worker_env.GENERATION: str(attempt.generation),
+            worker_env.EVENTS: self._options.events or "",
+            worker_env.CONFIG: self.config.to_json(),
+            worker_env.RESTART: str(attempt.number),
+            worker_env.COMMAND: self._program.command.to_json(),
+            RUN: start.run_id,
+        }
+        if worker_env.HANDED_OVER in os.environ:
+            env[worker_env.HANDED_OVER] = "1"
+        if start.line is not None:
+            env[worker_env.RESIZED] = start.line.to_json()
+        if start.address:
+            env[worker_env.ADDRESS] = start.address
+            env[worker_env.JOB] = spec.rdzv_handler.get_run_id()
+            env[worker_env.MACHINES] = json.dumps(attempt.ledger.machines)
+        else:
+            # For plain gloo groups, which would otherwise listen at the address of the machine's name.
+            env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if spec.virtual_local_rank:
+            env["LOCAL_RANK"] = "0"
+            env["CUDA_VISIBLE_DEVICES"] = _device(os.environ, local_rank)
+        return env
+
     @property
     def logs_used(self) -> bool:
         return self._logs is not None and self._logs.used
@@ -127,3 +166,14 @@ class Starter:
     def close(self) -> None:
         if self._logs is not None:
             self._logs.stop()
+
+
+def _device(environ: Mapping[str, str], local_rank: int) -> str:
+    """The one device that a worker sees with ``--virtual-local-rank``, as in torchelastic. May raise ValueError."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return str(local_rank)
+    devices = listed.split(",")
+    if local_rank >= len(devices):
+        raise ValueError(f"local_rank {local_rank} exceeds available GPUs in CUDA_VISIBLE_DEVICES={listed}")
+    return devices[local_rank].strip()

@@ -99,8 +99,6 @@ class WorkerPool:
     Args:
         selector: the agent's; pidfds and standbys are registered there, to wake it.
         standbys: how many zygotes to keep; 0 starts every worker in a fresh interpreter.
-        standby_env: environment of a zygote.
-        say: prints a line for the user.
         early: a zygote that was started before, to save time; it is told the modules here.
         wait_timeout_s: longest time that a zygote may import when a worker waits for it.
 

@@ -97,7 +97,6 @@ class Engine:
     """Iterates a loader and notes what is needed to do so again.
 
     Args:
-        loader: any iterable.
         mode: the option ``data``.
         place: seed, rank and number of the pass; the last is set when a pass begins.
         orders: where the order of each pass is published; None where it is never read.
@@ -111,7 +110,6 @@ class Engine:
         in_process: items are read in this process.
         stream: items cannot be read in another order, or left out.
         workers: loader workers that can be told what to do.
-        owned: generators and counters of the loader.
         compared: items that are read again are compared with what they were.
         says_where: the loader or its data set, if it can tell its place; None if neither can.
         pool: the passes that shape the next one, and the newest.

@@ -68,7 +68,6 @@ class Drawing(Iterator[Any]):
     """One iterator over the indices of a pass; watches what is drawn.
 
     Args:
-        source: of the sampler.
         known: it draws global randomness at most with its first index.
         workers: of the loader, if they can be told what to do; else 0.
         told: states that loader workers have not been given yet, by worker; shared by the passes of a loader.
@@ -161,7 +160,6 @@ class Indices:
     """Stands for a loader's batch sampler (or sampler): skips, seeds and watches its draws.
 
     Args:
-        inner: the sampler of the user's loader.
         batched: whether it yields the indices of a batch, or one index.
         known: whether it draws global randomness at most with its first index.
         workers: of the loader, if they can be told what to do; else 0.

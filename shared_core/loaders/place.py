@@ -18,14 +18,12 @@ class ReadingRecord:
     """What is needed to run one ``iter()`` of a loader again.
 
     Attributes:
-        epoch: number of the pass.
         before: state of the random parts that ``iter()`` drew from.
         owned: generators and counters of the loader before ``iter()``.
         owned_first: the same before the first fetch, where most samplers start.
         loaded: ``state_dict`` given to the loader before ``iter()``.
         fetches: what fetches of a stream drew from.
         draws: what the sampler drew from.
-        delivered: batches fetched.
         order: name under which its indices were published; empty if they were not.
         first: number of its first batch, where this is the divided rest of a pass; else 0.
         dealt: its indices are the published ones, not the sampler's.
@@ -86,7 +84,6 @@ def way_to(
 
     Args:
         ahead: items that were fetched before their use.
-        workers: of the loader.
         seeded: what an item draws is a function of its place.
         taken: items that this process has taken of a loader that cannot be started again.
         told: the loader workers of a stream go to the states that they have told.

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared_core.loaders.contents import summed
 from shared_core.loaders.engine import Engine, LoaderKind
 from shared_core.loaders.indices import Drawing
-from shared_core.loaders.items_sum import summed
 from shared_core.loaders.place import ReadingRecord
 from shared_core.loaders.randomness import DrawLog, RawRandom
 from shared_core.loaders.reader import MANY, Note
@@ -34,7 +34,6 @@ class Position(Iterator[Any]):
     Args:
         ahead: items that are fetched before their use.
         keep: how many items delivered last are kept.
-        lazy: begin at the first fetch.
 
     Attributes:
         last_items: after a restore, items that were fetched ahead of their use.

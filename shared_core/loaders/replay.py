@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shared_core.errors import Unsupported
+from shared_core.loaders.contents import summed
 from shared_core.loaders.engine import Engine, LoaderKind
 from shared_core.loaders.indices import Drawing, Follow
-from shared_core.loaders.items_sum import summed
 from shared_core.loaders.place import ReadingRecord, needed, way_to
 from shared_core.loaders.randomness import write_random
 from shared_core.loaders.reader import Note, ReaderStart
@@ -25,7 +25,6 @@ def replay(engine: Engine, state: Mapping[str, Any], taken: int, items: deque[An
     """Put the loader where its newest pass was; None if there was no pass. Leaves global generators undefined.
 
     Args:
-        state: of a failed worker's loader.
         taken: items that this process has taken of a loader that cannot be started again.
         items: receives the last ones delivered.
 

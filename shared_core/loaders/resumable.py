@@ -27,7 +27,6 @@ class ResumableLoader:
     same code, makes the iteration in progress continue with the next item, bit for bit.
 
     Args:
-        loader: the loader.
         mode: ``restore``: what reading items changed is put back, and only items whose reading changed what cannot be
             put back are read again, as are those of streams that cannot say where they are; ``refetch``: all items
             already delivered are read again; ``seeded``: an item's randomness is a function of seed, rank, epoch, batch
@@ -138,11 +137,8 @@ class ResumableLoader:
     def state(self, position: Iterator[Any] | None = None, *, between: bool = False) -> dict[str, Any]:
         """Where the iteration ``position`` is (default: the oldest one alive), as plain data.
 
-        Costs a few microseconds in the common case; some kilobytes where generators were drawn from.
-
-        Args:
-            position: an iterator of this loader.
-            between: no iteration is in progress; take only what shapes the next one.
+        Costs a few microseconds in the common case; some kilobytes where generators were drawn from. ``between``: no
+        iteration is in progress; take only what shapes the next one.
 
         Raises:
             Unsupported: if the rest of the iteration may have to be divided among others and cannot be.
@@ -181,7 +177,6 @@ class ResumableLoader:
 
         Args:
             state: of this rank's failed worker.
-            position: an iterator of this loader.
             copied: it is another rank's: what its sampler was built with (the rank) is not taken over, what has changed
                 since is.
 

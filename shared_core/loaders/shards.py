@@ -37,7 +37,6 @@ class Shards:
     Args:
         loader: reads the data of one rank: over a map-style data set, with a ``DistributedSampler`` or
             Accelerate's ``BatchSamplerShard``.
-        world: number of ranks.
         seed: with rank, epoch and number of the batch, seeds all random numbers that are drawn while it is read.
         what: the caller's name in error messages.
 

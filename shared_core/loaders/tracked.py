@@ -60,8 +60,6 @@ class TrackedLoader:
 
     Args:
         loader: any iterable.
-        worker: reads it.
-        config: options of the job.
         ahead: items that are fetched before they are used.
         epoch: number of its first pass; with ``data="seeded"`` part of the seed.
         beside: other objects that reading it may change; see :class:`ResumableLoader`.
@@ -137,12 +135,10 @@ class Pass:
     """One pass of a script over what it iterates.
 
     Args:
-        given: what the script iterates.
         tracked: the loader that is read: ``given`` itself, or the one inside a progress bar.
 
     Attributes:
         index: of the next item, as ``enumerate`` counts.
-        position: the iterator of the loader.
     """
 
     def __init__(self, given: Any, tracked: TrackedLoader, key: Hashable) -> None:
@@ -197,7 +193,6 @@ class Loaders:
         """A tracked loader around ``loader``; it is published for as long as the caller keeps it.
 
         Args:
-            loader: any iterable.
             key: plain data that identifies the loader; equal in a worker and its replacement.
             ahead: items that are fetched before they are used.
         """

@@ -37,11 +37,9 @@ _BUFFERS = ("pipe_recv_buf", "grad_layer", "meta_buffer")
 class SwiftPipelineEngine(InstrumentedEngine):
     """A :class:`deepspeed.PipelineEngine` whose stages survive; made by :func:`shared_core.pipeline.initialize`.
 
-    Outside ``swiftrun`` it is DeepSpeed's engine.
-
-    Attributes:
-        drives: the engine marks the step boundaries, at each call of :meth:`train_batch` and :meth:`eval_batch`; an
-            adapter whose framework has boundaries of its own sets it to False before the first call.
+    Outside ``swiftrun`` it is DeepSpeed's engine. ``drives``: the engine marks the step boundaries, at each call of
+    :meth:`train_batch` and :meth:`eval_batch`; an adapter whose framework has boundaries of its own sets it to False
+    before the first call.
 
     Raises:
         Unsupported: for tensor parallelism, for fp16, and for optimizers that are not torch's.

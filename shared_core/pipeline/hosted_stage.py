@@ -85,7 +85,6 @@ class HostedStage:
 
     Args:
         home: the layers of this worker's own stage.
-        number: the other stage.
         description, state: what :meth:`StageState.export` gave there.
 
     Raises ReplicaMismatch if the layers built here are others than those that are trained there.

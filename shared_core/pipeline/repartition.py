@@ -55,7 +55,6 @@ def repartitioned(
 
     Args:
         old: what each old rank has captured; see :meth:`~shared_core.pipeline.zero.ZeroState.capture`.
-        rows: of the new rank's masters.
         sizes: elements of the new rank's parts of the parameters.
 
     Raises Unsupported if DeepSpeed groups parameters in another way with this number of ranks.

@@ -157,7 +157,6 @@ class ReplayPart:
 
     Attributes:
         micro_s: measured seconds of a micro-batch's forward and backward; 0 if not measured.
-        stage_bytes: of its parameters.
         message_bytes: of one micro-batch that is lent: what it hands out and gets back, without parameters.
         able: its micro-batches can be computed elsewhere.
     """
@@ -183,7 +182,6 @@ class Helpers:
 
     Attributes:
         inner: a group of the replacements of a line, which come first, and the survivors.
-        line: number of replacements.
         sizes: micro-batches of a step that the line computes itself, then those of each helper.
         ordered: gradients come back by micro-batch, not summed.
         expected: seconds of a step by the line alone, and with its helpers; 0 if not measured.

@@ -50,7 +50,6 @@ class Computed:
     """What a stage makes of a micro-batch.
 
     Attributes:
-        outputs: of the last layer.
         loss: at the last stage; else None.
         input_gradients: of the floating-point inputs, None for the others; None at the first stage.
         gradients: of each parameter, None where the micro-batch does not reach it.
@@ -68,7 +67,6 @@ class Passed:
 
     Attributes:
         leaves: its inputs, detached, which are differentiated.
-        outputs: of the last layer, detached.
         roots: from which backward begins; empty after it.
         loss: at the last stage; else None.
     """
@@ -85,8 +83,6 @@ class Stage:
     """Layers that a worker computes for itself or another.
 
     Attributes:
-        module: holds the parameters and buffers of the layers.
-        first: place of the first layer in the whole model.
         parameters: those that are trained, in the order of DeepSpeed's module.
         loss_fn: of the last stage; None elsewhere, and where the last layer gives the loss.
         micro_batches: of a step; gradients are divided by it.

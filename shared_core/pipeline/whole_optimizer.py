@@ -36,8 +36,6 @@ class WholeOptimizer:
     Args:
         outer: DeepSpeed's optimizer; from now on its ``step`` makes the updates of all shards.
         parameters: of the stage, in the order in which gradients are summed.
-        index: this replica's.
-        replicas: their number.
 
     ``optimizer``: one of torch's, of the class inside ``outer``, with the master weights of all shards. Raises
     Unsupported for what :class:`Shard` refuses, and for what is not the same at every replica.

@@ -69,7 +69,6 @@ class Death:
     Attributes:
         exit_code: as Python's ``waitstatus_to_exitcode``: negative for a signal.
         cause: readable, for instance ``killed by SIGKILL``.
-        boundaries: step boundaries its rank had passed.
         error_file: where ``error`` was read from; empty if there was none.
         detected: when the agent noticed, in seconds since the epoch.
     """

@@ -19,7 +19,6 @@ class Forkable:
 
     Attributes:
         workers: on this machine; each may need as much memory for its copy.
-        machines: of the job.
         compute_threads: that an operation of torch uses.
         threads: beside those of the product and of gloo, by name.
         files: open ones whose use by two processes is not known to be safe, connections and pipes among them.

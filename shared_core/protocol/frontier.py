@@ -103,8 +103,6 @@ class GroupFrontier:
         log: sequence numbers whose result this rank can send to others.
         exclusive: sequence numbers, still held, of collectives whose result differs by rank; all members take part in
             them again.
-        received: per channel, number of messages received.
-        sent: per channel, number of messages sent.
         held: per channel, number of the first message that can be sent again.
         over: its program has destroyed the group, and waits for nothing in it.
     """

@@ -99,7 +99,6 @@ class Entry:
     """What one entry says. An agent leaves the first three out: the ledger adds them.
 
     Attributes:
-        generation: number of the entry.
         incarnations: for each rank, how many workers held it before the present one.
         absent: ranks that failed and without which the others continue; None until all workers use survivor groups.
         causes: one for each worker that failed just now.
@@ -108,9 +107,7 @@ class Entry:
             agent leaves it out where it does not change.
         stay: ranks that continue after a change of the number of workers.
         after: machines that continue after that.
-        reason: for people.
         rank: whose error ends the job; -1 for none.
-        workers: number of them that continues.
         line: what the next attempt continues from, if not from a checkpoint or the beginning.
     """
 

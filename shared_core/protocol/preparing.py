@@ -32,7 +32,6 @@ class Prepared:
     """``prepared``, in the job's store: a standby waits for its rank's place.
 
     Attributes:
-        incarnation: the one that it will be.
         until: a file; once it exists, the standby is useless. Empty where it stays useful.
         forked: it is a copy of the rank's worker, which has made it.
     """
@@ -52,7 +51,6 @@ class Measured:
         startup_s: longest time that the script took to its first step boundary.
         worker_bytes: memory that the largest worker has to itself.
         free_bytes: memory that processes can still get.
-        total_bytes: of the machine, or of the container.
     """
 
     startup_s: float

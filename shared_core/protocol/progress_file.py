@@ -32,12 +32,9 @@ class Pace:
     """What an observer of the job sees of a worker. Times are in seconds since the epoch.
 
     Attributes:
-        boundaries: step boundaries passed.
-        inside: it waits in a collective.
         since_boundaries: step boundaries passed at ``since``.
         since: time of the step boundary from which its pace is measured.
         newest: time of the newest step boundary.
-        log_bytes: memory of its message logs at that boundary.
         expected: the step boundary at which the program will end, as far as its loops say; 0 where it is not known.
         loss: the newest training loss that it has told; None before there is one.
     """

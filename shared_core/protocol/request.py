@@ -29,10 +29,8 @@ class StartRequest:
     Attributes:
         token: chosen by the agent, returned with the pid.
         mode: ``script`` (a path), ``module`` (as ``python -m``) or ``exec`` (a program that is no Python script).
-        env: the whole environment of the worker.
         agent: pid of the agent, which must be the parent; the worker dies with it.
         stdout: file to append standard output to; empty leaves it on the console.
-        stderr: the same for standard error.
         first: modules to import before the program.
         threads: intra-op threads that a fresh interpreter with this environment would use; 0 leaves torch alone.
     """

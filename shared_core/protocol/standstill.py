@@ -26,7 +26,6 @@ class WaitStatus(FramedRecord):
         limit_s: seconds after which its wait ends by itself.
         call: what it waits in, as text; empty if it has finished.
         group: name of the group of this call; empty for a wait outside of the program's groups.
-        called: the group as text.
         members: ranks of the group; of a wait outside, those that are waited for.
         number: sequence number of the call in its group, or of the message in its channel.
         channel: of a message that is waited for; empty for a collective.

@@ -59,8 +59,6 @@ class Trains:
 
     Attributes:
         time: since when, in seconds since the epoch.
-        boundary: the step boundary that it began at.
-        whence: text about the checkpoint that all begin from.
         behind: it does not train yet: it computes the job again from its beginning.
     """
 

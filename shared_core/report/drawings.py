@@ -125,7 +125,6 @@ def curve(name: str, points: Sequence[tuple[float, float]], failures: Iterable[E
     """A metric over steps, with the steps at which workers failed.
 
     Args:
-        name: of the metric.
         points: (step, value), at least one, in order.
         failures: those whose step boundary is unknown are left out.
     """

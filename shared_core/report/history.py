@@ -22,7 +22,6 @@ class EventMark:
 
     Attributes:
         at: in seconds since the run began.
-        what: in words.
         rank: whom it concerns, -1 for all.
         boundary: step boundary; None where it is unknown or says nothing.
     """
@@ -38,7 +37,6 @@ class Answer:
     """A recovery, restart or change of the number of workers, with its place in the run.
 
     Attributes:
-        recovery: what is known of it.
         at: when its first failure was noticed, in seconds since the run began.
         parts: of it, in seconds from then.
     """
@@ -53,25 +51,20 @@ class History:
     """What happened in one run of a job; times are in seconds since it began.
 
     Attributes:
-        run: its id; empty in files of older versions.
         began: in seconds since the epoch.
-        duration_s: until its end, or until the last event.
         result: how it ended, in words; empty where no event says that it has.
         workers: their number, from each time on at which it changed.
         machines: names of the machines that say so, in order.
         spans: what each rank did, in order of ranks and times.
         answers: to failures, and changes of the number of workers, in the order in which they began.
-        failures: the workers that failed.
         turns: restarts of all workers and changes of their number.
         checkpoints: that were completed; ``at`` is when.
         begins: when rank 0 came to its first batch, of each start of all workers; ``boundary`` is the step boundary
             that they began from, ``what`` the checkpoint, if it is one.
-        warnings: of the job.
         facts: what the job ran on: pairs of a name and a text.
         startup_s: how long the first workers took, from when all of them ran to the first batch; None where it was not
             said.
         step_s: mean time of a step while nothing is lost; None where it cannot be told from the events.
-        measured_steps: number of steps over which that is the mean.
     """
 
     run: str
@@ -101,7 +94,7 @@ class History:
 def history_of(events: Sequence[Event]) -> History:
     """The history of a run, from its events in the order of their file; see :func:`shared_core.events.by_run`.
 
-    Whatever was not said, because its writer was killed or an older version wrote it, is left out.
+    Whatever was not said, because its writer was killed, is left out.
 
     Raises:
         ValueError: there are no events.

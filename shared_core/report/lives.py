@@ -29,11 +29,8 @@ class LifeSpan:
     """What a rank does for some time.
 
     Attributes:
-        rank: which one.
-        doing: what it does.
         begin: in seconds since the run began.
         end: in seconds since the run began.
-        note: more about it, in words.
     """
 
     rank: int
@@ -61,12 +58,7 @@ _HELD_UP = (Doing.STARTING, Doing.WAITING, Doing.CATCHING_UP)
 
 
 def spans(events: Sequence[Event], found: Iterable[Recovery]) -> list[LifeSpan]:
-    """What each rank does, in order of ranks and times.
-
-    Args:
-        events: of one run; not empty.
-        found: its recoveries.
-    """
+    """What each rank does, in order of ranks and times. ``events``: of one run; not empty."""
     began, last = min(event.time for event in events), max(event.time for event in events)
     changes = [*_of_events(events), *_ends_of(found)]
     lives: dict[int, list[_Change]] = {}
@@ -90,8 +82,8 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
     if not any(event.kind == "start" for event in events):  # the beginning of the file is lost
         ranks = sorted({event.rank for event in events if event.rank >= 0})
         yield from (_Change(events[0].time, rank, Doing.TRAINING) for rank in ranks)
-    # Older versions do not say when training begins.
-    older = not any(event.kind == "began" for event in events) and any(event.kind in _AFTER_IT for event in events)
+    # Nobody says when training begins where the first worker of rank 0 fails before.
+    unsaid = not any(event.kind == "began" for event in events) and any(event.kind in _AFTER_IT for event in events)
     for event in events:
         at, rank, said = event.time, event.rank, event.fields
         if event.kind == "start" and is_count(said.get("world_size")) and said["world_size"] <= _MOST_WORKERS:
@@ -102,7 +94,7 @@ def _of_events(events: Sequence[Event]) -> Iterator[_Change]:
             gone = set(ranks) - set(range(said["world_size"]))
             ranks = range(said["world_size"])
             yield from (_Change(at, each, None) for each in gone)
-            doing = Doing.TRAINING if older and attempt == 0 else Doing.STARTING
+            doing = Doing.TRAINING if unsaid and attempt == 0 else Doing.STARTING
             yield from (_Change(at, each, doing) for each in ranks)
         elif event.kind == "began":  # the first batch of a restart belongs to its recovery
             doing = Doing.CATCHING_UP if attempt > 0 else Doing.TRAINING

@@ -26,7 +26,6 @@ def to_page(
     """The page.
 
     Args:
-        found: what happened.
         metric: name of a metric and its points (step, value), for the curve; at least one.
         every: steps between checkpoints, of the restarts that the run is compared with; its own by default.
     """

@@ -23,13 +23,7 @@ class PartKind(Enum):
 
 @dataclass(frozen=True)
 class RecoveryPart:
-    """One part.
-
-    Attributes:
-        kind: what is waited for.
-        begin: in seconds from the detection of the failure; negative before it.
-        seconds: how long it takes.
-    """
+    """One part. ``begin``: in seconds from the detection of the failure; negative before it."""
 
     kind: PartKind
     begin: float
@@ -43,11 +37,8 @@ class RecoveryPart:
 
 def parts(one: Recovery, limit_s: float | None = None) -> list[RecoveryPart]:
     """The parts of a recovery in order, as far as events say where they end. Each begins where the one before ends, but
-    for the admitting of replacements, for which those that continued stand still once more.
-
-    Args:
-        one: the recovery.
-        limit_s: no part continues for longer, in seconds from the detection; for one that another failure has ended.
+    for the admitting of replacements, for which those that continued stand still once more. ``limit_s``: no part
+    continues for longer, in seconds from the detection; for one that another failure has ended.
     """
     found: list[RecoveryPart] = []
     struck = [failure.struck for failure in one.failures if failure.struck is not None]

@@ -16,7 +16,6 @@ class Saving:
     """One failure, or several that followed each other before anybody trained again.
 
     Attributes:
-        failed: ranks.
         at: when the first was noticed, in seconds since the run began.
         took_s: until all continued, and what a replacement's entry cost the others later.
         steps: that a restart would have repeated: step boundaries since the last checkpoint; None if unknown.
@@ -37,11 +36,8 @@ class Saving:
 
 @dataclass(frozen=True)
 class Savings:
-    """All of them, and what they rest on.
-
-    Attributes:
-        each: one for each failure that was answered without a restart, or chain of such failures.
-        assumptions: sentences for the reader.
+    """All of them, and what they rest on. ``each``: one for each failure that was answered without a restart, or chain
+    of such failures.
     """
 
     each: tuple[Saving, ...]
@@ -55,11 +51,8 @@ class Savings:
 
 
 def savings(found: History, every: int | None = None) -> Savings:
-    """What a run has saved: of each answer that kept survivors in place, and was completed.
-
-    Args:
-        found: the run.
-        every: steps between two checkpoints, in the place of those that the run has made.
+    """What a run has saved: of each answer that kept survivors in place, and was completed. ``every``: steps between
+    two checkpoints, in the place of those that the run has made.
     """
     start_s, how = _restart_s(found)
     in_place = [one for one in outages(found.answers) if one[-1].recovery.answer in ("replace", "reroute")]

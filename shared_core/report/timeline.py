@@ -27,7 +27,6 @@ class Failure:
     """A worker that failed.
 
     Attributes:
-        rank: its logical rank.
         cause: how it ended, in words; empty if it was not said.
         detected: when the agent noticed, in seconds since the epoch; ``None`` if it was not said.
         struck: when an injected fault struck it, in seconds since the epoch; ``None`` for other failures.
@@ -49,7 +48,6 @@ class Recovery:
     Attributes:
         generation: number of the generation that was formed; for a restart, of the one that ended.
         attempt: how often all workers had been started again before, also because their number changed.
-        failures: workers whose failure made it necessary.
         detected: when the first of them was noticed, in seconds since the epoch.
         survivor_ready_s: by rank, until a survivor was out of its blocked call and ready to take part.
         replacement_start_s: by rank, until the replacement's process was started.
@@ -64,7 +62,6 @@ class Recovery:
         admitted_s: by rank, until a replacement was admitted by those that continued without it.
         admitted_stall_s: by rank, how long the others stood still for it then.
         stall_s: by rank, until it continued with its batch.
-        bytes_moved: state and logs that crossed the network.
         served_operations: finished operations handed from logs to whoever lacked them.
         recomputed_steps: optimizer steps that a survivor computed again.
         boundary: step boundary the replacement started from; ``None`` if it was not said.
@@ -337,11 +334,8 @@ def ended(events: Sequence[Event]) -> str:
 
 
 def format_runs(shown: str, begun: Sequence[tuple[str, float]]) -> str:
-    """One line about the other runs of a file, the newest first; empty if there are none.
-
-    Args:
-        shown: id of the run that is shown.
-        begun: id and beginning, in seconds since the epoch, of each run of the file, in order.
+    """One line about the other runs of a file, the newest first; empty if there are none. ``begun``: id and beginning,
+    in seconds since the epoch, of each run of the file, in order.
     """
     others = [
         f"{run or NO_ID} ({time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(when))})"

@@ -71,8 +71,6 @@ class DataParallelSteps:
     """Runs the steps of one worker.
 
     Args:
-        me: this rank.
-        world: number of logical ranks.
         parameters: those that are trained, in the same order at all ranks.
         compute: forward and backward of a logical rank's share of a step: ``compute(rank, step)`` leaves gradients in
             ``.grad``. The result must depend on its arguments and the parameters alone.

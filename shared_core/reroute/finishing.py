@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from shared_core.faults import inject
-from shared_core.reroute.drift import Word
 from shared_core.reroute.former import FormerParameters
 from shared_core.reroute.history import PlanHistory, StepPlan
 from shared_core.reroute.measuring import Measuring
 from shared_core.reroute.messages import DTYPES, MessageChannel, MessageKey, MessageKind
 from shared_core.reroute.places import WorkerPlace
-from shared_core.reroute.reports import RerouteReports
+from shared_core.reroute.reports import RerouteReports, Word
 from shared_core.reroute.step import StageModel, Step, StepOptions, StepResult, Tied, merge, table_of
 from shared_core.reroute.summing import flatten, hand_over, reduce_in_order
 from shared_core.schedule.schedule import Action, Kind, PlannedWorker

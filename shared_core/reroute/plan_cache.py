@@ -16,10 +16,9 @@ from typing import Any
 from shared_core.errors import ConfigError, CorruptFile, SwiftError, WaitTimeout
 from shared_core.events import console
 from shared_core.schedule.greedy import EFFORT
-from shared_core.schedule.memory import Memory
 from shared_core.schedule.optimal import has_solver
 from shared_core.schedule.planner import IterationPlan, plan
-from shared_core.schedule.problem import Variant
+from shared_core.schedule.problem import Memory, Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology
 from shared_core.schedule.symmetry import canonical, patterns, rename
 from shared_core.schedule.timing import StageTimes, Times

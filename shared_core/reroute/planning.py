@@ -19,10 +19,9 @@ from shared_core.errors import ConfigError
 from shared_core.reroute.plan_cache import Filling, PlanStore, Settings
 from shared_core.reroute.room import MemoryUse, room_of
 from shared_core.reroute.times import EQUAL, drifts, from_dict, rounded, second_updates, to_dict
-from shared_core.schedule.memory import Memory
 from shared_core.schedule.normalise import Move
 from shared_core.schedule.planner import IterationPlan
-from shared_core.schedule.problem import Variant
+from shared_core.schedule.problem import Memory, Variant
 from shared_core.schedule.remainder import EFFORT
 from shared_core.schedule.schedule import Action, PlannedWorker, Schedule, Topology
 from shared_core.schedule.timing import Times, simulate

@@ -27,11 +27,8 @@ def room_of(topology: Topology, held: int, found: Iterable[tuple[int, MemoryUse]
     """Micro-batches that a worker of each stage may hold; never fewer than 1F1B does.
 
     What is spare is measured between two steps, so what 1F1B holds may have been given back and count as free: it is
-    not added. A stage of which somebody knows nothing holds what it does under 1F1B.
-
-    Args:
-        held: chosen for all stages; 0 for what fits.
-        found: (stage, use) of each worker.
+    not added. A stage of which somebody knows nothing holds what it does under 1F1B. ``held``: chosen for all stages; 0
+    for what fits.
     """
     most = topology.pipelines * topology.micro_batches
     fits: dict[int, int] = {}

@@ -47,8 +47,6 @@ def due(
     Args:
         ordered: all micro-batches of a failed worker go to one peer.
         times: measured durations in seconds; None until there are some.
-        gone: places whose own workers have failed.
-        moved: moves that are made already.
         facts: what each worker has told, by the place that belongs to it; see :func:`tell`.
         newest: newest step that anybody may have begun.
     """

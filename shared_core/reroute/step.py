@@ -110,7 +110,6 @@ class Step:
 
     Attributes:
         at: place in the row of the plan.
-        items: inputs and labels, by (pipeline, micro-batch).
         reader: of the items of other pipelines; None where this worker cannot read them.
         made: messages that this worker has computed, for readers that need them again.
         records: forwards whose backward is still to be done, by (pipeline, micro-batch), and their outputs.
@@ -205,7 +204,6 @@ class StepOptions:
         synchronous: no stage makes its update before all have their gradients. Otherwise a stage whose gradients must
             be clipped by the norm over all stages continues as if they need not, and takes its update back if they
             must, before the step is over for the caller.
-        moves: workers may move to other stages.
     """
 
     ordered: bool = False

@@ -13,7 +13,6 @@ class StepProgress(NamedTuple):
 
     Attributes:
         step: the one that it is in. If it has finished one and begun no other, the next.
-        place: in its row of that step.
         behind: places in its rows of earlier steps that it has not run to the end, by step.
     """
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from shared_core.errors import InvalidSchedule
-from shared_core.schedule.memory import held_after
-from shared_core.schedule.problem import Problem
+from shared_core.schedule.problem import Problem, held_after
 from shared_core.schedule.schedule import Action, Kind, Schedule
 from shared_core.schedule.timing import SimulatedTimes, Simulation, Timeline, codes
 

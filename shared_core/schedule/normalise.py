@@ -59,19 +59,15 @@ def normalise(
     times: Times | None = None,
     variant: Variant = Variant.STAGGERED,
     moving: Sequence[float] = (0.0,),
-    iterations: float = math.inf,
     ordered: bool = False,
     able: Collection[PlannedWorker] | None = None,
     moved: Sequence[Move] = (),
 ) -> Normalised:
-    """The moves with the least total time.
+    """The moves that make an iteration fastest, and among those the cheapest.
 
     Args:
         failed: places without a worker.
-        variant: of the plan that will be run.
         moving: time to copy the state of each stage; a single entry holds for all.
-        iterations: how many will be run until replacements come. The total time is that of these iterations and of the
-            moves; infinite: the fastest iteration, and among those the cheapest moves.
         ordered: all micro-batches of a failed worker go to one peer.
         able: who may move; None for everybody.
         moved: moves made already for some of these failures; they stay where they are part of a best choice.
@@ -104,10 +100,7 @@ def normalise(
                     for worst, spent, moves, chosen in choices
                 )
         states = {put: _undominated(choices) for put, choices in following.items()}
-    if math.isinf(iterations):
-        best = min(states[len(gone)])
-    else:
-        best = min(states[len(gone)], key=lambda choice: (choice[0] * iterations + choice[1], choice))
+    best = min(states[len(gone)])
     before = iteration_cost(topology, gone, times, variant, ordered)
     after, moves = _places(gone, movable, best[3], moved)
     return Normalised(after, moves, best[0], before, best[1])

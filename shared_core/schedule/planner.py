@@ -5,19 +5,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared_core.errors import ConfigError, InvalidSchedule
 from shared_core.plain_json import is_count, parse
 from shared_core.schedule.bound import lower_bound
-from shared_core.schedule.fusing import fuse
-from shared_core.schedule.greedy import EFFORT, FoundSchedule, greedy
-from shared_core.schedule.memory import NO_LIMIT, Memory
+from shared_core.schedule.greedy import EFFORT, FoundSchedule, greedy, objective
 from shared_core.schedule.optimal import improve
-from shared_core.schedule.problem import Problem, Variant
+from shared_core.schedule.problem import NO_LIMIT, Memory, Problem, Variant
 from shared_core.schedule.routing import Route, deal
-from shared_core.schedule.schedule import PlannedWorker, Schedule, Topology, held_without_failure, one_f_one_b
+from shared_core.schedule.schedule import (
+    Action,
+    Kind,
+    PlannedWorker,
+    Schedule,
+    Topology,
+    held_without_failure,
+    one_f_one_b,
+)
 from shared_core.schedule.timing import Times, simulate
 
 _WORKER = re.compile(r"([0-9]{1,9}):([0-9]{1,9})")
@@ -212,3 +218,46 @@ def _healthy(problem: Problem) -> IterationPlan | None:
         "1f1b",
         healthy.optimal,
     )
+
+
+#: Actions that all simulations together may run.
+FUSE_EFFORT = 200_000
+
+Spot = tuple[PlannedWorker, Action]
+
+
+def fuse(found: FoundSchedule) -> FoundSchedule:
+    """The same schedule with as few split backwards as its cost takes: tries all, half of the workers', and so on."""
+    spots = [
+        (worker, action)
+        for worker, row in found.schedule.rows.items()
+        for action, following in zip(row, row[1:], strict=False)
+        if action.kind is Kind.I and following == action._replace(kind=Kind.W)
+    ]
+    goal = max(found.cost, found.bound) * (1 + 1e-9)
+    budget = FUSE_EFFORT // max(1, sum(len(row) for row in found.schedule.rows.values()))
+    groups = [spots] if spots else []
+    while groups and budget > 0:
+        group = groups.pop()
+        budget -= 1
+        schedule = _fused(found.schedule, set(group))
+        timeline = simulate(schedule, found.problem.times, staggered=found.problem.staggered)
+        if objective(found.problem, timeline) <= goal:
+            found = replace(found, schedule=schedule, timeline=timeline)
+        elif len(group) > 1:
+            middle = len(group) // 2
+            groups += [group[middle:], group[:middle]]
+    return found
+
+
+def _fused(schedule: Schedule, spots: set[Spot]) -> Schedule:
+    rows: dict[PlannedWorker, tuple[Action, ...]] = {}
+    for worker, row in schedule.rows.items():
+        new: list[Action] = []
+        for action in row:
+            if action.kind is Kind.I and (worker, action) in spots:
+                new.append(action._replace(kind=Kind.B))
+            elif not (action.kind is Kind.W and new and new[-1] == action._replace(kind=Kind.B)):
+                new.append(action)
+        rows[worker] = tuple(new)
+    return Schedule(rows)

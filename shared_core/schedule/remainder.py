@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shared_core.schedule.greedy import greedy
-from shared_core.schedule.memory import NO_LIMIT, Memory
 from shared_core.schedule.planner import IterationPlan
-from shared_core.schedule.problem import Problem
+from shared_core.schedule.problem import NO_LIMIT, Memory, Problem
 from shared_core.schedule.routing import Route, survivors
 from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule
 from shared_core.schedule.timing import Times, simulate

@@ -176,9 +176,7 @@ class Simulation:
     times that, plus 0 for F, 1 for I, 2 for W and 3 for B.
 
     Args:
-        workers: the worker of each row.
         rows: codes of its actions, without ``OPT``.
-        shape: pipelines, stages, micro-batches.
         done: codes of actions whose results are at hand at time 0.
         late: see :func:`simulate`.
     """

@@ -19,10 +19,7 @@ class Card:
     """One job on this machine.
 
     Attributes:
-        run: id of this start of the job.
         name: of the job, as ``--rdzv-id`` gives it.
-        script: as the user named it.
-        agent: pid of the launcher.
         begun: ``time.time()`` of its start.
         events: path of ``events.jsonl``; empty if there is none.
         events_from: size of that file before the job's first event, in bytes.

@@ -58,9 +58,7 @@ def die_with_parent(parent: int) -> bool:
 
 def fork_away(tell: Callable[[int], None] = lambda _: None) -> bool:
     """Fork a process that the nearest subreaper adopts. Returns True in it, once it is adopted, and False here.
-
-    Args:
-        tell: called here with its pid, or with ``-errno`` where no process can be made, before it continues.
+    ``tell``: called here with its pid, or with ``-errno`` where no process can be made, before it continues.
     """
     opened: list[int] = []
     try:

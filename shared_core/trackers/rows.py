@@ -65,8 +65,6 @@ class Rows:
     Args:
         job: of this worker, which holds rank 0.
         name: unique, and the same in a replacement.
-        service: what takes the rows.
-        write: how.
     """
 
     def __init__(self, job: Job, name: str, service: Service, write: Write) -> None:
@@ -80,11 +78,8 @@ class Rows:
         self._behind = replaces_a_worker(job)
 
     def give(self, row: Row, step: Any = None, **more: Any) -> None:
-        """Write a row that the script logs, unless the service has it from a failed worker.
-
-        Args:
-            step: as the script gave it.
-            more: further arguments for the tracker.
+        """Write a row that the script logs, unless the service has it from a failed worker. ``more``: further arguments
+        for the tracker.
         """
         self._count = self._done = self._count + 1
         place = self._service.place(row, step)

@@ -14,11 +14,7 @@ from shared_core.watch.view import JobView
 
 
 def pages_of(view: Callable[[], JobView]) -> dict[str, Page]:
-    """The page, and the data that it asks for again and again.
-
-    Args:
-        view: gives what there is to see now.
-    """
+    """The page, and the data that it asks for again and again. ``view``: gives what there is to see now."""
     html = (files("shared_core.watch") / "page.html").read_bytes()
     policy = (
         f"default-src 'none'; script-src {_hashes(html, b'script')}; style-src {_hashes(html, b'style')}; "

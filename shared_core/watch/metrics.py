@@ -30,11 +30,7 @@ def need_prometheus() -> None:
 
 
 def pages_of(view: Callable[[], JobView]) -> dict[str, Page]:
-    """The page that Prometheus scrapes.
-
-    Args:
-        view: gives what there is to see now.
-    """
+    """The page that Prometheus scrapes. ``view``: gives what there is to see now."""
     from prometheus_client import generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
 

@@ -33,11 +33,8 @@ class HeldRank:
     """A rank.
 
     Attributes:
-        phase: of its worker, as far as events say it.
         pid: of its worker; None where nobody holds the rank.
-        host: name of the worker's machine.
         agent: pid of that machine's launcher; 0 if it was not said.
-        failures: how often it failed.
     """
 
     phase: RankPhase
@@ -48,14 +45,7 @@ class HeldRank:
 
 
 class Ranks:
-    """Who holds each rank now.
-
-    Attributes:
-        held: by rank.
-        seen: all ranks that there ever were.
-        world_size: workers that there are to be.
-        generation: the newest.
-    """
+    """Who holds each rank now."""
 
     def __init__(self) -> None:
         self.held: dict[int, HeldRank] = {}
@@ -103,14 +93,8 @@ class SeenFailure:
     """A failure; times in seconds since the epoch.
 
     Attributes:
-        rank: whose.
-        detected: when it was noticed.
         cause: in words.
-        pid: of the worker.
         last_words: the end of its traceback or log; empty if nobody has them.
-        replacement: pid of the one that took its place.
-        started: when that one began.
-        joined: when that one had joined.
         closed: when it was over otherwise: the replacement failed too, or the number of workers changed.
     """
 
@@ -126,11 +110,7 @@ class SeenFailure:
 
 
 class SeenFailures:
-    """All failures of a job.
-
-    Attributes:
-        all: in order of time.
-    """
+    """All failures of a job. ``all``: in order of time."""
 
     def __init__(self) -> None:
         self.all: list[SeenFailure] = []

@@ -38,13 +38,7 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Page:
-    """What a path gives.
-
-    Attributes:
-        kind: its media type.
-        body: makes it.
-        headers: besides those that every answer has, or in their place.
-    """
+    """What a path gives. ``headers``: besides those that every answer has, or in their place."""
 
     kind: str
     body: Callable[[], bytes]
@@ -56,7 +50,6 @@ class DashboardServer:
 
     Args:
         option: with which the user chose the port, for the error.
-        address: to listen at.
         port: 0 for a free one.
 
     Attributes:
@@ -83,11 +76,7 @@ class DashboardServer:
         self._serves = False
 
     def serve(self, pages: Mapping[str, Page]) -> None:
-        """Answer in a thread of its own, which ends with the process.
-
-        Args:
-            pages: by path.
-        """
+        """Answer in a thread of its own, which ends with the process. ``pages``: by path."""
         self._http.pages = pages
         run = functools.partial(self._http.serve_forever, poll_interval=0.1)  # so long the end waits for it
         threading.Thread(target=run, name="swift-watch", daemon=True).start()

@@ -37,11 +37,8 @@ class Live:
 
     Attributes:
         now: seconds since the epoch.
-        alive: whether the launcher of this machine lives.
         card: of the job; None for one that does not run here.
-        paces: of the workers of this machine, by rank.
         states: of processes of this machine, by pid, as in ``/proc/PID/stat``; None for one that is gone.
-        disk_bytes: what the message logs of this machine take on disk.
         usage: of processes of this machine, by pid: cores in use, None before there are two looks; bytes of memory.
         series: time, steps a second and training loss, as they were seen since somebody watches; None where unknown.
     """
@@ -61,15 +58,11 @@ class WorkerView:
     """One rank.
 
     Attributes:
-        rank: its logical rank.
         phase: a value of :class:`~shared_core.watch.ranks.RankPhase`.
         pid: of its worker; None where nobody holds the rank.
         host: machine of the worker; empty if it was not said.
         here: it is a worker of this machine, so step, pace and log are known.
         step: batches begun.
-        steps_per_s: over the last batches.
-        log_bytes: memory of its message logs.
-        failures: how often the rank failed.
         cores: of the processor in use; None if unknown.
         memory_bytes: that its process holds; None if unknown.
     """
@@ -92,7 +85,6 @@ class FailureView:
     """A worker that failed.
 
     Attributes:
-        rank: its logical rank.
         time: when that was noticed, in seconds since the epoch.
         cause: in words.
         kind: of the cause, one of few words: a signal's name, ``exit``, ``exception``, ``machine``, ``stopped``,
@@ -124,7 +116,6 @@ class ViewSpan:
         what: ``failed``, ``joining``, ``stalled``, ``restart`` or ``checkpoint``.
         begin: seconds since the epoch.
         end: the same; None while it lasts.
-        text: what a reader is told of it.
     """
 
     rank: int
@@ -139,11 +130,9 @@ class CheckpointView:
     """The newest checkpoint.
 
     Attributes:
-        step: step boundary.
         time: when it was committed, in seconds since the epoch.
         age_s: seconds since then.
         seconds: that it took to be written.
-        nbytes: its size.
     """
 
     step: int
@@ -158,9 +147,6 @@ class JobView:
     """A job.
 
     Attributes:
-        run: id of this start of the job.
-        name: of the job.
-        script: the user's.
         host: this machine; empty where the job does not run here.
         state: ``starting``, ``running``, ``recovering``, ``succeeded``, ``failed``, ``gone`` (its launcher has ended
             and did not say so) or ``unknown`` (it does not run here, and its events do not tell its end).
@@ -168,8 +154,6 @@ class JobView:
         now: seconds since the epoch at which this is what there is to see.
         begun: its first event.
         ended: its end; None while it runs.
-        generation: of the workers.
-        world_size: workers that there are to be.
         step: batches begun by the worker of this machine that is furthest; None if unknown.
         steps_per_s: median of the workers of this machine; None if unknown.
         steps: that there will be in all, as far as the loops say; None if unknown.
@@ -180,14 +164,9 @@ class JobView:
         stall_s: all stalls that are over, the longest worker of each, together, in seconds.
         stalled_s: how long the stall under way has lasted, 0 without one, in seconds.
         restarts: how often all workers have started again.
-        resizes: how often their number has changed.
         failures_by_kind: how many there were of each kind of cause.
         recoveries: recoveries that are over, by answer: ``replace``, ``reroute``, ``restart``, ``resize``.
         checkpoint: the newest; None if there is none.
-        checkpoints: how many were made.
-        log_bytes: memory of the message logs of this machine.
-        disk_bytes: what they take on its disk.
-        workers: by rank.
         failures: the newest first, of which there may have been more.
         spans: of the timeline, in order of time; those before the oldest of these are left out.
         warnings: the newest first: time, and what it says.

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared_core.errors import RecoveryFailed, SwiftError
 from shared_core.events import EventLog
+from shared_core.faults import inject
 from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.protocol.worker_env import WorkerEnv
@@ -22,10 +23,10 @@ from shared_core.system import secret
 from shared_core.transport.store import Store
 from shared_core.worker import link
 from shared_core.worker.comm import Runtime
-from shared_core.worker.comm.boundary_marks import BoundaryMarks
 from shared_core.worker.comm.listener import KeptBucketInput, RecordKey
 from shared_core.worker.comm.made_groups import MadeGroups
 from shared_core.worker.comm.op import Op
+from shared_core.worker.comm.results import BoundaryMarks
 from shared_core.worker.fatal_actions import FatalActions
 from shared_core.worker.job_store import JobStore
 from shared_core.worker.messages.disk_log import DiskLog
@@ -46,7 +47,6 @@ from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
 from shared_core.worker.recovery.exchange import Replaying
-from shared_core.worker.recovery.first_group import on_first_group
 from shared_core.worker.recovery.lifecycle import Lifecycle
 from shared_core.worker.recovery.place_reports import PlaceReports
 from shared_core.worker.recovery.recovery import WorkerRecovery
@@ -211,17 +211,28 @@ class _GroupsRelay(_Relay):
         return self._worker.store.below(prefix)
 
     def first_group(self) -> None:
-        it = self._worker
-        on_first_group(
-            it.runtime,
-            it.recovery,
-            it.start.start_point,
-            it.updates,
-            it.replays,
-            it.reporter,
-            it.wait_watchdog,
-            it.place_reports,
-        )
+        """Form the first generation. A replacement with a step boundary to reach does so there; another joins here."""
+        it, arrival = self._worker, self._worker.start.start_point
+        it.place_reports.begin()
+        # A hot standby goes the way of a replacement, and says nothing to the others before it has a place.
+        if arrival.spare.waits:
+            it.runtime.answer_from(dict(it.publisher.records.read()))
+            arrival.spare.then(it.wait_watchdog.begin)
+            inject.point("spare.prepares")
+            return
+        it.wait_watchdog.begin()
+        arrival.prepare()
+        if it.runtime.starting:
+            return
+        if it.recovery.replacement:
+            it.updates.begin_install()
+            it.updates.load(0, None, ())
+        inject.point("startup")
+        received = it.recovery.join()
+        if it.recovery.replacement:
+            it.replays.begin(received.replaying)
+            arrival.from_scratch()
+            it.reporter.joined(None)
 
     def made_again(self, group: str) -> tuple[StepBoundary | None, Mapping[int, Logged]]:
         return self._worker.recovery.forming.made_again(group)

@@ -18,8 +18,8 @@ from shared_core.launcher.mirror import MirrorServer, fetch
 from shared_core.launcher.rendezvous_store import is_here, parse_endpoints
 from shared_core.protocol.generation import Cause, CauseKind, Entry, EntryKind, survivor_group_key
 from shared_core.protocol.mirroring import keeper
+from shared_core.protocol.resizing import reassign
 from shared_core.protocol.rounds import admit_key
-from shared_core.protocol.takeover import reassign
 from shared_core.protocol.worker_env import Resized
 from shared_core.system.secret import leave
 from shared_core.system.wire import place_of

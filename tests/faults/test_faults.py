@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shared_core.errors import ConfigError
-from shared_core.faults import ANY_STEP, Fault, random_faults
+from shared_core.faults import ANY_STEP, Fault
 from shared_core.faults.spec import KINDS, POINTS, dumps, loads
+from tests.support.draws import random_faults
 
 
 def test_text_form_gives_the_same_faults() -> None:

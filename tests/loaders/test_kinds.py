@@ -16,9 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from shared_core import waiting
 from shared_core.errors import Unsupported
 from shared_core.loaders import read_random, wrap_loader
+from shared_core.loaders.contents import summed
 from shared_core.loaders.engine import LoaderKind, kind_of
 from shared_core.loaders.indices import Drawing, Follow
-from shared_core.loaders.items_sum import summed
 from shared_core.loaders.place import Way
 from shared_core.loaders.reshard import divide, order_name, taken_up, used
 

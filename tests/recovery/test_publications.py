@@ -22,10 +22,9 @@ from shared_core.errors import CorruptFile, SwiftError
 from shared_core.loaders.reshard import MARK
 from shared_core.protocol.frontier import StepBoundary
 from shared_core.worker.comm.listener import RecordKey
-from shared_core.worker.state import input_checksums
 from shared_core.worker.state import publication_slots as slots_module
 from shared_core.worker.state.publication_file import HEADER_BYTES, is_blank
-from shared_core.worker.state.publications import SharedMemoryPublisher
+from shared_core.worker.state.publications import _ENTRIES, SharedMemoryPublisher
 from shared_core.worker.state.records import from_plain, plain
 from tests.support.digest import digest
 
@@ -353,7 +352,7 @@ def test_lengths_are_part_of_the_checksum(tmp_path: pathlib.Path) -> None:
 
 def test_checksums_are_a_ring(tmp_path: pathlib.Path) -> None:
     publisher = SharedMemoryPublisher(tmp_path / "rank0")
-    size = input_checksums._ENTRIES
+    size = _ENTRIES
     for seq in range(size + 10):
         publisher.input_checksums.add(7, seq, seq ^ 0xABCD)
     found = SharedMemoryPublisher(tmp_path / "rank0").input_checksums.read()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shared_core.reroute.drift import EVERY, STEADY, Deliberation, Reported, Word, decide
 from shared_core.reroute.planning import Plans, Proposal, TimesInUse
+from shared_core.reroute.reports import EVERY, STEADY, Deliberation, Reported, Word, decide
 from shared_core.reroute.times import agree, completed, drift_line, drifts, rounded
 from shared_core.schedule.problem import Variant
 from shared_core.schedule.schedule import PlannedWorker, Topology

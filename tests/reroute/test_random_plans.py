@@ -13,9 +13,8 @@ from random_jobs import some_failed, some_times
 from benchmarks.lab.check import check
 from shared_core.errors import InvalidSchedule
 from shared_core.reroute.room import room_of
-from shared_core.schedule.memory import Memory
 from shared_core.schedule.planner import IterationPlan, plan
-from shared_core.schedule.problem import Variant
+from shared_core.schedule.problem import Memory, Variant
 from shared_core.schedule.remainder import replan
 from shared_core.schedule.schedule import Kind, PlannedWorker, Topology
 from shared_core.schedule.timing import StageTimes, Times, simulate

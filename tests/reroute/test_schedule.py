@@ -10,7 +10,7 @@ from timelines import check_times
 
 from benchmarks.lab.check import check, check_order
 from shared_core.errors import ConfigError, InvalidSchedule
-from shared_core.schedule.memory import Memory
+from shared_core.schedule.problem import Memory
 from shared_core.schedule.schedule import Action, Kind, PlannedWorker, Schedule, Topology, one_f_one_b, parse_action
 from shared_core.schedule.timing import Slot, StageTimes, Times, simulate
 

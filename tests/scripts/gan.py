@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from shared_core.worker.sharded.leftover import LeftoverShards
+from shared_core.worker.sharded.shard import LeftoverShards
 from tests.support.digest import training_digest
 from tests.support.report import Report, end_group, generators_digest
 

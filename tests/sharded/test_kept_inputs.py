@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import Jobs
 
 from shared_core.worker.comm.compat import ProcessGroupGloo
-from shared_core.worker.comm.kept_inputs import KeptInputs
+from shared_core.worker.comm.results import KeptInputs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -45,7 +45,6 @@ class Situation:
     "Useful" seconds are those of training that count: neither stalls nor work that was done again.
 
     Attributes:
-        step: step boundaries passed.
         useful_s: useful seconds since the job began.
         saved_step: step boundary of the newest checkpoint that was begun and has not failed; 0 for the start.
         saved_s: useful seconds then.
@@ -54,13 +53,10 @@ class Situation:
         cost: of a checkpoint; None until one was measured.
         rework_s: the integral of hazard times age since ``saved_s``, kept by :func:`grown`; None takes the present
             hazard for all of it.
-        in_flight: checkpoints that are being written.
         curve: fitted loss over steps; None while there is no fit.
         exponential: COCI's fit of the same.
-        fit_note: what the fit says of itself, for the reader.
         ending: when runs end early, and how; None without a history.
         horizon_s: useful seconds after which the job is planned to end; None if nobody knows.
-        workers: that train at present.
     """
 
     step: int
@@ -101,12 +97,8 @@ def grown(rework_s: float, hazard: float, age_s: float, seconds: float) -> float
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer.
-
-    Attributes:
-        reason: text: why, or why not.
-        rule: text: what the policy follows at present, which may not be the rule of its name; empty where no
-            rule decided.
+    """The answer. ``rule``: text: what the policy follows at present, which may not be the rule of its name; empty
+    where no rule decided.
     """
 
     due: bool

@@ -8,11 +8,13 @@ they are copied. A process of the machine writes them to storage, and notes what
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,26 +24,25 @@ from shared_core.checkpoint.snapshots import Snapshots
 from shared_core.checkpoint.spool import FOLDER, Spool, Target
 from shared_core.checkpoint.storage import check_place
 from shared_core.encoding.plain import dumps
-from shared_core.errors import ConfigError, DamagedRecord, RecoveryFailed, SwiftError, WaitTimeout
+from shared_core.errors import ConfigError, CorruptFile, DamagedRecord, RecoveryFailed, SwiftError, WaitTimeout
 from shared_core.events import console, console_once
 from shared_core.faults import inject
 from shared_core.kinds import whole_of_environment
 from shared_core.loaders.reshard import REST, loader_states, order_name, pack_indices, rest_of, used
 from shared_core.protocol import progress_file
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.protocol.keys import ENDING, SAVED
+from shared_core.protocol.keys import EARLY_SIGNALS, ENDING, SAVED
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.waiting import Wait
 from shared_core.worker import link
 from shared_core.worker.checkpoints import recovery_line, resharding
 from shared_core.worker.checkpoints.due import Decisions, FileEntries, StoreEntries
 from shared_core.worker.checkpoints.origins import Origins
-from shared_core.worker.checkpoints.own_lines import OwnLines
 from shared_core.worker.checkpoints.pricing import Pricing
+from shared_core.worker.checkpoints.recovery_line import Line
 from shared_core.worker.checkpoints.restored import Restored, ends_before, restored
 from shared_core.worker.checkpoints.run_identity import RunIdentity
 from shared_core.worker.recovery.context import Context
-from shared_core.worker.signals import leave_signals_to_the_agent
 from shared_core.worker.state.publications import SharedMemoryPublisher
 from shared_core.worker.state.records import plain
 from shared_core.worker.state.replicated import VALUE, Replicated
@@ -287,11 +288,8 @@ class Checkpoints:
         """What this attempt starts from; None for nothing. All ranks call this and get the same one.
 
         It is the newest checkpoint that all ranks can read: of earlier attempts, of a job of the same command that did
-        not end well, or the one of ``checkpoint.resume_from``.
-
-        Raises:
-            Unsupported: if all there are were made by other numbers of workers and this number cannot continue from
-                them; if there is none at ``checkpoint.resume_from``.
+        not end well, or the one of ``checkpoint.resume_from``. Raises Unsupported if all there are were made by other
+        numbers of workers and this number cannot continue from them; if there is none at ``checkpoint.resume_from``.
         """
         if self._origins is None:
             return None
@@ -331,10 +329,8 @@ def named(
     """The replicated state as an image: tensors by name (not copied), and JSON texts of all else.
 
     Parameters have their fully qualified names, without the ``module.`` of ``DistributedDataParallel``; optimizer state
-    is ``optimizer.N.KEY.PARAMETER``, ``N`` the optimizer's place.
-
-    Raises:
-        RecoveryFailed: if there are more or fewer tensors than names.
+    is ``optimizer.N.KEY.PARAMETER``, ``N`` the optimizer's place. Raises RecoveryFailed if there are more or fewer
+    tensors than names.
     """
     count = int(description["parameters"])
     names = recovery_line.parameter_names(replicated)[:count] if replicated is not None else []
@@ -367,3 +363,61 @@ def _snapshots(env: WorkerEnv, spool: Spool, where: str) -> Snapshots:
     first = env.rank - env.rank % nproc
     target = Target(where, env.config.checkpoint.keep, env.config.checkpoint.quota_bytes)
     return Snapshots(spool, env.rank, env.world_size, range(first, min(first + nproc, env.world_size)), target, console)
+
+
+def leave_signals_to_the_agent() -> None:
+    """Ignore the signals that SLURM sends to every process of a step: the agent gets them and ends the workers itself.
+
+    A handler that the program has set stays. So does SIGTERM's default outside SLURM, where it is sent to one worker.
+    Does nothing outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (*EARLY_SIGNALS, *((signal.SIGTERM,) if "SLURM_JOB_ID" in os.environ else ())):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_IGN)
+
+
+class OwnLines:
+    """Checkpoints that the present attempt has made: recovery lines of its replacements."""
+
+    def __init__(self, env: WorkerEnv, spool: Spool, identity: RunIdentity) -> None:
+        self._env, self._spool, self._identity = env, spool, identity
+        self._of_failed_worker: set[int] | None = None
+
+    def boundaries(self) -> list[StepBoundary]:
+        """Step boundaries at which this rank's state can be read, oldest first. Reads all; damaged ones are told."""
+        found: dict[int, StepBoundary] = {}
+        for line in self._all():
+            if line.step in found:
+                continue
+            try:
+                found[line.step] = replace(recovery_line.load(line, self._env.rank).boundary, saved=True)
+            except CorruptFile as error:
+                console(f"rank {self._env.rank}: a checkpoint is passed over: {error}")
+        return [boundary for _, boundary in sorted(found.items())]
+
+    def at(self, index: int) -> Restored:
+        """The checkpoint at a step boundary; raises CorruptFile if it cannot be read, or is gone."""
+        for line in self._all():
+            if line.step == index:
+                return restored(recovery_line.load(line, self._env.rank))
+        where = self._env.config.checkpoint.dir
+        raise CorruptFile(f"rank {self._env.rank}: the checkpoint at step boundary {index} is gone from {where}")
+
+    def failed_worker_made(self, step: int) -> bool:
+        """Whether an earlier incarnation of this rank made it. Reads the list once, at the first call."""
+        if not self._env.incarnation:
+            return False
+        if self._of_failed_worker is None:
+            self._of_failed_worker = {each.step for each in self._all()}
+        return step in self._of_failed_worker
+
+    def _all(self) -> list[Line]:
+        # Operations are counted from the start of an attempt: logs go with its own checkpoints.
+        env = self._env
+        if env.config.checkpoint.dir is None:
+            return []
+        found = recovery_line.in_memory(self._spool, env.rank, env.world_size)
+        found += recovery_line.in_storage(lineage.read(self._identity.folder, env.command.key), env.world_size)
+        return [each for each in found if each.session == self._identity.session]

@@ -36,9 +36,7 @@ class Origins:
 
     def choose(self, limit_s: float | None) -> Loaded | None:
         """The checkpoint that this attempt begins with, read by all ranks; None for none. All ranks call this.
-
-        Args:
-            limit_s: longest wait for other ranks, in seconds; None for ``wait_timeout_s``.
+        ``limit_s``: longest wait for other ranks, in seconds; None for ``wait_timeout_s``.
 
         Raises:
             WaitTimeout: if a rank does not come.

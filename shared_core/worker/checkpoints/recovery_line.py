@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from shared_core.errors import CorruptFile, SwiftError, Unsupported
 from shared_core.events import console
 from shared_core.protocol.codec import decode, text
 from shared_core.protocol.frontier import StepBoundary
-from shared_core.protocol.members import members_text
 from shared_core.protocol.worker_env import WorkerEnv
 from shared_core.transport.store import Store
 from shared_core.waiting import wait_for
@@ -195,12 +194,7 @@ def load(line: Line, rank: int) -> Loaded:
 
 
 def boundary_of(local: Mapping[str, Any]) -> StepBoundary:
-    boundary = StepBoundary(**local["boundary"])
-    # Older checkpoints list the members.
-    texts = {
-        name: ranks if isinstance(ranks, str) else members_text(ranks) for name, ranks in dict(boundary.members).items()
-    }
-    return replace(boundary, members=texts)
+    return StepBoundary(**local["boundary"])
 
 
 def load_local(line: Line, rank: int) -> dict[str, Any]:
@@ -245,8 +239,6 @@ def agree(
     All ranks of the attempt call this; a replacement that comes later gets the same answer.
 
     Args:
-        client: of the agents' store, below the attempt's prefix.
-        mine: what this rank may continue from.
         read: reads this rank's part of one; :func:`load` unless given.
         limit_s: longest wait for all ranks to start, in seconds; ``wait_timeout_s`` if None.
 

@@ -99,10 +99,7 @@ def sources(stay: Collection[int], published: Collection[int], world_size: int) 
     """For each new rank the old one whose rank-local state it takes over; None for one that is added.
 
     Rank 0 continues as rank 0, even if its worker fails, as long as it published the step boundary: loggers and files
-    are its own.
-
-    Args:
-        published: old ranks of which the state at the step boundary is known.
+    are its own. ``published``: old ranks of which the state at the step boundary is known.
     """
     found: list[int | None] = [*sorted(stay)]
     if 0 not in stay and 0 in published:

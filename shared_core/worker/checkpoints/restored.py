@@ -27,7 +27,6 @@ class Restored:
         added: no old rank became this one; ``parts`` are another's.
         main: the newest publication of rank 0, where another rank takes its place.
         tier: where a checkpoint lay.
-        workers: of the job that made it.
         collect: see :class:`~shared_core.worker.checkpoints.recovery_line.Loaded`.
     """
 

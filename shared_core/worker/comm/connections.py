@@ -35,9 +35,7 @@ class Connections:
 
     def new_inner(self, group: GroupState, generation: int, attempt: int, limit_s: float | None = None) -> InnerGroup:
         """A fresh gloo group for ``group``, not yet used by it. All members call with the same generation and attempt.
-
-        Args:
-            limit_s: longest wait for a member; ``wait_timeout_s`` if None.
+        ``limit_s``: longest wait for a member; ``wait_timeout_s`` if None.
 
         Raises:
             GenerationAbandoned: if the generation ended meanwhile.

@@ -154,7 +154,6 @@ class Generations:
         default one connect in the background.
 
         Args:
-            generation: its number.
             world_inner: the default group's connections. None while others are absent: then only groups of this rank
                 alone are connected, and all else waits.
             redo: numbers of the operations that this rank takes part in again, by group.

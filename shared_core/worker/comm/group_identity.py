@@ -41,43 +41,29 @@ class GroupIdentity(_Base):  # type: ignore[misc]
         """By it torch's Python chooses between calls that give the same values."""
         return "gloo"
 
-    def getSize(self) -> int:  # noqa: N802
-        return self._state.size
-
-    def getRank(self) -> int:  # noqa: N802
-        return self._state.rank
-
     def size(self) -> int:
         return self._state.size
 
     def rank(self) -> int:
         return self._state.rank
 
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
+    getSize, getRank = size, rank  # noqa: N815
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def _set_group_name(self, name: str) -> None:
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
 
-    @property
-    def group_name(self) -> str:
-        return self._name
+    setGroupName, group_name = _set_group_name, property(getGroupName)  # noqa: N815
 
     def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
         self._desc = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._desc
 
-    @property
-    def group_desc(self) -> str:
-        return self._desc
+    setGroupDesc, group_desc = _set_group_desc, property(getGroupDesc)  # noqa: N815
 
     @property
     def bound_device_id(self) -> torch.device | None:

@@ -27,7 +27,6 @@ class RecordKey(NamedTuple):
         kind: the group, for the result of an operation; else what it is.
         name: of the operation; else which of its kind.
         number: which of these; else the step boundary.
-        part: of the program.
     """
 
     entry: int

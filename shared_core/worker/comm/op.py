@@ -131,7 +131,17 @@ class Op:
         self.future.set_result(self.value)
 
 
-class SwiftWork(dist.Work):
+class BaseWork(dist.Work):
+    """What torch asks of a work besides ``wait()`` and ``is_completed()``."""
+
+    def is_success(self) -> bool:
+        return bool(self.is_completed())
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class SwiftWork(BaseWork):
     """The ``Work`` of a collective; it survives failures of other ranks without an exception."""
 
     def __init__(self, op: Op, compute_lock: ComputeLock) -> None:
@@ -170,12 +180,6 @@ class SwiftWork(dist.Work):
 
     def is_completed(self) -> bool:
         return bool(self._op.future.done())
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def result(self) -> Any:
         self.wait()

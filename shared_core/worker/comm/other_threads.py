@@ -38,11 +38,8 @@ class OtherThreads:
         self._at_failure: frozenset[threading.Thread] = frozenset()
 
     def called(self, what: Callable[[], str], done: Callable[[], bool]) -> None:
-        """The current thread calls a collective, or a receive.
-
-        Args:
-            what: gives it in words; most calls are the program's own, and nobody asks.
-            done: whether it has ended.
+        """The current thread calls a collective, or a receive. ``what``: gives it in words; most calls are the
+        program's own, and nobody asks.
         """
         if threading.get_ident() == self._program.ident:
             return

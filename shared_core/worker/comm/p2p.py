@@ -13,13 +13,13 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from shared_core.errors import SwiftError, Unsupported
 from shared_core.faults import inject
 from shared_core.protocol.frontier import Channel, Done, channel_key
 from shared_core.system import threads
 from shared_core.worker.comm.membership import Membership
+from shared_core.worker.comm.op import BaseWork
 from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.places import mismatch
 from shared_core.worker.comm.startup import StartUp
@@ -30,7 +30,7 @@ from shared_core.worker.messages.disk_log import DiskLog
 _ANY: Final = -1
 
 
-class P2PWork(dist.Work):
+class P2PWork(BaseWork):
     """A send, done when posted, or a receive. Gloo gives no future for receives: whoever waits, waits on gloo and,
     after a failure, for its repetition. The runtime's lock guards the attributes.
     """
@@ -61,17 +61,10 @@ class P2PWork(dist.Work):
     def is_completed(self) -> bool:
         return self.done
 
-    def is_success(self) -> bool:
-        return self.done
-
-    def synchronize(self) -> None:
-        self.wait()
-
     def source_rank(self) -> int:
         return self.channel[0]
 
-    def _source_rank(self) -> int:
-        return self.channel[0]
+    _source_rank = source_rank
 
 
 class AnyWork(P2PWork):
@@ -90,11 +83,8 @@ class AnyWork(P2PWork):
 
 class Channels:
     """All channels of one group at one rank. The runtime's lock guards them: ``send``, ``recv``, ``recv_any`` and
-    ``wait`` take it, callers of the others hold it, but for :meth:`archive_all`.
-
-    Args:
-        suspect: told of errors of gloo that a failure may explain.
-        others: told of receives.
+    ``wait`` take it, callers of the others hold it, but for :meth:`archive_all`. ``suspect``: told of errors of gloo
+    that a failure may explain.
     """
 
     def __init__(
@@ -186,10 +176,8 @@ class Channels:
 
     def recv_any(self, tensor: torch.Tensor, tag: int) -> P2PWork:
         """Receive into ``tensor`` from whoever sends first. Who that was is published before the program gets the
-        message, and a replacement receives from the same members in the same order.
-
-        Raises:
-            Unsupported: where messages are logged to disk, and in a replacement's start-up.
+        message, and a replacement receives from the same members in the same order. Raises Unsupported where messages
+        are logged to disk, and in a replacement's start-up.
         """
         channel = (_ANY, self._group.rank, tag)
         with self._state.lock:

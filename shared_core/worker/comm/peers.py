@@ -26,10 +26,8 @@ Place = tuple[str, int]
 
 
 def unknown(connections: Iterable[tuple[Place, Place]]) -> int:
-    """How many connections have no owner at the other end yet: not accepted so far, or closed.
-
-    Args:
-        connections: own end and other end of each; those outside of 127.0.0.0/8 are passed over.
+    """How many connections have no owner at the other end yet: not accepted so far, or closed. ``connections``: own end
+    and other end of each; those outside of 127.0.0.0/8 are passed over.
 
     Raises:
         PermissionError: another user's process is at the other end of one.

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 
-from shared_core.worker.comm.boundary_marks import BoundaryMarks
+from shared_core.resources import map_file
 from shared_core.worker.comm.groups import Groups, GroupState
-from shared_core.worker.comm.kept_inputs import KeptInputs
-from shared_core.worker.comm.op import Op
+from shared_core.worker.comm.op import Op, input_checksum
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.messages.disk_log import DiskLog
-from shared_core.worker.messages.group_log import BufferPool, LogEntry, Logged
-from shared_core.worker.messages.spilling import Spilling
+from shared_core.worker.messages.group_log import BufferPool, LogEntry, Logged, Spilling
 
 #: A rank that waits for a peer also waits for its replay, which may take longer than a program expects of an operation.
 _REPLAY = timedelta(days=1)
@@ -212,3 +214,52 @@ class CollectiveResults:
         for group in groups:
             group.timeout = max(group.timeout, _REPLAY)
             group.channels.archive_all()
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class KeptInputs:
+    """Contiguous copies of inputs, each once, which live as long as somebody holds them: FSDP gathers the same
+    parameters in forward and again in backward.
+    """
+
+    def __init__(self) -> None:
+        self._kept: WeakValueDictionary[tuple[int, torch.dtype, int], torch.Tensor] = WeakValueDictionary()
+
+    def keep(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """A copy of a tensor on the CPU, and whether it is new: one that is still held serves where all bits are
+        the same.
+        """
+        dense = tensor.detach().contiguous()
+        key = (dense.numel(), dense.dtype, input_checksum([dense]))
+        kept = self._kept.get(key)
+        if kept is not None and not _memcmp(kept.data_ptr(), dense.data_ptr(), dense.nbytes):
+            return kept, False
+        self._kept[key] = kept = dense.clone()
+        return kept, True
+
+
+_MARK = struct.Struct("<Q")
+
+
+class BoundaryMarks:
+    """The newest published step boundary of every rank of a machine that has all ranks, in the file ``path``. Written
+    and read without a lock. Raises OutOfResources if there is no room for it.
+
+    A mark outlives its worker, as the publication does. A replacement that starts before the failed worker's newest
+    boundary sets the mark back, before it takes part in any operation.
+    """
+
+    def __init__(self, path: Path, rank: int, world_size: int) -> None:
+        self._map = map_file(path, world_size * _MARK.size)
+        self._all = struct.Struct(f"<{world_size}Q")
+        self._at = rank * _MARK.size
+
+    def put(self, boundary: int) -> None:
+        _MARK.pack_into(self._map, self._at, boundary)
+
+    def lowest(self) -> int:
+        """The newest step boundary that every rank has published; 0 if one has published none."""
+        return int(min(self._all.unpack_from(self._map)))

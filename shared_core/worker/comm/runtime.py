@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from shared_core.protocol.worker_env import WorkerEnv
-from shared_core.worker.comm.boundary_marks import BoundaryMarks
 from shared_core.worker.comm.connections import Connections
 from shared_core.worker.comm.generations import Generations
 from shared_core.worker.comm.groups import Groups, GroupState
@@ -14,7 +13,7 @@ from shared_core.worker.comm.listener import OperationListener
 from shared_core.worker.comm.operations import Operations
 from shared_core.worker.comm.other_threads import OtherThreads
 from shared_core.worker.comm.places import GroupPlaces
-from shared_core.worker.comm.results import CollectiveResults
+from shared_core.worker.comm.results import BoundaryMarks, CollectiveResults
 from shared_core.worker.comm.state import SharedState
 from shared_core.worker.comm.suspicion import Suspicion
 from shared_core.worker.messages.disk_log import DiskLog
@@ -33,7 +32,6 @@ class Runtime(SharedState):
     Attributes:
         suspicion: decides what becomes of operations that fail.
         others: collectives of other threads than the program's.
-        generations: cuts groups and connects them again.
     """
 
     def __init__(self, env: WorkerEnv, listener: OperationListener, disk: DiskLog, marks: BoundaryMarks | None) -> None:

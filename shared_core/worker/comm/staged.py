@@ -13,14 +13,14 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from shared_core.devices import apart, room_on_host, synchronize, to_host
+from shared_core.worker.comm.op import BaseWork
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-class StagedWork(dist.Work):
+class StagedWork(BaseWork):
     """The work of an operation whose results go to a device when it is done: copied on the thread that completes it,
     which waits for the device. ``outputs`` are the caller's tensors, nested as the caller has given them.
     """
@@ -58,12 +58,6 @@ class StagedWork(dist.Work):
     def is_completed(self) -> bool:
         return bool(self._future.done())
 
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
-
     def result(self) -> Any:
         self.wait()
         return self._outputs
@@ -72,7 +66,7 @@ class StagedWork(dist.Work):
         return int(self._work.source_rank())
 
 
-class StagedReceive(dist.Work):
+class StagedReceive(BaseWork):
     """A receive into ``output``, a tensor of a device. Who waits for it first copies the message there from ``host``;
     it has no future.
     """
@@ -92,12 +86,6 @@ class StagedReceive(dist.Work):
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def source_rank(self) -> int:
         return int(self._work.source_rank())

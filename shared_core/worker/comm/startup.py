@@ -42,10 +42,8 @@ class StartUp:
     def answer(self, group: str, op: Op, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """What a replacement's operation gives before its join: what the failed worker got, else something neutral,
         because real state is loaded at the join. None if the operation is to run. Callers hold the lock. Tensors may
-        alias ``inputs``, the records or ``op.results``.
-
-        Raises:
-            Unsupported: in a replacement, if the result was too large to be recorded.
+        alias ``inputs``, the records or ``op.results``. Raises Unsupported in a replacement, if the result was too
+        large to be recorded.
         """
         state = self._state
         key = self.place(group, op.signature[0])

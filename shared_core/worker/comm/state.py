@@ -31,7 +31,6 @@ class SharedState:
     Attributes:
         lock: reentrant; guards everything here and in the groups. ``changed`` is its condition.
         generation: the one that is installed; -1 before the first.
-        latest: the newest that was announced.
         broken: a failure is known and the next generation is not yet live.
         absent: ranks that failed and without which the others continue (``on_failure="reroute"``).
         ended: why the job cannot continue; None while it can.
@@ -44,7 +43,6 @@ class SharedState:
         records: what a failed worker has recorded.
         expected: checksums of the failed worker's inputs, by group id and sequence number.
         sources: from whom a failed worker has received its messages from any source, by group and tag, and number.
-        boundary: index of the last published step boundary.
         stable: newest step boundary that every rank is known to have published.
         operates: the program's operations run here, and not in torch's own groups of a device.
         checksums: inputs have checksums, which are published.

@@ -177,10 +177,8 @@ class Archive:
             return self._index.indices(channel)
 
     def first(self, channel: str, before: int | None = None) -> int | None:
-        """The record from which on all are there, without a gap; None if the last of them is not there.
-
-        Args:
-            before: the last is the one before this; None for the newest that was put.
+        """The record from which on all are there, without a gap; None if the last of them is not there. ``before``: the
+        last is the one before this; None for the newest that was put.
         """
         with self._changed:
             return self._index.first(channel, before)

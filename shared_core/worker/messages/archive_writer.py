@@ -50,7 +50,6 @@ class ArchiveWriter:
     Args:
         seed: of the owner; see :func:`segments.owner_seed`.
         segment_bytes: a segment takes no more records beyond this size.
-        write: appends to a segment, by descriptor.
         changed: guards the index, the numbers and what waits.
         failed: told of an error, with the condition held: logging is to stop.
     """

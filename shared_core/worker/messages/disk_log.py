@@ -25,14 +25,10 @@ from shared_core.worker.messages.group_log import LogEntry, Logged, read_signatu
 
 
 def together(groups: str, rank: int, world_size: int, local_world_size: int) -> tuple[int, ...]:
-    """Ranks that start again together with ``rank``, itself among them: messages between them are not logged
-    (Swift's groups).
-
-    Args:
-        groups: ``worker``: each rank alone; ``machine``: the ranks of a machine; ``auto``: the second where there are
-            several machines, else the first, and so is ``plan`` before anything is measured; else ranges of ranks, as
-            ``0-3,4,5-7``. A rank that is not named is alone.
-        local_world_size: number of ranks of each machine.
+    """Ranks that start again together with ``rank``, itself among them: messages between them are not logged (Swift's
+    groups). ``groups``: ``worker``: each rank alone; ``machine``: the ranks of a machine; ``auto``: the second where
+    there are several machines, else the first, and so is ``plan`` before anything is measured; else ranges of ranks, as
+    ``0-3,4,5-7``. A rank that is not named is alone.
 
     Raises:
         ConfigError: if the ranges cannot be read, overlap, or name ranks that are not there.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 
 from shared_core.errors import CorruptFile
+from shared_core.events import console_once
 from shared_core.faults import inject
+from shared_core.resources import what_to_do
 
 #: (operation, shapes, dtypes, root or reduce operation): what a replayed call must match.
 Signature = tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...], int]
@@ -44,7 +47,6 @@ class LogEntry:
         results: the same on every member; None while spilled, empty where ``redo`` is given.
         redo: of operations whose result differs by rank: starts the operation again on an inner group, from ``kept``,
             into scratch outputs.
-        kept: inputs.
         pooled: ``results``, or else ``kept``, came from the buffer pool.
         borrowed: ``results`` are the program's memory, which it overwrites later; see :meth:`GroupLog.own`.
         spilled: of each result, the offset in the spill file of its step boundary, shape and dtype.
@@ -231,3 +233,38 @@ def _read_all(file: Any, into: memoryview, folder: str) -> None:
         if not got:
             raise CorruptFile(f"logged messages are missing from their file in {folder}")
         into = into[got:]
+
+
+#: A disk that has refused is tried again after so long, in seconds.
+RETRY_S = 10.0
+
+
+class Spilling:
+    """The log of one rank. Not thread-safe: callers hold the runtime's lock. What the disk refuses stays in memory: two
+    step boundaries' worth at most, and nothing is lost.
+    """
+
+    def __init__(self, rank: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rank, self._clock = rank, clock
+        self._next, self._told = 0.0, False
+
+    def spill(self, log: GroupLog, keep_bytes: int) -> int:
+        """As :meth:`GroupLog.spill`, but where the disk refuses, fewer bytes or none, and no error. Retries
+        after ``RETRY_S``.
+        """
+        if self._clock() < self._next:
+            return 0
+        before = log.nbytes
+        try:
+            return log.spill(keep_bytes)
+        except OSError as error:
+            self._next = self._clock() + RETRY_S
+            if not self._told:
+                self._told = True
+                console_once(
+                    "spill",
+                    f"rank {self._rank}: logged messages stay in memory, beyond log.spill_bytes={keep_bytes}: "
+                    f"the folder for temporary files {log.folder} cannot be written {what_to_do(error)}, or set "
+                    "TMPDIR to another folder. The job continues",
+                )
+            return before - log.nbytes

@@ -29,11 +29,7 @@ class ProgramOptions:
 
     def check_told(self, options: Mapping[str, Any], *, late: bool = True) -> None:
         """See that options of the script which the whole job goes by were told to the launcher. Where it was told
-        another value, that one wins.
-
-        Args:
-            options: of the script, by name.
-            late: the caller sees to those that a script may say alone.
+        another value, that one wins. ``late``: the caller sees to those that a script may say alone.
 
         Raises:
             ConfigError: names one that was not.
@@ -49,13 +45,8 @@ class ProgramOptions:
         """Switch on checkpoints that the script asks for and the launcher was not told of.
 
         All ranks call this, with the same, before there is a process group. Where the launcher was told the same, its
-        options win and nothing happens.
-
-        Args:
-            options: of the script, by name; only those of ``CHECKPOINT_OPTIONS`` count.
-
-        Raises:
-            ConfigError: for a bad value, or where training has begun.
+        options win and nothing happens. ``options``: of the script, by name; only those of ``CHECKPOINT_OPTIONS``
+        count. Raises ConfigError for a bad value, or where training has begun.
         """
         wanted = {name: value for name, value in full_names(options).items() if name in CHECKPOINT_OPTIONS}
         config = self.env.config.merged(wanted, self._told)

@@ -59,7 +59,6 @@ class Trained:
     Attributes:
         replicas: ranks that train the same parameters, where not all do (pipelines); else empty.
         shard: what this rank has of sharded models; None where there are none.
-        updates: of what is trained.
     """
 
     def __init__(

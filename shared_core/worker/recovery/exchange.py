@@ -34,8 +34,6 @@ class Replaying:
     """Replacements without a replica run on from a checkpoint, or from the beginning.
 
     Attributes:
-        generation: in which they joined.
-        survivors: ranks that wait for them.
         complete: optimizer steps that all survivors have made: messages of earlier ones are all in logs.
         boundaries: step boundaries at which the replacements start, in their order; 0 is the beginning.
     """
@@ -57,10 +55,7 @@ class Received:
         tensors: of the replicated state, on the CPU. The first ones may be this worker's parameters themselves.
         nbytes: that this rank has sent and received.
         replayed: logged operations that it was given.
-        replay: their results.
-        replaying: replacements that run on from a checkpoint.
         local: the donor's rank-local state, uint8, of which this replacement becomes a copy.
-        seconds: that connecting and moving took.
     """
 
     boundary: StepBoundary | None = None
@@ -97,10 +92,8 @@ class Exchange:
 
     def connect(self, plan: Plan, generation: int, members: Sequence[int] | None = None) -> InnerGroup:
         """Connect the job's default group and move what the plan says, in up to ``MAX_ATTEMPTS`` attempts. Blocks until
-        a barrier of all members has passed.
-
-        Args:
-            members: a side group of these ranks is connected instead, for this alone.
+        a barrier of all members has passed. ``members``: a side group of these ranks is connected instead, for this
+        alone.
 
         Raises:
             GenerationAbandoned: if somebody failed meanwhile.

@@ -38,7 +38,6 @@ class Comparison:
     Attributes:
         generation: in which they were given their state.
         version: optimizer steps from which on they are compared.
-        ranks: who is there.
         start: nobody was given any state: it is seen whether they are replicas at all.
     """
 
@@ -134,10 +133,8 @@ class Forming:
 
     def install_round(self, turn: Round, plan: Plan, inner: InnerGroup | None) -> Received:
         """The replacements of a round are in: take over what was moved. While others are absent, or if another failure
-        has ended the generation, it does not go live.
-
-        Args:
-            inner: what :meth:`connect_round` gave; None if it was abandoned with the replacements in.
+        has ended the generation, it does not go live. ``inner``: what :meth:`connect_round` gave; None if it was
+        abandoned with the replacements in.
         """
         runtime, lifecycle, joins = self._runtime, self._lifecycle, self._lifecycle.joins
         with runtime.lock:

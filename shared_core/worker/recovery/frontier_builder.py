@@ -40,12 +40,8 @@ class FrontierBuilder:
         return limit_s, "detection.wait_timeout_s"
 
     def collect(self, store: Store, name: str, ranks: Sequence[int], generation: int, what: str) -> list[bytes]:
-        """Block until ``ranks`` have set ``name`` in a generation. Returns the values in their order.
-
-        Args:
-            store: of the attempt.
-            name: of the key, below the generation's.
-            what: the ranks are to do, for the line that a long wait prints.
+        """Block until ``ranks`` have set ``name`` in a generation. Returns the values in their order. ``what``: the
+        ranks are to do, for the line that a long wait prints.
 
         Raises:
             GenerationAbandoned: if the generation ends meanwhile.

@@ -88,11 +88,9 @@ class Giving:
 
     def take(self, inner: InnerGroup, donor: int, others: Sequence[int]) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """As replacement. Returns the description of the state and its tensors, on the CPU. The first of them are this
-        worker's parameters, written in place, where shape and dtype are the same. There are none, and the
-        description says ``here``, where the state has come while the others trained.
-
-        Raises:
-            StillWriting: if the group was cut, and something may still be written into the parameters.
+        worker's parameters, written in place, where shape and dtype are the same. There are none, and the description
+        says ``here``, where the state has come while the others trained. Raises StillWriting if the group was cut, and
+        something may still be written into the parameters.
         """
         at = inner.members.index
         head, _ = receive(inner, at(donor))

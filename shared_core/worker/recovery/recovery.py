@@ -24,11 +24,11 @@ from shared_core.worker.recovery.agreement import Agreement
 from shared_core.worker.recovery.context import Context
 from shared_core.worker.recovery.copies import StateCopies
 from shared_core.worker.recovery.donor import Donor
-from shared_core.worker.recovery.draining import Draining
 from shared_core.worker.recovery.exchange import Exchange, Received
 from shared_core.worker.recovery.forming import Forming
 from shared_core.worker.recovery.frontier_builder import FrontierBuilder
 from shared_core.worker.recovery.listener import RecoveryListener
+from shared_core.worker.recovery.resize import Draining
 from shared_core.worker.recovery.survivor import Survivor
 from shared_core.worker.state.publications import SharedMemoryPublisher
 

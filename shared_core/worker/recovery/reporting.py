@@ -25,7 +25,6 @@ class RecoveryReporter:
     Args:
         updates: says how many steps were made again.
         rolled_back: called when replacements have gone back to a checkpoint.
-        report: tells the agent something that it shows to the user.
     """
 
     def __init__(self, context: Context, updates: Updates, rolled_back: Callable[[], None]) -> None:

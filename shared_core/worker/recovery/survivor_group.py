@@ -84,7 +84,6 @@ class SurvivorGroup:
     """Connects the ranks that are present in one generation. Used by the program's thread.
 
     Attributes:
-        generation: a failure ends it.
         number: rises with each survivor group: a generation has several, each with more ranks.
         ranks: who is connected, ascending; global.
         finished: ranks that had left the program for good before this survivor group was formed; neither here
@@ -137,13 +136,8 @@ class SurvivorGroup:
         return SurvivorGroupWork(self, self._issue(lambda pg: pg.recv([tensor], self.ranks.index(rank), tag)), rank)
 
     def exchange(self, value: Any) -> dict[int, Any]:
-        """What each rank gives, by global rank. All ranks call it; blocks.
-
-        Args:
-            value: plain data that JSON can hold.
-
-        Raises:
-            SurvivorGroupBroken: if a worker failed meanwhile; others may have got the answer.
+        """What each rank gives, by global rank. All ranks call it; blocks. ``value``: plain data that JSON can hold.
+        Raises SurvivorGroupBroken if a worker failed meanwhile; others may have got the answer.
         """
         mine = pack(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in self.ranks]
@@ -156,19 +150,14 @@ class SurvivorGroup:
         return {rank: unpack(part[: int(size)]) for rank, part, size in zip(self.ranks, parts, sizes, strict=True)}
 
     def barrier(self) -> None:
-        """Block until all ranks have called it.
-
-        Raises:
-            SurvivorGroupBroken: if a worker failed meanwhile; others may have returned.
+        """Block until all ranks have called it. Raises SurvivorGroupBroken if a worker failed meanwhile; others may
+        have returned.
         """
         self._run(lambda pg: pg.barrier(dist.BarrierOptions()))
 
     def waiting(self, ranks: Sequence[int], what: str) -> AbstractContextManager[None]:
-        """In here this worker waits for others: the progress time-out does not run, and helpers may compute.
-
-        Args:
-            ranks: who is waited for.
-            what: what they are to do, for the line that a long wait prints.
+        """In here this worker waits for others: the progress time-out does not run, and helpers may compute. ``what``:
+        what they are to do, for the line that a long wait prints.
         """
         return self._runtime.waiting_beside(ranks, what)
 

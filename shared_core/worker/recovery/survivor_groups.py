@@ -244,11 +244,9 @@ class SurvivorGroups:
         """Absent ranks whose replacements wait to be admitted. Who waits in another entry call cannot be admitted here:
         where that is waited for, all go back to the checkpoint.
 
-        Ask on one rank, right after :meth:`Job.step_boundary`, and tell the others: they may see it later.
-
-        Args:
-            wait: block until all absent ranks do, or one of them, or until another rank fails; otherwise this returns
-                at once. If they do not come in ``rejoin_after_s`` and ``wait_timeout_s`` together, the job ends.
+        Ask on one rank, right after :meth:`Job.step_boundary`, and tell the others: they may see it later. ``wait``:
+        block until all absent ranks do, or one of them, or until another rank fails; otherwise this returns at once. If
+        they do not come in ``rejoin_after_s`` and ``wait_timeout_s`` together, the job ends.
         """
         with self._runtime.lock:
             generation, absent = self._runtime.latest, sorted(self._runtime.absent)
@@ -295,9 +293,7 @@ class SurvivorGroups:
         boundary, random generators included. All members of the newest survivor group call this after the same step
         boundary: right after it, or after the step that followed and before anything else that communicates.
         Replacements then run the batch from its boundary; updates that their state contains already do nothing.
-
-        Args:
-            ranks: what :meth:`joining_ranks` gave, on one of them. Other absent ranks stay absent.
+        ``ranks``: what :meth:`joining_ranks` gave, on one of them. Other absent ranks stay absent.
 
         Returns:
             Whether they are in. If not, another rank failed meanwhile. In both cases ask for the next survivor group.

@@ -6,20 +6,68 @@ replacement takes it from there, and makes every update of the failed worker's b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shared_core.errors import UnsupportedOptimizer
+from shared_core.errors import Unsupported, UnsupportedOptimizer
+from shared_core.worker.comm.compat import reduce_scatter_single
 from shared_core.worker.comm.results import CollectiveResults
 from shared_core.worker.sharded import compat
-from shared_core.worker.sharded.leftover import LeftoverShards
 from shared_core.worker.sharded.local import is_distributed, local_part
-from shared_core.worker.sharded.reduction import ReduceFromOwnMemory
 from shared_core.worker.sharded.regroup import LAYOUT, OLD_RANKS, Layout, regrouped
 from shared_core.worker.state.replicated import Replicated
+
+
+class LeftoverShards:
+    """Gradients of a shard that a batch with a whole update leaves behind: state of the step boundary where the next
+    batch adds to them.
+
+    Most programs let go of them first. Then they are no state, and a copy at each boundary would cost time for nothing:
+    so those of a parameter are published until the program has let go of them in each batch so far. No other rank could
+    tell that one of them is missing in a replacement. So there they are not a number, until the program lets go of
+    them. ``missing``: places of gradients that were not published and must not be used.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._released: dict[int, bool] = {}  # whether in each batch so far; by place
+        self._held: Collection[int] = ()  # at the boundary that no reduction has come after yet
+        self.missing: Collection[int] = ()
+
+    def left(self) -> dict[int, bool]:
+        """The gradients at this step boundary, by place, and whether they have to be published."""
+        self._held = [place for place, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        return {place: place not in self.missing and not self._released.get(place, False) for place in self._held}
+
+    def expect(self, missing: Iterable[int]) -> None:
+        """Have gradients that were not published, and that the program is to let go of."""
+        self.missing = [*missing]
+        for place in self.missing:
+            parameter = self._parameters[place]
+            parameter.grad = torch.full_like(parameter.detach(), torch.nan)
+
+    def reducing(self) -> None:
+        """Gradients of this batch are about to be added to what is there, for the first time.
+
+        Raises:
+            Unsupported: to what was not published.
+        """
+        missing, self.missing = self.missing, ()
+        for place in missing:
+            grad = self._parameters[place].grad
+            if grad is not None and bool(local_part(grad).isnan().any()):
+                raise Unsupported(
+                    f"gradients of earlier batches were not given to this replacement (parameter {place}, of shape "
+                    f"{tuple(grad.shape)}): the program let go of them in each batch before and adds to them in this "
+                    "one. Call zero_grad() in every batch, or in none"
+                )
+        held, self._held = self._held, ()
+        for place in held:
+            self._released[place] = self._released.get(place, True) and self._parameters[place].grad is None
+
 
 #: Name of the registered state.
 SHARD = "swift.shard"
@@ -162,3 +210,25 @@ def _unpacked(parameter: Any, packed: Any) -> Any:
     places = ([_REPLICATED] * mesh.ndim + list(places))[-mesh.ndim :]
     placements: list[Placement] = [Replicate() if place == _REPLICATED else Sharded(place) for place in places]
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride))
+
+
+class ReduceFromOwnMemory:
+    """What FSDP does by itself, as its ``set_custom_reduce_scatter`` hook: each reduction has an input of its own.
+    Nobody writes to that memory again, so the log keeps the input itself and no copy. ``before`` is called before each
+    reduction, which adds to the gradients of the shard.
+    """
+
+    def __init__(self, results: CollectiveResults, before: Callable[[], None]) -> None:
+        self._results, self._before = results, before
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        self._before()
+        with self._results.lending():
+            return reduce_scatter_single(
+                output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
+            )

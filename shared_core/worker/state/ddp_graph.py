@@ -91,7 +91,6 @@ def repeat(ddp: DistributedDataParallel, counts: torch.Tensor, used: torch.Tenso
         ddp: before its first iteration. Gradients of its parameters are as they were, afterwards.
         counts: int32; how often the gradient of each parameter came.
         used: int32; how many ranks use each.
-        answered: answers the operations of all ranks here.
 
     Raises:
         Unsupported: other parameters are trained than then.

@@ -48,7 +48,6 @@ class GivenState:
 
         Args:
             min_version: updates at the step boundary for which it is wanted.
-            timeout_s: longest wait for it.
             boundary: number of that step boundary; where it is kept, the state is the one at it.
 
         Raises:

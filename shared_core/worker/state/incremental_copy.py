@@ -9,6 +9,7 @@ compared after it has been through an update.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
+from shared_core.errors import RecoveryFailed
 from shared_core.worker.state.change_detection import ChangeWatch
 from shared_core.worker.state.checksums import checksum
-from shared_core.worker.state.replicated import VALUE, Replicated, kind_of
+from shared_core.worker.state.replicated import VALUE, Replicated, beside, kind_of
 
 #: Size of a piece, in bytes; one parameter with its optimizer state may be larger.
 PIECE = 16 << 20
@@ -34,8 +36,6 @@ class LoggedUpdate:
 
     Attributes:
         version: updates in the state before it.
-        optimizer: its number.
-        groups: hyper-parameters of its groups.
         places: of the parameters that it stepped, as far as they had been copied.
         gradients: theirs, live: not copied.
         counts: version counters of the gradients.
@@ -318,3 +318,75 @@ def _plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_plain(each) for each in value)
     return value is None or isinstance(value, (bool, int, float, str))
+
+
+@torch.no_grad()
+def put(replicated: Replicated, piece: CopyPiece) -> None:
+    """Copy a piece of another worker's state to the parameters; its other tensors become optimizer state. Raises
+    RecoveryFailed if shape or dtype of a parameter differ.
+    """
+    for place, tensor in zip(piece.places, piece.tensors, strict=False):
+        own = replicated.parameters[place]
+        if own.shape != tensor.shape or own.dtype != tensor.dtype:
+            raise RecoveryFailed(f"parameter {replicated.names[place]} differs in shape or type between ranks")
+        own.data.copy_(tensor)
+        for optimizer in replicated.optimizers:
+            optimizer.state.pop(own, None)
+    for number, place, entries in piece.description:
+        parameter = replicated.parameters[place]
+        state = replicated.optimizers[number].state[parameter]
+        for key, kind, value in entries:
+            state[key] = value if kind == VALUE else beside(parameter, piece.tensors[value], kind)
+
+
+@torch.no_grad()
+def repeat(replicated: Replicated, update: LoggedUpdate) -> None:
+    """Make an update that another worker has made. Neither hooks nor schedulers see it; gradients and hyper-parameters
+    are afterwards what they were. Raises ValueError if the optimizer has other groups here.
+    """
+    optimizer = replicated.optimizers[update.optimizer]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    gradients = [p.grad for p in parameters]
+    try:
+        for group, values in zip(optimizer.param_groups, update.groups, strict=True):
+            group.update(values)
+        for parameter in parameters:
+            parameter.grad = None
+        for place, gradient in zip(update.places, update.gradients, strict=True):
+            parameter = replicated.parameters[place]
+            parameter.grad = gradient.to(parameter.device)
+        inspect.unwrap(type(optimizer).step)(optimizer)
+    finally:
+        for group, values in zip(optimizer.param_groups, kept, strict=True):
+            group.update(values)
+        for parameter, own in zip(parameters, gradients, strict=True):
+            parameter.grad = own
+
+
+def compare(replicated: Replicated, expected: CopySums) -> None:
+    """Compare the sums of another worker. Raises RecoveryFailed if parameters or optimizer state are not what they
+    are there.
+    """
+    if sums(replicated, expected.places) != expected.sums:
+        names = ", ".join(replicated.names[place] for place in expected.places[:3])
+        raise RecoveryFailed(
+            f"updates made again give other values in one of the parameters {names}, ...: the script changes them "
+            "outside an optimizer's step"
+        )
+
+
+def in_order(replicated: Replicated, states: Sequence[Sequence[Any]]) -> None:
+    """Bring optimizer state into the order of ``states``, of the other worker's description, so that checkpoints have
+    the same bytes. Raises RecoveryFailed if there is other state here.
+    """
+    for number, optimizer in enumerate(replicated.optimizers):
+        theirs = [replicated.parameters[place] for each, place, _ in states if each == number]
+        keys = [[key for key, _, _ in entries] for each, _, entries in states if each == number]
+        if {id(p) for p in theirs} != {id(p) for p in optimizer.state}:
+            raise RecoveryFailed(
+                "the optimizer has state of other parameters than at the worker that it was copied from"
+            )
+        for parameter, names in zip(theirs, keys, strict=True):
+            state = optimizer.state.pop(parameter)
+            optimizer.state[parameter] = {key: state[key] for key in names}

@@ -37,10 +37,8 @@ def _same(now: Iterator[Any], first: Sequence[Any]) -> bool:
 
 
 class Layers:
-    """The layers of attached modules, and what they were when they were attached.
-
-    Args:
-        layers: by the path that a replacement gives them, too; no wrappers.
+    """The layers of attached modules, and what they were when they were attached. ``layers``: by the path that a
+    replacement gives them, too; no wrappers.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:

@@ -23,7 +23,6 @@ class BoundaryPosition:
     """How far the program of this worker is.
 
     Attributes:
-        boundaries: step boundaries passed by the logical rank.
         entry: number of the entry call (fit, validate, test, predict); -1 before the first.
         resized: what is being restored is that of another number of workers.
         added: what is being restored is a copy of another rank's, because this one has been added.

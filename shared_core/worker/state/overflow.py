@@ -24,10 +24,8 @@ def overflow(env: WorkerEnv) -> Overflow:
 
 
 class Overflow:
-    """The disk behind one rank's publisher. Readers follow the links and need not know.
-
-    Args:
-        folder: on disk, private to the job; made when first needed. None: there is none.
+    """The disk behind one rank's publisher. Readers follow the links and need not know. ``folder``: on disk, private to
+    the job; made when first needed. None: there is none.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -38,7 +36,6 @@ class Overflow:
         """Have ``write`` make the file ``path``, or, where that does not fit, a file on disk to which ``path`` links.
 
         Args:
-            path: in memory.
             size: in bytes, about, for the error.
             write: makes a file, and leaves nothing where it raises.
 

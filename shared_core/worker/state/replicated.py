@@ -93,10 +93,8 @@ class Replicated:
         updates away meanwhile.
 
         The description is plain data: ``parameters``, their number; ``states``, of each parameter with optimizer state
-        ``[number of the optimizer, place, entries]``; ``tensors``, shape and dtype of each.
-
-        Raises:
-            UnsupportedOptimizer: if optimizer state holds something that is neither a tensor nor a number.
+        ``[number of the optimizer, place, entries]``; ``tensors``, shape and dtype of each. Raises UnsupportedOptimizer
+        if optimizer state holds something that is neither a tensor nor a number.
         """
         tensors = [p.detach() for p in self.parameters]
         states: list[list[Any]] = []

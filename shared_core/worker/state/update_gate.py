@@ -14,7 +14,6 @@ class UpdateGate:
     Attributes:
         condition: the lock of the updates: guards whatever changes with them; notified when something may have
             become possible.
-        updating: an update runs.
         installing: a replacement is about to join, and has no state to give.
     """
 

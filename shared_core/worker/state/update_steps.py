@@ -6,6 +6,8 @@ Steps are seen through torch's public global optimizer hooks. An update begins w
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -19,7 +21,6 @@ from shared_core.faults import inject
 from shared_core.worker.sharded.local import local_part
 from shared_core.worker.state.external_mutation import ExternalMutation
 from shared_core.worker.state.incremental_copy import Followers
-from shared_core.worker.state.own_steps import Before, steps_as_torch
 from shared_core.worker.state.replicated import Replicated
 from shared_core.worker.state.support import not_attached
 from shared_core.worker.state.undo import Arguments, HiddenGradients, Parts, begin_after_closure
@@ -33,7 +34,6 @@ class UpdateSteps:
     program's thread calls.
 
     Args:
-        after: called after each update.
         fence: blocks until what is being copied may be changed.
 
     Attributes:
@@ -259,3 +259,34 @@ class UpdateSteps:
 def _grads(optimizer: Optimizer) -> list[torch.Tensor]:
     found = (p.grad for group in optimizer.param_groups for p in group["params"])
     return [local_part(grad) for grad in found if grad is not None]
+
+
+def steps_as_torch(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch's own."""
+    return str(inspect.unwrap(type(optimizer).step).__module__).startswith("torch.")
+
+
+class Before:
+    """What an optimizer of a script's own steps, before a step. Optimizers of torch do nothing for parameters without a
+    gradient, so gradients are hidden from them; one of a script may need them, or change parameters without.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._values = [
+            (p, p.detach().clone(), copy.deepcopy(optimizer.state[p]) if p in optimizer.state else None)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The step was made: take it back."""
+        for parameter, value, state in self._values:
+            parameter.data.copy_(value)
+            if state is None:
+                self._optimizer.state.pop(parameter, None)
+            else:
+                mine = self._optimizer.state[parameter]
+                mine.clear()
+                mine.update(state)

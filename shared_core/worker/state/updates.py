@@ -28,7 +28,6 @@ class Updates:
         preimages: ``always``, ``never``, or ``auto``: keep parameters as they were before each update once a batch has
             had several, so that a replacement can compute what lies between two updates exactly, and state at step
             boundaries once the script changes it outside updates.
-        after: called after each update.
         fence: blocks until what is being copied may be changed.
         stable: gives the newest step boundary that every rank has published.
     """

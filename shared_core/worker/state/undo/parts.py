@@ -4,7 +4,8 @@ update): made part by part, seen to be the step that the program asks for, and t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from shared_core.errors import Unsupported, UnsupportedOptimizer
-from shared_core.worker.state.undo.partial import only
 from shared_core.worker.state.undo.undo import Undo, is_of_torch
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,11 +34,8 @@ class _Done:
 class Parts:
     """Parts of the next step of one optimizer.
 
-    Not thread-safe: the caller keeps :meth:`take_back` and :meth:`step` apart.
-
-    Args:
-        optimizer: one of torch.optim.
-        also: keeps what is overwritten for longer, and is told of each part, too.
+    Not thread-safe: the caller keeps :meth:`take_back` and :meth:`step` apart. ``also``: keeps what is overwritten for
+    longer, and is told of each part, too.
 
     Raises:
         UnsupportedOptimizer: a step of it cannot be divided, or not be undone.
@@ -160,3 +157,27 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     as_bits = _BITS[one.element_size()]
     return torch.equal(one.detach().view(as_bits), other.detach().view(as_bits))
+
+
+@contextmanager
+def only(optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within it, the optimizer has only these of its parameters, in its own groups and order.
+
+    Steps of parts add up to one whole step for every optimizer that treats each parameter by itself, as all of
+    torch.optim do.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    groups = optimizer.param_groups
+    everything = [group["params"] for group in groups]
+    chosen = []
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) in wanted]
+        if group["params"]:
+            chosen.append(group)
+    optimizer.param_groups = chosen
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, params in zip(groups, everything, strict=True):
+            group["params"] = params

@@ -1,9 +1,14 @@
-"""When an optimizer's update begins: after the closure, if ``step`` has one; Lightning's runs forward and backward."""
+"""Steps of optimizers: when the update begins (after the closure, if there is one; Lightning's runs forward and
+backward), and what it sees.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
+from torch.optim import Optimizer
 
 #: What a step pre-hook is given and may return in its place.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -27,3 +32,30 @@ def begin_after_closure(
         return result
 
     return (args[0],), {**kwargs, "closure": then_begin}
+
+
+class HiddenGradients:
+    """Hides gradients from the rest of the present step: without one, torch's optimizers leave a parameter alone. The
+    program's own post-hooks see them again.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._handle = optimizer.register_step_post_hook(self._show)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._handle.id, last=False)
+
+    def hide(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Hide the gradients of these parameters, those that have one, until the step has ended."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _show(self, *_: Any) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+    def close(self) -> None:
+        self._handle.remove()

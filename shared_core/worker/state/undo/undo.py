@@ -58,10 +58,8 @@ class Undo:
 
     State that is loaded into an optimizer is final at once.
 
-    Not thread-safe: no update may run during :meth:`undo` or :meth:`commit`.
-
-    Args:
-        optimizers: real torch optimizers (not wrappers of them).
+    Not thread-safe: no update may run during :meth:`undo` or :meth:`commit`. ``optimizers``: real torch optimizers (not
+    wrappers of them).
 
     Raises:
         UnsupportedOptimizer: an update of one of them could not be undone; the message says why.
