@@ -205,6 +205,7 @@ class OneProcess(_NoReplacements):
     """
 
     reroutes = added = False
+    origin = "checkpoint"
     orders = None
     reading = nullcontext
 

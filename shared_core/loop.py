@@ -260,6 +260,7 @@ class TrainingLoop:
         self._config = SwiftConfig()
         self._modules: list[nn.Module] = []
         self._sharing: StepSharing | None = None
+        self._start = 0
         self._end: int | None = None
         if job is not None:
             self._begin(job, job.config)
@@ -284,7 +285,7 @@ class TrainingLoop:
 
     def _epochs(self, count: int, start: int, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[int]:
         numbers = _in_order(self._name, count, start)
-        self._end = count
+        self._start, self._end = start, count
         if self._replays:
             return (yield from numbers)
         self._next_phase()
@@ -299,9 +300,9 @@ class TrainingLoop:
             self._look_around(sys._getframe())
             self._walk(own[0](), "epochs", bare=bare)
             try:
-                for number in numbers if target is None else range(target["epoch"], count):
+                for number in numbers if target is None else self._rest(target):
                     if self.job is not None:
-                        self._carry_on(own[0](), number - start, target)
+                        self._carry_on(own[0](), number - self._start, target)
                     self._begin_epoch(number, target)
                     target = None
                     yield number
@@ -640,6 +641,15 @@ class TrainingLoop:
         else:
             self._anchors.take(0)
 
+    def _rest(self, target: Mapping[str, Any]) -> range:
+        """The failed worker's epochs. It counts from where it began: the script may begin elsewhere in a replacement,
+        as where it continues from a file that it has written itself. A later start of the script may make more.
+        """
+        assert self.job is not None
+        if self.job.origin == "same" and "range" in target:
+            self._start, self._end = target["range"]
+        return range(target["epoch"], self._end or 0)
+
     def _skip_loop(self, target: Mapping[str, Any]) -> None:
         """The failed worker had finished this loop over epochs."""
         assert self.job is not None
@@ -667,6 +677,7 @@ class TrainingLoop:
             "loop": self._number,
             "phase": self._phase,
             "epoch": self.epoch,
+            "range": [self._start, self._end],
             "round": self._round,
             "steps": self.total_steps,
             "anchors": self._anchors.taken,
