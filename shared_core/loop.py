@@ -762,6 +762,8 @@ def attach(*objects: Any) -> TrainingLoop:
     if job is not None:
         job.attach(models, optimizers)
         job.keep_images()
+        if models and not optimizers:  # then the script changes the parameters itself
+            job.keep_boundaries()
     for each in objects:
         if isinstance(each, (nn.Module, Optimizer)):
             continue

@@ -476,6 +476,8 @@ def _opaque(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
 
 def _digest(thing: Any) -> int | None:
     cls = type(thing)
+    if isinstance(thing, np.memmap) and not thing.flags.writeable:  # pickling would read the whole file
+        return zlib.crc32(repr((thing.dtype, thing.shape)).encode())
     try:
         if hasattr(cls, "__next__"):
             return zlib.crc32(repr(_progress(thing)).encode())

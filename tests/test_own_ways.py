@@ -1,0 +1,60 @@
+"""What people write by hand in plain PyTorch ends as without a failure, or is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Jobs
+
+from shared_core.faults import Fault
+from shared_core.worker.variables.variables import OFF
+from tests.support.runner import Mismatch, compare
+
+SCRIPT = "own_ways.py"
+LATE = {
+    "libraries": [Fault(1, 6, "collective.before", "SIGKILL"), Fault(0, 13, "collective.after", "SIGKILL")],
+    "numbers": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
+    "epochs": [Fault(0, 9, "collective.before", "SIGKILL"), Fault(1, 18, "collective.before", "SIGKILL")],
+    # The other rank has the next parameters when it fails.
+    "by_hand": [Fault(1, 6, "collective.after", "SIGKILL", delay_s=0.2)],
+}
+_ITERATOR = [Fault(1, 7, "collective.before", "SIGKILL")]
+
+
+@pytest.mark.parametrize("part", LATE)
+def test_it_ends_as_without_a_failure(part: str, jobs: Jobs) -> None:
+    """State in objects of libraries; a script that resumes from its own newest file, so that a replacement begins
+    elsewhere; parameters that no optimizer steps."""
+    jobs.check(SCRIPT, args=[part], faults=LATE[part])
+
+
+def test_without_the_capture_the_state_of_libraries_is_not_put_back(jobs: Jobs) -> None:
+    """A control of the tests above."""
+    with pytest.raises(Mismatch):
+        jobs.check(SCRIPT, args=["libraries"], faults=LATE["libraries"][:1], env={OFF: "1"})
+
+
+def test_without_the_state_at_the_step_boundary_a_replacement_has_newer_parameters(jobs: Jobs) -> None:
+    """A control: nobody keeps the parameters of the failed worker's place, and the checksums notice it."""
+    env = {"SWIFT_RECOVERY_STATE_PREIMAGES": "never"}
+    result = jobs.run(SCRIPT, args=["by_hand"], faults=LATE["by_hand"], env=env)
+    assert result.status == 1 and "ReplayDivergence" in result.stderr, result.tail()
+
+
+def test_another_list_in_the_replacement_is_refused_by_name(jobs: Jobs) -> None:
+    """A control: of a ``range`` a replacement is given the failed worker's, of a list it is not."""
+    result = jobs.run(SCRIPT, args=["list"], faults=LATE["numbers"][:1])
+    assert result.status == 1, result.tail()
+    assert "reads a list of 11 in the replacement, and a list of 16 in the failed worker" in result.stderr
+
+
+def test_an_iterator_of_a_loader_is_refused_by_name(jobs: Jobs) -> None:
+    result = jobs.run(SCRIPT, args=["iterator"], faults=_ITERATOR)
+    compare(result, jobs.reference(SCRIPT, args=["iterator"]))
+    [restart] = result.kinds("restart")
+    assert "`items` (own_ways.py:" in restart.fields["reason"], restart
+    assert "write job.steps(loader) in the place of iter(loader)" in restart.fields["reason"], restart
+
+
+def test_a_module_that_is_divided_among_ranks_is_refused_by_name(jobs: Jobs) -> None:
+    result = jobs.run(SCRIPT, args=["divided"])
+    assert result.status == 1 and "holds a DTensor, of which each rank has a part" in result.stderr, result.tail()
