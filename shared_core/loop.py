@@ -31,6 +31,7 @@ from shared_core.untrained import TrainedUse, UntrainedUse
 from shared_core.worker import link
 from shared_core.worker.sharded.own import Owner
 from shared_core.worker.variables.around import Walks, is_bare
+from shared_core.worker.variables.kinds import OURS, count_as_script
 from shared_core.worker.variables.variables import Variables
 
 #: Passes of an epoch that a replacement may skip, with the random generators that the failed worker had after each.
@@ -279,6 +280,7 @@ class TrainingLoop:
             start: first number.
         """
         own: list[Callable[[], Any]] = []
+        self._hear(sys._getframe(1))
         epochs = self._epochs(count, start, own, is_bare(sys._getframe(1)))
         own.append(weakref.ref(epochs))
         return epochs
@@ -332,6 +334,7 @@ class TrainingLoop:
             Unsupported: for an iterable whose items cannot be found again, and under ``torch.inference_mode()``.
         """
         own: list[Callable[[], Any]] = []
+        self._hear(sys._getframe(1))
         steps = self._steps(loader, own, is_bare(sys._getframe(1)))
         own.append(weakref.ref(steps))
         return steps
@@ -622,6 +625,13 @@ class TrainingLoop:
         """A replacement repeats what the script does from here to its next step boundary, with the same results."""
         if self.job is not None and not sys.is_finalizing():
             self.job.entries.between(self._phase, self.epoch, self._round)
+
+    def _hear(self, frame: FrameType | None) -> None:
+        """The script calls from this frame, perhaps through an adapter."""
+        while frame is not None and frame.f_code.co_filename.startswith(OURS):
+            frame = frame.f_back
+        if frame is not None and self.job is not None:
+            count_as_script(frame.f_globals)
 
     def _look_around(self, frame: FrameType | None) -> None:
         if self.job is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from harness import Jobs
+from harness import SCRIPTS, Jobs
 
 from shared_core.faults import Fault
 from shared_core.worker.variables.variables import OFF
@@ -58,3 +60,13 @@ def test_an_iterator_of_a_loader_is_refused_by_name(jobs: Jobs) -> None:
 def test_a_module_that_is_divided_among_ranks_is_refused_by_name(jobs: Jobs) -> None:
     result = jobs.run(SCRIPT, args=["divided"])
     assert result.status == 1 and "holds a DTensor, of which each rank has a part" in result.stderr, result.tail()
+
+
+def test_a_loop_in_an_installed_package_is_the_scripts(jobs: Jobs, tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "trains"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text((SCRIPTS / "variables.py").read_text())
+    script = tmp_path / "main.py"
+    lines = ["import sys", f"sys.path.insert(0, {str(package.parent)!r})", "from trains import train", "kept = train()"]
+    script.write_text("\n".join(lines) + "\n")
+    jobs.check(str(script), args=["mean"], faults=[Fault(0, 17, "bucket", "SIGKILL")])

@@ -211,7 +211,11 @@ class Graft:
     def _check_can_be_made(self, kind: str, cls: str, parts: list[Any], path: str) -> None:
         if kind in ("tensor", "ndarray") and parts[0] in ("same", "apart"):
             self._differ(path, f"a {short(cls)} of another kind", MISSING)
-        elif kind == "random" or (kind == "memory" and not cls.startswith("ctypes:")) or (kind not in _MAKERS and _look_up(cls) is MISSING):
+        elif (
+            kind == "random"
+            or (kind == "memory" and not cls.startswith("ctypes:"))
+            or (kind not in _MAKERS and _look_up(cls) is MISSING)
+        ):
             self._differ(path, f"a {short(cls)}", MISSING)
 
     def _differ(self, path: str, was: str, here: Any) -> None:

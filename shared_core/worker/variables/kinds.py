@@ -28,7 +28,7 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import Path
 from typing import Any
@@ -154,8 +154,27 @@ ITERATORS: dict[type, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
+#: Folders and files of installed packages that are the script all the same.
+SCRIPT_FOLDERS: list[str] = []
+
+
+def count_as_script(variables: Mapping[str, Any]) -> None:
+    """The module with these global variables runs the training loop: its package is the script, also where it is
+    installed among the libraries.
+    """
+    package = (variables.get("__package__") or variables.get("__name__") or "").partition(".")[0]
+    module = sys.modules.get(package)
+    if module is None or package in LIBRARIES or package == "__main__":
+        return
+    folders = [os.path.join(each, "") for each in getattr(module, "__path__", ())]
+    found = folders or [file for file in (getattr(module, "__file__", None),) if file]
+    SCRIPT_FOLDERS.extend(each for each in found if each not in SCRIPT_FOLDERS)
+
+
 def of_libraries(file: str | None) -> bool:
     """Whether this file of code is part of Python or of an installed package."""
+    if file is not None and file.startswith(tuple(SCRIPT_FOLDERS)):
+        return False
     return file is None or file.startswith(("<frozen", *_LIBRARIES)) or "site-packages" in file
 
 
