@@ -437,8 +437,10 @@ class TrainingLoop:
             ConfigError: for values that cannot be published.
         """
         counters, weigh = self._registered.add(objects, values)
-        if self.job is not None and weigh:
-            self.job.keep_boundaries()
+        if self.job is not None:
+            self.job.variables.registered(objects)
+            if weigh:
+                self.job.keep_boundaries()
         return counters
 
     def ignore(self, *names: str) -> None:
@@ -772,6 +774,8 @@ def attach(*objects: Any) -> TrainingLoop:
     if job is not None:
         job.attach(models, optimizers)
         job.keep_images()
+        if not engines:
+            job.variables.look_at_optimizers()
         if models and not optimizers:  # then the script changes the parameters itself
             job.keep_boundaries()
     for each in objects:

@@ -14,6 +14,8 @@ from tests.support.runner import Mismatch, compare
 SCRIPT = "own_ways.py"
 LATE = {
     "libraries": [Fault(1, 6, "collective.before", "SIGKILL"), Fault(0, 13, "collective.after", "SIGKILL")],
+    "settings": [Fault(1, 8, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
+    "beside": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 12, "collective.before", "SIGKILL")],
     "numbers": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
     "epochs": [Fault(0, 9, "collective.before", "SIGKILL"), Fault(1, 18, "collective.before", "SIGKILL")],
     # The other rank has the next parameters when it fails.
@@ -24,15 +26,16 @@ _ITERATOR = [Fault(1, 7, "collective.before", "SIGKILL")]
 
 @pytest.mark.parametrize("part", LATE)
 def test_it_ends_as_without_a_failure(part: str, jobs: Jobs) -> None:
-    """State in objects of libraries; a script that resumes from its own newest file, so that a replacement begins
-    elsewhere; parameters that no optimizer steps."""
+    """State in objects of libraries, settings of the process, an optimizer that is not attached; a script that resumes
+    from its own newest file, so that a replacement begins elsewhere; parameters that no optimizer steps."""
     jobs.check(SCRIPT, args=[part], faults=LATE[part])
 
 
-def test_without_the_capture_the_state_of_libraries_is_not_put_back(jobs: Jobs) -> None:
+@pytest.mark.parametrize("part", ["libraries", "settings", "beside"])
+def test_without_the_capture_it_is_not_put_back(part: str, jobs: Jobs) -> None:
     """A control of the tests above."""
     with pytest.raises(Mismatch):
-        jobs.check(SCRIPT, args=["libraries"], faults=LATE["libraries"][:1], env={OFF: "1"})
+        jobs.check(SCRIPT, args=[part], faults=LATE[part][:1], env={OFF: "1"})
 
 
 def test_without_the_state_at_the_step_boundary_a_replacement_has_newer_parameters(jobs: Jobs) -> None:

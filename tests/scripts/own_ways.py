@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import decimal
 import io
 import multiprocessing
 import os
 import queue
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -52,7 +55,9 @@ class Libraries:
 
 def train() -> dist.ProcessGroup:
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices="libraries iterator numbers list epochs by_hand divided".split())
+    parser.add_argument(
+        "part", choices="libraries settings beside iterator numbers list epochs by_hand divided".split()
+    )
     part = parser.parse_args().part
     report = Report()
     if not os.environ.get("SWIFT_BASELINE"):
@@ -66,7 +71,7 @@ def train() -> dist.ProcessGroup:
 
     def gradients(factor: float = 1.0) -> float:
         report.count("batch")
-        loss = net(torch.randn(8, 8)).square().mean() * factor
+        loss = net(torch.randn(8, 8, dtype=torch.float32)).square().mean() * factor
         net.zero_grad()
         loss.backward()
         return float(loss.item())
@@ -91,12 +96,36 @@ def train() -> dist.ProcessGroup:
         start = saved["place"]
     dist.barrier()  # all have looked for the file
     job = shared_core.attach(net) if part == "by_hand" else shared_core.attach(net, optimizer)
-    torch.manual_seed(rank)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(rank)
     if part == "libraries":
         held = Libraries()
         for _ in job.epochs(2):
             for step, _ in job.steps(range(8)):
                 update(held.step(float(step)))
+    elif part == "settings":
+        for epoch in job.epochs(3):
+            for step, _ in job.steps(range(4)):
+                if (epoch, step) == (1, 1):
+                    torch.set_default_dtype(torch.float64)
+                    decimal.getcontext().prec = 5
+                    os.makedirs(f"folder{rank}", exist_ok=True)
+                    os.chdir(f"folder{rank}")
+                noise = torch.rand(1).item()  # another number with each type
+                update(float(decimal.Decimal(1) / 3) + noise + len(os.path.basename(os.getcwd())))
+    elif part == "beside":
+        table, expert = nn.Linear(8, 1), nn.Linear(1100, 1100)  # the expert is too large to be a variable
+        adagrad, adam = torch.optim.Adagrad(table.parameters()), torch.optim.Adam(expert.parameters())
+        job.register(expert, adam)
+        for _, _ in job.steps(range(14)):
+            loss = table(torch.randn(4, 8)).square().mean() + expert(torch.randn(1, 1100)).square().mean()
+            adagrad.zero_grad()
+            adam.zero_grad()
+            loss.backward()
+            adagrad.step()
+            adam.step()
+            update(1.0 + loss.item())
+        found.append(digest({"beside": [table.state_dict(), adagrad.state_dict(), expert.state_dict()]}))
     elif part == "iterator":
         items = iter(DataLoader(torch.arange(20.0)))
         for _, _ in job.steps(range(12)):

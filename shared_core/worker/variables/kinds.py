@@ -235,6 +235,8 @@ def _kind_of(cls: type) -> str:
         return "fixed" if any(root_of(base) in _ENGINES for base in cls.__mro__) else "module"
     if root_of(cls) == "torch" and hasattr(cls, "__next__"):  # of a DataLoader
         return "opaque"
+    if issubclass(cls, torch.optim.Optimizer):
+        return "optimizer"
     if _left_to_others(cls):
         return "fixed"
     return "object" if _is_made_of_attributes(cls) else "opaque"
@@ -250,7 +252,7 @@ def is_of_library(cls: type) -> bool:
 
 
 def _left_to_others(cls: type) -> bool:
-    if issubclass(cls, (torch.optim.Optimizer, torch.utils.data.DataLoader)):
+    if issubclass(cls, torch.utils.data.DataLoader):
         return True
     if any(root_of(base) in _ADAPTED for base in cls.__mro__):
         return True

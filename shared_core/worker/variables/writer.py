@@ -209,6 +209,8 @@ class ValueWriter:
         self.dark: set[str] = set()
         #: Whether a replacement also makes what is seen for the first time now.
         self.begins = True
+        #: Whether optimizers that nobody has attached are written; those of a framework are left to it.
+        self.optimizers = False
         #: Whether data sets and samplers are written: they are put back after the batches were read again.
         self.data = False
         #: Whether all that is written belongs to data sets and samplers.
@@ -330,6 +332,8 @@ class _Values(_Pickler):
             kind = "view"
         elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
             kind = "fixed"
+        elif kind == "optimizer":
+            kind = "object" if self._writer.optimizers else "fixed"
         self._count += 1
         self._todo.append((self._count, kind, obj, self._of_data or isinstance(obj, _DATA)))
         return _numbered, (self._count,)
