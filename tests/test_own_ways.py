@@ -16,6 +16,7 @@ LATE = {
     "libraries": [Fault(1, 6, "collective.before", "SIGKILL"), Fault(0, 13, "collective.after", "SIGKILL")],
     "settings": [Fault(1, 8, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
     "beside": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 12, "collective.before", "SIGKILL")],
+    "again": [Fault(0, 4, "collective.before", "SIGKILL")],
     "numbers": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
     "epochs": [Fault(0, 9, "collective.before", "SIGKILL"), Fault(1, 18, "collective.before", "SIGKILL")],
     # The other rank has the next parameters when it fails.
@@ -26,8 +27,9 @@ _ITERATOR = [Fault(1, 7, "collective.before", "SIGKILL")]
 
 @pytest.mark.parametrize("part", LATE)
 def test_it_ends_as_without_a_failure(part: str, jobs: Jobs) -> None:
-    """State in objects of libraries, settings of the process, an optimizer that is not attached; a script that resumes
-    from its own newest file, so that a replacement begins elsewhere; parameters that no optimizer steps."""
+    """State in objects of libraries, settings of the process, an optimizer that is not attached; groups that
+    are ended and made again; a script that resumes from its own newest file, so that a replacement begins elsewhere;
+    parameters that no optimizer steps."""
     jobs.check(SCRIPT, args=[part], faults=LATE[part])
 
 
