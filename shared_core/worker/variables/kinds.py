@@ -235,7 +235,7 @@ def _kind_of(cls: type) -> str:
         return "fixed" if any(root_of(base) in _ENGINES for base in cls.__mro__) else "module"
     if root_of(cls) == "torch" and hasattr(cls, "__next__"):  # of a DataLoader
         return "opaque"
-    if issubclass(cls, torch.optim.Optimizer):
+    if issubclass(cls, torch.optim.Optimizer) and not any(root_of(base) in FRAMEWORKS for base in cls.__mro__):
         return "optimizer"
     if _left_to_others(cls):
         return "fixed"
