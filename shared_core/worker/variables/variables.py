@@ -146,7 +146,7 @@ class Variables:
         self._large: dict[tuple[str, str], type[Large]] = {}
         self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
-        self._registered: list[nn.Module | Optimizer] = []
+        self._registered: list[torch.Tensor | Optimizer] = []
         #: Iterators that a framework draws from, or what refers to them, by identity.
         self._sources: dict[int, Any] = {}
         #: What is attached and its parts, by names that are the same in a replacement.
@@ -212,14 +212,17 @@ class Variables:
         self._writer.optimizers = True
 
     def registered(self, things: Iterable[Any]) -> None:
-        """Weights of these modules, and these optimizers, are put back by others."""
-        self._registered += [each for each in things if isinstance(each, (nn.Module, Optimizer))]
+        """What the ``state_dict`` of these modules holds, and these optimizers, are put back by others."""
+        for each in things:
+            if isinstance(each, nn.Module):
+                with suppress(Exception):  # of the script's own state_dict()
+                    self._registered += [v for v in each.state_dict(keep_vars=True).values() if torch.is_tensor(v)]
+            elif isinstance(each, Optimizer):
+                self._registered.append(each)
         self._leave_registered()
 
     def _leave_registered(self) -> None:
-        for thing in self._registered:
-            tensors = (*thing.parameters(), *thing.buffers()) if isinstance(thing, nn.Module) else (thing,)
-            self._restored.update((id(each), each) for each in tensors)
+        self._restored.update((id(each), each) for each in self._registered)
 
     def attach(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Leave these to others, except attributes that classes of the script added. Replaces earlier ones."""
