@@ -20,7 +20,7 @@ LATE = {
     "numbers": [Fault(1, 9, "collective.before", "SIGKILL"), Fault(0, 13, "collective.before", "SIGKILL")],
     "epochs": [Fault(0, 9, "collective.before", "SIGKILL"), Fault(1, 18, "collective.before", "SIGKILL")],
     # The other rank has the next parameters when it fails.
-    "by_hand": [Fault(1, 6, "collective.after", "SIGKILL", delay_s=0.2)],
+    "by_hand": [Fault(1, 6, "collective.before", "SIGKILL", nth=2)],
 }
 _ITERATOR = [Fault(1, 7, "collective.before", "SIGKILL")]
 
@@ -30,7 +30,8 @@ def test_it_ends_as_without_a_failure(part: str, jobs: Jobs) -> None:
     """State in objects of libraries, settings of the process, an optimizer that is not attached; groups that
     are ended and made again; a script that resumes from its own newest file, so that a replacement begins elsewhere;
     parameters that no optimizer steps."""
-    jobs.check(SCRIPT, args=[part], faults=LATE[part])
+    again = part == "again"  # plain gloo hangs now and then where a group is made again
+    jobs.check(SCRIPT, args=[part], faults=LATE[part], reference_launcher="swiftrun" if again else "plain")
 
 
 @pytest.mark.parametrize("part", ["libraries", "settings", "beside"])
@@ -51,7 +52,7 @@ def test_another_list_in_the_replacement_is_refused_by_name(jobs: Jobs) -> None:
     """A control: of a ``range`` a replacement is given the failed worker's, of a list it is not."""
     result = jobs.run(SCRIPT, args=["list"], faults=LATE["numbers"][:1])
     assert result.status == 1, result.tail()
-    assert "reads a list of 11 in the replacement, and a list of 16 in the failed worker" in result.stderr
+    assert "reads a list of 11 " in result.stderr and "a list of 16 " in result.stderr, result.tail()
 
 
 def test_an_iterator_of_a_loader_is_refused_by_name(jobs: Jobs) -> None:

@@ -112,7 +112,7 @@ def train() -> dist.ProcessGroup:
                     os.makedirs(f"folder{rank}", exist_ok=True)
                     os.chdir(f"folder{rank}")
                 noise = torch.rand(1).item()  # another number with each type
-                update(float(decimal.Decimal(1) / 3) + noise + len(os.path.basename(os.getcwd())))
+                update(float(decimal.Decimal(1) / 3) + noise + float(os.path.basename(os.getcwd()) == f"folder{rank}"))
     elif part == "beside":
         table, expert = nn.Linear(8, 1), nn.Linear(1100, 1100)  # the expert is too large to be a variable
         adagrad, adam = torch.optim.Adagrad(table.parameters()), torch.optim.Adam(expert.parameters())
@@ -156,6 +156,8 @@ def train() -> dist.ProcessGroup:
                 dist.all_reduce(gradient)
                 weights = parameters_to_vector(net.parameters()).detach() - 0.01 * gradient / world
                 vector_to_parameters(weights, net.parameters())  # past all counters of changes
+                dist.all_reduce(loss := torch.tensor(found[-1]))
+                found.append(loss.item())
     else:
         mesh = init_device_mesh("cpu", (world,))
         share = nn.Linear(8, 8)
