@@ -202,6 +202,7 @@ class OneProcess(_NoReplacements):
     """
 
     reroutes = added = False
+    origin = "checkpoint"
     orders = None
     reading = nullcontext
 

@@ -83,6 +83,11 @@ class Job:
         return self.position.added
 
     @property
+    def origin(self) -> str:
+        """Whose state is being restored: of the ``same`` run, of a ``checkpoint``, or of an ``other`` rank."""
+        return self.position.origin
+
+    @property
     def replicated(self) -> Replicated | None:
         """What is attached; None before that."""
         return self.updates.replicated

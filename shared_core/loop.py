@@ -31,6 +31,7 @@ from shared_core.untrained import TrainedUse, UntrainedUse
 from shared_core.worker import link
 from shared_core.worker.sharded.own import Owner
 from shared_core.worker.variables.around import Walks, is_bare
+from shared_core.worker.variables.kinds import OURS, count_as_script
 from shared_core.worker.variables.variables import Variables
 
 #: Passes of an epoch that a replacement may skip, with the random generators that the failed worker had after each.
@@ -260,6 +261,7 @@ class TrainingLoop:
         self._config = SwiftConfig()
         self._modules: list[nn.Module] = []
         self._sharing: StepSharing | None = None
+        self._start = 0
         self._end: int | None = None
         if job is not None:
             self._begin(job, job.config)
@@ -278,13 +280,14 @@ class TrainingLoop:
             start: first number.
         """
         own: list[Callable[[], Any]] = []
+        self._hear(sys._getframe(1))
         epochs = self._epochs(count, start, own, is_bare(sys._getframe(1)))
         own.append(weakref.ref(epochs))
         return epochs
 
     def _epochs(self, count: int, start: int, own: Sequence[Callable[[], Any]], bare: bool) -> Iterator[int]:
         numbers = _in_order(self._name, count, start)
-        self._end = count
+        self._start, self._end = start, count
         if self._replays:
             return (yield from numbers)
         self._next_phase()
@@ -299,9 +302,9 @@ class TrainingLoop:
             self._look_around(sys._getframe())
             self._walk(own[0](), "epochs", bare=bare)
             try:
-                for number in numbers if target is None else range(target["epoch"], count):
+                for number in numbers if target is None else self._rest(target):
                     if self.job is not None:
-                        self._carry_on(own[0](), number - start, target)
+                        self._carry_on(own[0](), number - self._start, target)
                     self._begin_epoch(number, target)
                     target = None
                     yield number
@@ -331,6 +334,7 @@ class TrainingLoop:
             Unsupported: for an iterable whose items cannot be found again, and under ``torch.inference_mode()``.
         """
         own: list[Callable[[], Any]] = []
+        self._hear(sys._getframe(1))
         steps = self._steps(loader, own, is_bare(sys._getframe(1)))
         own.append(weakref.ref(steps))
         return steps
@@ -433,8 +437,10 @@ class TrainingLoop:
             ConfigError: for values that cannot be published.
         """
         counters, weigh = self._registered.add(objects, values)
-        if self.job is not None and weigh:
-            self.job.keep_boundaries()
+        if self.job is not None:
+            self.job.variables.registered(objects)
+            if weigh:
+                self.job.keep_boundaries()
         return counters
 
     def ignore(self, *names: str) -> None:
@@ -622,6 +628,13 @@ class TrainingLoop:
         if self.job is not None and not sys.is_finalizing():
             self.job.entries.between(self._phase, self.epoch, self._round)
 
+    def _hear(self, frame: FrameType | None) -> None:
+        """The script calls from this frame, perhaps through an adapter."""
+        while frame is not None and frame.f_code.co_filename.startswith(OURS):
+            frame = frame.f_back
+        if frame is not None and self.job is not None:
+            count_as_script(frame.f_globals)
+
     def _look_around(self, frame: FrameType | None) -> None:
         if self.job is not None:
             self._looked = True
@@ -639,6 +652,15 @@ class TrainingLoop:
             self._anchors.restore(target["anchors"], 0)
         else:
             self._anchors.take(0)
+
+    def _rest(self, target: Mapping[str, Any]) -> range:
+        """The failed worker's epochs. It counts from where it began: the script may begin elsewhere in a replacement,
+        as where it continues from a file that it has written itself. A later start of the script may make more.
+        """
+        assert self.job is not None
+        if self.job.origin == "same" and "range" in target:
+            self._start, self._end = target["range"]
+        return range(target["epoch"], self._end or 0)
 
     def _skip_loop(self, target: Mapping[str, Any]) -> None:
         """The failed worker had finished this loop over epochs."""
@@ -667,6 +689,7 @@ class TrainingLoop:
             "loop": self._number,
             "phase": self._phase,
             "epoch": self.epoch,
+            "range": [self._start, self._end],
             "round": self._round,
             "steps": self.total_steps,
             "anchors": self._anchors.taken,
@@ -751,6 +774,10 @@ def attach(*objects: Any) -> TrainingLoop:
     if job is not None:
         job.attach(models, optimizers)
         job.keep_images()
+        if not engines:
+            job.variables.look_at_optimizers()
+        if models and not optimizers:  # then the script changes the parameters itself
+            job.keep_boundaries()
     for each in objects:
         if isinstance(each, (nn.Module, Optimizer)):
             continue

@@ -90,6 +90,8 @@ def encode_state(state: Any) -> Any:
 
 
 def _tensor(value: Tensor) -> Any:
+    if hasattr(value, "device_mesh"):
+        raise NotPlain("DTensor, of which each rank has a part (tensor parallelism is not supported)")
     if value.is_cpu and not value.requires_grad and value.layout is torch.strided:
         # Small tensors travel as numbers or bytes, which are several times cheaper to publish.
         if value.ndim == 0:

@@ -6,7 +6,7 @@ import copy
 import enum
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -190,12 +190,22 @@ class Engine:
 
     # -- iterating ----------------------------------------------------------------------------------------------------
 
+    def take_numbers(self, numbers: Sequence[Any] | None) -> None:
+        """The pass goes through the failed worker's ``range``: a replacement may make another one, as where the script
+        continues from a file that it has written itself. None as the end: that of the loader.
+        """
+        if numbers is not None and isinstance(self.loader, range):
+            start, stop, step = numbers
+            self.iterated = range(start, self.loader.stop if stop is None else stop, step)
+
     def start(self, record: ReadingRecord, follow: Follow | None = None) -> Iterator[Any]:
         """``iter()`` of the loader; notes in ``record`` what it draws from. ``follow``: what the sampler is to do."""
         continues = self.continues()
         self.look_around()
         record.owned = self.owned.capture()
         record.contents = self.contents
+        if isinstance(self.iterated, range):
+            record.numbers = [self.iterated.start, self.iterated.stop, self.iterated.step]
         if self.kind is LoaderKind.RESTORE:
             record.rereads = {}
         if self.workers:

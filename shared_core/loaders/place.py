@@ -36,6 +36,7 @@ class ReadingRecord:
         turn: the loader worker that reads the first batch of a stream to be read again.
         stream: state of a loader or data set that can tell its place, before the first batch to be read.
         contents: what is read, as far as it shows; None where nobody has looked.
+        numbers: start, stop and step of a ``range``; None for anything else.
     """
 
     epoch: int = 0
@@ -58,6 +59,7 @@ class ReadingRecord:
     turn: int = 0
     stream: Any = None
     contents: str | None = None
+    numbers: list[Any] | None = None
 
     def plain(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -136,6 +138,28 @@ def of_a_peer(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "owned": owned, "iterations": [], "recent": [], "live": False}
 
 
+def from_origin(state: Mapping[str, Any], origin: str) -> Mapping[str, Any]:
+    """A place in the data, where what a ``range`` goes through is the script's own as far as that may be another.
+
+    Args:
+        state: of a loader.
+        origin: whose state it is: of the ``same`` run, a replacement goes through the failed worker's; of a
+            ``checkpoint``, a later start of the script may make the pass longer; of an ``other`` rank.
+    """
+
+    def kept(numbers: list[Any]) -> list[Any] | None:
+        return [numbers[0], None, numbers[2]] if origin == "checkpoint" else None
+
+    if origin == "same" or not any(each.get("numbers") for each in state["iterations"]):
+        return state
+    return {
+        **state,
+        "iterations": [
+            {**each, "numbers": kept(each["numbers"])} if each.get("numbers") else each for each in state["iterations"]
+        ],
+    }
+
+
 def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
     """A place in the data without what sampler and data set were built with, nor what only its rank has read."""
 
@@ -151,6 +175,7 @@ def as_copy(state: Mapping[str, Any]) -> dict[str, Any]:
             "items_sum": None,
             "stream": None,
             "contents": None,
+            "numbers": None,
         }
         for each in state["iterations"]
     ]

@@ -152,6 +152,7 @@ class _Replay:
         write_random(record.before)
         if record.contents not in (None, here := engine.contents):
             raise Unsupported(_OTHER_CONTENTS.format(engine.place[1], here, record.contents))
+        engine.take_numbers(record.numbers)
         inner = engine.start(ReadingRecord(epoch=record.epoch), follow)
         return record, inner, engine.drawing, []
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from shared_core.config import SwiftConfig
 from shared_core.errors import Unsupported
 from shared_core.loaders.engine import Orders
-from shared_core.loaders.place import of_a_peer
+from shared_core.loaders.place import from_origin, of_a_peer
 from shared_core.loaders.position import Position
 from shared_core.loaders.randomness import read_random, write_random
 from shared_core.loaders.resumable import wrap_loader
@@ -37,6 +37,10 @@ class LoaderOwner(Protocol):
     @property
     def added(self) -> bool:
         """Whether what is being restored is a copy of another rank's."""
+
+    @property
+    def origin(self) -> str:
+        """Whose state is being restored: of the ``same`` run, of a ``checkpoint``, or of an ``other`` rank."""
 
     @property
     def orders(self) -> Orders | None:
@@ -127,7 +131,7 @@ class TrackedLoader:
     def go_to(self, state: Mapping[str, Any], position: Iterator[Any]) -> None:
         """Put ``position`` where an iteration of the failed worker's was; the global generators stay as they are."""
         random = read_random()  # of the step boundary; reading items again draws from the generators
-        self.loader.restore(state, position)
+        self.loader.restore(from_origin(state, self._worker.origin), position)
         write_random(random)
 
 

@@ -42,7 +42,7 @@ class MadeGroups:
                     runtime.groups.given[name] = given[name] - 1
                 compat.make_group(name, ranks, timedelta(seconds=timeout_s), desc)
         with runtime.lock:
-            runtime.groups.given.update(given)
+            dict.update(runtime.groups.given, given)  # a Counter's own would add
         compat.name_groups_from(captured["next"])
 
 

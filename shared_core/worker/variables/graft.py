@@ -7,6 +7,7 @@ here that stands for it, and what cannot be put back. Then the objects here are 
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import sys
 import types
@@ -25,7 +26,7 @@ from shared_core.encoding.unpacking import Numbered, dtype_named
 from shared_core.errors import RecoveryFailed
 from shared_core.loaders.randomness import set_generator_state
 from shared_core.worker.variables.attached_memory import shows
-from shared_core.worker.variables.kinds import ITERATORS, VALUES, kind_of, name_of, slots_of
+from shared_core.worker.variables.kinds import ITERATORS, VALUES, kind_of, name_of, numbers_of_c, slots_of
 from shared_core.worker.variables.writer import (
     MODULE_PARTS,
     OF_DATA,
@@ -39,6 +40,7 @@ from shared_core.worker.variables.writer import (
 #: Kinds of objects that are never filled.
 _AS_HERE = frozenset({"fixed", "view", "ignored", "named", "unbound", "opaque", "large"})
 _PLAIN = (list, dict, set)
+_STEPS = " (write job.steps(loader) in the place of iter(loader), and a replacement finds its place)"
 _TEXT = 60
 
 
@@ -195,7 +197,8 @@ class Graft:
         if parts[0] is None:
             self._differ(path, f"a {short(cls)}, which does not show what it holds", old)
         elif not same or (parts[0] != OF_DATA and tuple(parts) != self._writer.describe("opaque", old)):
-            self._differ(path, f"a {short(cls)}" + " that has continued" * same, old)
+            advice = _STEPS if cls.startswith("torch.utils.data.dataloader:") else ""
+            self._differ(path, f"a {short(cls)}{' that has continued' * same}{advice}", old)
         return old
 
     def _find(self, name: str, old: Any, path: str) -> Any:
@@ -208,7 +211,11 @@ class Graft:
     def _check_can_be_made(self, kind: str, cls: str, parts: list[Any], path: str) -> None:
         if kind in ("tensor", "ndarray") and parts[0] in ("same", "apart"):
             self._differ(path, f"a {short(cls)} of another kind", MISSING)
-        elif kind == "random" or (kind not in _MAKERS and _look_up(cls) is MISSING):
+        elif (
+            kind == "random"
+            or (kind == "memory" and not cls.startswith("ctypes:"))
+            or (kind not in _MAKERS and _look_up(cls) is MISSING)
+        ):
             self._differ(path, f"a {short(cls)}", MISSING)
 
     def _differ(self, path: str, was: str, here: Any) -> None:
@@ -272,6 +279,12 @@ class Graft:
             self._filled[new] = array
             del array[:]
             array.frombytes(parts[1])
+        elif kind == "memory":
+            self._filled[new] = memory = here if here is not MISSING else _look_up(cls)()
+            ctypes.memmove(ctypes.addressof(numbers_of_c(memory)), parts[0], len(parts[0]))
+        elif kind == "buffer":
+            self._filled[new] = buffer = here if here is not MISSING else _look_up(cls)()
+            buffer.close() if parts[0] is None else buffer.__setstate__((*parts[0], None))
         else:
             made = self._filled[new] = here if here is not MISSING else _blank(kind, cls, parts)
             self._fill_container(kind, made, parts)
@@ -392,6 +405,10 @@ def _fits(kind: str, parts: list[Any], old: Any) -> bool:
         return bool(old.dtype.str == parts[1].replace("O", "|O") and old.shape == tuple(parts[2]))
     if kind == "pyarray":
         return bool(old.typecode == parts[0])
+    if kind == "memory":
+        return ctypes.sizeof(numbers_of_c(old)) == len(parts[0])
+    if kind == "buffer":
+        return not old.closed
     if kind == "deque":
         return bool(old.maxlen == parts[1])
     return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import array
 import collections
 import csv
+import ctypes
 import datetime
 import decimal
 import enum
@@ -15,6 +17,7 @@ import itertools
 import logging
 import os
 import pathlib
+import queue
 import random
 import re
 import sqlite3
@@ -25,7 +28,8 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,8 @@ _OF_TORCH = (
     "torch.amp.",
     "torch.cuda.amp.",
     "torch.distributions",
+    "torch.distributed.algorithms.model_averaging",
+    "torch.quasirandom",
     "torch.utils.data.sampler",
 )
 _LIBRARIES = tuple(
@@ -115,6 +121,11 @@ _CONTAINERS: tuple[tuple[type, str], ...] = (
     (frozenset, "frozenset"),
 )
 _ATOMS = (bool, int, float, complex, str, bytes, bytearray)
+#: Files in memory.
+_BUFFERS = (io.BytesIO, io.StringIO)
+_QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue)
+#: Codes of the types of ``ctypes`` whose memory holds numbers, and no addresses.
+_NUMBERS_OF_C = frozenset("?bBhHiIlLqQfdg")
 
 #: Immutable values: what they are made from, and how.
 VALUES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -143,8 +154,27 @@ ITERATORS: dict[type, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
+#: Folders and files of installed packages that are the script all the same.
+SCRIPT_FOLDERS: list[str] = []
+
+
+def count_as_script(variables: Mapping[str, Any]) -> None:
+    """The module with these global variables runs the training loop: its package is the script, also where it is
+    installed among the libraries.
+    """
+    package = (variables.get("__package__") or variables.get("__name__") or "").partition(".")[0]
+    module = sys.modules.get(package)
+    if module is None or package in LIBRARIES or package == "__main__":
+        return
+    folders = [os.path.join(each, "") for each in getattr(module, "__path__", ())]
+    found = folders or [file for file in (getattr(module, "__file__", None),) if file]
+    SCRIPT_FOLDERS.extend(each for each in found if each not in SCRIPT_FOLDERS)
+
+
 def of_libraries(file: str | None) -> bool:
     """Whether this file of code is part of Python or of an installed package."""
+    if file is not None and file.startswith(tuple(SCRIPT_FOLDERS)):
+        return False
     return file is None or file.startswith(("<frozen", *_LIBRARIES)) or "site-packages" in file
 
 
@@ -182,10 +212,16 @@ def _kind_of(cls: type) -> str:
         return "named"
     if issubclass(cls, RANDOM):
         return "random"
+    if cls in _BUFFERS:
+        return "buffer"
     if issubclass(cls, IGNORED):
         return "ignored"
     if cls is array.array:
         return "pyarray"
+    if issubclass(cls, SynchronizedBase) or _is_number_of_c(cls):
+        return "memory"
+    if cls in _QUEUES:
+        return "queue"
     if cls in ITERATORS:
         return "iterator"
     for base, name in _CONTAINERS:
@@ -193,10 +229,14 @@ def _kind_of(cls: type) -> str:
             return name
     if issubclass(cls, _ATOMS):
         return "atom"
-    if cls is types.SimpleNamespace:
+    if cls in (types.SimpleNamespace, argparse.Namespace):
         return "object"
     if issubclass(cls, nn.Module):
         return "fixed" if any(root_of(base) in _ENGINES for base in cls.__mro__) else "module"
+    if root_of(cls) == "torch" and hasattr(cls, "__next__"):  # of a DataLoader
+        return "opaque"
+    if issubclass(cls, torch.optim.Optimizer) and not any(root_of(base) in FRAMEWORKS for base in cls.__mro__):
+        return "optimizer"
     if _left_to_others(cls):
         return "fixed"
     return "object" if _is_made_of_attributes(cls) else "opaque"
@@ -212,12 +252,25 @@ def is_of_library(cls: type) -> bool:
 
 
 def _left_to_others(cls: type) -> bool:
-    if issubclass(cls, (torch.optim.Optimizer, torch.utils.data.DataLoader)):
+    if issubclass(cls, torch.utils.data.DataLoader):
         return True
     if any(root_of(base) in _ADAPTED for base in cls.__mro__):
         return True
     root = root_of(cls)
     return root in FRAMEWORKS or (root == "torch" and not cls.__module__.startswith(_OF_TORCH))
+
+
+def _is_number_of_c(cls: type) -> bool:
+    """Whether it is a number of ``ctypes``, or an array of numbers."""
+    code = getattr(cls, "_type_", None)
+    if issubclass(cls, ctypes.Array):
+        return isinstance(code, type) and _is_number_of_c(code)
+    return root_of(cls) == "ctypes" and isinstance(code, str) and code in _NUMBERS_OF_C
+
+
+def numbers_of_c(thing: Any) -> Any:
+    """The object of ``ctypes`` of the kind ``memory``, also where ``multiprocessing`` shares it."""
+    return thing.get_obj() if isinstance(thing, SynchronizedBase) else thing
 
 
 def _is_made_of_attributes(cls: type) -> bool:

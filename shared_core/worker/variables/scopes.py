@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared_core.loaders.randomness import read_random, write_random
-from shared_core.worker.variables.kinds import OURS, is_bound, kind_of, of_libraries
+from shared_core.worker.variables.kinds import OURS, SCRIPT_FOLDERS, is_bound, kind_of, of_libraries
 from shared_core.worker.variables.liveness import READS_ALL, live
 from shared_core.worker.variables.writer import Unbound
 
@@ -131,7 +131,7 @@ class Scopes:
         # By id: hashing code objects reads all of them. The code is kept too, so that its id is not reused.
         self._codes: dict[int, tuple[types.CodeType, bool]] = {}
         self._modules: list[tuple[str, dict[str, Any]]] = []
-        self._seen_modules = -1
+        self._seen_modules = (-1, 0)
         self._known: set[int] = set()
         self._plans: dict[tuple[str, Any], _Plan] = {}
         self._frames: dict[tuple[int, int], tuple[Names, str]] = {}
@@ -162,8 +162,8 @@ class Scopes:
             yield from self._of_module(name, own, running.get(id(own)))
 
     def _own_modules(self, running: Mapping[int, types.FrameType]) -> Iterator[tuple[str, dict[str, Any]]]:
-        if len(sys.modules) != self._seen_modules:
-            self._seen_modules = len(sys.modules)
+        if (len(sys.modules), len(SCRIPT_FOLDERS)) != self._seen_modules:
+            self._seen_modules = len(sys.modules), len(SCRIPT_FOLDERS)
             self._modules = [
                 (name, vars(each))
                 for name, each in list(sys.modules.items())

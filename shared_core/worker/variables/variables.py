@@ -25,6 +25,7 @@ from shared_core.worker.variables.data_sets import DataSets
 from shared_core.worker.variables.graft import MISSING, Difference, Graft, short
 from shared_core.worker.variables.kinds import is_of_library, kind_of
 from shared_core.worker.variables.scopes import Kind, Scope, Scopes, ToldVariables, import_again
+from shared_core.worker.variables.settings import put_settings, read_settings
 from shared_core.worker.variables.writer import (
     LIMIT,
     MODULE_PARTS,
@@ -145,6 +146,7 @@ class Variables:
         self._large: dict[tuple[str, str], type[Large]] = {}
         self._first: dict[str, dict[str, bytes]] | None = None
         self._attached: list[str] = []
+        self._registered: list[torch.Tensor | Optimizer] = []
         #: Iterators that a framework draws from, or what refers to them, by identity.
         self._sources: dict[int, Any] = {}
         #: What is attached and its parts, by names that are the same in a replacement.
@@ -205,6 +207,23 @@ class Variables:
     def forget(self, name: str) -> None:
         self._told.pop(name, None)
 
+    def look_at_optimizers(self) -> None:
+        """Those that the script has made and not attached are its variables."""
+        self._writer.optimizers = True
+
+    def registered(self, things: Iterable[Any]) -> None:
+        """What the ``state_dict`` of these modules holds, and these optimizers, are put back by others."""
+        for each in things:
+            if isinstance(each, nn.Module):
+                with suppress(Exception):  # of the script's own state_dict()
+                    self._registered += [v for v in each.state_dict(keep_vars=True).values() if torch.is_tensor(v)]
+            elif isinstance(each, Optimizer):
+                self._registered.append(each)
+        self._leave_registered()
+
+    def _leave_registered(self) -> None:
+        self._restored.update((id(each), each) for each in self._registered)
+
     def attach(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         """Leave these to others, except attributes that classes of the script added. Replaces earlier ones."""
         for name in self._attached:
@@ -216,6 +235,7 @@ class Variables:
         self._restored.clear()  # in place: the writer has this very dictionary
         self._restored.update(self._sources)
         self._restored.update((id(thing), thing) for thing, _ in self._told.values())
+        self._leave_registered()
         for number, module in enumerate(modules):
             bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
             self._restored[id(module)] = module
@@ -265,7 +285,8 @@ class Variables:
             self._name_untold()
             if self._first is None:
                 self._first = digests(*read_own(now))
-        return {"now": now, "first": self._first, "data": self.data_sets.changed() if boundary else {}}
+        data = self.data_sets.changed() if boundary else {}
+        return {"now": now, "first": self._first, "data": data, "settings": read_settings()}
 
     def _find(self, frame: types.FrameType) -> list[Scope]:
         scopes = list(self._scopes.find(frame, [told for _, told in self._told.values()]))
@@ -273,7 +294,7 @@ class Variables:
             self._named = {}
             for scope in scopes:
                 for name, value in zip(scope.names.names, scope.values, strict=True):
-                    if not isinstance(value, _ATOMS) and kind_of(type(value)) in ("fixed", "module"):
+                    if not isinstance(value, _ATOMS) and kind_of(type(value)) in ("fixed", "module", "optimizer"):
                         self._named[f"{scope.name} {name}"] = value
                         self._writer.aliases.setdefault(id(value), f"{scope.name} {name}")
         return scopes
@@ -488,6 +509,8 @@ class Variables:
         if graft.differences and boundary and origin != "other":
             return self._refusal(graft.differences)
         _fill(graft, todo)
+        if origin == "same" and "settings" in stored:
+            put_settings(stored["settings"])
         if boundary:
             self._first = first
         return ""

@@ -11,6 +11,7 @@ import itertools
 import math
 import pickle
 import random
+import threading
 import time
 import types
 import warnings
@@ -36,7 +37,17 @@ from shared_core.loaders.randomness import generator_state
 from shared_core.worker.state.checksums import checksum
 from shared_core.worker.state.generators import python_memory
 from shared_core.worker.variables.attached_memory import AttachedMemory
-from shared_core.worker.variables.kinds import OURS, VALUES, is_bound, kind_of, name_of, of_libraries, root_of, slots_of
+from shared_core.worker.variables.kinds import (
+    OURS,
+    VALUES,
+    is_bound,
+    kind_of,
+    name_of,
+    numbers_of_c,
+    of_libraries,
+    root_of,
+    slots_of,
+)
 
 #: Limit of all values together, in bytes; if they are more, the largest are only compared.
 LIMIT = 4 << 20
@@ -198,6 +209,8 @@ class ValueWriter:
         self.dark: set[str] = set()
         #: Whether a replacement also makes what is seen for the first time now.
         self.begins = True
+        #: Whether optimizers that nobody has attached are written; those of a framework are left to it.
+        self.optimizers = False
         #: Whether data sets and samplers are written: they are put back after the batches were read again.
         self.data = False
         #: Whether all that is written belongs to data sets and samplers.
@@ -313,10 +326,14 @@ class _Values(_Pickler):
             kind = "named"
         elif kind == "iterator" and self._writer.inner:
             kind = "opaque"
+        elif kind == "queue":  # another thread may fill it at any time
+            kind = "ignored" if _script_has_threads() else "object"
         elif kind in ("tensor", "ndarray") and self._writer.shown_by(obj) is not None:
             kind = "view"
         elif self._writer.restored(id(obj)) or (isinstance(obj, _DATA) and not self._writer.data):
             kind = "fixed"
+        elif kind == "optimizer":
+            kind = "object" if self._writer.optimizers else "fixed"
         self._count += 1
         self._todo.append((self._count, kind, obj, self._of_data or isinstance(obj, _DATA)))
         return _numbered, (self._count,)
@@ -341,6 +358,12 @@ class _Values(_Pickler):
                     self._writer.dark.add(cls)
             yield (number, kind, cls, *parts)
             yield None
+
+
+def _script_has_threads() -> bool:
+    """Whether threads run that this product has not started."""
+    main = threading.main_thread()
+    return any(each is not main and not each.name.startswith("swift-") for each in threading.enumerate())
 
 
 def attributes_of(thing: Any) -> Mapping[str, Any]:
@@ -435,6 +458,14 @@ def _function(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
     return (name_of(thing), cells, own)
 
 
+def _memory(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
+    return (bytes(memoryview(numbers_of_c(thing)).cast("B")),)
+
+
+def _buffer(_: ValueWriter, thing: Any) -> tuple[Any, ...]:
+    return (None,) if thing.closed else (thing.__getstate__()[:-1],)
+
+
 #: C modules whose objects compute a checksum.
 _CHECKSUMS = frozenset("_hashlib _blake2 _md5 _sha1 _sha2 _sha256 _sha512 _sha3".split())
 
@@ -449,6 +480,8 @@ def _opaque(writer: ValueWriter, thing: Any) -> tuple[Any, ...]:
 
 def _digest(thing: Any) -> int | None:
     cls = type(thing)
+    if isinstance(thing, np.memmap) and not thing.flags.writeable:  # pickling would read the whole file
+        return zlib.crc32(repr((thing.dtype, thing.shape)).encode())
     try:
         if hasattr(cls, "__next__"):
             return zlib.crc32(repr(_progress(thing)).encode())
@@ -512,6 +545,9 @@ def _summary(writer: ValueWriter, value: Any, depth: int) -> Any:
         return zlib.crc32(ValueWriter(lambda _: False).write(value, _LARGE))
     except Exception:  # too large
         pass
+    kind = kind_of(type(value))
+    if kind in ("memory", "buffer"):
+        return zlib.crc32(pickle.dumps(_WAYS[kind](writer, value)))
     if isinstance(value, (torch.Tensor, np.ndarray)) or depth >= _DEEPEST:
         return None  # it has changed, or it would not be here
     if type(value) is list and not writer.same_list(value):
@@ -543,6 +579,8 @@ _WAYS: dict[str, Callable[[ValueWriter, Any], tuple[Any, ...]]] = {
     "enum": lambda _, thing: (thing.name,),
     "iterator": lambda _, thing: iterator_state(thing),
     "pyarray": lambda _, thing: (thing.typecode, thing.tobytes()),
+    "memory": _memory,
+    "buffer": _buffer,
     "dict": lambda _, thing: (_items(thing), attributes_of(thing)),
     "list": lambda _, thing: (list.__getitem__(thing, slice(None)), attributes_of(thing)),
     "deque": lambda _, thing: (list(thing), thing.maxlen, attributes_of(thing)),

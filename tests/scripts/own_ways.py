@@ -1,0 +1,175 @@
+"""Plain PyTorch as people write it by hand: state in objects of libraries, a resume of its own, updates without an
+optimizer."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import decimal
+import io
+import multiprocessing
+import os
+import queue
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.quasirandom import SobolEngine
+from torch.utils.data import DataLoader
+
+import shared_core
+from tests.support.digest import digest, training_digest
+from tests.support.report import Report, end_group, generators_digest
+
+FILE = "last.pt"
+
+
+class Libraries:
+    """State in objects of Python's and torch's own classes."""
+
+    def __init__(self) -> None:
+        self.args, self.queue = argparse.Namespace(step=0), queue.PriorityQueue[float]()
+        self.shared, self.numbers = multiprocessing.Value("d", 0.0), multiprocessing.Array("i", 3)
+        self.c, self.text, self.bytes = ctypes.c_double(0.0), io.StringIO(), io.BytesIO()
+        self.sobol = SobolEngine(1, scramble=True, seed=3)
+
+    def step(self, value: float) -> float:
+        """One more step; depends on all of it."""
+        self.args.step += 1
+        self.queue.put(-value)
+        self.shared.value += value
+        self.numbers[1] += 1
+        self.c.value += 0.5
+        self.text.write("x")
+        self.bytes.write(b"xy")
+        least = self.queue.get() if self.queue.qsize() > 3 else 0.0
+        parts = [self.args.step, least, self.shared.value, self.numbers[1], self.c.value, self.sobol.draw(1).item()]
+        return 1.0 + 0.01 * (sum(parts) + self.text.tell() + len(self.bytes.getvalue()))
+
+
+def train() -> dist.ProcessGroup:
+    parser = argparse.ArgumentParser()
+    parser.add_argument(
+        "part", choices="libraries settings beside again iterator numbers list epochs by_hand divided".split()
+    )
+    part = parser.parse_args().part
+    report = Report()
+    if not os.environ.get("SWIFT_BASELINE"):
+        shared_core.install()
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    found: list[Any] = []
+
+    def gradients(factor: float = 1.0) -> float:
+        report.count("batch")
+        loss = net(torch.randn(8, 8, dtype=torch.float32)).square().mean() * factor
+        net.zero_grad()
+        loss.backward()
+        return float(loss.item())
+
+    def update(factor: float = 1.0) -> None:
+        found.append(gradients(factor))
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+
+    def save(place: int) -> None:
+        if rank == 0:
+            torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "place": place}, f"{FILE}.new")
+            os.replace(f"{FILE}.new", FILE)
+        dist.barrier()
+
+    start = 0
+    if part in ("numbers", "list", "epochs") and os.path.exists(FILE):
+        saved = torch.load(FILE)
+        net.load_state_dict(saved["net"])
+        optimizer.load_state_dict(saved["optimizer"])
+        start = saved["place"]
+    dist.barrier()  # all have looked for the file
+    job = shared_core.attach(net) if part == "by_hand" else shared_core.attach(net, optimizer)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(rank)
+    if part == "libraries":
+        held = Libraries()
+        for _ in job.epochs(2):
+            for step, _ in job.steps(range(8)):
+                update(held.step(float(step)))
+    elif part == "settings":
+        for epoch in job.epochs(3):
+            for step, _ in job.steps(range(4)):
+                if (epoch, step) == (1, 1):
+                    torch.set_default_dtype(torch.float64)
+                    decimal.getcontext().prec = 5
+                    os.makedirs(f"folder{rank}", exist_ok=True)
+                    os.chdir(f"folder{rank}")
+                noise = torch.rand(1).item()  # another number with each type
+                update(float(decimal.Decimal(1) / 3) + noise + float(os.path.basename(os.getcwd()) == f"folder{rank}"))
+    elif part == "beside":
+        table, expert = nn.Linear(8, 1), nn.Linear(1100, 1100)  # the expert is too large to be a variable
+        adagrad, adam = torch.optim.Adagrad(table.parameters()), torch.optim.Adam(expert.parameters())
+        job.register(expert, adam)
+        for _, _ in job.steps(range(14)):
+            loss = table(torch.randn(4, 8)).square().mean() + expert(torch.randn(1, 1100)).square().mean()
+            adagrad.zero_grad()
+            adam.zero_grad()
+            loss.backward()
+            adagrad.step()
+            adam.step()
+            update(1.0 + loss.item())
+        found.append(digest({"beside": [table.state_dict(), adagrad.state_dict(), expert.state_dict()]}))
+    elif part == "again":
+        for _, _ in job.steps(range(6)):
+            update()
+        first = end_group()  # let go of after the second
+        dist.init_process_group("gloo")
+        total = torch.tensor(found[-1])
+        dist.all_reduce(total)
+        found += [total.item(), first is None]
+    elif part == "iterator":
+        items = iter(DataLoader(torch.arange(20.0)))
+        for _, _ in job.steps(range(12)):
+            update(float(next(items)))
+    elif part in ("numbers", "list"):
+        for step, _ in job.steps(range(start, 16) if part == "numbers" else list(range(start, 16))):
+            update(1.0 + step)
+            if step % 5 == 4:
+                save(step + 1)
+    elif part == "epochs":
+        for count, epoch in enumerate(job.epochs(start + 4, start=start)):
+            for step, _ in job.steps(range(4)):
+                update(1.0 + count + epoch + step)
+            save(epoch + 1)
+    elif part == "by_hand":
+        for _ in job.epochs(2):
+            for _, _ in job.steps(range(8)):
+                found.append(gradients())
+                gradient = torch.cat([each.grad.flatten() for each in net.parameters() if each.grad is not None])
+                dist.all_reduce(gradient)
+                weights = parameters_to_vector(net.parameters()).detach() - 0.01 * gradient / world
+                vector_to_parameters(weights, net.parameters())  # past all counters of changes
+                dist.all_reduce(loss := torch.tensor(found[-1]))
+                found.append(loss.item())
+    else:
+        mesh = init_device_mesh("cpu", (world,))
+        share = nn.Linear(8, 8)
+        for name, parameter in list(share.named_parameters()):
+            share.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh)))
+        job.register(share)
+        for _, _ in job.steps(range(4)):
+            update()
+    digests = training_digest(net, [optimizer], [], {"found": digest({"found": found})})
+    report.finish(digests | {"generators": generators_digest()})
+    return end_group()
+
+
+if __name__ == "__main__":
+    group = train()  # let go of after the model
